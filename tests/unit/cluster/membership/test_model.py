@@ -19,17 +19,8 @@ from potluck.cluster.membership.recovery import Evidence
 from potluck.wire import nodes as wire
 from potluck.wire.nodes import StableRecord, View, ViewMember
 from support import paxos_model
-from support.paxos_model import (
-    HISTORY,
-    MEMBERS,
-    Local,
-    Model,
-    Violation,
-    newcomer,
-    start,
-    thaw,
-    three,
-)
+from support.paxos_model import MEMBERS, Model, Violation, newcomer, three
+from support.paxos_node import HISTORY, Local, start, thaw
 
 # ---------------------------------------------------------------- the protocol holds
 
