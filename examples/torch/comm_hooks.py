@@ -4,8 +4,9 @@ potluck run --workers 2 examples/torch/comm_hooks.py
 torchrun --nproc-per-node 2 examples/torch/comm_hooks.py --hook int8
 python examples/torch/comm_hooks.py
 
-``int8``, ``bf16`` and ``fp16`` are potluck's codecs: they encode on the wire, within the reduction.
-What a codec lost is kept in a residual and added to the next step's gradient (error feedback).
+``int8``, ``int4``, ``bf16`` and ``fp16`` send fewer bits, encoded within the reduction; ``topk`` is
+the largest tenth of the values. What is lost is kept and added to the next step's gradient
+(error feedback).
 ``powersgd`` is torch's own hook. One process then trains the same batches without any of it.
 """
 
@@ -28,11 +29,20 @@ except ModuleNotFoundError as error:
     package = error.name.partition(".")[0]
     sys.exit(f"this needs {package}: pip install 'potluck[torch,sklearn]'")
 
-from potluck.torch import CodecState, codec_hook
+from potluck import BF16, FP16, Int, TopK
+from potluck.torch import CompressionState, compression_hook
+
+STRATEGIES = {
+    "int8": Int(bits=8),
+    "int4": Int(bits=4),
+    "bf16": BF16(),
+    "fp16": FP16(),
+    "topk": TopK(0.1),
+}
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=200)
-parser.add_argument("--hook", choices=["int8", "bf16", "fp16", "powersgd"], default="int8")
+parser.add_argument("--hook", choices=[*STRATEGIES, "powersgd"], default="int8")
 args = parser.parse_args()
 
 dist.init_process_group("potluck", init_method="potluck://")
@@ -51,7 +61,7 @@ model = DistributedDataParallel(copy.deepcopy(alone))
 if args.hook == "powersgd":
     model.register_comm_hook(PowerSGDState(None, 4, start_powerSGD_iter=10), powerSGD_hook)
 else:
-    model.register_comm_hook(CodecState(args.hook), codec_hook)
+    model.register_comm_hook(CompressionState(STRATEGIES[args.hook]), compression_hook)
 
 
 def train(model: nn.Module, part: int, parts: int) -> float:

@@ -12,7 +12,7 @@ from potluck.codecs.codec import Bytes, Floats
 from potluck.compressors.strategy import Strategy
 
 
-class _Encoded(Strategy):
+class Encoded(Strategy):
     """A strategy that is a codec. On links the codec works inside the reduction."""
 
     @property
@@ -34,7 +34,7 @@ class _Encoded(Strategy):
         return target
 
 
-class _Half(_Encoded):
+class _Half(Encoded):
     """A strategy of two bytes an element; ``_exponent`` are the bits that are set in inf and NaN
     only."""
 
@@ -73,7 +73,7 @@ class BF16(_Half):
 
 
 @dataclass(frozen=True)
-class Int(_Encoded):
+class Int(Encoded):
     """Integers of 8, 4 or 2 bits with one float32 scale for 256 elements.
 
     3.94, 7.76 and 15.1 times fewer bytes than float32. ValueError for other ``bits``.

@@ -25,6 +25,10 @@ class Strategy(ABC):
     def decompress(self, payload: Bytes, count: int, step: int) -> Floats:
         """The ``count`` elements that the payload stands for, a new array."""
 
+    def add_to(self, target: Floats, payload: Bytes, step: int) -> None:
+        """Add what the payload stands for to ``target``."""
+        target += self.decompress(payload, target.size, step)
+
     @abstractmethod
     def looks_finite(self, payload: Bytes, source: Floats) -> bool:
         """False if ``source`` or what the payload stands for may hold inf or NaN. Cheap: it reads

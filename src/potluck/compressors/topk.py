@@ -68,11 +68,10 @@ class TopK(Strategy):
 
     def decompress(self, payload: Bytes, count: int, step: int) -> Floats:
         target = np.zeros(count, np.float32)
-        self.add_to(target, payload)
+        self.add_to(target, payload, step)
         return target
 
-    def add_to(self, target: Floats, payload: Bytes) -> None:
-        """Add what the payload stands for to ``target``."""
+    def add_to(self, target: Floats, payload: Bytes, step: int) -> None:
         places, values = self._split(payload, target.size)
         target[places] += values
 

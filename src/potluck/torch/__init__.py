@@ -12,7 +12,7 @@ from potluck.checkpoint import CheckpointStore  # noqa: E402
 from potluck.torch.amp import GradScaler  # noqa: E402
 from potluck.torch.clip import clip_grad_norm_  # noqa: E402
 from potluck.torch.ddp import DDP, DistributedDataParallel  # noqa: E402
-from potluck.torch.hooks import CodecState, codec_hook  # noqa: E402
+from potluck.torch.hooks import CompressionState, compression_hook  # noqa: E402
 from potluck.torch.intercept import GradientInterceptor  # noqa: E402
 from potluck.torch.loop import ElasticLoop  # noqa: E402
 from potluck.torch.sampler import DistributedSampler  # noqa: E402
@@ -24,7 +24,7 @@ from potluck.training.tensorboard import TensorBoardLogger  # noqa: E402
 __all__ = [
     "DDP",
     "CheckpointStore",
-    "CodecState",
+    "CompressionState",
     "DistributedDataParallel",
     "DistributedSampler",
     "ElasticLoop",
@@ -37,7 +37,7 @@ __all__ = [
     "ProportionalShares",
     "TensorBoardLogger",
     "clip_grad_norm_",
-    "codec_hook",
+    "compression_hook",
 ]
 
 _register()

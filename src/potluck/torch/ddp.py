@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from potluck import hints
 from potluck.context import DistributedContext, init
+from potluck.torch.compression import Choice, Compression
 from potluck.torch.reducer import Reducer
 
 _PIECE_BYTES = 25 << 20
@@ -33,7 +35,16 @@ class DistributedDataParallel(nn.Module):
     ``ctx`` is the context, ``potluck.init()`` if None. ``weight`` is this rank's weight in the
     mean: its samples divided by those of all ranks (the ElasticLoop sets it), or None for equal
     weights. Gradients are reduced in buckets of ``bucket_size_mb`` MiB while backward runs; those
-    on other devices than the CPU are copied through host memory. Parameters may have any float
+    on other devices than the CPU are copied through host memory.
+
+    ``compression`` sends gradients in fewer bytes: a strategy such as ``TopK(0.01)``, or a function
+    of a parameter's name and the parameter that returns one, or None for those not to compress.
+    Parameters with fewer than ``dense_below`` elements are not compressed, nor is any in the first
+    ``warmup_steps`` steps. With ``error_feedback`` each rank keeps what was lost, float32 numbers
+    as many as the parameters have, and adds it to its next gradients. After a step that does not
+    count these are as before it. Compressed gradients are float32 on the way, whatever their dtype.
+
+    Parameters may have any float
     dtype, may be shared between modules, and may be unused on some ranks.
 
     ``forward`` and ``backward()`` raise PeerLost and other GroupErrors. Then parameters are
@@ -50,11 +61,15 @@ class DistributedDataParallel(nn.Module):
         *,
         bucket_size_mb: float = 25,
         broadcast_buffers: bool = True,
+        compression: Choice = None,
+        error_feedback: bool = True,
+        dense_below: int = 4096,
+        warmup_steps: int = 0,
     ) -> None:
         super().__init__()
         if ctx is not None and not hasattr(ctx, "all_reduce"):
             raise TypeError(f"DDP takes the module and a context, potluck.init(), not {ctx!r}")
-        trained = [p for p in module.parameters() if p.requires_grad]
+        trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
         if not trained:
             raise ValueError("no parameter of the module requires a gradient")
         for name, parameter in module.named_parameters():
@@ -70,7 +85,15 @@ class DistributedDataParallel(nn.Module):
         self.module = module
         self.broadcast_buffers = broadcast_buffers
         self.ctx = ctx if ctx is not None else init()
-        self._reducer = Reducer(trained, self.ctx, bucket_size_mb)
+        self.compression = Compression(
+            trained,
+            compression,
+            error_feedback=error_feedback,
+            dense_below=dense_below,
+            warmup_steps=warmup_steps,
+        )
+        """The residuals, by parameter name."""
+        self._reducer = Reducer(list(trained.values()), self.ctx, bucket_size_mb, self.compression)
         self.synchronized = False
         """Whether this rank's parameters and buffers are known to be equal to the group's."""
         if not self.ctx.elastic:
@@ -84,6 +107,12 @@ class DistributedDataParallel(nn.Module):
     @weight.setter
     def weight(self, weight: float | None) -> None:
         self._reducer.weight = weight
+
+    @property
+    def num_nonfinite(self) -> Counter[str]:
+        """By parameter: how many elements of its compressed gradients were inf or NaN, on a rank or
+        in the sum."""
+        return self.compression.num_nonfinite
 
     @property
     def reduces(self) -> bool:

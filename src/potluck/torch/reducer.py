@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from potluck.torch.buckets import Bucket, Slot, assign
+from potluck.torch.compression import Compression
 
 if TYPE_CHECKING:
     from potluck.context import DistributedContext
@@ -40,23 +41,34 @@ class Reducer:
     """Averages the gradients of ``parameters`` over the ranks of ``ctx`` in every backward.
 
     The result is the sum of ``weight * gradient`` over all ranks; a ``weight`` of None means 1 /
-    world size. A rank with weight 0 contributes zeros even if its gradients are inf or NaN. The
-    ``.grad`` of a parameter that no rank has used is unchanged. While ``enabled`` is False
-    gradients only accumulate. Cost: one all_reduce of all gradients.
+    world size. ``compression`` says which gradients are sent compressed. A rank with weight 0
+    contributes zeros even if its gradients are inf or NaN. The ``.grad`` of a parameter that no
+    rank has used is unchanged. While ``enabled`` is False gradients only accumulate. Cost: one
+    all_reduce of all gradients; with compression of their compressed form, and of one number for
+    each compressed parameter.
     """
 
     def __init__(
-        self, parameters: Sequence[Parameter], ctx: DistributedContext, bucket_size_mb: float
+        self,
+        parameters: Sequence[Parameter],
+        ctx: DistributedContext,
+        bucket_size_mb: float,
+        compression: Compression,
     ) -> None:
         self.enabled = True
         self.weight: float | None = None
         self._ctx = ctx
         self._parameters = list(parameters)
+        self._compression = compression
         self._buckets = assign(
-            [Slot(p.numel(), p.element_size(), (p.device, p.dtype)) for p in self._parameters],
+            [
+                Slot(p.numel(), p.element_size(), (p.device, p.dtype, strategy))
+                for p, strategy in zip(self._parameters, compression.strategies, strict=True)
+            ],
             bucket_bytes=int(bucket_size_mb * _MB),
             first_bucket_bytes=int(min(bucket_size_mb, 1) * _MB),
         )
+        compression.lay_out(self._buckets)
         self._place = {
             index: (number, offset, bucket.numel + position)
             for number, bucket in enumerate(self._buckets)
@@ -78,7 +90,7 @@ class Reducer:
         self._backward = -1  # autograd's number of the present backward
         self._ready: set[int] = set()
         self._missing = [len(bucket.parameters) for bucket in self._buckets]
-        self._works: list[Any] = []
+        self._waits: list[Callable[[], object]] = []
 
     def _on_gradient(self, index: int) -> None:
         backward = torch._C._current_graph_task_id()
@@ -92,6 +104,7 @@ class Reducer:
         try:
             if self._backward == -1:
                 self._backward = backward
+                self._compression.begin_backward()
                 torch.autograd.Variable._execution_engine.queue_callback(self._finish)
             if self._backward != backward or index in self._ready:
                 raise RuntimeError(
@@ -103,7 +116,7 @@ class Reducer:
             self._fill(index)
             number = self._place[index][0]
             self._missing[number] -= 1
-            while len(self._works) < len(self._buckets) and not self._missing[len(self._works)]:
+            while len(self._waits) < len(self._buckets) and not self._missing[len(self._waits)]:
                 self._launch()
         except BaseException:
             self._abandon(backward)
@@ -114,22 +127,26 @@ class Reducer:
         try:
             for index in self._place.keys() - self._ready:
                 self._fill(index)
-            while len(self._works) < len(self._buckets):
+            while len(self._waits) < len(self._buckets):
                 self._launch()
-            for work in self._works:
-                work.wait()
+            flags = self._launch_flags()
+            for wait in self._waits:
+                wait()
+            self._write_flags(flags)
             with torch.no_grad():
                 for number in range(len(self._buckets)):
                     self._write_back(number)
         except BaseException:
             self._abandon(self._backward)
             raise
+        self._compression.end_backward(failed=False)
         self._used.clear()
         self.reset()
 
     def _abandon(self, backward: int) -> None:
         # A failed operation may still use its buffer: later backwards get new buffers.
         self._failed = backward
+        self._compression.end_backward(failed=True)
         self._flats = [None] * len(self._buckets)
         self._used.clear()
         self.reset()
@@ -164,10 +181,40 @@ class Reducer:
         flat[flag] = float(index in self._used and weight != 0)
 
     def _launch(self) -> None:
-        flat = self._flat(len(self._works))
+        number = len(self._waits)
+        flat = self._flat(number)
         if flat.host is not flat.device:
             flat.host.copy_(flat.device)
-        self._works.append(self._ctx.all_reduce(flat.host, op="sum", async_op=True))
+        if self._compression.strategy(number) is None:
+            self._waits.append(self._ctx.all_reduce(flat.host, op="sum", async_op=True).wait)
+        else:
+            gradients = flat.host[: self._buckets[number].numel]
+            self._waits.append(self._compression.start(self._ctx, number, gradients))
+
+    def _launch_flags(self) -> Tensor | None:
+        """Start the sum of the compressed buckets' flags, which must be exact, in one operation."""
+        parts = [self._flags(number) for number in self._compressed()]
+        if not parts:
+            return None
+        flags = torch.cat([part.float() for part in parts])
+        self._waits.append(self._ctx.all_reduce(flags, op="sum", async_op=True).wait)
+        return flags
+
+    def _write_flags(self, flags: Tensor | None) -> None:
+        if flags is None:
+            return
+        parts = [self._flags(number) for number in self._compressed()]
+        sizes = [part.numel() for part in parts]
+        for part, summed in zip(parts, torch.split(flags, sizes), strict=True):
+            part.copy_(summed)
+
+    def _compressed(self) -> list[int]:
+        """The numbers of the buckets that are compressed in this step."""
+        numbers = range(len(self._buckets))
+        return [n for n in numbers if self._compression.strategy(n) is not None]
+
+    def _flags(self, number: int) -> Tensor:
+        return self._flat(number).host[self._buckets[number].numel :]
 
     def _write_back(self, number: int) -> None:
         bucket, flat = self._buckets[number], self._flat(number)

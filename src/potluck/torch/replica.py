@@ -81,20 +81,29 @@ class TorchReplica:
             )
 
     def capture_own(self) -> State:
-        return capture_random()
+        state = capture_random()
+        if isinstance(self._model, DistributedDataParallel):
+            state["residuals"] = self._model.compression.capture()
+        return state
 
-    def restore_own(self, state: State) -> None:
-        restore_random(state)
+    def restore_own(self, states: Sequence[State]) -> None:
+        restore_random(states[0])
+        if isinstance(self._model, DistributedDataParallel):
+            self._model.compression.restore([each.get("residuals", {}) for each in states])
 
     def fingerprint(self) -> str:
         return parameter_hash(self._model)
 
-    def remember(self) -> None:
+    def remember(self, step: int) -> None:
+        if isinstance(self._model, DistributedDataParallel):
+            self._model.compression.begin(step)
         self._buffers = [buffer.detach().clone() for buffer in self._model.buffers()]
         self._random = capture_random()
 
     @torch.no_grad()
     def undo(self) -> None:
+        if isinstance(self._model, DistributedDataParallel):
+            self._model.compression.undo()
         for buffer, before in zip(self._model.buffers(), self._buffers, strict=True):
             buffer.copy_(before)
         for parameter in self._model.parameters():

@@ -11,7 +11,7 @@ import torch
 from potluck.checkpoint.state import State
 
 
-def capture_random() -> State:
+def capture_random() -> dict[str, Any]:
     """The states of torch's generators (CPU, and CUDA if in use) and of the global generators of
     Python and NumPy."""
     version, words, gauss = random.getstate()

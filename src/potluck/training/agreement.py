@@ -131,8 +131,9 @@ class Agreement:
                 self._restore(received)
                 if self._progress.step:
                     _log.info("joined at step %d", self._progress.step)
-        if ctx.rank < len(self._own):
-            self._replica.restore_own(self._own[ctx.rank])
+        mine = self._own[ctx.rank :: ctx.world_size]
+        if mine:
+            self._replica.restore_own(mine)
         self._own = []
         if afresh:
             self._tried_at = self._progress.step

@@ -166,7 +166,7 @@ class ElasticLoop(Record):
             raise RuntimeError("call job.step() in the loop over the job, once per iteration")
         self._open, self._stops = True, False
         try:
-            self._replica.remember()
+            self._replica.remember(self.step_number)
             self.ctx.begin_step(self.step_number)
             yield
             if not self._counted:

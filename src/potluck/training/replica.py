@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,8 +31,9 @@ class Replica(Protocol):
     def fingerprint(self) -> str:
         """Hex SHA3-256 of the state that must be bit-identical on all ranks."""
 
-    def remember(self) -> None:
-        """At the start of a step: keep the state that the step may change before its commit."""
+    def remember(self, step: int) -> None:
+        """At the start of step number ``step``: keep the state that the step may change before its
+        commit."""
 
     def undo(self) -> None:
         """After a step that does not count: return to the state of the last ``remember``."""
@@ -43,8 +44,10 @@ class Replica(Protocol):
     def capture_own(self) -> State:
         """The state of this rank alone, for example of its random generators."""
 
-    def restore_own(self, state: State) -> None:
-        """Set this rank's own state, a result of ``capture_own`` of the same rank number."""
+    def restore_own(self, states: Sequence[State]) -> None:
+        """Set this rank's own state to the first of ``states``, a result of ``capture_own`` of the
+        same rank number. The others are of ranks that the world no longer has: what they owe to a
+        sum over all ranks is added."""
 
 
 @dataclass
@@ -71,7 +74,7 @@ class StateReplica:
     def fingerprint(self) -> str:
         return fingerprint(self.get_state())
 
-    def remember(self) -> None:
+    def remember(self, step: int) -> None:
         return None
 
     def undo(self) -> None:
@@ -83,5 +86,5 @@ class StateReplica:
     def capture_own(self) -> State:
         return None
 
-    def restore_own(self, state: State) -> None:
+    def restore_own(self, states: Sequence[State]) -> None:
         return None

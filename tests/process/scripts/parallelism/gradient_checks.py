@@ -13,13 +13,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from potluck import BF16, Int, Random, TopK
 from potluck.torch import (
-    CodecState,
+    CompressionState,
     GradientInterceptor,
     GradScaler,
     LossScale,
     clip_grad_norm_,
-    codec_hook,
+    compression_hook,
 )
 
 
@@ -91,8 +92,13 @@ def gradients_of_torchs_ddp_are_intercepted_before_and_after_the_reduction(run):
 
 
 @check(2, 4)
-def what_the_codec_hook_loses_is_sent_with_later_gradients(run):
+def what_the_compression_hook_loses_is_sent_with_later_gradients(run):
     torch.set_default_dtype(torch.float32)
+    for strategy in (Int(bits=8), TopK(0.3, chunk=64), Random(0.5)):
+        losses_of_the_hook(run, strategy)
+
+
+def losses_of_the_hook(run, strategy):
     x, y = batches(1)[0]
     model = mlp()
     backward(model, x, y)
@@ -100,7 +106,8 @@ def what_the_codec_hook_loses_is_sent_with_later_gradients(run):
     errors = {}
     for feedback in (False, True):
         parallel = DistributedDataParallel(mlp(), bucket_cap_mb=2e-3)
-        parallel.register_comm_hook(CodecState("int8", error_feedback=feedback), codec_hook)
+        state = CompressionState(strategy, error_feedback=feedback)
+        parallel.register_comm_hook(state, compression_hook)
         sums = [torch.zeros_like(p) for p in parallel.parameters()]
         for _ in range(32):  # the same gradient again and again: what is lost adds up, or not
             parallel.zero_grad()
@@ -110,11 +117,13 @@ def what_the_codec_hook_loses_is_sent_with_later_gradients(run):
                 total += parameter.grad / 32
         pairs = zip(sums, wanted, strict=True)
         errors[feedback] = max((a - b).abs().max().item() for a, b in pairs)
-    assert 0 < errors[True] < 0.3 * errors[False], errors
+    # Random alone is unbiased without error feedback: there, too, the mean comes nearer.
+    most = errors[False] * (1 if isinstance(strategy, Random) else 0.5)
+    assert 0 < errors[True] < most, (strategy, errors)
 
 
 @check(2)
-def the_codec_hook_says_what_it_can_not_do(run):
+def the_compression_hook_takes_all_floats_and_says_what_it_can_not_do(run):
     def reason(make):
         try:
             make()
@@ -122,10 +131,15 @@ def the_codec_hook_says_what_it_can_not_do(run):
             return str(error)
         raise AssertionError("nothing was raised")
 
-    assert "int3" in reason(lambda: CodecState("int3"))
+    assert "it must be one such as" in reason(lambda: CompressionState("int8"))
     gloo = dist.new_group(backend="gloo")
-    state = CodecState("bf16", process_group=gloo)
-    assert "init_process_group('potluck')" in reason(state.group)
+    state = CompressionState(BF16(), process_group=gloo)
+    assert "init_process_group('potluck')" in reason(state.own_group)
     doubles = DistributedDataParallel(mlp())
-    doubles.register_comm_hook(CodecState("bf16"), codec_hook)
-    assert "float32" in reason(lambda: backward(doubles, *mine(run, *batches(1)[0])))
+    doubles.register_comm_hook(CompressionState(BF16()), compression_hook)
+    backward(doubles, *mine(run, *batches(1)[0]))
+    model = mlp()
+    backward(model, *batches(1)[0])
+    for parameter, wanted in zip(doubles.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, wanted.grad, rtol=0.02, atol=1e-3)
+        same_bits(parameter.grad)

@@ -1,0 +1,271 @@
+"""Compressed gradients of DDP: accounted for over all ranks, undone with a step, kept on disk."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from potluck import BF16, FP16, Int, Random, TopK
+from potluck.compressors import Strategy
+from potluck.context import DistributedContext
+from potluck.testing.elastic import ElasticWorld
+from potluck.testing.world import run_world
+from potluck.torch import DDP, ElasticLoop, Policy
+
+STRATEGIES: list[Strategy] = [
+    *(FP16(), BF16(), Int(8), Int(4), Int(2), TopK(0.1, chunk=64), TopK(0.05, None, bits=4)),
+    *(Random(0.3), Random(0.3, "k")),
+]
+
+
+def network(dtype: torch.dtype = torch.float32) -> nn.Module:
+    generator = torch.Generator().manual_seed(1)
+    model = nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 20), nn.Linear(20, 3))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 3)
+    return model.to(dtype)
+
+
+def batch(rank: int, step: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    x = torch.randn(8, 12, generator=generator)
+    return x.to(dtype), torch.randn(8, 3, generator=generator).to(dtype)
+
+
+def backward(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    (model(x) - y).pow(2).mean().backward()
+    return {
+        name.removeprefix("module."): parameter.grad.double().clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
+def test_the_ranks_gradients_are_what_is_applied_and_what_is_kept(
+    strategy: Strategy, dtype: torch.dtype
+) -> None:
+    """sum over steps of the reduced gradient = sum over ranks of their gradients - residuals."""
+    steps, size = 4, 3
+    if dtype != torch.float32 and strategy not in (Int(8), TopK(0.1, chunk=64), Random(0.3)):
+        pytest.skip("the path through float32 is the same for all")
+
+    def work(ctx: DistributedContext) -> tuple[dict[str, Tensor], dict[str, Any], bytes]:
+        model = DDP(network(dtype), ctx, compression=strategy, dense_below=50)
+        came: dict[str, Tensor] = {}
+        for step in range(steps):
+            reduced = backward(model, *batch(ctx.rank, step, dtype))
+            for name, gradient in reduced.items():
+                came[name] = came.get(name, 0) + gradient
+        bits = b"".join(each.numpy().tobytes() for each in came.values())
+        return came, model.compression.capture(), bits
+
+    results = run_world(size, work)
+    assert len({bits for _, _, bits in results}) == 1, "the ranks ended with different bits"
+    went: dict[str, Tensor] = {}
+    for rank in range(size):
+        for step in range(steps):
+            for name, gradient in backward(network(dtype), *batch(rank, step, dtype)).items():
+                went[name] = went.get(name, 0) + gradient / size
+    rounding = 2e-5 if dtype.itemsize > 2 else 2e-2  # the sum is rounded to 16 bits at the end
+    for name, wanted in went.items():
+        total = results[0][0][name].clone()
+        for _, state, _ in results:
+            if name in state:
+                total += torch.as_tensor(state[name]).view(wanted.shape)
+        torch.testing.assert_close(total, wanted, rtol=rounding, atol=rounding)
+        assert (name in results[0][1]) == (wanted.numel() >= 50), "small tensors are dense"
+
+
+def test_a_policy_and_a_warm_up_choose_what_is_compressed() -> None:
+    def only_first(name: str, parameter: nn.Parameter) -> Strategy | None:
+        return TopK(0.01) if name == "0.weight" else None
+
+    def work(ctx: DistributedContext) -> list[dict[str, Tensor]]:
+        plain = DDP(network(), ctx)
+        model = DDP(network(), ctx, compression=only_first, dense_below=0, warmup_steps=2)
+        late = []
+        for step in range(4):
+            wanted = backward(plain, *batch(ctx.rank, step))
+            found = backward(model, *batch(ctx.rank, step))
+            late.append({n: (found[n] - wanted[n]).abs().max() for n in wanted})
+        return late
+
+    for late in run_world(2, work):
+        for step, errors in enumerate(late):
+            assert {n for n, error in errors.items() if error > 1e-6} == (
+                {"0.weight"} if step >= 2 else set()
+            )
+
+
+def test_a_parameter_that_no_rank_used_keeps_its_gradient_and_one_that_some_used_is_reduced() -> (
+    None
+):
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(12, 12, bias=False) for _ in range(3))
+            self.chosen = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.parts[self.chosen](x)
+
+    def work(ctx: DistributedContext) -> list[bool]:
+        model = DDP(Branches(), ctx, compression=TopK(0.5), dense_below=0)
+        model.module.chosen = ctx.rank
+        model(torch.ones(2, 12)).sum().backward()
+        return [p.grad is not None for p in model.parameters()]
+
+    assert run_world(2, work) == [[True, True, False]] * 2
+
+
+@pytest.mark.parametrize("strategy", [Int(8), TopK(0.1, chunk=64), Random(0.3)], ids=repr)
+def test_a_gradient_that_is_not_finite_is_named_on_all_ranks_and_gone_with_its_step(
+    strategy: Strategy, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work(ctx: DistributedContext) -> tuple[set[str], bool]:
+        model = DDP(network(), ctx, compression=strategy, dense_below=50)
+        x, y = batch(ctx.rank, 0)
+        handle = model.module[2].weight.register_hook(
+            lambda gradient: gradient.index_fill(0, torch.tensor([3]), torch.nan)
+        )
+        bad = backward(model, x, y)
+        named = set(model.num_nonfinite)
+        assert not bad["2.weight"].isfinite().all()
+        handle.remove()
+        good = backward(model, *batch(ctx.rank, 1))
+        return named, all(bool(each.isfinite().all()) for each in good.values())
+
+    with caplog.at_level(logging.WARNING):
+        for named, is_good in run_world(2, work):
+            assert "2.weight" in named
+            assert is_good
+    assert "the gradient of 2.weight: " in caplog.text
+
+
+class Training:
+    """A small elastic training with compressed gradients."""
+
+    def __init__(
+        self,
+        ctx: DistributedContext,
+        strategy: Strategy,
+        *,
+        on_step: Callable[[Training], None] = lambda training: None,
+        **options: Any,
+    ) -> None:
+        self.ctx, self.on_step = ctx, on_step
+        self.model = DDP(network(), ctx, compression=strategy, dense_below=50)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
+        x, y = batch(0, 0)
+        self.job = ElasticLoop(
+            self.model, self.optimizer, (x.repeat(2, 1), y.repeat(2, 1)), batch_size=6, seed=5,
+            policy=Policy(hash_every=1, save_every=1, recovery_s=30), **options,
+        )  # fmt: skip
+        self.alone_at: int | None = None
+
+    def run(self) -> Training:
+        for x, y in self.job:
+            with self.job.step():
+                self.on_step(self)
+                if self.ctx.world_size == 2 and self.alone_at is None:
+                    self.alone_at = self.job.step_number
+                self.optimizer.zero_grad()
+                (self.model(x) - y).pow(2).mean().backward()
+                self.optimizer.step()
+        return self
+
+    def whole(self) -> str:
+        kept = self.model.compression.capture()
+        return self.job.parameter_hash() + "".join(
+            f" {name} {np.asarray(each).tobytes().hex()}" for name, each in sorted(kept.items())
+        )
+
+
+def ended(
+    strategy: Strategy,
+    dies: Callable[[str, str, int], bool] = lambda *_: False,
+    dies_at_step: int | None = None,
+) -> tuple[int | None, dict[str, str]]:
+    """Runs three workers; the step that was the first of the two survivors, and their states."""
+
+    def on_step(training: Training) -> None:
+        ctx: Any = training.ctx
+        if training.job.step_number == dies_at_step and ctx.backend.worker == "1":
+            ctx.die()
+
+    results = ElasticWorld(
+        3, lambda ctx: Training(ctx, strategy, on_step=on_step).run(), dies=dies
+    ).run()
+    return results["0"].alone_at, {
+        worker: each.whole() for worker, each in results.items() if worker != "1"
+    }
+
+
+@pytest.mark.parametrize("strategy", [TopK(0.1, chunk=64), Int(4), Random(0.3)], ids=repr)
+def test_a_death_at_every_half_of_an_operation_leaves_residuals_as_if_it_had_been_between_steps(
+    strategy: Strategy,
+) -> None:
+    """A worker that dies anywhere in step n leaves the survivors with the same parameters and
+    residuals, bit by bit, as a worker that dies before step n begins."""
+    before: dict[int | None, dict[str, str]] = {}
+    seen = set()
+    for moment in range(8, 36):
+        step, states = ended(strategy, dies=lambda w, _, n, m=moment: w == "1" and n == m)
+        if step not in before:
+            _, before[step] = ended(strategy, dies_at_step=step)
+        assert states == before[step], f"killed at moment {moment}, run again from step {step}"
+        seen.add(step)
+    assert {0, 1, 2} <= seen
+
+
+@pytest.mark.parametrize(("first", "then"), [(3, 2), (2, 3), (3, 3)])
+def test_a_checkpoint_keeps_what_all_ranks_owe_in_a_world_of_any_size(
+    tmp_path: Path, first: int, then: int
+) -> None:
+    strategy = TopK(0.1, chunk=64)
+
+    def owed(trainings: list[Training]) -> dict[str, Any]:
+        states = [each.model.compression.capture() for each in trainings]
+        names = {name for state in states for name in state}
+        return {n: sum(state[n] for state in states if n in state) for n in sorted(names)}
+
+    before = run_world(first, lambda ctx: Training(ctx, strategy, checkpoint=str(tmp_path)).run())
+
+    def resume(ctx: DistributedContext) -> Training:
+        training = Training(ctx, strategy, checkpoint=str(tmp_path))
+        assert list(training.job) == [], "all of it was trained"
+        return training
+
+    after = run_world(then, resume)
+    for (name, kept), (_, again) in zip(owed(before).items(), owed(after).items(), strict=True):
+        np.testing.assert_allclose(again, kept, rtol=1e-5, atol=1e-6, err_msg=name)
+        assert np.abs(kept).max() > 0
+    assert {each.job.parameter_hash() for each in after} == {before[0].job.parameter_hash()}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"compression": "int8"}, TypeError, "compression is 'int8'; it must be a strategy"),
+        ({"compression": lambda n, p: 3}, TypeError, "compression chose 3 for 0.weight"),
+        ({"compression": Int(8), "dense_below": -1}, ValueError, "dense_below is -1"),
+        ({"compression": Int(8), "warmup_steps": -1}, ValueError, "warmup_steps -1"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    def work(ctx: DistributedContext) -> None:
+        with pytest.raises(error, match=message):
+            DDP(network(), ctx, **({"dense_below": 0} | options))
+
+    run_world(1, work)
