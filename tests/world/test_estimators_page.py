@@ -1,0 +1,37 @@
+"""The snippets of docs/estimators.md, run as the one script that the page says they are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("sklearn", reason="pip install 'potluck[sklearn]'")
+pytest.importorskip("torch")
+
+from potluck.context import DistributedContext
+from potluck.testing.world import run_world
+
+PAGE = Path(__file__).parents[2] / "docs" / "estimators.md"
+SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+
+def run(ctx: DistributedContext) -> None:
+    script = "\n".join(SNIPPETS).replace("ctx = potluck.init()", "")
+    exec(compile(script, str(PAGE), "exec"), {"ctx": ctx, "__name__": "page"})
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_every_snippet_runs_alone_and_on_two_ranks(
+    world_size: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert len(SNIPPETS) == 6
+    run_world(world_size, run, timeout_s=60)
+    printed = capsys.readouterr().out
+    assert "[[0, 1, 5], [2, 3, 4]]" in printed
+    assert "20 trees on every rank" in printed
+    assert ("has 64 features" in printed) == (world_size == 2)
+    accuracies = [float(found) for found in re.findall(r"accuracy (0\.\d+|1\.0+)", printed)]
+    assert len(accuracies) == 3 * world_size
+    assert min(accuracies) > 0.8
