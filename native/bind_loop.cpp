@@ -253,24 +253,30 @@ void loop(nb::module_& m) {
              }),
              nb::arg("ca"), nb::arg("chain"), nb::arg("is_server"), nb::arg("records_per_key"));
 
-    nb::class_<Stream>(m, "Stream");
-
-    nb::class_<SignedStream, Stream>(m, "SignedStream")
-        .def(nb::new_(&sign), nb::arg("fd"), nb::arg("sends"), nb::arg("receives"),
-             nb::arg("records_per_key"), nb::arg("peer"))
+    nb::class_<Stream>(m, "Stream")
         .def("send",
-             [](SignedStream& stream, nb::handle source) {
+             [](Stream& stream, nb::handle source) {
                  const Buffer buffer(source, false);
                  const Unlocked unlocked;
                  return stream.send(static_cast<const uint8_t*>(buffer.data()), buffer.size());
              })
         .def("recv_into",
-             [](SignedStream& stream, nb::handle target) {
+             [](Stream& stream, nb::handle target) {
                  const Buffer buffer(target, true);
                  const Unlocked unlocked;
                  return stream.recv(static_cast<uint8_t*>(buffer.data()), buffer.size());
              })
-        .def_prop_ro("is_readable", &SignedStream::is_readable);
+        .def("flush",
+             [](Stream& stream) {
+                 const Unlocked unlocked;
+                 stream.flush();
+                 return stream.unsent() == 0;
+             })
+        .def_prop_ro("is_readable", &Stream::is_readable);
+
+    nb::class_<SignedStream, Stream>(m, "SignedStream")
+        .def(nb::new_(&sign), nb::arg("fd"), nb::arg("sends"), nb::arg("receives"),
+             nb::arg("records_per_key"), nb::arg("peer"));
 
     nb::class_<TlsStream, Stream>(m, "TlsStream")
         .def(nb::new_([](std::shared_ptr<TlsContext> context, int fd, std::string peer) {
@@ -297,6 +303,7 @@ void loop(nb::module_& m) {
                  const Unlocked unlocked;
                  return stream.write_all(static_cast<const uint8_t*>(buffer.data()), buffer.size());
              })
+        .def("take_over", &TlsStream::take_over, nb::arg("peer"))
         .def("pending", &TlsStream::pending)
         .def("is_clean", &TlsStream::is_clean)
         .def("peer_certificate",

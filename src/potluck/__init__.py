@@ -41,6 +41,9 @@ if TYPE_CHECKING:
     from potluck.estimators.trainers import (
         DistributedRandomForestTrainer as DistributedRandomForestTrainer,
     )
+    from potluck.services import Call as Call
+    from potluck.services import Remote as Remote
+    from potluck.services import service as service
     from potluck.torch.trainer import DistributedNeuralNetTrainer as DistributedNeuralNetTrainer
     from potluck.training.balance import balance_workload as balance_workload
     from potluck.training.partition import DataPartitioner as DataPartitioner
@@ -74,6 +77,7 @@ _HOMES = {
     "potluck.training.balance": ("balance_workload",),
     "potluck.training.partition": ("DataPartitioner",),
     "potluck.training.trainer": ("DistributedTrainer", "TrainingStrategy"),
+    "potluck.services": ("Call", "Remote", "service"),
     "potluck.types": ("Group", "Member", "ReduceOp"),
 }
 """The module of each public name. The block above is for type checkers; a test compares the two."""

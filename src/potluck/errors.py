@@ -10,6 +10,11 @@
      ├── ProtocolError           the peer sent invalid bytes, or uses another protocol version
      ├── LinkError               no link to a peer could be made, or it ended
      │    └── Refused            the peer answered and refused; its reason is in the text
+     ├── ServiceError            a call of a service has no result; no group is touched
+     │    ├── UnknownService     there is no such service or method; the text says which there are
+     │    ├── HandlerError       the method raised there; the text has its error and its place
+     │    ├── ServiceTimeout     no result by the deadline: the call may have run
+     │    └── ServiceLost        the service's worker ended, or can't be reached
      ├── GroupError              this group is over: every later call on it raises the same error
      │    ├── PeerLost           a member is lost: form the next group and repeat the step
      │    ├── OperationTimeout   a member did not take part in time: as for PeerLost
@@ -90,6 +95,38 @@ class Refused(LinkError):
     def __init__(self, text: str, code: str = "refused") -> None:
         super().__init__(text)
         self.code = code
+
+
+class ServiceError(PotluckError):
+    """A call of a service has no result. Groups go on; other calls may still succeed."""
+
+
+class UnknownService(ServiceError):
+    """There is no service or method of this name; the text names those that there are. Nothing was
+    run."""
+
+
+class HandlerError(ServiceError):
+    """The method raised. ``type`` is the name of its error, ``text`` what that says, ``place`` the
+    file, line and function on the service's worker."""
+
+    def __init__(self, message: str, *, type: str, text: str, place: str) -> None:
+        super().__init__(message)
+        self.type = type
+        self.text = text
+        self.place = place
+
+
+class ServiceTimeout(ServiceError):
+    """No result came by the deadline (``timeout``). The method may have run, or still run."""
+
+
+class ServiceLost(ServiceError):
+    """The service's worker has ended, or can't be reached; the text says whether the call was sent.
+
+    A call that was sent may have run. Call again only if that does no harm; the next call makes a
+    new connection.
+    """
 
 
 class GroupError(PotluckError, RuntimeError):

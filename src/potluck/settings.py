@@ -118,6 +118,10 @@ class Settings:
     max_early_bytes: Annotated[
         Bytes, About("bytes kept per link for operations this rank has not begun yet")
     ] = 2 << 20
+    max_call_bytes: Annotated[
+        Bytes,
+        About("most bytes of the arrays of one call of a service, and of all calls at one worker"),
+    ] = 1 << 30
     use_shared_memory: Annotated[
         bool, About("whether workers of one node exchange payloads through shared memory")
     ] = True

@@ -138,6 +138,11 @@ class Group:
         """The member of this process."""
         return self.members[self.rank]
 
+    def rank_of(self, worker: str) -> int:
+        """The rank of ``worker``, -1 if it is no member."""
+        names = (rank for rank, member in enumerate(self.members) if member.worker == worker)
+        return next(names, -1)
+
     def describe(self, rank: int) -> str:
         """A rank with its member, for errors and logs: ``rank 2 (worker 2 at 10.0.0.7:52416)``."""
         return f"rank {rank} ({self.members[rank]})"

@@ -46,6 +46,7 @@ class TcpBackend(StaticBackend):
 
     def __init__(self, settings: Settings, credentials: Credentials) -> None:
         self.base = TcpBase("127.0.0.1", 0, settings, credentials)
+        self.switchboard = self.base.switchboard
         self.group: Group | None = None
 
     def member(self, worker: str) -> Member:

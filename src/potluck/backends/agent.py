@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from potluck.backends.agent_link import AgentLink, agent_address, check_free, leave
+from potluck.backends.doors import TcpDoor
 from potluck.backends.exit_report import ExitReport, is_group_error, may_follow_from_a_loss
 from potluck.backends.tcp import TcpBase
 from potluck.engine.communicator import Communicator
@@ -70,6 +71,7 @@ class AgentBackend:
         self._has_reformed = False
         self._base = _listening(settings or load_settings(), self._local_rank)
         self.switchboard = self._base.switchboard
+        self.door = TcpDoor(self.switchboard)
         try:
             self._talk = AgentLink(
                 self._base.credentials,

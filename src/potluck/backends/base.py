@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from potluck.backends.doors import Door, TcpDoor
 from potluck.engine.arrays.layout import Array
 from potluck.engine.mesh import Switchboard
 from potluck.engine.request import FastPath, Request
@@ -105,6 +106,10 @@ class Backend(Protocol):
         will be no such group.
         """
 
+    @property
+    def door(self) -> Door | None:
+        """The way to and from services; None on links of other libraries."""
+
     def next_epoch(self) -> int:
         """The highest epoch of a group that this worker was told of so far; if it is above the
         present epoch, a new group waits."""
@@ -125,6 +130,11 @@ class StaticBackend:
     elastic = False
     switchboard: Switchboard | None = None
     """Delivers other links between this world's processes; None in a world of one process."""
+
+    @property
+    def door(self) -> Door | None:
+        """The way to and from services; None in a world without a listener of its own."""
+        return None if self.switchboard is None else TcpDoor(self.switchboard)
 
     def next_epoch(self) -> int:
         return 0

@@ -312,7 +312,9 @@ class ExternalCommunicator:
         if tag > self._highest_tag:
             name, last = self._library.name, self._highest_tag
             if not last:
-                raise ValueError(f"messages of {name} have no tags, only an order: use tag 0")
+                raise ValueError(
+                    f"messages of {name} have no tags, only an order: leave the tag at 0"
+                )
             raise ValueError(f"tags of {name} end at {last}, not {tag}")
 
     def _conclude(self, op: ReduceOp, flat: Array) -> None:

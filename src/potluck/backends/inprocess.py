@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+from potluck.backends.doors import LocalDoor, LocalDoors
 from potluck.engine.communicator import SEGMENT_BYTES, Communicator
 from potluck.engine.connector import Deliver, Fail
 from potluck.engine.failures.group_errors import refusal_of
@@ -37,6 +38,7 @@ class Hub:
         self._killed: defaultdict[str, threading.Event] = defaultdict(threading.Event)
         self._links: defaultdict[str, list[Link]] = defaultdict(list)
         self.segment_bytes = segment_bytes
+        self.doors = LocalDoors()
 
     # -- faults and joins
 
@@ -51,6 +53,7 @@ class Hub:
             self._announce()
         for link in links:
             link.close()
+        self.doors.shut(worker)
         for connector in own:  # ends its blocked calls, which a killed process would not have
             connector.fail(connector.group.rank, LinkError(f"worker {worker} was killed"))
         for connector, rank in waiting:
@@ -58,6 +61,7 @@ class Hub:
 
     def leave(self, worker: str) -> None:
         """Remove ``worker``, which has finished; later groups are without it."""
+        self.doors.shut(worker)
         with self._changed:
             if worker not in self._alive:
                 return
@@ -214,6 +218,7 @@ class InProcessBackend:
         self.hub = hub
         self.worker = worker
         self.metrics = Metrics(rank=worker)
+        self.door = LocalDoor(hub.doors, worker)
         self.reports: list[dict[str, Any]] = []
         self.on_step: Callable[[int], None] | None = None
         """``on_step(step)`` is called at the start of each step, for fault tests."""

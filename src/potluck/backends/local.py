@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from potluck.backends.base import StaticBackend
+from potluck.backends.doors import Door, LocalDoor, LocalDoors
 from potluck.engine.communicator import Communicator
 from potluck.engine.connector import Deliver, Fail
 from potluck.errors import ConfigurationError, GroupError
@@ -26,6 +27,13 @@ class _Alone:
 
 class LocalBackend(StaticBackend):
     """The backend of a group of one rank."""
+
+    def __init__(self) -> None:
+        self._door = LocalDoor(LocalDoors(), "0")
+
+    @property
+    def door(self) -> Door:
+        return self._door
 
     def form(self, after_epoch: int, cause: GroupError | None, timeout_s: float) -> Communicator:
         if after_epoch:

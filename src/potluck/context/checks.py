@@ -1,4 +1,4 @@
-"""Checks of the ranks, tags, timeouts and shapes that a caller passes."""
+"""Checks of the ranks, tags and shapes that a caller passes."""
 
 from __future__ import annotations
 
@@ -17,15 +17,6 @@ def checked_tag(tag: object) -> int:
     if not isinstance(tag, int | np.integer) or not 0 <= tag < 2**31:
         raise ValueError(f"a tag is an integer from 0 to 2**31 - 1, not {tag!r}")
     return int(tag)
-
-
-def checked_seconds(timeout: object) -> float:
-    """The deadline of a call in seconds; TypeError or ValueError unless it is a positive number."""
-    if not isinstance(timeout, int | float | np.number):
-        raise TypeError(f"timeout is a number of seconds, not {timeout!r}")
-    if not timeout > 0:
-        raise ValueError(f"timeout is in seconds and must be above 0, not {timeout}")
-    return float(timeout)
 
 
 def check_parts(operation: str, shape: tuple[int, ...], world_size: int) -> None:

@@ -16,12 +16,13 @@ from potluck.backends.base import Communicator
 from potluck.codecs import codec_of
 from potluck.collectives.plan import Operation
 from potluck.context.arrays import Adapted, adapt, collide, empty_like, is_array
-from potluck.context.checks import check_parts, checked_rank, checked_seconds, checked_tag
+from potluck.context.checks import check_parts, checked_rank, checked_tag
 from potluck.context.waits import Waits
 from potluck.engine.arrays.coding import Encoding
 from potluck.engine.request import Request
 from potluck.engine.work import Work
 from potluck.types import reduce_op
+from potluck.waiting import checked_seconds
 
 _ALL_REDUCE = Operation.ALL_REDUCE
 _REDUCE_SCATTER = Operation.REDUCE_SCATTER

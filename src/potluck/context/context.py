@@ -20,11 +20,14 @@ import numpy as np
 
 from potluck import hints
 from potluck.backends.base import Backend, Communicator
+from potluck.context.checks import checked_rank
 from potluck.context.commit import Vote, tally
 from potluck.context.messages import Messages
 from potluck.context.uneven import UnevenCollectives
 from potluck.context.waits import Waits
 from potluck.errors import ConfigurationError, Diverged, GroupError, PotluckError, RemoteError
+from potluck.services import Remote, Services
+from potluck.settings import load_settings
 from potluck.types import Group, Member
 from potluck.wire.frames import MAX_CONTROL
 
@@ -73,6 +76,12 @@ class DistributedContext(UnevenCollectives, Messages):
         self._backend = backend
         self._is_closed = False
         self.communicator = backend.form(0, None, timeout_s)
+        self._services = Services(
+            backend.door,
+            lambda: self.communicator.group,
+            timeout_s=timeout_s,
+            max_bytes=load_settings().max_call_bytes,
+        )
         _close_at_exit(self)
 
     @property
@@ -119,6 +128,35 @@ class DistributedContext(UnevenCollectives, Messages):
         """
         communicator = self.communicator.subgroup(ranks)
         return None if communicator is None else SubGroup(communicator, self.timeout_s, self._waits)
+
+    # -- services
+
+    def serve(self, *things: Any) -> None:
+        """Offer services to all workers of the job, until this context is closed.
+
+        ``things`` are functions, and instances of classes, made with
+        [service][potluck.service]. Their methods run on threads of this process, also while the
+        script computes, and outside of groups: a caller that dies is no loss to this worker.
+        Services go on when the group is re-formed. TypeError for other things, ValueError for a
+        name that is served here already, ConfigurationError on links of other libraries (Gloo,
+        NCCL, MPI).
+        """
+        self._services.serve(*things)
+
+    def connect(
+        self, name: str, *, rank: int | None = None, timeout: float | None = None
+    ) -> Remote:
+        """Find the service ``name``, and return a [Remote][potluck.Remote] with its methods.
+
+        Asks rank ``rank``, or all ranks in order, for what they serve, again and again until one
+        serves it; UnknownService, with the services of each, after ``timeout`` seconds. The Remote
+        stays with that worker, also when the group is re-formed.
+        """
+        if rank is not None and not 0 <= checked_rank("rank", rank, self.world_size) < (
+            self.world_size
+        ):
+            raise ValueError(f"rank {rank} is outside a world of {self.world_size}")
+        return self._services.connect(name, rank, self._patience(timeout))
 
     # -- elasticity
 
@@ -235,6 +273,7 @@ class DistributedContext(UnevenCollectives, Messages):
         if self._is_closed:
             return
         self._is_closed = True
+        self._services.close()
         try:
             self.communicator.close()
         finally:

@@ -20,12 +20,14 @@ from __future__ import annotations
 import math
 import struct
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 from msgspec import MsgspecError
 from msgspec.msgpack import Decoder, Encoder, Ext
+from numpy.typing import NDArray
 
 from potluck.errors import ProtocolError
 from potluck.wire.dtypes import code_of, code_of_name, dtype_of
@@ -85,17 +87,23 @@ def pack(value: Any, path: str = "payload") -> Packed:
     return Packed(header, buffers, sum(len(each) for each in buffers))
 
 
-def unpack(header: bytes | bytearray | memoryview, limit: int) -> Unpacked:
-    """The payload of ``header``, with memory for its arrays.
+def unpack(
+    header: bytes | bytearray | memoryview,
+    limit: int,
+    allocate: Callable[[int], NDArray[np.uint8]] = lambda nbytes: np.empty(nbytes, np.uint8),
+) -> Unpacked:
+    """The payload of ``header``, with memory for its arrays from ``allocate(nbytes)``.
 
     ProtocolError if it is no header, or if its arrays take more than ``limit`` bytes together.
     """
-    reader = _Reader(limit)
+    reader = _Reader(limit, allocate)
     try:
         value = reader.decoder.decode(header)
     except (MsgspecError, UnicodeDecodeError, TypeError, ValueError, RecursionError) as error:
         raise ProtocolError(f"not the header of a payload: {error!r:.200}") from error
-    return Unpacked(value, reader.buffers, reader.nbytes)
+    # The reader is part of a cycle (its decoder calls it), and must not keep the arrays alive.
+    buffers, reader.buffers = reader.buffers, []
+    return Unpacked(value, buffers, reader.nbytes)
 
 
 def _packed(value: Any, path: str, buffers: list[memoryview], depth: int) -> Any:
@@ -178,11 +186,12 @@ def _spec(kind: int, code: int, shape: tuple[int, ...]) -> Ext:
 class _Reader:
     """What the extensions of one header ask for."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, allocate: Callable[[int], NDArray[np.uint8]]) -> None:
         self.buffers: list[memoryview] = []
         self.nbytes = 0
         self.decoder: Decoder[Any] = Decoder(ext_hook=self._extension)
         self._limit = limit
+        self._allocate = allocate
 
     def _extension(self, code: int, data: memoryview) -> Any:
         if code == _ARRAY:
@@ -209,7 +218,7 @@ class _Reader:
             )
         if len(self.buffers) == MAX_ARRAYS:
             raise ValueError(f"more than {MAX_ARRAYS} arrays")
-        flat = np.empty(nbytes, np.uint8)
+        flat = self._allocate(nbytes)
         self.buffers.append(flat.data)
         torch = sys.modules.get("torch")
         if kind == _TORCH and torch is not None:

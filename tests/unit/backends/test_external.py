@@ -315,6 +315,10 @@ def test_tensors_stay_on_their_device_and_arrays_go_there_and_back() -> None:
             assert part.tolist() == [4 * number, 4 * number + 2]
             everyone = ctx.gather(torch.tensor([number]), root=1)
             assert everyone is None if number == 0 else everyone.tolist() == [[0], [1]]
+            uneven = ctx.gather_uneven(torch.full((number + 1,), 5.0), root=1)
+            assert uneven is None if number == 0 else [len(part) for part in uneven] == [1, 2]
+            mine = ctx.scatter_uneven([np.ones(2), np.ones(3)] if number == 0 else None)
+            assert mine.tolist() == [1.0] * (number + 2)
             with pytest.raises(TypeError, match="NCCL can't combine bool"):
                 ctx.all_reduce(torch.ones(2, dtype=torch.bool), "max")
             with pytest.raises(ValueError, match="name the sender"):

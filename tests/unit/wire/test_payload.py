@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import weakref
 from collections import OrderedDict
 from typing import Any
 
@@ -129,6 +130,13 @@ def test_arrays_beyond_the_limit_take_no_memory() -> None:
             unpack(header, limit)
     with pytest.raises(ProtocolError, match="16 bytes; at most 15"):
         travelled([np.zeros(1), np.zeros(1)], limit=15)
+
+
+def test_arrays_that_came_end_with_their_last_reference() -> None:
+    value = travelled([np.zeros(10)])
+    left = weakref.ref(value[0])
+    del value
+    assert left() is None
 
 
 @given(st.binary(max_size=60))

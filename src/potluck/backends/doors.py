@@ -1,0 +1,133 @@
+"""Doors: how connections to services get from one worker of a job to another, outside of groups.
+
+Over TCP they come to the port of the worker's links, with the same knock, TLS, list of admitted
+keys and bans (``transport/listener.py``), under the kind ``service``. In one process they are pairs
+of sockets.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from potluck.engine.mesh import Switchboard
+from potluck.errors import LinkError, Refused
+from potluck.transport.bulk import BulkLink, bulk_link, socket_pair
+from potluck.transport.handshake import connect
+from potluck.transport.listener import Admission
+from potluck.types import Group, Member
+from potluck.wire.greeting import Hello, Refusal, Welcome
+from potluck.wire.services import KIND
+
+
+class Caller(NamedTuple):
+    """Who is at the other end of a connection: the id of a node, proved by its certificate, and the
+    name of a worker of ``job``, as it says."""
+
+    node: str
+    worker: str
+    job: str
+
+
+Objection = Callable[[Caller], str | None]
+"""``objection(caller)``: why its connection is not taken, or None."""
+
+Take = Callable[[BulkLink, Caller], None]
+"""``take(link, caller)`` owns the connection from then on."""
+
+
+class Door(Protocol):
+    """The way to and from the services of one worker."""
+
+    def open(self, objection: Objection, take: Take) -> None:
+        """Let connections of other workers in, from now on."""
+
+    def connect(self, group: Group, member: Member, deadline: float) -> BulkLink:
+        """A connection to the services of ``member``, which is another worker or this one.
+
+        Tried once. LinkError if it can't be made, Refused if the member refuses it.
+        """
+
+
+class LocalDoors:
+    """The doors of the workers that live in one process."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, tuple[Objection, Take]] = {}
+
+    def open(self, worker: str, objection: Objection, take: Take) -> None:
+        self._open[worker] = objection, take
+
+    def shut(self, worker: str) -> None:
+        """``worker`` has ended."""
+        self._open.pop(worker, None)
+
+    def connect(self, group: Group, member: Member) -> BulkLink:
+        if member.worker not in self._open:
+            raise LinkError(f"{member} has ended")
+        objection, take = self._open[member.worker]
+        caller = Caller(group.me.node, group.me.worker, group.job)
+        reason = objection(caller)
+        if reason is not None:
+            raise Refused(f"{member} refused this connection: {reason}", KIND)
+        mine, theirs = socket_pair(f"worker {group.me.worker}", str(member))
+        take(theirs, caller)
+        return mine
+
+
+class LocalDoor:
+    """The door of one worker among several of one process."""
+
+    def __init__(self, doors: LocalDoors, worker: str) -> None:
+        self._doors = doors
+        self._worker = worker
+
+    def open(self, objection: Objection, take: Take) -> None:
+        self._doors.open(self._worker, objection, take)
+
+    def connect(self, group: Group, member: Member, deadline: float) -> BulkLink:
+        return self._doors.connect(group, member)
+
+
+class TcpDoor:
+    """The door of a worker that has a listener."""
+
+    def __init__(self, switchboard: Switchboard) -> None:
+        self._switchboard = switchboard
+        self._own: tuple[Objection, Take] | None = None
+
+    def open(self, objection: Objection, take: Take) -> None:
+        def admit(hello: Hello, node: str) -> Admission:
+            caller = Caller(node, hello.worker, hello.job)
+            reason = objection(caller)
+            if reason is not None:
+                return Admission(Refusal(KIND, reason))
+            return Admission(Welcome(), lambda link: take(bulk_link(link), caller), lambda: None)
+
+        self._own = objection, take
+        self._switchboard.answer(KIND, admit)
+
+    def connect(self, group: Group, member: Member, deadline: float) -> BulkLink:
+        if member.worker == group.me.worker and self._own is not None:
+            own = LocalDoors()
+            own.open(member.worker, *self._own)
+            return own.connect(group, member)
+        hello = Hello(kind=KIND, job=group.job, worker=group.me.worker)
+        link, _ = connect(
+            member.host,
+            member.port,
+            hello,
+            self._switchboard.credentials,
+            deadline=deadline,
+            max_retries=0,
+            connection_timeout_s=max(0.001, deadline - time.monotonic()),
+            memory=None,
+        )
+        if member.node and link.peer_node != member.node:
+            link.close()
+            raise LinkError(
+                f"{member} should be on node {member.node[:12]}, but node {link.peer_node[:12]} "
+                "answered there"
+            )
+        return bulk_link(link)

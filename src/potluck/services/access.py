@@ -1,0 +1,132 @@
+"""``Services``: what a context has of services: those it offers, and those it calls."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from potluck.backends.doors import Caller, Door
+from potluck.errors import ConfigurationError, LinkError, PotluckError, UnknownService
+from potluck.services.client import Connection, Remote
+from potluck.services.definition import services_of
+from potluck.services.memory import Blocks
+from potluck.services.server import Server
+from potluck.transport.bulk import BulkLink
+from potluck.types import Group, Member
+from potluck.wire.payload import pack
+from potluck.wire.services import Request
+
+_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 0.5
+
+
+class Services:
+    """The services that one worker offers, and its remotes. For any number of threads."""
+
+    def __init__(
+        self, door: Door | None, group: Callable[[], Group], *, timeout_s: float, max_bytes: int
+    ) -> None:
+        """``door`` is None on links of other libraries, where there are no services."""
+        self._door = door
+        self._group = group
+        self._timeout_s = timeout_s
+        self._max_bytes = max_bytes
+        self._memory = Blocks()
+        self._server = Server(rank_of=self._rank_of, max_bytes=max_bytes, memory=self._memory)
+        self._remotes: weakref.WeakSet[Remote] = weakref.WeakSet()
+        if door is not None:
+            door.open(self._objection, self._server.take)
+
+    def serve(self, *things: Any) -> None:
+        """See ``DistributedContext.serve``."""
+        self._checked_door()
+        self._server.add(services_of(*things))
+
+    def connect(self, name: str, rank: int | None, timeout_s: float) -> Remote:
+        """See ``DistributedContext.connect``."""
+        door = self._checked_door()
+        worker = self._find(door, name, rank, timeout_s)
+
+        def dial(deadline: float) -> BulkLink:
+            group = self._group()
+            for member in group.members:
+                if member.worker == worker:
+                    return door.connect(group, member, deadline)
+            raise LinkError(f"worker {worker} is not in the group of epoch {group.epoch}")
+
+        remote = Remote(
+            name,
+            worker,
+            dial,
+            timeout_s=self._timeout_s,
+            max_bytes=self._max_bytes,
+            memory=self._memory,
+        )
+        self._remotes.add(remote)
+        return remote
+
+    def close(self) -> None:
+        """End all connections. Idempotent."""
+        for remote in list(self._remotes):
+            remote.close()
+        self._server.close()
+
+    # -- inside
+
+    def _checked_door(self) -> Door:
+        if self._door is None:
+            raise ConfigurationError(
+                "services need potluck's own links, and this context's backend uses another "
+                "library; choose backend='auto', 'env' or 'ring'"
+            )
+        return self._door
+
+    def _rank_of(self, worker: str) -> int:
+        return self._group().rank_of(worker)
+
+    def _objection(self, caller: Caller) -> str | None:
+        """Why a caller is not let in. Its node is on the cluster's list already."""
+        group = self._group()
+        if caller.job != group.job:
+            return f"this worker is in job {group.job!r}, not {caller.job!r}"
+        rank = group.rank_of(caller.worker)
+        expected = group.members[rank].node if rank >= 0 else ""
+        if expected and expected != caller.node:
+            return f"worker {caller.worker} is on node {expected[:12]}, not on {caller.node[:12]}"
+        return self._server.objection()
+
+    def _find(self, door: Door, name: str, rank: int | None, timeout_s: float) -> str:
+        """The worker that serves ``name``: of the ranks in order, the first that does."""
+        deadline, pause_s = time.monotonic() + timeout_s, _PAUSE_S
+        while True:
+            group = self._group()
+            members = group.members if rank is None else (group.members[rank],)
+            seen: dict[str, str] = {}
+            for member in members:
+                try:
+                    names = self._names_at(door, group, member, deadline)
+                except (PotluckError, TimeoutError) as error:
+                    seen[str(member)] = f"can't be asked ({error or 'it does not answer'})"
+                    continue
+                if name in names:
+                    return member.worker
+                seen[str(member)] = ", ".join(map(repr, names)) or "none"
+            if time.monotonic() + pause_s >= deadline:
+                told = "; ".join(f"{member}: {what}" for member, what in seen.items())
+                raise UnknownService(
+                    f"nobody served {name!r} within {timeout_s:g} s. Services of {told}"
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _names_at(self, door: Door, group: Group, member: Member, deadline: float) -> list[str]:
+        link = door.connect(group, member, deadline)
+        connection = Connection(link, self._max_bytes, self._memory)
+        try:
+            left = max(0.001, deadline - time.monotonic())
+            _, names = connection.call(Request("", "", left), pack({}, "arguments"), deadline)
+        finally:
+            connection.close()
+        return [str(each) for each in names]

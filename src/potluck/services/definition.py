@@ -1,0 +1,96 @@
+"""What a process offers: services, their methods, and what a method learns of its caller."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from potluck.printable import MAX_NAME
+
+T = TypeVar("T")
+
+_MARK = "_potluck_service"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a service, as its method sees it.
+
+    ``node`` is the id of the caller's node, which its certificate has proved, and ``worker`` the
+    caller's name in the job (``Member.worker``). ``rank`` is that worker's rank in the server's
+    present group, -1 if the group has no such worker. ``timeout_s`` is what the caller waits.
+    """
+
+    node: str
+    worker: str
+    rank: int
+    service: str
+    method: str
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    name: str
+    is_concurrent: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A named set of methods. Unless ``is_concurrent``, one call runs at a time."""
+
+    name: str
+    methods: Mapping[str, Callable[..., Any]]
+    is_concurrent: bool
+
+
+def service(name: str, *, concurrent: bool = False) -> Callable[[T], T]:
+    """Name the service of a function or class; ``ctx.serve`` offers it to other workers.
+
+    A function is one method, called by its own name. A class gives each public method of the
+    instance that is served. Each takes a [Call][potluck.Call] first, then the caller's arguments,
+    and returns what a payload can hold. Calls of one service run one after the other, in the order
+    in which they are complete; with ``concurrent`` they run at the same time, on the threads of
+    ``ctx.serve``. ValueError for a name that is empty, too long or not printable.
+    """
+    if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= MAX_NAME:
+        raise ValueError(
+            f"the name of a service is 1 to {MAX_NAME} printable characters, not {name!r:.80}; "
+            "write @potluck.service('name')"
+        )
+
+    def mark(thing: T) -> T:
+        setattr(thing, _MARK, _Mark(name, concurrent))
+        return thing
+
+    return mark
+
+
+def services_of(*things: Any) -> list[Service]:
+    """The services that functions and instances, made with ``service``, are or belong to."""
+    methods: dict[str, dict[str, Callable[..., Any]]] = {}
+    marks: dict[str, _Mark] = {}
+    for thing in things:
+        mark = getattr(thing, _MARK, None)
+        if mark is None or inspect.isclass(thing):
+            made = f"an instance, {thing.__name__}()" if mark else "what @potluck.service(...) made"
+            raise TypeError(f"serve takes {made}, not {thing!r}")
+        if marks.setdefault(mark.name, mark) != mark:
+            raise ValueError(f"the parts of service {mark.name!r} differ in 'concurrent'")
+        found = {thing.__name__: thing} if inspect.isfunction(thing) else _methods_of(thing)
+        table = methods.setdefault(mark.name, {})
+        for name, method in found.items():
+            if name in table:
+                raise ValueError(f"service {mark.name!r} has two methods {name!r}")
+            table[name] = method
+    return [Service(name, methods[name], marks[name].is_concurrent) for name in marks]
+
+
+def _methods_of(instance: Any) -> dict[str, Callable[..., Any]]:
+    return {
+        name: getattr(instance, name)
+        for name, value in inspect.getmembers_static(type(instance))
+        if not name.startswith("_") and inspect.isfunction(value)
+    }

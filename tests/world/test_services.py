@@ -1,0 +1,223 @@
+"""Services between workers of one process, over every kind of link."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import potluck
+from potluck.context import DistributedContext
+from potluck.errors import (
+    ConfigurationError,
+    HandlerError,
+    ServiceLost,
+    ServiceTimeout,
+    UnknownService,
+)
+from potluck.testing.world import run_world
+from support.worlds import open_world
+
+KINDS = ("inproc", "tls", *(("native",) if potluck.native.available else ()))
+
+
+@potluck.service("counter")
+class Counter:
+    """Counts, for each caller."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.callers: list[potluck.Call] = []
+
+    def add(self, call: potluck.Call, amount: Any, *, times: int = 1) -> Any:
+        self.callers.append(call)
+        before = self.total
+        self.total = before + amount * times
+        return self.total
+
+    def fail(self, call: potluck.Call) -> None:
+        raise LookupError("no such tensor")
+
+    def wrong(self, call: potluck.Call) -> object:
+        return {"a": [object()]}
+
+    def _hidden(self, call: potluck.Call) -> None:
+        raise AssertionError
+
+
+@potluck.service("echo", concurrent=True)
+def echo(call: potluck.Call, payload: Any) -> Any:
+    return payload
+
+
+def on_two(kind: str, act: Callable[[DistributedContext, Any], None]) -> Counter:
+    """``act(ctx, remote)`` on rank 1, with the counter that rank 0 serves."""
+    counter = Counter()
+
+    def run(ctx: DistributedContext) -> None:
+        if ctx.rank == 0:
+            ctx.serve(counter, echo)
+        else:
+            act(ctx, ctx.connect("counter"))
+        ctx.barrier()
+
+    with open_world(kind, 2) as world:
+        world.run(run)
+    return counter
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_method_is_called_as_if_it_were_here(kind: str) -> None:
+    def act(ctx: DistributedContext, counter: Any) -> None:
+        assert counter.add(3) == 3
+        assert counter.add(amount=2, times=2) == 7
+        array = np.arange(400_000.0).reshape(4, -1)
+        got = ctx.connect("echo").echo({"a": [array, (1, "x", None)]})
+        np.testing.assert_array_equal(got["a"][0], array)
+        assert got["a"][1] == (1, "x", None)
+        [caller] = {(call.worker, call.rank, call.node) for call in served.callers}
+        assert caller == (ctx.group.me.worker, 1, ctx.group.me.node)
+
+    served = Counter()
+
+    def run(ctx: DistributedContext) -> None:
+        if ctx.rank == 0:
+            ctx.serve(served, echo)
+        else:
+            act(ctx, ctx.connect("counter"))
+        ctx.barrier()
+
+    with open_world(kind, 2) as world:
+        world.run(run)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_goes_wrong_there_is_told_here_with_its_place(kind: str) -> None:
+    def act(ctx: DistributedContext, counter: Any) -> None:
+        here = Path(__file__).name
+        with pytest.raises(
+            HandlerError, match=rf"fail\(\).* LookupError: no such tensor .*{here}:\d+ in fail"
+        ) as caught:
+            counter.fail()
+        assert (caught.value.type, caught.value.text) == ("LookupError", "no such tensor")
+        with pytest.raises(HandlerError, match=rf"TypeError.*amonut.*{here}:\d+ in add"):
+            counter.add(amonut=1)
+        with pytest.raises(HandlerError, match=r'TypeError: result\["a"\]\[0\] is of type object'):
+            counter.wrong()
+        with pytest.raises(UnknownService, match="no method 'sub'; it has: add, fail, wrong"):
+            counter.sub(1)
+        with pytest.raises(TypeError, match=r'arguments\["amount"\]\[1\] is of type set'):
+            counter.add(amount=[1, {2}])
+        with pytest.raises(UnknownService, match=r"rank 0|worker 0.*: 'counter', 'echo'"):
+            ctx.connect("adder", timeout=0.2)
+        with pytest.raises(UnknownService, match=r"worker 1.*: none"):
+            ctx.connect("counter", rank=1, timeout=0.2)
+        assert counter.add(1) == 1
+
+    on_two(kind, act)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_calls_that_overlap_run_one_after_the_other(kind: str) -> None:
+    """Ten additions that would lose some if two ran at once; and a method that calls another."""
+
+    def act(ctx: DistributedContext, counter: Any) -> None:
+        works = [counter.add.start(np.full(10_000, 1.0)) for _ in range(20)]
+        totals = sorted(float(work.wait()[0]) for work in works)
+        assert totals == [float(number) for number in range(1, 21)]
+
+    on_two(kind, act)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_call_has_a_deadline_and_the_next_one_works(kind: str) -> None:
+    opened = threading.Event()
+
+    @potluck.service("gate", concurrent=True)
+    def wait(call: potluck.Call) -> str:
+        assert opened.wait(20)
+        return "through"
+
+    def run(ctx: DistributedContext) -> None:
+        if ctx.rank == 0:
+            ctx.serve(wait)
+        else:
+            gate = ctx.connect("gate")
+            with pytest.raises(ServiceTimeout, match=r"gate.wait\(\) on worker 0 gave no result"):
+                gate.wait(timeout=0.1)
+            opened.set()
+            assert gate.wait(timeout=20) == "through"
+        ctx.barrier()
+
+    with open_world(kind, 2) as world:
+        world.run(run)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_server_that_ends_ends_its_calls_first(kind: str) -> None:
+    is_called, may_end = threading.Event(), threading.Event()
+
+    @potluck.service("slow")
+    def work(call: potluck.Call) -> None:
+        is_called.set()
+        assert may_end.wait(20)
+
+    def run(ctx: DistributedContext) -> None:
+        if ctx.rank == 0:
+            ctx.serve(work)
+            assert is_called.wait(20)
+            threading.Timer(0.05, may_end.set).start()
+            ctx.close()
+            return
+        remote = ctx.connect("slow")
+        assert remote.work() is None  # a method that runs is waited for
+        with pytest.raises(ServiceLost):
+            remote.work()
+
+    with open_world(kind, 2) as world:
+        world.run(run)
+
+
+def test_a_worker_calls_its_own_services_also_alone() -> None:
+    with potluck.init("local") as ctx:
+        ctx.serve(Counter())
+        assert ctx.connect("counter").add(5) == 5
+
+    def run(ctx: DistributedContext) -> int:
+        ctx.serve(Counter())
+        mine: int = ctx.connect("counter", rank=ctx.rank).add(ctx.rank)
+        ctx.barrier()
+        return mine
+
+    assert run_world(2, run) == [0, 1]
+    with open_world("tls", 2) as world:
+        assert world.run(run) == [0, 1]
+
+
+def test_what_can_not_be_served() -> None:
+    with potluck.init("local") as ctx:
+        ctx.serve(Counter())
+        with pytest.raises(ValueError, match="serves 'counter' already"):
+            ctx.serve(Counter())
+        with pytest.raises(TypeError, match=r"an instance, Counter\(\)"):
+            ctx.serve(Counter)
+        with pytest.raises(TypeError, match=r"what @potluck.service\(...\) made"):
+            ctx.serve(print)
+        with pytest.raises(ValueError, match="1 to 64 printable"):
+            potluck.service("")
+        with pytest.raises(ValueError, match="outside a world of 1"):
+            ctx.connect("counter", rank=1)
+        with pytest.raises(ValueError, match="above 0"):
+            ctx.connect("counter").add(1, timeout=0)
+
+
+def test_links_of_other_libraries_have_no_services(monkeypatch: pytest.MonkeyPatch) -> None:
+    from potluck.backends.local import LocalBackend
+
+    monkeypatch.setattr(LocalBackend, "door", None)
+    with potluck.init("local") as ctx, pytest.raises(ConfigurationError, match="own links"):
+        ctx.serve(Counter())
