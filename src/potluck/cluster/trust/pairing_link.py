@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -24,7 +24,6 @@ from potluck.cluster.discovery.presence import Presence
 from potluck.cluster.trust.admissions import Admissions
 from potluck.cluster.trust.pairing import Code, Exchange, Sealing
 from potluck.errors import (
-    ConfigurationError,
     LinkError,
     PotluckError,
     ProtocolError,
@@ -47,6 +46,8 @@ _MAX_CALLS = 32
 _CONNECT_S = 3.0
 _PATIENT_S = 0.25 * LIMITS.timeout_s
 
+
+T = TypeVar("T")
 
 Confirm = Callable[[str, str, str], Awaitable[bool]]
 """``confirm(words, name, node)``: whether the person says that both screens show these words; about
@@ -71,7 +72,7 @@ async def hand_over(
     ``on_waiting`` is called with the TCP port. WrongCode if a machine used a wrong code, if the
     person said no, or if no machine used ``code`` within ``expires_s`` seconds; ConfigurationError
     if the port is in use or forbidden. LinkError if the connection ended before the machine
-    confirmed that it has all.
+    confirmed that it has all. What ``admit`` and ``confirm`` raise is passed on.
     """
     waiting = _Host(code, admit, confirm, listening_socket(host, port))
     presence = Presence(lambda: [code.advert_key], waiting.port, new_instance())
@@ -152,20 +153,19 @@ class _Host:
                 sealing.check_newcomer(newcomer)
             self.begun.set_result(None)
             node = node_id_of_bytes(newcomer.key)
+            words = sealing.words(newcomer.key)
             async with asyncio.timeout(CONFIRM_S):
-                if not await self._confirm(sealing.words(newcomer.key), newcomer.name, node):
+                if not await self._own(self._confirm(words, newcomer.name, node)):
                     self._settle(WrongCode("not admitted: the code is void now"))
                     return
                 sealing.check_yes(await _receive(reader, wire.YES))
-            handover = await self._admit(newcomer)
+            handover = await self._own(self._admit(newcomer))
             async with asyncio.timeout(CONFIRM_S):
                 writer.write(wire.encode(wire.HANDOVER, sealing.seal(handover)))
                 await writer.drain()
                 if await reader.read(1):  # the joining machine confirms by closing the connection
                     raise ProtocolError("a pairing message after the last one")
             self._settle(newcomer)
-        except ConfigurationError as error:  # of ``admit``
-            self._settle(error)
         except (PotluckError, OSError):
             if is_proved:
                 self._settle(
@@ -182,13 +182,22 @@ class _Host:
                     )
                 )
 
+    async def _own(self, step: Awaitable[T]) -> T:
+        """The result of ``step`` of this machine. Its error is the outcome: it says nothing about
+        the connection or the code."""
+        try:
+            return await step
+        except Exception as error:
+            self._settle(error)
+            raise
+
     def _broke(self, error: BaseException) -> None:
         self._settle(LinkError(f"the pairing port failed ({why(error)}); run `potluck pair` again"))
 
-    def _settle(self, outcome: wire.Newcomer | PotluckError) -> None:
+    def _settle(self, outcome: wire.Newcomer | Exception) -> None:
         if self.outcome.done():
             return
-        if isinstance(outcome, PotluckError):
+        if isinstance(outcome, Exception):
             self.outcome.set_exception(outcome)
         else:
             self.outcome.set_result(outcome)
@@ -282,10 +291,12 @@ class _Search:
 
         try:
             self.outcome.set_result(await _ask(streams, self._code, self._me, confirm))
-        except PotluckError as error:
+        except Exception as error:
             self.failure = str(error)
             if self.found.done():  # it had the code: no other host will
                 self.outcome.set_exception(error)
+            elif not isinstance(error, PotluckError):
+                raise
             elif isinstance(error, WrongCode):
                 self._wrong.add(hint.instance)
                 if len(self._wrong) >= MAX_GUESSES:
@@ -321,7 +332,8 @@ async def _ask(streams: Streams, code: Code, me: Me, confirm: Confirm) -> wire.H
     """One run of the protocol with one host. LinkError if the connection fails, WrongCode if the
     host has another code or the person says no."""
     reader, writer = streams
-    peer = "{}:{}".format(*writer.get_extra_info("peername")[:2])
+    place = writer.get_extra_info("peername")  # None if the peer has reset the connection already
+    peer = f"{place[0]}:{place[1]}" if place else "the other machine"
     try:
         async with asyncio.timeout(STEP_S):
             exchange = Exchange(code, is_host=False)

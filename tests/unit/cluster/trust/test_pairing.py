@@ -20,7 +20,14 @@ from potluck.cluster.trust import pairing_link
 from potluck.cluster.trust.admissions import sign
 from potluck.cluster.trust.pairing import Code, Exchange, new_code, parse_code
 from potluck.cluster.trust.pairing_link import MAX_GUESSES, Confirm, Me, hand_over, take_over
-from potluck.errors import ConfigurationError, LinkError, PotluckError, ProtocolError, WrongCode
+from potluck.errors import (
+    ConfigurationError,
+    IdentityError,
+    LinkError,
+    PotluckError,
+    ProtocolError,
+    WrongCode,
+)
 from potluck.transport.acceptor import LIMITS, Limits
 from potluck.transport.credentials import node_id_of_bytes
 from potluck.wire import pairing as wire
@@ -558,6 +565,44 @@ def test_without_both_yeses_nobody_is_admitted_and_no_secret_is_sent() -> None:
 
     run(lambda: story(no, yes))
     run(lambda: story(yes, no))
+
+
+def test_what_fails_on_the_hosts_own_disk_or_screen_is_said_and_nobody_waits_for_ever() -> None:
+    """It is no fault of the connection; and no error leaves the command waiting."""
+
+    async def full(newcomer: wire.Newcomer) -> wire.Handover:
+        raise IdentityError("the list can't be written: no space left")
+
+    async def gone(words: str, name: str, node: str) -> bool:
+        raise RuntimeError("the terminal is gone")
+
+    async def story(host: Waiting, error: type[Exception], text: str) -> None:
+        with pytest.raises(LinkError):
+            await take_over(CODE, ME, [], yes, address=await host.address())
+        with pytest.raises(error, match=text):
+            await host.task
+
+    async def both() -> None:
+        await story(Waiting(admit=full), IdentityError, "no space left")
+        await story(Waiting(confirm=gone), RuntimeError, "the terminal is gone")
+
+    run(both)
+
+
+def test_a_question_that_fails_ends_the_joiners_search() -> None:
+    async def gone(words: str, name: str, node: str) -> bool:
+        raise RuntimeError("the terminal is gone")
+
+    async def story() -> None:
+        host = Waiting()
+        place = await host.address()
+        hint = Hint(*place, "told", "ee" * 16)
+        with pytest.raises(RuntimeError, match="the terminal is gone"):
+            await take_over(CODE, ME, [Told(hint)], gone)
+        with pytest.raises(LinkError, match="right code"):
+            await host.task
+
+    run(story)
 
 
 def test_a_key_that_the_joiner_does_not_have_is_not_admitted() -> None:
