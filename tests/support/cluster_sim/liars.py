@@ -12,7 +12,7 @@ What must hold in spite of a liar (``LiarWorld``):
 - tables are bounded, and epochs far from their end;
 - no honest node goes back in its epochs, and none uses a view with a node that it knows is banned;
 - no member gets a better seniority than it had; no honest node leaves a view that a majority of its
-  members, all of them honest, still uses;
+  members, all of them honest, still uses (a view of one node without a job counts for nothing);
 - an outsider's message changes neither view nor record of a node that has both a view and a
   majority;
 - once the liar is honest again or silent, all honest nodes are in one view within ten seconds; if
@@ -419,8 +419,8 @@ class LiarWorld(World):
             raise self.broken(f"a table of {host.name} has no bound")
 
     def _is_used(self, host: Host, view: View | None) -> bool:
-        if view is None:
-            return False
+        if view is None or (len(view.members) == 1 and not view.groups):
+            return False  # a node alone and without a job joins any other that is alone
         using = [h for h in self.honest if h.node is not None and h.node.view == view]
         return 2 * len(using) > len(view.members)
 

@@ -106,8 +106,12 @@ class Guard:
                 return self._ballot(proposal.ballot, node, now) or _false(
                     self._proposal(proposal, now)
                 )
-            case wire.Promise(_, accepted):
-                return None if accepted is None else _false(self._proposal(accepted, now))
+            case wire.Promise(_, accepted) if accepted is not None:
+                view = self._agreement.view
+                assert view is not None, "a member sent it"
+                if not _follows(accepted, view):  # it may be of an earlier view, and late
+                    return Refusal("a promise about another view")
+                return _false(self._proposal(accepted, now))
             case wire.Accepted(_, digest):
                 self._accepted[node] = digest
             case wire.Rejected(_, promised):
@@ -163,7 +167,7 @@ class Guard:
         """Why ``proposal`` can't follow this node's view; empty if it can, or is about another."""
         view = self._agreement.view
         assert view is not None, "a member sent it"
-        if proposal.view.history != view.history or proposal.parent != view.epoch:
+        if not _follows(proposal, view):
             return ""
         return self._number(proposal.view.epoch, now) or objection_to_successor(view, proposal.view)
 
@@ -252,7 +256,11 @@ class Guard:
             return Refusal("a report of another history than it says", True)
         if found.view.epoch > view.epoch:
             return self._decided(found.view, sender, node)
-        return None if found.accepted is None else _false(self._proposal(found.accepted, now))
+        if found.accepted is None:
+            return None
+        if not _follows(found.accepted, found.view):
+            return Refusal("a report of a proposal that does not follow the view on record", True)
+        return _false(self._proposal(found.accepted, now))
 
 
 def objection_to_form(view: View) -> str:
@@ -284,6 +292,11 @@ def objection_to_successor(view: View, new: View) -> str:
         if member not in view.members and member.joined != new.epoch:
             return f"{member.node} has a seniority that it does not have now"
     return objection_to_form(new)
+
+
+def _follows(proposal: Proposal, view: View) -> bool:
+    """Whether ``proposal`` is about the successor of ``view``."""
+    return proposal.view.history == view.history and proposal.parent == view.epoch
 
 
 def _false(reason: str) -> Refusal | None:

@@ -355,6 +355,10 @@ def test_what_it_found(seed: int) -> None:
     World(seed).run()
 
 
+def test_a_liar_that_reports_what_follows_another_view_stops_nobody() -> None:
+    assert run_world(LiarWorld(3705)) == ""
+
+
 LATE_REFUSAL = (
     Fault("cut", 12, 10, ("SENIOR", "b")),
     Fault("cut", 12, 28, ("SENIOR", "c")),

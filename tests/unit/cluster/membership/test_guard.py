@@ -245,6 +245,31 @@ def test_what_a_member_may_not_say_changes_nothing(message: NodeMessage) -> None
     )
 
 
+NOT_A_SUCCESSOR = {
+    "of an earlier view": wire.Proposal((5, "a"), 4, View("L", 5, view("a").members), (), True),
+    "of another history": wire.Proposal((6, "a"), 5, View("M", 6, view("a").members), (), True),
+}
+
+
+@pytest.mark.parametrize("accepted", NOT_A_SUCCESSOR.values(), ids=NOT_A_SUCCESSOR)
+def test_what_a_member_accepted_must_follow_the_view(accepted: wire.Proposal) -> None:
+    """A report of the successor of another view, complete by its own word, was taken for decided:
+    no view followed any more."""
+    story = Attacked()
+    ballots = story.node._agreement.paxos
+    assert ballots is not None
+    (note,) = (
+        action
+        for action in story.say(
+            wire.RecoveryReport("L", 5, wire.HistoryRecord(view("abc"), accepted)), "a"
+        )
+        if isinstance(action, events.Note)
+    )
+    assert "does not follow the view on record" in note.reason
+    assert ballots.proposer.reports == {}
+    assert story.node._agreement.subtracted == set()
+
+
 def test_a_proposer_can_put_no_ghosts_into_the_view() -> None:
     """Members that nobody hears would take the majority away from those that are there."""
     story = Attacked()
