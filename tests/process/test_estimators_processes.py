@@ -1,0 +1,49 @@
+"""Estimators in worker processes of ``potluck run``: the example, and a worker that is killed."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("sklearn", reason="pip install 'potluck[sklearn]'")
+
+from support.commands import run_command
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "estimators.py"
+
+FIT = """
+import hashlib
+import numpy as np
+import potluck
+from potluck.estimators import KMeans
+
+ctx = potluck.init()
+X = np.random.default_rng(ctx.rank).normal(size=(20_000, 10))
+model = KMeans(20, max_iter=30, tol=0, random_state=0, ctx=ctx).fit(X)
+print("iterations", model.n_iter_, hashlib.sha256(model.cluster_centers_.tobytes()).hexdigest())
+"""
+
+
+def test_the_example_classifies_digits_on_three_workers() -> None:
+    with run_command("--workers", "3", str(EXAMPLE)) as run:
+        assert run.finish() == 0
+        assert any(line.startswith("[0] logistic regression: test accuracy") for line in run.lines)
+
+
+def test_a_killed_worker_costs_k_means_one_repeated_iteration(tmp_path: Path) -> None:
+    script, summary = tmp_path / "fit.py", tmp_path / "summary.json"
+    script.write_text(FIT)
+    with run_command(
+        *("--workers", "3", "--chaos", "kill rank 1 at step 12", "--json", str(summary)),
+        str(script),
+    ) as run:
+        assert run.finish() == 0
+        told = [line for line in run.lines if "iterations" in line]
+    results = {re.sub(r"^\[\d+\] ", "", line) for line in told}
+    assert len(told) >= 2
+    assert len(results) == 1, "all workers have the same centers"
+    assert results.pop().startswith("iterations 30 ")
+    assert json.loads(summary.read_text())["steps_run_again"] <= 1
