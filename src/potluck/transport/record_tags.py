@@ -7,7 +7,8 @@ therefore has a wrong tag, and so has a record of the other direction, which has
 
 GMAC was chosen by measurement: for records of 64 KiB OpenSSL 3.0 makes 12.2 GB/s of tags on a
 processor with AES and carry-less multiplication, and 10.5 GB/s by Poly1305 with a key of ChaCha20
-for each record.
+for each record. The native core makes the hash of GMAC itself where the processor multiplies
+vectors of 512 bits: twice as fast (``native/core/tls/ghash.cpp``).
 
 Key agreement. HELLO and WELCOME carry 32 random bytes each (``LinkSecret``). Both are sent
 under the connection's own TLS 1.3, after each end has verified the other's certificate. So these

@@ -11,6 +11,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from hashlib import sha256
+from random import Random
 
 import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -170,6 +171,20 @@ def test_both_ends_change_keys_at_the_same_record(native: tuple[bool, bool]) -> 
             assert there.receive(number + 1) == bytes([number]) * (number + 1)
             there.send_all(b"answer")
             assert here.receive(6) == b"answer"
+
+
+@pytest.mark.parametrize("native", [(a, b) for a in ENGINES for b in ENGINES])
+def test_both_ends_make_the_same_tags_of_records_of_any_size(native: tuple[bool, bool]) -> None:
+    """The native core's hash may be its own, by wide vectors, where Python's is OpenSSL's."""
+    random = Random(7)
+    sizes = [*range(1, 50), *(16 * n + d for n in (15, 16, 17, 64) for d in (-5, -4, -1, 0, 1))]
+    sizes += [random.randrange(RECORD_BYTES - 300, RECORD_BYTES + 1) for _ in range(10)]
+    ends = signed_ends(*socket.socketpair(), native=native, records_per_key=20)
+    with contextlib.closing(ends[0]), contextlib.closing(ends[1]):
+        for size in sizes:
+            data = random.randbytes(size)
+            Blocking(ends[0]).send_all(data)
+            assert Blocking(ends[1]).receive(size) == data
 
 
 # -- an attacker on the wire
