@@ -111,3 +111,22 @@ def test_unlike_workers_are_measured_in_all_three_ways(tmp_path: Path) -> None:
         assert sum(row[way]["split"]) == 32
         assert [len(seconds) for seconds in row[way]["rounds_s"]] == [20]
     assert row["equal"]["split"] == [16, 16]
+
+
+def test_the_compressors_are_measured_next_to_torch(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    with Command(
+        [
+            *(*potluck_command(), "bench", "compress", "--sizes", "256KiB", "--rounds", "1"),
+            *("--json", str(figures)),
+        ]
+    ) as command:
+        assert command.finish(110) == 0, command.text
+    result = json.loads(figures.read_text())
+    assert result["count"] == 65536
+    ratios = {row["strategy"]: row["ratio"] for row in result["rows"]}
+    assert ratios["FP16()"] == 2
+    assert ratios["TopK(ratio=0.01, chunk=4096, bits=None)"] > 70
+    compared = [row for row in result["rows"] if row["torch"]]
+    assert len(compared) == 7
+    assert all(row["median_s"] > 0 and row["torch"]["median_s"] > 0 for row in compared)

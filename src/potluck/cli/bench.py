@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from potluck.bench.placement import Here
 
 _MAX_WORKERS = 64
+_SIZES = "4KiB,64KiB,1MiB,16MiB,100MiB"
 
 
 def bench(
@@ -24,7 +25,9 @@ def bench(
         str,
         typer.Argument(
             metavar="OPERATION",
-            help="all-reduce, reduce-scatter, all-gather, broadcast, reduce or all-to-all.",
+            help="all-reduce, reduce-scatter, all-gather, broadcast, reduce or all-to-all; or "
+            "compress: the compressors on one core, next to torch, on the first of --sizes "
+            "(26 million elements if it is not given).",
             show_default=False,
         ),
     ],
@@ -56,7 +59,7 @@ def bench(
     sizes: Annotated[
         str,
         typer.Option(help="Sizes of the float32 data, separated by commas: 4KiB, 1MiB, or bytes."),
-    ] = "4KiB,64KiB,1MiB,16MiB,100MiB",
+    ] = _SIZES,
     rounds: Annotated[int, typer.Option(help="Rounds per size and peer; figures are medians.")] = 7,
     round_seconds: Annotated[float, typer.Option(help="Seconds that a round takes, about.")] = 0.1,
     json: Annotated[
@@ -88,11 +91,14 @@ def bench(
 
     The exit code is 1 if a library gave a wrong result.
     """
+    check_writable("--json", json)
+    if operation == "compress":
+        _compress(sizes, rounds, json)
+        return
     from potluck.bench.comparison import compare
     from potluck.bench.machine import heading, machine
     from potluck.bench.table import Table, is_right
 
-    check_writable("--json", json)
     _check_plot(plot)
     machines = _names(peers)
     _check_rank(machines, rank)
@@ -124,6 +130,33 @@ def bench(
     raise typer.Exit(0 if is_right(result) else 1)
 
 
+def _compress(sizes: str, rounds: int, json: Path | None) -> None:
+    """Measure the compressors on one core."""
+    from potluck.bench import compression
+    from potluck.bench.machine import heading, machine
+
+    if rounds < 1:
+        raise ConfigurationError(f"--rounds {rounds}: at least 1 round is needed")
+    count = compression.COUNT if sizes == _SIZES else _bytes_of(sizes)[0] // 4
+    facts = machine()
+    typer.echo(f"{heading(facts)}\n{count} float32, one core\n\n{compression.head()}")
+    rows = []
+    for row in compression.measure(count, rounds):
+        rows.append(row)
+        typer.echo(compression.line(row))
+    if json is not None:
+        json.write_bytes(as_json({"machine": facts, "count": count, "rows": rows}) + b"\n")
+
+
+def _bytes_of(sizes: str) -> list[int]:
+    from potluck.bench.sizes import parse
+
+    try:
+        return [parse(text) for text in _names(sizes)]
+    except ValueError as error:
+        raise ConfigurationError(f"--sizes {error}") from None
+
+
 def _plan(
     operation: str, against: str, workers: str, sizes: str, rounds: int, round_s: float
 ) -> tuple[ComparisonPlan, dict[str, str]]:
@@ -131,7 +164,6 @@ def _plan(
     from potluck.bench.comparison import ComparisonPlan
     from potluck.bench.operations import OPERATIONS
     from potluck.bench.peers import PEERS, missing
-    from potluck.bench.sizes import parse
 
     if operation not in OPERATIONS:
         raise ConfigurationError(
@@ -148,10 +180,7 @@ def _plan(
         elif name not in peers:
             peers.append(name)
     counts = [_count(text) for text in _names(workers)]
-    try:
-        nbytes = [parse(text) for text in _names(sizes)]
-    except ValueError as error:
-        raise ConfigurationError(f"--sizes {error}") from None
+    nbytes = _bytes_of(sizes)
     if not counts or not nbytes:
         raise ConfigurationError("--workers and --sizes need at least one value each")
     if min(nbytes) < 4 * max(counts):

@@ -99,7 +99,8 @@ app.command(
         "Examples:\n\n"
         "potluck bench all-reduce\n\n"
         "potluck bench all-reduce --workers 2,4,8 --sizes 4KiB,1MiB --plot all-reduce.png\n\n"
-        "potluck bench broadcast --against gloo,mpi --json broadcast.json"
+        "potluck bench broadcast --against gloo,mpi --json broadcast.json\n\n"
+        "potluck bench compress --json compress.json"
     ),
 )(bench)
 app.command(epilog="Examples:\n\npotluck init\n\npotluck init --json")(init)

@@ -41,10 +41,14 @@ class _Half(Encoded):
     _exponent: np.uint16
 
     def looks_finite(self, payload: Bytes, source: Floats) -> bool:
-        words = payload.view("<u2")
-        # In pieces that stay in the cache.
-        pieces = (words[at : at + 65536] & self._exponent for at in range(0, words.size, 65536))
-        return not any(int(piece.max()) == int(self._exponent) for piece in pieces)
+        words, exponent = payload.view("<u2"), int(self._exponent)
+        # As signed integers positive values have their order, as unsigned ones negative values. In
+        # pieces, which the second look finds in the cache.
+        pieces = (words[at : at + 65536] for at in range(0, words.size, 65536))
+        return not any(
+            int(piece.view("<i2").max()) >= exponent or int(piece.max()) >= 0x8000 + exponent
+            for piece in pieces
+        )
 
 
 @dataclass(frozen=True)

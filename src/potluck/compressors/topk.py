@@ -77,8 +77,9 @@ class TopK(Strategy):
 
     def looks_finite(self, payload: Bytes, source: Floats) -> bool:
         # NaN and inf are the largest, so they are among the values.
-        _, values = self._split(payload, source.size)
-        return bool(np.isfinite(values).all())
+        num = self.sizes(source.size).total(source.size)
+        at = coded_positions.num_bytes(source.size, num)
+        return bool(np.isfinite(self._values(payload[at:], num)).all())
 
     def payload_bytes(self, count: int) -> int:
         """The size of the payload of ``count`` elements."""

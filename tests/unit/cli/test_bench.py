@@ -25,6 +25,8 @@ runner = CliRunner()
         ("all-reduce --peers 10.0.0.1:52416", "--peers 10.0.0.1:52416: at least two machines"),
         ("all-reduce --peers a:1,b --against none", "'b' is not an address; write host:port"),
         ("all-reduce --rounds 0", "at least 1 round"),
+        ("compress --rounds 0", "--rounds 0: at least 1 round"),
+        ("compress --sizes 5KB", "'5KB' is not a size; write 4KiB"),
         ("all-reduce --json /no/such/folder/x.json", "there is no directory /no/such/folder"),
         ("all-reduce --json .", "--json .: that is a directory"),
         ("all-reduce --plot /no/such/folder/x.png", "there is no directory /no/such/folder"),
