@@ -99,3 +99,31 @@ def test_the_others_go_on_with_their_own_samples_when_samples_are_lost() -> None
     for model in models.values():
         assert np.array_equal(model.cluster_centers_, models["0"].cluster_centers_)
         assert model.inertia_ == pytest.approx(-model.score(rest), rel=1e-9)
+
+
+def test_a_worker_that_begins_again_gets_the_fits_that_it_has_missed() -> None:
+    """The newcomer has no samples, so that the result must be that of an undisturbed script."""
+    parts = {"0": X[:1000], "1": X[1000:]}
+
+    def script(ctx: MortalContext) -> Any:
+        mine = parts.get(ctx.backend.worker, X[:0])
+        scaler = estimators.StandardScaler(ctx=ctx).fit(mine)
+        scaled = scaler.transform(mine) if len(mine) else mine
+        model = estimators.KMeans(10, tol=0, ctx=ctx, **SEED).fit(scaled)
+        components = estimators.PCA(5, ctx=ctx).fit(mine)
+        return scaler.mean_, model.cluster_centers_, components.components_, ctx.world_size
+
+    *expected, _ = ElasticWorld(2, script).run()["0"]
+
+    def invite(worker: str, name: str, moment: int) -> bool:
+        if (worker, moment) == ("0", 50):
+            world.join()
+        return False
+
+    world = ElasticWorld(2, script, dies=invite)
+    results = world.run()
+    assert len(results) == 3
+    for *found, world_size in results.values():
+        assert world_size == 3
+        for mine, wanted in zip(found, expected, strict=True):
+            assert mine == pytest.approx(wanted, abs=1e-9)

@@ -192,7 +192,6 @@ class _Fit:
             type(model).__name__,
             {"seed": int(seed), "trees": []},
             stages,
-            max_rounds=2 + model.n_estimators,
             heavy=("trees",),
         )
         num_classes = len(last["classes"])

@@ -120,7 +120,6 @@ class _Fit:
         seed = model.random_state
         if not isinstance(seed, int | np.integer):
             seed = check_random_state(seed).randint(2**31 - 1)
-        num_starts = _num_starts(model)
         stages = {
             "input": self._compare,
             "seed": self._seed,
@@ -133,7 +132,6 @@ class _Fit:
                 "KMeans",
                 {"seed": int(seed)},
                 stages,
-                max_rounds=3 + num_starts * (model.max_iter + 2),
             )
         model.cluster_centers_ = last["best_centers"] + self.mean
         model._n_features_out = len(model.cluster_centers_)

@@ -100,8 +100,7 @@ class _Fit:
 
     def run(self) -> State:
         stages = {"input": self._compare, "weigh": self._weigh, "search": self._search}
-        most = 3 + 50 * (self.model.max_iter + 1)  # an iteration halves its step at most 40 times
-        return run_rounds(self.ctx, "LogisticRegression", {}, stages, max_rounds=most)
+        return run_rounds(self.ctx, "LogisticRegression", {}, stages)
 
     def _compare(self, state: State) -> State:
         """The shards fit together; the classes of all of them."""

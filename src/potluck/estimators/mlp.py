@@ -173,7 +173,6 @@ class _Fit:
             type(model).__name__,
             {"random": _saved(random)},
             stages,
-            max_rounds=1 + model.max_iter,
         )
         self._adopt(last)
         model.n_iter_ = len(model.loss_curve_)

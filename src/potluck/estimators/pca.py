@@ -114,7 +114,7 @@ class _Fit:
 
     def run(self) -> State:
         stages = {"input": self._compare, "covariance": self._covariance, "vectors": self._vectors}
-        return run_rounds(self.ctx, "PCA", {}, stages, max_rounds=len(stages))
+        return run_rounds(self.ctx, "PCA", {}, stages)
 
     def _compare(self, state: State) -> State:
         """The shards fit together; the mean of all of them."""

@@ -6,15 +6,18 @@ shard. The chain ends at the stage DONE, or at REFUSED for input that does not f
 
 The elastic loop runs the chain. When a worker is lost, the survivors form the next group and repeat
 the present round with their shards; the lost worker's shard is missing from then on. A worker that
-is started again receives the state from a peer and takes part with its own shard.
+is started again receives the states of all fits so far from a peer. It returns those that have
+ended at once, and takes part in the present one with its own shard.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -31,18 +34,39 @@ State = dict[str, Any]
 Stage = Callable[[State], State]
 
 INPUT, DONE, REFUSED = "input", "done", "refused"
+_MOST_ROUNDS = 10**9  # the stages end the loop
+
 _ERRORS = {"TypeError": TypeError, "ValueError": ValueError}
 
 
 @dataclass
-class _Replica(StateReplica):
-    """``heavy`` entries are the same bytes on all ranks by construction, and are not hashed."""
+class _Fit(StateReplica):
+    """The fit that a loop is at: its number in the script, its state, and those before it."""
 
+    number: int = 0
+    now: State = field(default_factory=dict)
     heavy: tuple[str, ...] = ()
+    """Entries that are the same bytes on all ranks by construction, and are not hashed."""
 
     def fingerprint(self) -> str:
-        state = self.get_state()
-        return fingerprint({name: state[name] for name in state if name not in self.heavy})
+        return fingerprint({name: self.now[name] for name in self.now if name not in self.heavy})
+
+
+@dataclass
+class _History:
+    """The fits of one context, which a worker that is started again needs to catch up.
+
+    ``finished`` are their last states. ``next`` is the number of the script's next fit; it is less
+    than the number of finished ones in a worker that was started again. ``joined`` is the loop in
+    which such a worker joined the others, at a later fit than that of its script.
+    """
+
+    finished: list[State] = field(default_factory=list)
+    next: int = 0
+    joined: tuple[_Fit, ElasticLoop, Iterator[Any]] | None = None
+
+
+_histories: WeakKeyDictionary[DistributedContext, _History] = WeakKeyDictionary()
 
 
 def run_rounds(
@@ -51,7 +75,6 @@ def run_rounds(
     first: State,
     stages: Mapping[str, Stage],
     *,
-    max_rounds: int,
     heavy: tuple[str, ...] = (),
 ) -> State:
     """Run the rounds of one fit; returns its last state. A collective call.
@@ -60,36 +83,70 @@ def run_rounds(
     stage must not change the state that it is given. ValueError or TypeError on all ranks for
     refused input; the group lives on. Cost per round, beside the stage's own calls: a vote, one
     all_gather of 48 bytes per rank.
+
+    A worker that is started again gets the results of the fits that it has missed from a peer, and
+    returns them at once. An elastic context keeps the last state of each fit for that.
     """
-    now: State = {"fit": what, "stage": INPUT, **first}
+    history = _histories.setdefault(ctx, _History())
+    number = history.next
+    while len(history.finished) <= number:
+        fit, job, steps = history.joined or _loop(ctx, history, what, first, heavy)
+        history.joined = None
+        for _ in steps:
+            if fit.number != number:
+                steps = chain([None], steps)  # this step is still to be computed
+                break
+            with job.step():
+                after = stages[fit.now["stage"]](fit.now)
+                if after["stage"] in (DONE, REFUSED):
+                    job.stop()
+                job.commit(loss=after.get("loss"))
+                fit.now = after
+        if fit.number > number:
+            history.joined = fit, job, steps
+        elif fit.number == number:
+            history.finished.append(fit.now)
+        elif not job.done:
+            raise CheckpointError(f"the other workers repeat the fit before this one, {what}")
+        # Else the others have ended the fit before this one only now.
+    last = history.finished[number]
+    if last["fit"] != what:
+        raise CheckpointError(f"the other workers have fitted {last['fit']}, this worker {what}")
+    if ctx.elastic:
+        history.next += 1
+    else:
+        history.finished.clear()
+    if last["stage"] == REFUSED:
+        kind, text = last["refusal"]
+        raise _ERRORS[kind](text)
+    assert last["stage"] == DONE, f"{what} ended at stage {last['stage']!r}"
+    return last
+
+
+def _loop(
+    ctx: DistributedContext, history: _History, what: str, first: State, heavy: tuple[str, ...]
+) -> tuple[_Fit, ElasticLoop, Iterator[Any]]:
+    """A new loop for the script's next fit."""
+
+    def capture() -> State:
+        return {"number": fit.number, "now": fit.now, "finished": history.finished}
 
     def restore(state: Any) -> None:
-        nonlocal now
-        if not isinstance(state, dict) or state.get("fit") != what:
-            other = state.get("fit") if isinstance(state, dict) else "another state"
+        if not isinstance(state, dict) or not {"number", "now", "finished"} <= state.keys():
+            raise CheckpointError("the other workers are not fitting an estimator, this worker is")
+        fit.number, fit.now = int(state["number"]), state["now"]
+        if fit.number == history.next and fit.now["fit"] != what:
             raise CheckpointError(
-                f"the other workers are fitting {other}, this worker begins with {what}: a worker "
-                "that was started again can only join the fit that its script comes to first"
+                f"the other workers are fitting {fit.now['fit']}, this worker begins with {what}: "
+                "all workers must fit the same estimators in the same order"
             )
-        now = state
+        if fit.number > history.next:
+            history.finished[:] = state["finished"]
 
-    job = ElasticLoop(
-        ctx,
-        Schedule(num_samples=1, batch_size=1, epochs=max_rounds, shuffle=False),
-        _Replica(lambda: now, restore, heavy=heavy),
-    )
-    for _ in job:
-        with job.step():
-            after = stages[now["stage"]](now)
-            if after["stage"] in (DONE, REFUSED):
-                job.stop()
-            job.commit(loss=after.get("loss"))
-            now = after
-    if now["stage"] == REFUSED:
-        kind, text = now["refusal"]
-        raise _ERRORS[kind](text)
-    assert now["stage"] == DONE, f"{what} ended after {max_rounds} rounds at stage {now['stage']!r}"
-    return now
+    fit = _Fit(capture, restore, "cpu", history.next, {"fit": what, "stage": INPUT, **first}, heavy)
+    schedule = Schedule(num_samples=1, batch_size=1, epochs=_MOST_ROUNDS, shuffle=False)
+    job = ElasticLoop(ctx, schedule, fit)
+    return fit, job, iter(job)
 
 
 def refused(state: State, error: Exception) -> State:

@@ -66,9 +66,7 @@ class StandardScaler(preprocessing.StandardScaler):
                 return {**state, "stage": DONE, "seen": whole.packed(), "weighted": not counts}
 
             seen = self._seen(checked.shard)
-            last = run_rounds(
-                ctx, "StandardScaler", {"seen": seen}, {"input": merged}, max_rounds=1
-            )
+            last = run_rounds(ctx, "StandardScaler", {"seen": seen}, {"input": merged})
         self._set(Moments(*last["seen"]), is_weighted=last["weighted"])
         return self
 
