@@ -42,9 +42,19 @@ class Channel(Generic[T]):
         self._limit = limit
         self._memory = memory
         self._outgoing: deque[memoryview] = deque()
-        self._rooms = self._frame()
+        self.value: Any = None
+        self._rooms: Iterator[memoryview] = self._frame()
         self._room = self._prefix = next(self._rooms)
         self._at = 0
+
+    def close(self) -> None:
+        """End the connection, and let go of all arrays now: a cycle keeps this object for a
+        while."""
+        self.link.close()
+        self._outgoing.clear()
+        self._rooms = iter(())
+        self._room = self._prefix = _NOTHING
+        self.value = None
 
     # -- out
 
@@ -126,4 +136,4 @@ class Channel(Generic[T]):
             )
         yield from unpacked.buffers
         self.head: T = head
-        self.value: Any = unpacked.value
+        self.value = unpacked.value

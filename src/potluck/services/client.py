@@ -29,6 +29,9 @@ from potluck.wire.services import Failure, Reply, Request
 
 MAX_IN_FLIGHT = 16
 
+_LONGEST_WAIT_S = 60.0
+"""Of one wait of many: poll() counts milliseconds in 32 bits."""
+
 Dial = Callable[[float], BulkLink]
 """``dial(deadline)`` makes a connection to the worker of the service."""
 
@@ -61,12 +64,13 @@ class Connection:
         return channel.head.failure, value
 
     def close(self) -> None:
-        self._link.close()
+        self._channel.close()
 
     def _wait(self, deadline: float, *, write: bool) -> None:
         left = deadline - time.monotonic()
-        if left <= 0 or not wait_ready(self._link.fileno(), write=write, timeout_s=left):
+        if left <= 0:
             raise TimeoutError
+        wait_ready(self._link.fileno(), write=write, timeout_s=min(left, _LONGEST_WAIT_S))
 
 
 class Remote:

@@ -178,7 +178,7 @@ class Server:
         with self._lock:
             clients, self._clients = self._clients, set()
         for client in clients:
-            client.channel.link.close()
+            client.channel.close()
         self._selector.close()
         self._wakes.close()
         self._woken.close()
@@ -250,7 +250,7 @@ class Server:
 
     def _wait(self, client: _Client, event: int) -> None:
         if self._is_closed:
-            return client.channel.link.close()
+            return client.channel.close()
         client.is_waiting = True  # before: from then on the leader has it
         self._selector.register(client.channel.link.fileno(), event, client)
 
@@ -286,7 +286,7 @@ class Server:
                 client.is_replying = False
                 self._resume(self._budget.leave(client))
             if self._is_closed:
-                return channel.link.close()
+                return channel.close()
             state = channel.receive()
             if state is State.WAITING:
                 if channel.is_receiving and self._flows(client, _READ):
@@ -338,7 +338,7 @@ class Server:
 
     def _drop(self, client: _Client, error: Exception) -> None:
         _log.debug("dropped %s: %s", client.channel.link.peer, error)
-        client.channel.link.close()
+        client.channel.close()
         with self._lock:
             self._clients.discard(client)
         self._resume(self._budget.leave(client))

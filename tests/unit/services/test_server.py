@@ -1,0 +1,233 @@
+"""One server and clients that talk to it over pairs of sockets: many, silent, hostile."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import resource
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from potluck.backends.doors import Caller
+from potluck.errors import LinkError
+from potluck.services import Call, service
+from potluck.services.budget import Budget
+from potluck.services.client import Connection
+from potluck.services.definition import services_of
+from potluck.services.memory import Blocks
+from potluck.services.server import Server
+from potluck.transport.bulk import BulkLink, socket_pair
+from potluck.wire.payload import Packed, pack
+from potluck.wire.services import Request, encode
+
+MIB = 1 << 20
+LATE_S = 20.0
+
+
+def eventually(check: Callable[[], bool], what: str) -> None:
+    deadline, tick = time.monotonic() + LATE_S, threading.Event()
+    while not check():
+        assert time.monotonic() < deadline, what
+        tick.wait(0.01)
+
+
+class Offer:
+    """A server with one service, and its clients."""
+
+    def __init__(self, *things: Any, max_bytes: int = 64 * MIB, **options: Any) -> None:
+        self.server = Server(
+            rank_of=lambda worker: int(worker), max_bytes=max_bytes, memory=Blocks(0), **options
+        )
+        self.server.add(services_of(*things))
+        self.links: list[BulkLink] = []
+
+    def link(self, worker: str = "1") -> BulkLink:
+        mine, theirs = socket_pair("client", f"client {worker}")
+        self.server.take(theirs, Caller("node", worker, "job"))
+        self.links.append(mine)
+        return mine
+
+    def client(self, worker: str = "1") -> Connection:
+        return Connection(self.link(worker), 1 << 30, Blocks(0))
+
+    @property
+    def num_clients(self) -> int:
+        return len(self.server._clients)
+
+
+@contextlib.contextmanager
+def offering(*things: Any, **options: Any) -> Iterator[Offer]:
+    offer = Offer(*things, **options)
+    try:
+        yield offer
+    finally:
+        for link in offer.links:
+            link.close()
+        offer.server.close()
+
+
+def call(client: Connection, method: str, *args: Any) -> Any:
+    failure, value = client.call(Request("s", method, 20.0), arguments(*args), soon())
+    assert failure is None, failure
+    return value
+
+
+def soon() -> float:
+    return time.monotonic() + LATE_S
+
+
+def arguments(*args: Any) -> Packed:
+    return pack(dict(enumerate(args)), "arguments")
+
+
+@service("s", concurrent=True)
+def rank(call: Call) -> int:
+    return call.rank
+
+
+@pytest.mark.parametrize("num_clients", [300, pytest.param(1000, marks=pytest.mark.long)])
+def test_many_clients_are_served_by_eight_threads(num_clients: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4096)), hard))
+    with offering(rank) as offer:
+        before = threading.active_count()
+        clients = [offer.client(str(number)) for number in range(num_clients)]
+        for _ in range(2):
+            assert [call(each, "rank") for each in clients] == list(range(num_clients))
+        assert threading.active_count() == before
+        assert offer.num_clients == num_clients
+
+
+def test_a_call_at_once_for_each_thread_and_more_wait_their_turn() -> None:
+    inside, most = [0], [0]
+    gate, lock = threading.Event(), threading.Lock()
+
+    @service("s", concurrent=True)
+    def work(call: Call) -> int:
+        with lock:
+            inside[0] += 1
+            most[0] = max(most[0], inside[0])
+            if inside[0] == 2:
+                gate.set()
+        assert gate.wait(20)
+        with lock:
+            inside[0] -= 1
+        return call.rank
+
+    with offering(work, num_threads=2) as offer:
+        results: list[int] = []
+        clients = [offer.client(str(number)) for number in range(6)]
+        threads = [
+            threading.Thread(target=lambda each=each: results.append(call(each, "work")))
+            for each in clients
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        assert sorted(results) == list(range(6))
+        assert most[0] == 2
+
+
+def test_readers_that_stop_bound_the_servers_memory_and_are_dropped() -> None:
+    """Replies of 8 MiB for 12 clients that never read, with room for 32 MiB in all."""
+    alive, most = [0], [0]
+
+    def ended() -> None:
+        alive[0] -= 1
+
+    @service("s", concurrent=True)
+    def pull(call: Call) -> Any:
+        array = np.ones(8 * MIB, np.uint8)
+        weakref.finalize(array, ended)
+        alive[0] += 1
+        most[0] = max(most[0], alive[0])
+        return array
+
+    with offering(pull, rank, max_bytes=32 * MIB, num_threads=2, stall_s=1.0) as offer:
+        for _ in range(12):
+            link = offer.link()
+            packed = arguments()
+            link.send(memoryview(encode(Request("s", "pull", 20.0), packed)))
+        reader = offer.client("7")
+        assert call(reader, "rank") == 7  # when those before it were dropped, if there were many
+        assert len(call(reader, "pull")) == 8 * MIB
+        # Four fit, and each thread may have made one more before it was counted.
+        assert most[0] <= 4 + 2 + 1
+        eventually(lambda: offer.num_clients == 1, "all clients but the reader to be dropped")
+
+
+def test_a_request_that_stops_halfway_costs_no_thread_and_is_dropped() -> None:
+    with offering(rank, num_threads=1, stall_s=1.0) as offer:
+        request = encode(Request("s", "rank", 20.0), arguments(np.ones(MIB)))
+        for _ in range(5):
+            offer.link().send(memoryview(request[:-3]))
+        assert call(offer.client("4"), "rank") == 4
+        eventually(lambda: offer.num_clients == 1, "the five to be dropped")
+
+
+def lengths(head: int, header: int, arrays: int) -> bytes:
+    return struct.pack("<IIQ", head, header, arrays)
+
+
+HOSTILE: dict[str, bytes] = {
+    "4 GiB": lengths(10, 10, 4 << 30),
+    "long header": lengths(10, 1 << 31, 0),
+    "long head": lengths(1 << 31, 0, 0),
+    "no head": lengths(0, 0, 0),
+    "noise": random.Random(1).randbytes(4096),
+    "a reply": lengths(1, 1, 0) + b"\x80\xc0",
+    "no arguments": encode(Request("s", "rank", 1.0), Packed(b"\xc0", [], 0)),
+    "fewer arrays": encode(Request("s", "rank", 1.0), Packed(b"\x80", [], 8)),
+}
+
+
+@pytest.mark.parametrize("said", HOSTILE)
+def test_what_is_no_call_ends_that_connection_only(said: str) -> None:
+    with offering(rank, num_threads=1) as offer:
+        other = offer.client("3")
+        link = offer.link()
+        link.send(memoryview(HOSTILE[said]))
+        if said == "no arguments":  # well formed, but the method can't be called so
+            client = Connection(link, MIB, Blocks(0))
+            assert client.call(Request("s", "rank", 1.0), arguments(), soon())[0] is not None
+        else:
+            eventually(lambda: ended(link), "the end of the connection")
+        assert call(other, "rank") == 3
+
+
+def ended(link: BulkLink) -> bool:
+    try:
+        link.recv_into(memoryview(bytearray(16)))
+    except LinkError:
+        return True
+    return False
+
+
+def test_no_more_clients_than_agreed() -> None:
+    with offering(rank, max_clients=2) as offer:
+        assert offer.server.objection() is None
+        clients = [offer.client(), offer.client()]
+        assert [call(each, "rank") for each in clients] == [1, 1]
+        assert "2 clients are connected" in str(offer.server.objection())
+
+
+def test_a_budget_lets_requests_in_by_order() -> None:
+    budget: Budget[str] = Budget(10)
+    assert budget.enter("a", 8)
+    assert not budget.enter("b", 8)
+    assert not budget.enter("c", 1)  # it would fit, and must not overtake b for ever
+    assert budget.leave("a") == ["b", "c"]
+    assert budget.leave("b") == []
+    assert budget.enter("d", 99) is False
+    assert budget.leave("c") == ["d"]  # one request alone always fits
+    assert not budget.enter("e", 1)
+    assert budget.leave("e") == []
+    assert budget.leave("d") == []
