@@ -46,6 +46,8 @@ def nodes(
             "POTLUCK_PASSPHRASE) is in. `potluck lock` closes it."
         )
     _show(rows, me)
+    if warning := _of_only_admin(rows):
+        typer.echo(warning)
 
 
 def _rows(settings: Settings, me: str) -> list[dict[str, Any]]:
@@ -84,6 +86,21 @@ def _rows(settings: Settings, me: str) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def _of_only_admin(rows: list[dict[str, Any]]) -> str:
+    """What is lost with the only machine that may admit and ban; empty if there are several, or
+    nobody else is in."""
+    admins = [row for row in rows if row["role"] in ("founder", "admin")]
+    members = [row for row in rows if row["role"] == "member"]
+    if len(admins) != 1 or not members:
+        return ""
+    name = admins[0]["name"] or admins[0]["node"][:12]
+    return (
+        f"Only {name} can admit and ban machines. If that machine is lost, no machine can be "
+        "admitted or banned any more: make another one an admin there, with "
+        "`potluck admit NODE --admin`."
+    )
 
 
 def _show(rows: list[dict[str, Any]], me: str) -> None:
