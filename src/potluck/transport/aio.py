@@ -91,7 +91,8 @@ async def connect(
             sock = await dial(host, port)
             doing = "knocking"
             try:
-                await finish(knock(sock, credentials.eras), sock)
+                if not broker.is_needed():  # which has knocked
+                    await finish(knock(sock, credentials.eras), sock)
             except BaseException:
                 sock.close()
                 raise
@@ -122,7 +123,7 @@ async def connect(
 
 async def dial(host: str, port: int) -> socket.socket:
     """A connected non-blocking socket to the first address of ``host`` that answers; OSError if
-    none does. No deadline."""
+    none does. In a sandbox the broker has knocked there. No deadline."""
     if broker.is_needed():
         with broker.dialling(host, port) as (asking, steps):
             return await finish(steps, asking)

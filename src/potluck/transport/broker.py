@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from potluck.errors import ConfigurationError, ProtocolError
+from potluck.errors import ConfigurationError, ProtocolError, WrongSecret
 from potluck.system import need_posix
 from potluck.wire.broker import (
     MAX_PACKET,
@@ -27,6 +27,7 @@ from potluck.wire.broker import (
     Granted,
     Listen,
     Request,
+    Unheard,
     decode_answer,
     encode,
 )
@@ -47,7 +48,8 @@ def is_needed() -> bool:
 @contextlib.contextmanager
 def dialling(host: str, port: int) -> Iterator[tuple[socket.socket, Dialling]]:
     """A connection to the broker, and the steps that wait on it for a non-blocking socket connected
-    to ``host:port``. OSError as if this process had connected."""
+    to ``host:port``, where the broker has knocked. OSError as if this process had connected,
+    WrongSecret as if it had knocked."""
     asking = _asked(Dial(host, port))
     try:
         yield asking, _dialled(asking)
@@ -62,6 +64,8 @@ def _dialled(asking: socket.socket) -> Dialling:
         except BlockingIOError:
             yield selectors.EVENT_READ
             continue
+        if isinstance(answer, Unheard):
+            raise WrongSecret(answer.reason)
         if sock is None:
             raise OSError(*_why(answer))
         sock.setblocking(False)
@@ -152,7 +156,8 @@ def _received(asking: socket.socket) -> tuple[Answer | None, socket.socket | Non
 def _why(answer: Answer | None) -> tuple[int, str]:
     if isinstance(answer, Denied):
         return answer.errno, answer.reason
-    return errno.ECONNABORTED, "the agent that started this worker is gone"
+    # Not ECONNABORTED: for an acceptor that is a caller who hung up.
+    return errno.ECONNRESET, "the agent that started this worker is gone"
 
 
 @contextlib.contextmanager

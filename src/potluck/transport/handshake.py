@@ -156,7 +156,8 @@ def _connect_once(
     offered = None
     welcome = None
     try:
-        drive(knock(sock, credentials.eras), sock, limit, "knocking", peer, cancelled)
+        if not broker.is_needed():  # which has knocked
+            drive(knock(sock, credentials.eras), sock, limit, "knocking", peer, cancelled)
         sock = tls = secured(sock, credentials, server_side=False)
         drive(tls_handshake(tls), tls, limit, "setting up TLS", peer, cancelled)
         server = identity_of_certificate(tls.getpeercert(binary_form=True))

@@ -16,7 +16,8 @@ Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
 
 class Dial(msgspec.Struct, frozen=True, tag=True):
-    """A request for a socket that is connected to ``port`` of ``host``."""
+    """A request for a socket that is connected to ``port`` of ``host``, where the broker has
+    knocked."""
 
     host: Annotated[str, msgspec.Meta(max_length=255)]
     port: Port
@@ -42,8 +43,15 @@ class Denied(msgspec.Struct, frozen=True, tag=True):
     reason: Annotated[str, msgspec.Meta(max_length=1000)]
 
 
+class Unheard(msgspec.Struct, frozen=True, tag=True):
+    """The answer if something else than this cluster's potluck listens there, or nothing answers
+    the knock: a sentence."""
+
+    reason: Annotated[str, msgspec.Meta(max_length=1000)]
+
+
 Request = Dial | Listen
-Answer = Granted | Denied
+Answer = Granted | Denied | Unheard
 
 _REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)

@@ -1,8 +1,9 @@
 """``Broker``: makes the sockets of workers that run in a sandbox, which has no network.
 
 A worker may have sockets that are connected to the workers of its own group, or to the agent, and
-one port on which it listens. Callers of that port knock at the broker (``transport/knock.py``): so
-nobody without the cluster's secret exchanges a byte with a script in the sandbox.
+ports on which it listens. The broker knocks where it calls, and callers of the ports knock at the
+broker (``transport/knock.py``). So nobody without the cluster's secret exchanges a byte with a
+script in the sandbox, whatever port a worker says is its own.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -18,20 +20,23 @@ from pathlib import Path
 import msgspec
 
 from potluck.background import OnBroken, Tasks, start_task, stop
-from potluck.errors import ConfigurationError
+from potluck.errors import ConfigurationError, ProtocolError, WrongSecret
 from potluck.system import need_posix
 from potluck.transport import aio
 from potluck.transport.acceptor import LIMITS, Acceptor, Caller, finish, listening_socket, ready
 from potluck.transport.broker import short_path
 from potluck.transport.credentials import Era
-from potluck.transport.handshake import hear_knock
+from potluck.transport.handshake import hear_knock, knock
+from potluck.transport.rate import RateLimitedLog
 from potluck.wire import broker as wire
 
 MAX_REQUESTS = 256
 """Connections of workers at one time; more are closed."""
 _DIAL_S = 10.0
 _BACKLOG = 64
-_CAUSES = (ConfigurationError, OSError)
+_PAUSE_S = 0.1
+
+_log = logging.getLogger(__name__)
 
 MayDial = Callable[[str, int], bool]
 """``may_dial(host, port)``: whether the workers of a job may connect there."""
@@ -56,6 +61,7 @@ class Broker:
         self._eras = eras
         self._bind = bind
         self._on_broken = on_broken
+        self._complain = RateLimitedLog(_log)
         self._serving = Tasks()
         self._sock = _listening_at(path)
         self._accepting = start_task(self._accept, name="socket broker", on_broken=on_broken)
@@ -69,7 +75,12 @@ class Broker:
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            asking, _ = await loop.sock_accept(self._sock)
+            try:
+                asking, _ = await loop.sock_accept(self._sock)
+            except OSError as error:  # no descriptors, most likely
+                self._complain.warning(f"can't take requests of workers in a sandbox: {error}")
+                await asyncio.sleep(_PAUSE_S)
+                continue
             if len(self._serving) >= MAX_REQUESTS:
                 asking.close()
                 continue
@@ -99,22 +110,30 @@ class Broker:
         try:
             async with asyncio.timeout(_DIAL_S):
                 sock = await aio.dial(request.host, request.port)
+                try:
+                    await finish(knock(sock, self._eras()), sock)
+                except BaseException:
+                    sock.close()
+                    raise
+        except (WrongSecret, ProtocolError) as error:
+            _send(asking, wire.Unheard(str(error)[:1000]))
         except OSError as error:  # which a TimeoutError is, too
-            number = error.errno or errno.ETIMEDOUT
-            _send(asking, wire.Denied(number, str(error)[:1000] or os.strerror(number)))
-            return
-        with sock:
-            _send(asking, wire.Granted(), sock)
+            _send(asking, _denied(error, errno.ETIMEDOUT))
+        else:
+            with sock:
+                _send(asking, wire.Granted(), sock)
 
     async def _listen(self, asking: socket.socket, request: wire.Listen) -> None:
         try:
             port = listening_socket(self._bind, request.port)
-        except _CAUSES as error:
+        except ConfigurationError as error:
             cause = error.__cause__
-            number = cause.errno if isinstance(cause, OSError) and cause.errno else errno.EINVAL
+            number = _number(cause, errno.EINVAL) if isinstance(cause, OSError) else errno.EINVAL
             _send(asking, wire.Denied(number, str(error)[:1000]))
             return
-        _send(asking, wire.Granted(port.port))
+        except OSError as error:
+            _send(asking, _denied(error, errno.EINVAL))
+            return
 
         async def knocked(caller: Caller) -> None:
             await finish(hear_knock(caller.sock, self._eras()), caller.sock)
@@ -124,6 +143,7 @@ class Broker:
         acceptor = Acceptor(port, knocked, LIMITS, awaits="a knock")
         accepting = start_task(acceptor.run, name="a sandbox's port", on_broken=self._on_broken)
         try:
+            _send(asking, wire.Granted(port.port))
             await ready(asking)  # it says nothing more: this is its end
         finally:
             await stop(accepting)
@@ -143,6 +163,17 @@ def _listening_at(path: Path) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+def _denied(error: OSError, number: int) -> wire.Denied:
+    """The answer for ``error``, with ``number`` if it has none of the system's."""
+    number = _number(error, number)
+    return wire.Denied(number, str(error)[:1000] or os.strerror(number))
+
+
+def _number(error: OSError, otherwise: int) -> int:
+    """``error``'s number of the system; those of ``socket.gaierror`` are negative."""
+    return error.errno if error.errno is not None and error.errno > 0 else otherwise
 
 
 def _send(asking: socket.socket, answer: wire.Answer, sock: socket.socket | None = None) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import os
+import resource
 import socket
 import subprocess
 import sys
@@ -16,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from potluck.cluster.sharing.broker import MAX_REQUESTS
-from potluck.errors import ConfigurationError, LinkError, Refused, WrongSecret
+from potluck.errors import ConfigurationError, LinkError, WrongSecret
 from potluck.transport import aio, broker
 from potluck.transport.acceptor import is_port_taken, listening_socket
 from potluck.transport.broker import BrokeredSocket, short_path
@@ -59,6 +61,7 @@ class Agent:
             stdout=subprocess.PIPE,
             text=True,
         )
+        self.pid = self._process.pid
         assert self._process.stdout.readline() == "up\n"
 
     def allow(self, host: str, port: int) -> None:
@@ -160,19 +163,67 @@ def test_a_caller_of_the_port_knocks_at_the_broker_before_the_script_hears_of_it
             stranger.sendall(bytes(200))
             with contextlib.suppress(ConnectionError):
                 assert stranger.recv(1) == b"", "not a byte for strangers"
-        agent.allow("127.0.0.1", listener.port)
-        with pytest.raises((WrongSecret, Refused)):
-            connect(
-                "127.0.0.1",
-                listener.port,
-                Hello("data"),
-                new_credentials("another"),
-                deadline=time.monotonic() + 30,
-                max_retries=0,
-            )
+        with pytest.MonkeyPatch.context() as outside:
+            outside.delenv(broker.VARIABLE)
+            with pytest.raises(WrongSecret):
+                connect(
+                    "127.0.0.1",
+                    listener.port,
+                    Hello("data"),
+                    new_credentials("another"),
+                    deadline=time.monotonic() + 30,
+                    max_retries=0,
+                )
         assert asked == []
         call(listener.port, agent)
         assert len(asked) == 1
+
+
+def test_another_program_at_a_port_that_a_worker_says_is_its_own_hears_nothing_of_it(
+    agent: Agent,
+) -> None:
+    """A worker says itself at which port it listens: a script could say 22."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        agent.allow("127.0.0.1", port)
+        asked = []
+
+        def serve() -> None:
+            caller, _ = other.accept()
+            with caller:
+                caller.settimeout(60)
+                asked.append(caller.recv(4096))
+                caller.sendall(b"SSH-2.0-OpenSSH_9.6p1 Debian-2\r\n")  # as long as an answer
+                asked.append(caller.recv(4096))
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(WrongSecret, match="does not hold this cluster's secret"):
+            asyncio.run(aio.dial("127.0.0.1", port))
+        thread.join(60)
+        assert [len(each) for each in asked] == [80, 0], (
+            "the broker's knock, not the script's bytes"
+        )
+
+
+def test_an_agent_without_descriptors_goes_on_when_it_has_some_again(agent: Agent) -> None:
+    """A script in the sandbox can take all that the agent's process may open."""
+    files = 48
+    _, most = resource.prlimit(agent.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(agent.pid, resource.RLIMIT_NOFILE, (files, most))
+    with contextlib.ExitStack() as stack:
+        for _ in range(2 * files):
+            sock = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            sock.setblocking(False)
+            with (
+                short_path(Path(os.environ[broker.VARIABLE])) as path,
+                contextlib.suppress(BlockingIOError),
+            ):
+                sock.connect(path)
+        waits(lambda: len(os.listdir(f"/proc/{agent.pid}/fd")) >= files)
+    with contextlib.closing(Listener("", 0, new_credentials())) as listener:
+        listener.serve(lambda hello, node: Admission(Welcome(), lambda link: link.close()))
+        call(listener.port, agent)
 
 
 def test_a_port_is_closed_when_the_worker_is_gone(agent: Agent) -> None:
