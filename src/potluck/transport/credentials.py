@@ -209,7 +209,9 @@ def _read_certificate(der: bytes | None, read: Callable[[x509.Certificate], T]) 
         raise SecurityError("the peer showed no certificate")
     try:
         return read(x509.load_der_x509_certificate(der))
-    except ValueError as error:
+    except SecurityError:
+        raise
+    except Exception as error:  # the library has many, and DuplicateExtension is no ValueError
         raise SecurityError(f"the peer's certificate can't be read: {error}") from error
 
 

@@ -318,7 +318,10 @@ def receive_hello(tls: TlsSocket, credentials: Credentials) -> Steps[tuple[Hello
 
 
 def check_identity(server: Identity, peer: str, credentials: Credentials) -> None:
-    """Refused if this side does not want to talk to ``server``."""
+    """Refused if this side does not want to talk to ``server``. Agents and commands call agents: a
+    worker that answers could pass for the agent of its node."""
+    if server.job and not credentials.job:
+        raise Refused(f"{peer} is not called: a worker of job {server.job!r} answers there", "job")
     refusal = credentials.refusal_of(server)
     if refusal is not None:
         raise Refused(f"{peer} is not called: {refusal.reason}", refusal.code)

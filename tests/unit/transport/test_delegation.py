@@ -150,3 +150,36 @@ def test_a_ban_of_the_node_is_one_of_its_workers() -> None:
     mine.objects_to = {theirs.node_id: "it was banned by bo"}.get
     assert outcome(mine, theirs) == "server: banned"
     assert outcome(theirs, mine) == "caller: banned"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param((b"\xa0\x03\x02\x01\x02", b"\xa0\x03\x02\x01\x7c"), id="version"),
+        pytest.param((b"\x2b\x65\x70\x03\x21", b"\x2b\x65\x72\x03\x21"), id="kind of key"),
+        pytest.param((b"\x06\x03\x55\x1d\x0e", b"\x06\x03\x55\x1d\x0f"), id="one extension twice"),
+    ],
+)
+def test_a_certificate_that_no_library_can_read_is_a_security_error(
+    change: tuple[bytes, bytes],
+) -> None:
+    """Whoever has the cluster's secret can show one, and the library raises many exceptions."""
+    good = certificate(NODE, None)
+    assert change[0] in good
+    with pytest.raises(SecurityError, match="can't be read"):
+        identity_of_certificate(good.replace(*change))
+
+
+def test_a_worker_can_not_pass_for_its_nodes_agent() -> None:
+    """At the agent's port, after the agent's end."""
+    with contextlib.closing(Listener("127.0.0.1", 0, worker_of(NODE, "train-1"))) as listener:
+        listener.serve(lambda hello, node: Admission(Welcome(), lambda link: link.close()))
+        with pytest.raises(Refused, match="a worker of job 'train-1' answers there"):
+            connect(
+                "127.0.0.1",
+                listener.port,
+                Hello("client"),
+                credentials_of(NODE),
+                deadline=time.monotonic() + 30,
+                max_retries=0,
+            )

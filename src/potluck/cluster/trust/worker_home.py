@@ -1,6 +1,6 @@
 """What a worker has of the trust of its node: a folder for each job, in place of the node's home.
 
-``<home>/workers/<agent's process id>/<job>/`` holds ``worker_credentials`` (a key made for the job,
+``<home>/workers/<agent>/<job>/`` holds ``worker_credentials`` (a key made for the job,
 its delegation by the node's key, and the eras of the cluster's secret) and ``admissions``, a copy
 of the list of admitted keys. The agent makes the folder before the first worker of the job starts,
 copies what changes, and removes it after the last has ended. Neither the node's key nor the
@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import shutil
 import threading
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from potluck import system
 from potluck.background import OnBroken, start_task, stop
 from potluck.cluster.home.directory import make_private
-from potluck.cluster.home.keyfile import read_private, replace_private, stamp
+from potluck.cluster.home.keyfile import locked, read_private, replace_private, stamp
 from potluck.cluster.trust.admission_file import ADMISSIONS_FILE, MAX_LIST_BYTES, AdmissionFile
 from potluck.cluster.trust.keyring import Keyring
 from potluck.errors import ConfigurationError, IdentityError, PotluckError
@@ -36,6 +37,7 @@ FOLDER = "workers"
 LOOK_S = 0.1
 """How often the agent looks for changes (three stats)."""
 
+_LOCK_FILE = ".workers.lock"
 _WHAT = "the credentials of this worker"
 
 
@@ -67,7 +69,8 @@ class WorkerHomes:
         self._list = admissions.path
         self._on_note = on_note
         self._complaint = ""
-        self._root = home.resolve() / FOLDER / str(os.getpid())
+        # In containers that share a home, agents may have the same process id.
+        self._root = home.resolve() / FOLDER / f"{os.getpid()}-{secrets.token_hex(4)}"
         self._lock = threading.Lock()
         self._fd = -1
         self._files: dict[str, _WorkerFile] = {}
@@ -179,15 +182,17 @@ def _read(home: Path) -> _WorkerFile:
 def _claim(root: Path) -> int:
     """Make ``root``, and lock it until the descriptor that is returned is closed. Removes the
     folders of agents that were killed."""
-    make_private(root)
-    mine = os.open(root, os.O_RDONLY)
-    system.lock(mine)
-    for other in root.parent.iterdir():
-        with contextlib.suppress(OSError):
-            fd = os.open(other, os.O_RDONLY)
-            try:
-                system.lock(fd)  # BlockingIOError: its agent runs
-                shutil.rmtree(other, ignore_errors=True)
-            finally:
-                os.close(fd)
+    # Another agent would remove the folder between the moment it is made and its lock.
+    with locked(root.parent.with_name(_LOCK_FILE), _WHAT):
+        make_private(root)
+        mine = os.open(root, os.O_RDONLY)
+        system.lock(mine)
+        for other in root.parent.iterdir():
+            with contextlib.suppress(OSError):
+                fd = os.open(other, os.O_RDONLY)
+                try:
+                    system.lock(fd)  # BlockingIOError: its agent runs
+                    shutil.rmtree(other, ignore_errors=True)
+                finally:
+                    os.close(fd)
     return mine

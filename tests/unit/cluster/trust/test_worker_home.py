@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -212,3 +213,21 @@ def test_what_a_killed_agent_left_is_removed_and_what_a_running_one_needs_is_not
             agent.wait()
             agent.stdout.close()
     assert {KEY_FILE, SECRET_FILE} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_agents_of_containers_with_one_home_have_one_process_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is the first process of its container."""
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    settings = Settings(home=tmp_path / "home")
+
+    async def story(first: WorkerHomes) -> None:
+        one = await asyncio.to_thread(first.make, "train-1")
+        await asyncio.to_thread(with_homes, settings, partial(beside, one))
+
+    async def beside(one: Path, second: WorkerHomes) -> None:
+        other = second.make("train-2")
+        assert (worker(one).job, worker(other).job) == ("train-1", "train-2")
+
+    with_homes(settings, story)
