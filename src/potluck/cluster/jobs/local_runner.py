@@ -70,6 +70,7 @@ class LocalRunner:
         self._code_store = code_store
         self._must_wait = must_wait
         self._launch: Launch | None = None
+        self._worker_home: Path | None = None
         self._broker: Broker | None = None
         self._peers: frozenset[tuple[str, int]] = frozenset()
         """Where the workers of the present group listen."""
@@ -108,7 +109,8 @@ class LocalRunner:
             link.abort()
         if self._broker is not None:
             await self._broker.close()
-        await asyncio.to_thread(self._agent.worker_homes.remove, self.spec.job)
+        if self._worker_home is not None:
+            await asyncio.to_thread(self._agent.worker_homes.remove, self._worker_home)
         if not self.spec.is_local:
             await asyncio.to_thread(self._code_store.close, self.spec.job)
 
@@ -133,7 +135,10 @@ class LocalRunner:
                 folder = await asyncio.to_thread(self._code_store.open, spec.package, spec.job)
             elif spec.starter != self._agent.me:
                 raise ConfigurationError("it is local to the node it was started on")
-            worker_home = await asyncio.to_thread(self._agent.worker_homes.make, spec.job)
+            if self._worker_home is None:
+                make = self._agent.worker_homes.make
+                self._worker_home = await asyncio.to_thread(make, spec.job)
+            worker_home = self._worker_home
             sandbox = self._agent.confinement.sandbox_of(spec, self._agent.me)
             if sandbox is not None and not sandbox.has_network and self._broker is None:
                 self._broker = self._agent.broker(worker_home / BROKER_FILE, self._may_dial)

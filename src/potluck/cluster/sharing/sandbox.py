@@ -18,7 +18,9 @@ from potluck.errors import ConfigurationError
 from potluck.system import account_home
 from potluck.transport.broker import VARIABLE
 
-_EMPTY = ("/home", "/root", "/tmp", "/var/tmp", "/run")
+_EMPTY = ("/home", "/root", "/tmp", "/var", "/run")
+"""Where people's files are, and sockets of services: a read-only folder does not keep a script from
+connecting to a Unix socket in it."""
 BROKER_FILE = "broker"
 """The name of the broker's socket in the folder of a job's credentials."""
 

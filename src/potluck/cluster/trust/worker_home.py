@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from potluck import system
 from potluck.background import OnBroken, start_task, stop
 from potluck.cluster.home.directory import make_private
-from potluck.cluster.home.keyfile import locked, read_private, replace_private, stamp
+from potluck.cluster.home.keyfile import read_private, replace_private, stamp
 from potluck.cluster.trust.admission_file import ADMISSIONS_FILE, MAX_LIST_BYTES, AdmissionFile
 from potluck.cluster.trust.keyring import Keyring
 from potluck.errors import ConfigurationError, IdentityError, PotluckError
@@ -37,8 +37,8 @@ FOLDER = "workers"
 LOOK_S = 0.1
 """How often the agent looks for changes (three stats)."""
 
-_LOCK_FILE = ".workers.lock"
 _WHAT = "the credentials of this worker"
+_MAX_NAME = 100
 
 
 class _WorkerFile(msgspec.Struct, frozen=True):
@@ -73,36 +73,37 @@ class WorkerHomes:
         self._root = home.resolve() / FOLDER / f"{os.getpid()}-{secrets.token_hex(4)}"
         self._lock = threading.Lock()
         self._fd = -1
-        self._files: dict[str, _WorkerFile] = {}
+        self._files: dict[Path, _WorkerFile] = {}
         self._copied: object = None
         self._watching = start_task(
             self._watch, name="copying credentials for workers", on_broken=on_broken
         )
 
     def make(self, job: str) -> Path:
-        """The folder for the workers of ``job``, with a new key if there was none. Takes some
-        milliseconds. ConfigurationError if it can't be written."""
+        """A new folder, with a new key, for workers of ``job``. Takes some milliseconds.
+        ConfigurationError if it can't be written."""
+        # The job may be ordered again while what is left of its workers here still ends.
+        folder = self._root / f"{job[:_MAX_NAME]}-{secrets.token_hex(4)}"
+        key = Ed25519PrivateKey.generate()
+        delegation = delegate(self._key, key.public_key(), job)
         with self._lock:
-            if job not in self._files:
-                key = Ed25519PrivateKey.generate()
-                delegation = delegate(self._key, key.public_key(), job)
-                file = _WorkerFile(key.private_bytes_raw(), delegation, self._credentials.eras)
-                try:
-                    if self._fd < 0:
-                        self._fd = _claim(self._root)
-                    self._write(job, file)
-                except (OSError, IdentityError) as error:
-                    raise ConfigurationError(
-                        f"the workers of job {job} can't be given credentials: {error}"
-                    ) from error
-                self._files[job] = file
-            return self._root / job
+            file = _WorkerFile(key.private_bytes_raw(), delegation, self._credentials.eras)
+            try:
+                if self._fd < 0:
+                    self._fd = _claim(self._root)
+                self._write(folder, file)
+            except (OSError, IdentityError) as error:
+                raise ConfigurationError(
+                    f"the workers of job {job} can't be given credentials: {error}"
+                ) from error
+            self._files[folder] = file
+        return folder
 
-    def remove(self, job: str) -> None:
-        """The workers of ``job`` have ended."""
+    def remove(self, folder: Path) -> None:
+        """The workers that have ``folder`` have ended."""
         with self._lock:
-            if self._files.pop(job, None) is not None:
-                shutil.rmtree(self._root / job, ignore_errors=True)
+            if self._files.pop(folder, None) is not None:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def refresh(self) -> None:
         """Copy the list and the eras, if they have changed, into all folders. IdentityError if that
@@ -111,10 +112,10 @@ class WorkerHomes:
             now = self._look()
             if now == self._copied:
                 return
-            for job, file in self._files.items():
+            for folder, file in self._files.items():
                 changed = msgspec.structs.replace(file, eras=self._credentials.eras)
-                self._write(job, changed)
-                self._files[job] = changed
+                self._write(folder, changed)
+                self._files[folder] = changed
             self._copied = now
 
     async def close(self) -> None:
@@ -145,8 +146,7 @@ class WorkerHomes:
     def _look(self) -> object:
         return (self._credentials.eras, stamp(self._list))
 
-    def _write(self, job: str, file: _WorkerFile) -> None:
-        folder = self._root / job
+    def _write(self, folder: Path, file: _WorkerFile) -> None:
         with contextlib.suppress(FileNotFoundError):  # open clusters have no list
             found = read_private(self._list, "the list of admitted keys", max_bytes=MAX_LIST_BYTES)
             replace_private(folder / ADMISSIONS_FILE, _WHAT, found)
@@ -182,8 +182,11 @@ def _read(home: Path) -> _WorkerFile:
 def _claim(root: Path) -> int:
     """Make ``root``, and lock it until the descriptor that is returned is closed. Removes the
     folders of agents that were killed."""
+    make_private(root.parent)
     # Another agent would remove the folder between the moment it is made and its lock.
-    with locked(root.parent.with_name(_LOCK_FILE), _WHAT):
+    claiming = os.open(root.parent, os.O_RDONLY)
+    try:
+        system.lock(claiming, wait=True)
         make_private(root)
         mine = os.open(root, os.O_RDONLY)
         system.lock(mine)
@@ -195,4 +198,6 @@ def _claim(root: Path) -> int:
                     shutil.rmtree(other, ignore_errors=True)
                 finally:
                     os.close(fd)
+    finally:
+        os.close(claiming)
     return mine

@@ -71,7 +71,7 @@ class Machine:
     def make(self, job: str) -> Path:
         return Path(job)
 
-    def remove(self, job: str) -> None:
+    def remove(self, folder: Path) -> None:
         """Nothing was made."""
 
     def send(self, node: str, message: jobs.FromNode) -> bool:
