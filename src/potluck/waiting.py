@@ -22,10 +22,12 @@ EVERY_S = 10.0
 def checked_seconds(timeout: object) -> float:
     """The deadline of a call in seconds; TypeError or ValueError unless it is a positive number."""
     try:
+        if isinstance(timeout, str):
+            raise TypeError
         seconds = float(timeout)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         raise TypeError(f"timeout is a number of seconds, not {timeout!r}") from None
-    if isinstance(timeout, str) or not seconds > 0:
+    if not seconds > 0:
         raise ValueError(f"timeout is in seconds and must be above 0, not {timeout!r}")
     return seconds
 

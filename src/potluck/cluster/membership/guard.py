@@ -12,6 +12,7 @@ knows from that view; alone, of any node that uses its history.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -31,6 +32,8 @@ MAX_STEP = 1 << 20
 EPOCHS_PER_S = 1 << 10
 """How fast the members of a view may use up epochs. An honest proposer tries ten times a second."""
 MAX_RESIGNED = 256
+_KEPT_VOTES = 8
+"""Of each member. An honest member accepts another view only after an attempt has failed."""
 
 
 class Sender(StrEnum):
@@ -84,11 +87,15 @@ class Guard:
         self._floor = 0
         self._since = 0.0
         self._accepted: dict[str, bytes] = {}
+        # What each member told of late that it accepted, and what this node did: ballot, digest.
+        self._votes: dict[str, deque[tuple[wire.Ballot, bytes]]] = {}
+        self._own: Proposal | None = None
 
     def view_installed(self, now: float) -> None:
         """This node uses another view."""
         self._floor, self._since = 0, now
         self._accepted.clear()
+        self._votes.clear()
 
     def refusal(
         self, node: str, incarnation: int, message: NodeMessage, now: float
@@ -97,6 +104,7 @@ class Guard:
         sender = self._sender(node, incarnation)
         if sender not in MAY_SAY[type(message)]:
             return Refusal(f"{type(message).__name__} from {sender}")
+        self._note_own_vote()
         match message:
             case wire.Heartbeat():
                 return self._heartbeat(message, sender)
@@ -112,8 +120,10 @@ class Guard:
                 if not _follows(accepted, view):  # it may be of an earlier view, and late
                     return Refusal("a promise about another view")
                 return _false(self._proposal(accepted, now))
-            case wire.Accepted(_, digest):
+            case wire.Accepted(ballot, digest):
                 self._accepted[node] = digest
+                if digest:  # the answer to this node's own proposal has none
+                    self._voted(node, ballot, digest)
             case wire.Rejected(_, promised):
                 return _false(self._number(promised[0], now))
             case wire.Decided(view):
@@ -171,6 +181,30 @@ class Guard:
             return ""
         return self._number(proposal.view.epoch, now) or objection_to_successor(view, proposal.view)
 
+    def _note_own_vote(self) -> None:
+        paxos = self._agreement.paxos
+        accepted = None if paxos is None else paxos.acceptor.accepted
+        if accepted is not None and accepted is not self._own:
+            self._own = accepted
+            self._voted(self._agreement.me, accepted.ballot, claims.digest_of(accepted.view))
+
+    def _voted(self, node: str, ballot: wire.Ballot, digest: bytes) -> None:
+        votes = self._votes.setdefault(node, deque(maxlen=_KEPT_VOTES))
+        if (ballot, digest) not in votes:
+            votes.append((ballot, digest))
+
+    def _chosen_at(self, view: View, new: View) -> wire.Ballot | None:
+        """The ballot in which all members that stay have told that they accepted ``new``, this node
+        among them: then no honest member proposes anything else with a later ballot. None if this
+        node does not know of such a ballot."""
+        digest = claims.digest_of(new)
+        voters = quorum(view, new, self._agreement.subtracted_nodes())
+        ballots = [
+            {ballot for ballot, told in self._votes.get(node, ()) if told == digest}
+            for node in voters | {self._agreement.me}
+        ]
+        return max(set.intersection(*ballots), default=None)
+
     # Views that are said to be decided.
 
     def _decided(self, new: View, sender: Sender, node: str) -> Refusal | None:
@@ -199,6 +233,11 @@ class Guard:
             if missing and claims.is_still_used(peers, view, agreement.me, agreement.subtracted):
                 return Refusal(f"a view that {', '.join(missing)} did not accept")
             return Refusal("a decision") if sender is Sender.OUTSIDER else None
+        if is_in and self._chosen_at(view, new) is not None:
+            # It was chosen, then this node accepted what a liar proposed.
+            if sender is Sender.OUTSIDER:
+                return Refusal("a decision")
+            return _false(objection_to_successor(view, new))
         if claims.is_still_used(peers, view, agreement.me, agreement.subtracted):
             return Refusal("another view, while a majority uses the one before")
         if is_in:

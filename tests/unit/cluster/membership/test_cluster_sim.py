@@ -355,8 +355,15 @@ def test_what_it_found(seed: int) -> None:
     World(seed).run()
 
 
-def test_a_liar_that_reports_what_follows_another_view_stops_nobody() -> None:
-    assert run_world(LiarWorld(3705)) == ""
+LIES = {
+    3705: "a report of what follows another view stopped all",
+    4977: "a proposal after the decision kept its members from the decided view, for ever",
+}
+
+
+@pytest.mark.parametrize("seed", LIES, ids=LIES.values())
+def test_what_liars_found(seed: int) -> None:
+    assert run_world(LiarWorld(seed)) == ""
 
 
 LATE_REFUSAL = (

@@ -296,6 +296,24 @@ def test_a_decision_counts_once_all_that_stay_have_accepted_it() -> None:
     assert story.node.view == new
 
 
+@pytest.mark.parametrize("told_in", [(6, "a"), (7, "c")], ids=["one ballot", "two ballots"])
+def test_what_all_have_accepted_in_one_ballot_counts_whatever_a_liar_proposes_after_it(
+    told_in: wire.Ballot,
+) -> None:
+    """A liar proposes without having asked for promises. In two ballots nothing is chosen."""
+    story = Attacked()
+    new = View("L", 6, view("abc").members, reason="a's wish")
+    other = View("L", 6, view("abc").members, reason="c's wish")
+    story.say(wire.Prepare("L", 5, (6, "a")), "a")
+    story.say(wire.Propose(wire.Proposal((6, "a"), 5, new, (), True)), "a")
+    story.say(wire.Accepted((6, "a"), digest_of(new)), "a")
+    story.say(wire.Accepted(told_in, digest_of(new)), "c")
+    story.say(wire.Propose(wire.Proposal((8, "c"), 5, other, (), True)), "c")
+    assert isinstance(story.sent[-1].message, wire.Accepted)
+    story.say(wire.Decided(new), "a")
+    assert story.node.view == (new if told_in == (6, "a") else view("abc"))
+
+
 def test_a_silent_member_is_not_kept_by_the_word_of_a_node_that_was_not_asked() -> None:
     story = Attacked()
     story.beats(12, who="a")
