@@ -34,7 +34,7 @@ for module, names in lacking.items():
         delattr(module, name)
 sys.platform = "%s"
 
-BORROWED = ("torch", "mlx", "mpi4py")  # they look at sys.platform themselves
+BORROWED = ("torch", "mlx", "mpi4py", "sklearn")  # they look at sys.platform themselves
 sys.modules |= dict.fromkeys(BORROWED)
 
 from pathlib import Path

@@ -169,6 +169,7 @@ def test_a_machine_whose_clock_is_years_behind_does_not_hear_an_admission_that_h
         assert ada.runs("admit", laptop.name, "--days", "0.00001").returncode == 0
         laptop.says("this node is banned from the cluster", since=since[laptop])
         agreed(ada, bob, since=since)
+        bob.shows(lambda status: laptop.node in status["cluster"]["banned"])  # ada's word
         answers = attempts(laptop, PSK, ada, bob)
         assert all(each[3].startswith("Refused: ") for each in answers), answers
         by_key = [each[3] for each in answers if each[0] == "its own key"]

@@ -139,16 +139,19 @@ def test_a_call_at_once_for_each_thread_and_more_wait_their_turn() -> None:
 def test_readers_that_stop_bound_the_servers_memory_and_are_dropped() -> None:
     """Replies of 8 MiB for 12 clients that never read, with room for 32 MiB in all."""
     alive, most = [0], [0]
+    counting = threading.RLock()
 
     def ended() -> None:
-        alive[0] -= 1
+        with counting:
+            alive[0] -= 1
 
     @service("s", concurrent=True)
     def pull(call: Call) -> Any:
         array = np.ones(8 * MIB, np.uint8)
         weakref.finalize(array, ended)
-        alive[0] += 1
-        most[0] = max(most[0], alive[0])
+        with counting:
+            alive[0] += 1
+            most[0] = max(most[0], alive[0])
         return array
 
     with offering(pull, rank, max_bytes=32 * MIB, num_threads=2, stall_s=1.0) as offer:
