@@ -162,8 +162,9 @@ def test_readers_that_stop_bound_the_servers_memory_and_are_dropped() -> None:
         reader = offer.client("7")
         assert call(reader, "rank") == 7  # when those before it were dropped, if there were many
         assert len(call(reader, "pull")) == 8 * MIB
-        # Four fit, and each thread may have made one more before it was counted.
-        assert most[0] <= 4 + 2 + 1
+        # Four fit. Each of the two threads may have made one more before it was counted, and four
+        # that were given up may not have been freed yet. Without a bound there would be 13.
+        assert most[0] <= 4 + 2 + 4
         eventually(lambda: offer.num_clients == 1, "all clients but the reader to be dropped")
 
 
