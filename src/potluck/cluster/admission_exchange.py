@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from potluck.background import OnBroken, start_task, stop
+from potluck.cluster.complaint import Complaint
 from potluck.cluster.links.peers import PeerLinks
 from potluck.cluster.trust.admission_file import AdmissionFile
 from potluck.cluster.trust.admissions import Admissions, now_of
@@ -71,13 +72,13 @@ class AdmissionExchange:
         self._watched = watched
         self._on_barred = on_barred
         self._on_note = on_note
+        self._complain = Complaint(on_note)
         self._on_broken = on_broken
         self._known: tuple[bytes, ...] = ()
         self._digest: bytes | None = None
         self._namespace = ""
         self._barred: frozenset[str] = frozenset()
         self._asked: dict[str, tuple[float, bytes]] = {}
-        self._complaint = ""
         self._told_at = self._wanted_at = self._ended_at = 0.0
         self._queue: asyncio.Queue[tuple[str, wire.Records | wire.Secret]] = asyncio.Queue(
             _MAX_QUEUED
@@ -172,11 +173,6 @@ class AdmissionExchange:
         except PotluckError as error:
             self._complain(str(error))
             return None
-
-    def _complain(self, text: str) -> None:
-        if text != self._complaint:
-            self._complaint = text
-            self._on_note(text)
 
     # What other agents say.
 

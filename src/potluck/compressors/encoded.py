@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,9 +17,9 @@ class Encoded(Strategy):
     """A strategy that is a codec. On links the codec works inside the reduction."""
 
     @property
+    @abstractmethod
     def codec(self) -> Codec:
         """The codec, whose docstring describes the format."""
-        raise NotImplementedError
 
     def compress(self, source: Floats, residual: Floats | None, step: int) -> Bytes:
         payload = np.empty(self.codec.encoded_bytes(source.size), np.uint8)

@@ -16,6 +16,7 @@ from potluck.estimators import classes, trees
 from potluck.estimators.rounds import DONE, State, context_of, refused, run_rounds
 from potluck.estimators.shards import (
     Array,
+    OnShards,
     Shard,
     check,
     column_names,
@@ -26,7 +27,7 @@ from potluck.estimators.shards import (
 from potluck.training.transfer import broadcast_state
 
 
-class RandomForestClassifier(ensemble.RandomForestClassifier):
+class RandomForestClassifier(OnShards, ensemble.RandomForestClassifier):
     """A random forest of classification trees, each of which grows on the samples of one rank.
 
     With samples on several ranks this is *not* the forest that scikit-learn grows on their union:
@@ -98,11 +99,8 @@ class RandomForestClassifier(ensemble.RandomForestClassifier):
         self.n_classes_ = len(self.classes_)
         return self
 
-    def __sklearn_tags__(self) -> Any:
-        return _tags(super().__sklearn_tags__())
 
-
-class RandomForestRegressor(ensemble.RandomForestRegressor):
+class RandomForestRegressor(OnShards, ensemble.RandomForestRegressor):
     """A random forest of regression trees, each of which grows on the samples of one rank.
 
     All that is said of [RandomForestClassifier][potluck.estimators.RandomForestClassifier] holds
@@ -155,17 +153,6 @@ class RandomForestRegressor(ensemble.RandomForestRegressor):
         with context_of(self.ctx) as ctx:
             _Fit(self, ctx, X, y, sample_weight).run()
         return self
-
-    def __sklearn_tags__(self) -> Any:
-        return _tags(super().__sklearn_tags__())
-
-
-def _tags(tags: Any) -> Any:
-    tags.input_tags.sparse = False
-    tags.target_tags.multi_output = False
-    if tags.classifier_tags is not None:
-        tags.classifier_tags.multi_label = False
-    return tags
 
 
 class _Fit:

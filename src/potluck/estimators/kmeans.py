@@ -27,6 +27,7 @@ from potluck.estimators.assigning import (
 from potluck.estimators.rounds import DONE, State, context_of, refused, run_rounds
 from potluck.estimators.shards import (
     Array,
+    OnShards,
     Shard,
     check,
     column_names,
@@ -38,7 +39,7 @@ from potluck.estimators.shards import (
 )
 
 
-class KMeans(cluster.KMeans):
+class KMeans(OnShards, cluster.KMeans):
     """k-means clustering of samples that are split among the ranks.
 
     scikit-learn's ``KMeans``, with the same attributes after ``fit``: ``cluster_centers_``,
@@ -98,11 +99,6 @@ class KMeans(cluster.KMeans):
         with context_of(self.ctx) as ctx:
             _Fit(self, ctx, X, sample_weight).run()
         return self
-
-    def __sklearn_tags__(self) -> Any:
-        tags = super().__sklearn_tags__()
-        tags.input_tags.sparse = False
-        return tags
 
 
 class _Fit:

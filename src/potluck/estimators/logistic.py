@@ -16,6 +16,7 @@ from potluck.estimators import classes, lbfgs
 from potluck.estimators.rounds import DONE, State, context_of, from_first, refused, run_rounds
 from potluck.estimators.shards import (
     Array,
+    OnShards,
     Shard,
     check,
     column_names,
@@ -25,7 +26,7 @@ from potluck.estimators.shards import (
 )
 
 
-class LogisticRegression(linear_model.LogisticRegression):
+class LogisticRegression(OnShards, linear_model.LogisticRegression):
     """Classification by logistic regression on samples that are split among the ranks.
 
     scikit-learn's ``LogisticRegression`` with its L2 penalty, multinomial for more than two
@@ -81,11 +82,6 @@ class LogisticRegression(linear_model.LogisticRegression):
             positive = expit(scores)
             return np.column_stack([1 - positive, positive])
         return np.asarray(softmax(scores, axis=1))
-
-    def __sklearn_tags__(self) -> Any:
-        tags = super().__sklearn_tags__()
-        tags.input_tags.sparse = False
-        return tags
 
 
 class _Fit:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import numpy as np
 from scipy.special import xlogy
@@ -20,13 +20,67 @@ from sklearn.utils.validation import validate_data
 from potluck.context import DistributedContext
 from potluck.estimators import classes
 from potluck.estimators.rounds import DONE, State, context_of, refused, run_rounds
-from potluck.estimators.shards import Array, Shard, check, column_names, common_dtype, compare
+from potluck.estimators.shards import (
+    Array,
+    OnShards,
+    Shard,
+    check,
+    column_names,
+    common_dtype,
+    compare,
+)
 
 _SOLVERS = {"solver": [StrOptions({"adam", "sgd"})]}
 _OPTIONS = {"early_stopping": False, "warm_start": False}
 
 
-class MLPClassifier(neural_network.MLPClassifier):
+class _Perceptron(OnShards):
+    """What the classifier and the regressor share. Before scikit-learn's class among the bases."""
+
+    def __init__(
+        self,
+        hidden_layer_sizes: Any = (100,),
+        activation: str = "relu",
+        *,
+        solver: str = "adam",
+        alpha: float = 0.0001,
+        batch_size: Any = "auto",
+        learning_rate: str = "constant",
+        learning_rate_init: float = 0.001,
+        power_t: float = 0.5,
+        max_iter: int = 200,
+        shuffle: bool = True,
+        random_state: Any = None,
+        tol: float = 1e-4,
+        momentum: float = 0.9,
+        nesterovs_momentum: bool = True,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-8,
+        n_iter_no_change: int = 10,
+        ctx: DistributedContext | None = None,
+    ) -> None:
+        given = {k: v for k, v in locals().items() if k not in ("self", "ctx", "__class__")}
+        super().__init__(**given, **_OPTIONS)
+        self.ctx = ctx
+
+    def fit(self, X: Any, y: Any) -> Self:
+        """Train on all ranks' ``X``, of shape (n, features), and labels or targets ``y``, of shape
+        (n,).
+
+        A collective call.
+        """
+        with context_of(self.ctx) as ctx:
+            _Fit(self, ctx, X, y).run()
+        return self
+
+    @property
+    def partial_fit(self) -> NoReturn:
+        """Not offered: it would train on this rank's samples alone."""
+        raise AttributeError(f"{type(self).__name__} has no partial_fit on shards: call fit")
+
+
+class MLPClassifier(_Perceptron, neural_network.MLPClassifier):
     """A multi-layer perceptron for classification, on samples that are split among the ranks.
 
     scikit-learn's ``MLPClassifier`` with the solvers adam and sgd. A mini-batch has samples of all
@@ -45,52 +99,8 @@ class MLPClassifier(neural_network.MLPClassifier):
         **_SOLVERS,
     }
 
-    def __init__(
-        self,
-        hidden_layer_sizes: Any = (100,),
-        activation: str = "relu",
-        *,
-        solver: str = "adam",
-        alpha: float = 0.0001,
-        batch_size: Any = "auto",
-        learning_rate: str = "constant",
-        learning_rate_init: float = 0.001,
-        power_t: float = 0.5,
-        max_iter: int = 200,
-        shuffle: bool = True,
-        random_state: Any = None,
-        tol: float = 1e-4,
-        momentum: float = 0.9,
-        nesterovs_momentum: bool = True,
-        beta_1: float = 0.9,
-        beta_2: float = 0.999,
-        epsilon: float = 1e-8,
-        n_iter_no_change: int = 10,
-        ctx: DistributedContext | None = None,
-    ) -> None:
-        given = {k: v for k, v in locals().items() if k not in ("self", "ctx", "__class__")}
-        super().__init__(**given, **_OPTIONS)
-        self.ctx = ctx
 
-    def fit(self, X: Any, y: Any) -> MLPClassifier:
-        """Train on all ranks' ``X``, of shape (n, features), and labels ``y``, of shape (n,).
-
-        A collective call.
-        """
-        with context_of(self.ctx) as ctx:
-            _Fit(self, ctx, X, y).run()
-        return self
-
-    @property
-    def partial_fit(self) -> NoReturn:
-        """Not offered: it would train on this rank's samples alone."""
-        raise AttributeError("MLPClassifier has no partial_fit on shards: call fit")
-
-    def __sklearn_tags__(self) -> Any:
-        return _tags(super().__sklearn_tags__())
-
-
-class MLPRegressor(neural_network.MLPRegressor):
+class MLPRegressor(_Perceptron, neural_network.MLPRegressor):
     """A multi-layer perceptron for regression, on samples that are split among the ranks.
 
     All that is said of [MLPClassifier][potluck.estimators.MLPClassifier] holds here, too. One
@@ -101,58 +111,6 @@ class MLPRegressor(neural_network.MLPRegressor):
         **neural_network.MLPRegressor._parameter_constraints,
         **_SOLVERS,
     }
-
-    def __init__(
-        self,
-        hidden_layer_sizes: Any = (100,),
-        activation: str = "relu",
-        *,
-        solver: str = "adam",
-        alpha: float = 0.0001,
-        batch_size: Any = "auto",
-        learning_rate: str = "constant",
-        learning_rate_init: float = 0.001,
-        power_t: float = 0.5,
-        max_iter: int = 200,
-        shuffle: bool = True,
-        random_state: Any = None,
-        tol: float = 1e-4,
-        momentum: float = 0.9,
-        nesterovs_momentum: bool = True,
-        beta_1: float = 0.9,
-        beta_2: float = 0.999,
-        epsilon: float = 1e-8,
-        n_iter_no_change: int = 10,
-        ctx: DistributedContext | None = None,
-    ) -> None:
-        given = {k: v for k, v in locals().items() if k not in ("self", "ctx", "__class__")}
-        super().__init__(**given, **_OPTIONS)
-        self.ctx = ctx
-
-    def fit(self, X: Any, y: Any) -> MLPRegressor:
-        """Train on all ranks' ``X``, of shape (n, features), and targets ``y``, of shape (n,).
-
-        A collective call.
-        """
-        with context_of(self.ctx) as ctx:
-            _Fit(self, ctx, X, y).run()
-        return self
-
-    @property
-    def partial_fit(self) -> NoReturn:
-        """Not offered: it would train on this rank's samples alone."""
-        raise AttributeError("MLPRegressor has no partial_fit on shards: call fit")
-
-    def __sklearn_tags__(self) -> Any:
-        return _tags(super().__sklearn_tags__())
-
-
-def _tags(tags: Any) -> Any:
-    tags.input_tags.sparse = False
-    tags.target_tags.multi_output = False
-    if tags.classifier_tags is not None:
-        tags.classifier_tags.multi_label = False
-    return tags
 
 
 class _Fit:

@@ -14,6 +14,7 @@ from potluck.context import DistributedContext
 from potluck.estimators.rounds import DONE, State, context_of, from_first, refused, run_rounds
 from potluck.estimators.shards import (
     Array,
+    OnShards,
     Shard,
     blocks,
     check,
@@ -25,7 +26,7 @@ from potluck.estimators.shards import (
 )
 
 
-class PCA(decomposition.PCA):
+class PCA(OnShards, decomposition.PCA):
     """Principal component analysis of samples that are split among the ranks.
 
     scikit-learn's ``PCA``, with the same attributes after ``fit``, equal on all ranks. The
@@ -79,11 +80,6 @@ class PCA(decomposition.PCA):
     def fit_transform(self, X: Any, y: Any = None) -> Any:
         """``fit``, then this rank's samples transformed. A collective call."""
         return self.fit(X).transform(X)
-
-    def __sklearn_tags__(self) -> Any:
-        tags = super().__sklearn_tags__()
-        tags.input_tags.sparse = False
-        return tags
 
     def _set(self, last: State) -> None:
         num, features = last["num"], len(last["mean"])

@@ -13,6 +13,7 @@ from potluck.estimators.rounds import DONE, State, context_of, refused, run_roun
 from potluck.estimators.shards import (
     Array,
     Moments,
+    OnShards,
     Shard,
     check,
     column_names,
@@ -22,7 +23,7 @@ from potluck.estimators.shards import (
 )
 
 
-class StandardScaler(preprocessing.StandardScaler):
+class StandardScaler(OnShards, preprocessing.StandardScaler):
     """Scale features to mean 0 and variance 1 over the samples of all ranks.
 
     scikit-learn's ``StandardScaler``: ``mean_``, ``var_``, ``scale_`` and ``n_samples_seen_`` are
@@ -69,11 +70,6 @@ class StandardScaler(preprocessing.StandardScaler):
             last = run_rounds(ctx, "StandardScaler", {"seen": seen}, {"input": merged})
         self._set(Moments(*last["seen"]), is_weighted=last["weighted"])
         return self
-
-    def __sklearn_tags__(self) -> Any:
-        tags = super().__sklearn_tags__()
-        tags.input_tags.sparse = False
-        return tags
 
     def _shard(self, X: Any, weights: Any) -> Shard:
         self._validate_params()

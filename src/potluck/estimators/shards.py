@@ -21,6 +21,19 @@ from potluck.training.transfer import gather_states
 Array = NDArray[Any]
 
 
+class OnShards:
+    """What all estimators here can't take, whatever the estimator of scikit-learn takes that comes
+    after this base: sparse samples, several outputs."""
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()  # type: ignore[misc]
+        tags.input_tags.sparse = False
+        tags.target_tags.multi_output = False
+        if tags.classifier_tags is not None:
+            tags.classifier_tags.multi_label = False
+        return tags
+
+
 @dataclass
 class Shard:
     """One rank's samples: ``X`` of shape (n, features), with ``y`` and ``weights`` of length n.

@@ -42,8 +42,8 @@ _SECRET = re.compile(
 """Parts of names that tell of a secret, wherever else the name begins."""
 _NEVER = frozenset({"POTLUCK_PSK", "POTLUCK_PASSPHRASE"})
 """What a worker never gets from its agent, whoever asks for it."""
-_OWNERS = frozenset({"POTLUCK_HOME"})
-"""What leads to the owner's files, for the owner's own scripts only."""
+_NOT_PASSED = _NEVER | {"POTLUCK_HOME"}
+"""And what leads to the owner's files, for the owner's own scripts only."""
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OWN = re.compile(
@@ -61,8 +61,8 @@ def passed_on(environment: Mapping[str, str], also: str) -> dict[str, str]:
     more = [name.strip() for name in also.split(",") if name.strip()]
 
     def is_passed(name: str) -> bool:
-        if name in _NEVER | _OWNERS or name in more:
-            return name not in _NEVER | _OWNERS
+        if name in _NOT_PASSED or name in more:
+            return name not in _NOT_PASSED
         if _SECRET.search(name.upper()):
             return False
         return any(fnmatchcase(name, pattern) for pattern in (*_PASSED, *more))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from potluck.background import why
+from potluck.cluster.complaint import Complaint
 from potluck.cluster.home.directory import make_private
 from potluck.errors import IdentityError
 from potluck.printable import coloured
@@ -28,10 +29,11 @@ class JobLog:
 
     def __init__(self, home: Path, on_note: Callable[[str], None]) -> None:
         self._folder = home / "logs"
-        self._on_note = on_note
+        self._complain = Complaint(
+            lambda text: on_note(f"lines of job logs in {self._folder} are lost: {text}")
+        )
         self._lines: list[tuple[str, str]] = []
         self._num_bytes = 0
-        self._complaint = ""
         self._writing: asyncio.Task[None] | None = None
 
     def path(self, job: str) -> Path:
@@ -71,15 +73,10 @@ class JobLog:
                 except (OSError, IdentityError) as error:
                     self._complain(why(error))
                 else:
-                    self._complaint = ""
+                    self._complain.over()
                 self._num_bytes = sum(len(text) for _, text in self._lines)
         finally:
             self._writing = None
-
-    def _complain(self, text: str) -> None:
-        if text != self._complaint:
-            self._complaint = text
-            self._on_note(f"lines of job logs in {self._folder} are lost: {text}")
 
     def _append(self, lines: Iterable[tuple[str, str]]) -> None:
         of_jobs: dict[str, list[str]] = {}

@@ -193,17 +193,16 @@ class Guard:
         if (ballot, digest) not in votes:
             votes.append((ballot, digest))
 
-    def _chosen_at(self, view: View, new: View) -> wire.Ballot | None:
-        """The ballot in which all members that stay have told that they accepted ``new``, this node
-        among them: then no honest member proposes anything else with a later ballot. None if this
-        node does not know of such a ballot."""
+    def _is_chosen(self, view: View, new: View) -> bool:
+        """Whether all members that stay, this node among them, have told that they accepted ``new``
+        in one and the same ballot: then no honest member proposes anything else after it."""
         digest = claims.digest_of(new)
         voters = quorum(view, new, self._agreement.subtracted_nodes())
         ballots = [
             {ballot for ballot, told in self._votes.get(node, ()) if told == digest}
             for node in voters | {self._agreement.me}
         ]
-        return max(set.intersection(*ballots), default=None)
+        return bool(set.intersection(*ballots))
 
     # Views that are said to be decided.
 
@@ -233,7 +232,7 @@ class Guard:
             if missing and claims.is_still_used(peers, view, agreement.me, agreement.subtracted):
                 return Refusal(f"a view that {', '.join(missing)} did not accept")
             return Refusal("a decision") if sender is Sender.OUTSIDER else None
-        if is_in and self._chosen_at(view, new) is not None:
+        if is_in and self._is_chosen(view, new):
             # It was chosen, then this node accepted what a liar proposed.
             if sender is Sender.OUTSIDER:
                 return Refusal("a decision")

@@ -24,6 +24,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from potluck import system
 from potluck.background import OnBroken, start_task, stop
+from potluck.cluster.complaint import Complaint
 from potluck.cluster.home.directory import make_private
 from potluck.cluster.home.keyfile import read_private, replace_private, stamp
 from potluck.cluster.trust.admission_file import ADMISSIONS_FILE, MAX_LIST_BYTES, AdmissionFile
@@ -67,8 +68,7 @@ class WorkerHomes:
         self._key = key
         self._credentials = credentials
         self._list = admissions.path
-        self._on_note = on_note
-        self._complaint = ""
+        self._complain = Complaint(on_note)
         # In containers that share a home, agents may have the same process id.
         self._root = home.resolve() / FOLDER / f"{os.getpid()}-{secrets.token_hex(4)}"
         self._lock = threading.Lock()
@@ -87,10 +87,13 @@ class WorkerHomes:
         key = Ed25519PrivateKey.generate()
         delegation = delegate(self._key, key.public_key(), job)
         with self._lock:
-            file = _WorkerFile(key.private_bytes_raw(), delegation, self._credentials.eras)
+            now = self._look()
+            file = _WorkerFile(key.private_bytes_raw(), delegation, now[0])
             try:
                 if self._fd < 0:
                     self._fd = _claim(self._root)
+                if not self._files:  # else the other folders may still have to be changed
+                    self._copied = now
                 self._write(folder, file)
             except (OSError, IdentityError) as error:
                 raise ConfigurationError(
@@ -113,7 +116,7 @@ class WorkerHomes:
             if now == self._copied:
                 return
             for folder, file in self._files.items():
-                changed = msgspec.structs.replace(file, eras=self._credentials.eras)
+                changed = msgspec.structs.replace(file, eras=now[0])
                 self._write(folder, changed)
                 self._files[folder] = changed
             self._copied = now
@@ -134,16 +137,11 @@ class WorkerHomes:
             if self._files and self._look() != self._copied:
                 try:
                     await asyncio.to_thread(self.refresh)
-                    self._complaint = ""
+                    self._complain.over()
                 except (PotluckError, OSError) as error:
                     self._complain(f"workers here do not hear of changes in the cluster: {error}")
 
-    def _complain(self, text: str) -> None:
-        if text != self._complaint:
-            self._complaint = text
-            self._on_note(text)
-
-    def _look(self) -> object:
+    def _look(self) -> tuple[tuple[Era, ...], object]:
         return (self._credentials.eras, stamp(self._list))
 
     def _write(self, folder: Path, file: _WorkerFile) -> None:
