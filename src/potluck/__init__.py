@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from potluck.compressors import Compressed as Compressed
     from potluck.compressors import GradientCompressor as GradientCompressor
     from potluck.compressors import Int as Int
+    from potluck.compressors import PowerSGD as PowerSGD
     from potluck.compressors import Random as Random
     from potluck.compressors import TopK as TopK
     from potluck.compressors import quantize_gradients as quantize_gradients
@@ -63,8 +64,8 @@ _HOMES = {
     "potluck.backends.ring": ("RingBackend",),
     "potluck.backends.torchdist": ("GlooBackend", "NcclBackend"),
     "potluck.compressors": (
-        *("BF16", "FP16", "Compressed", "GradientCompressor", "Int", "Random", "TopK"),
-        *("quantize_gradients", "sparsify_gradients"),
+        *("BF16", "FP16", "Compressed", "GradientCompressor", "Int", "PowerSGD", "Random"),
+        *("TopK", "quantize_gradients", "sparsify_gradients"),
     ),
     "potluck.context": (
         *("Commit", "DistributedContext", "Message", "all_reduce_mean", "all_reduce_sum", "init"),

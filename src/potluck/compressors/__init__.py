@@ -7,6 +7,7 @@ from potluck.compressors.compressor import (
     sparsify_gradients,
 )
 from potluck.compressors.encoded import BF16, FP16, Int
+from potluck.compressors.powersgd import PowerSGD
 from potluck.compressors.random import Random
 from potluck.compressors.strategy import Strategy
 from potluck.compressors.topk import TopK
@@ -17,6 +18,7 @@ __all__ = [
     "Compressed",
     "GradientCompressor",
     "Int",
+    "PowerSGD",
     "Random",
     "Strategy",
     "TopK",

@@ -40,7 +40,6 @@ class Compressed:
 
     def decompress(self) -> NDArray[Any]:
         """The array that the payload stands for, of the original shape and dtype."""
-        count = int(np.prod(self.shape))
         with np.errstate(over="ignore", invalid="ignore"):
-            flat = self.strategy.decompress(self.payload, count, self.step)
-            return flat.astype(self.dtype, copy=False).reshape(self.shape)
+            decoded = self.strategy.decompress(self.payload, self.shape, self.step)
+            return decoded.astype(self.dtype, copy=False)

@@ -15,6 +15,7 @@ from potluck.compressors.compressed import Compressed
 from potluck.compressors.encoded import Int
 from potluck.compressors.strategy import Strategy
 from potluck.compressors.topk import TopK
+from potluck.compressors.wide import compress_any
 
 _log = logging.getLogger(__name__)
 
@@ -58,17 +59,13 @@ class GradientCompressor:
         Arrays of one name must have one shape and dtype, for they share a residual. TypeError for
         other dtypes and objects, ValueError for another shape or dtype than before.
         """
-        flat = _flat(array, name)
+        source = _checked(array, name)
         residual = self._residual(name, array) if self.error_feedback else None
         step = self._steps[name]
-        if array.dtype == np.float32:
-            source = flat
-            payload = self.strategy.compress(source, residual, step)
-        else:
-            payload, source = self._through_float32(flat, residual, step)
+        payload, wide = compress_any(self.strategy, source, residual, step)
         self._steps[name] += 1
         made = Compressed(self.strategy, payload, array.shape, array.dtype, step)
-        if self.strategy.looks_finite(payload, source):
+        if self.strategy.looks_finite(payload, wide):
             return made
         return self._with_count(made, array, name)
 
@@ -110,26 +107,7 @@ class GradientCompressor:
                 f"{name} is {array.dtype} of shape {array.shape}, but its residual is {kept.dtype} "
                 f"of shape {kept.shape}: an array of another shape needs a name of its own"
             )
-        return kept.reshape(-1)
-
-    def _through_float32(
-        self, flat: Array, residual: Array | None, step: int
-    ) -> tuple[Any, NDArray[np.float32]]:
-        """The payload of an array of another dtype, and the array as float32.
-
-        The residual is kept for what is decompressed in the array's own dtype.
-        """
-        with np.errstate(over="ignore", invalid="ignore"):
-            if residual is None:
-                source = flat.astype(np.float32)
-                return self.strategy.compress(source, None, step), source
-            residual += flat.astype(residual.dtype, copy=False)
-            source = residual.astype(np.float32)
-            payload = self.strategy.compress(source, np.zeros_like(source), step)
-            decoded = self.strategy.decompress(payload, flat.size, step)
-            residual -= decoded.astype(flat.dtype).astype(residual.dtype)
-        residual[~np.isfinite(residual)] = 0
-        return payload, source
+        return kept
 
     def _with_count(self, made: Compressed, array: Array, name: str) -> Compressed:
         num = int(np.count_nonzero(~np.isfinite(array)))
@@ -170,7 +148,7 @@ def sparsify_gradients(
     return GradientCompressor(strategy, error_feedback=False).compress(gradients, name)
 
 
-def _flat(array: Array, name: str) -> Array:
+def _checked(array: Array, name: str) -> Array:
     if not isinstance(array, np.ndarray):
         raise TypeError(
             f"{name} is a {type(array).__name__}; compress takes NumPy arrays (of a torch "
@@ -180,4 +158,4 @@ def _flat(array: Array, name: str) -> Array:
         raise TypeError(
             f"{name} is {array.dtype}; float32, float64, float16 and bfloat16 can be compressed"
         )
-    return np.ascontiguousarray(array).reshape(-1)
+    return np.ascontiguousarray(array).reshape(array.shape)

@@ -10,7 +10,7 @@ import numpy as np
 
 from potluck.codecs import Codec, codec_of, kernels
 from potluck.codecs.codec import Bytes, Floats
-from potluck.compressors.strategy import Strategy
+from potluck.compressors.strategy import Shape, Strategy
 
 
 class Encoded(Strategy):
@@ -22,16 +22,19 @@ class Encoded(Strategy):
         """The codec, whose docstring describes the format."""
 
     def compress(self, source: Floats, residual: Floats | None, step: int) -> Bytes:
-        payload = np.empty(self.codec.encoded_bytes(source.size), np.uint8)
+        payload, flat = (
+            np.empty(self.codec.encoded_bytes(source.size), np.uint8),
+            source.reshape(-1),
+        )
         if residual is None:
-            kernels.encode(self.codec, payload, source)
+            kernels.encode(self.codec, payload, flat)
         else:
-            kernels.encode_with_residual(self.codec, payload, residual, source)
+            kernels.encode_with_residual(self.codec, payload, residual.reshape(-1), flat)
         return payload
 
-    def decompress(self, payload: Bytes, count: int, step: int) -> Floats:
-        target = np.empty(count, np.float32)
-        kernels.decode(self.codec, target, payload)
+    def decompress(self, payload: Bytes, shape: Shape, step: int) -> Floats:
+        target = np.empty(shape, np.float32)
+        kernels.decode(self.codec, target.reshape(-1), payload)
         return target
 
 

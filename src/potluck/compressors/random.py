@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from potluck.codecs.codec import Bytes, Floats
-from potluck.compressors.strategy import Strategy
+from potluck.compressors.strategy import Shape, Strategy
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,9 @@ class Random(Strategy):
         If an element is inf or NaN, all are NaN: chosen or not, it must stay visible.
         """
         places = self.positions(source.size, step)
+        source = source.reshape(-1)
         if residual is not None:
+            residual = residual.reshape(-1)
             with np.errstate(over="ignore", invalid="ignore"):
                 residual += source
             source = residual
@@ -76,14 +78,14 @@ class Random(Strategy):
     def put(self, target: Floats, values: Floats, step: int) -> None:
         """Set ``target`` to what the values, or a sum of the ranks' values, stand for."""
         places = self.positions(target.size, step)
-        target[:] = 0
-        target[places] = values
+        target[...] = 0
+        target.reshape(-1)[places] = values
 
     def compress(self, source: Floats, residual: Floats | None, step: int) -> Bytes:
         return self.take(source, residual, step).view(np.uint8)
 
-    def decompress(self, payload: Bytes, count: int, step: int) -> Floats:
-        target = np.empty(count, np.float32)
+    def decompress(self, payload: Bytes, shape: Shape, step: int) -> Floats:
+        target = np.empty(shape, np.float32)
         self.put(target, payload.view(np.float32), step)
         return target
 

@@ -1,4 +1,4 @@
-"""The interface of strategies: how a flat float32 array becomes fewer bytes."""
+"""The interface of strategies: how a float32 array becomes fewer bytes."""
 
 from __future__ import annotations
 
@@ -6,28 +6,40 @@ from abc import ABC, abstractmethod
 
 from potluck.codecs.codec import Bytes, Floats
 
+Shape = tuple[int, ...]
+
 
 class Strategy(ABC):
     """A way to compress gradients. Immutable and stateless: the residual belongs to the caller.
 
-    Arrays are flat and contiguous. ``step`` is the number of the call, equal on all ranks: random
-    choices follow from it. The result is the same on all machines and engines.
+    Arrays are contiguous float32 arrays of any shape; ``DDP`` passes a bucket of several gradients
+    as one flat array. ``step`` is the number of the call, equal on all ranks: random choices follow
+    from it. The result is the same on all machines and engines, and the size of a payload follows
+    from the shape.
     """
+
+    start_step: int = 0
+    """The first step of a training in which gradients are compressed."""
+
+    def applies_to(self, shape: Shape) -> bool:
+        """Whether a tensor of this shape is compressed. Others are sent as they are."""
+        return True
 
     @abstractmethod
     def compress(self, source: Floats, residual: Floats | None, step: int) -> Bytes:
         """The payload that stands for ``source``, or with a residual for ``source + residual``.
 
-        The residual becomes what the payload has lost, and zero where that is not finite.
+        The residual, of the shape of ``source``, becomes what the payload has lost, and zero where
+        that is not finite.
         """
 
     @abstractmethod
-    def decompress(self, payload: Bytes, count: int, step: int) -> Floats:
-        """The ``count`` elements that the payload stands for, a new array."""
+    def decompress(self, payload: Bytes, shape: Shape, step: int) -> Floats:
+        """The array of this shape that the payload stands for, a new one."""
 
     def add_to(self, target: Floats, payload: Bytes, step: int) -> None:
-        """Add what the payload stands for to ``target``."""
-        target += self.decompress(payload, target.size, step)
+        """Add what the payload stands for to ``target``, which may be float64."""
+        target += self.decompress(payload, target.shape, step)
 
     @abstractmethod
     def looks_finite(self, payload: Bytes, source: Floats) -> bool:

@@ -11,7 +11,7 @@ from potluck.codecs import codec_of, kernels
 from potluck.codecs.codec import Bytes, Floats
 from potluck.compressors import positions as coded_positions
 from potluck.compressors.selection import Sizes, select
-from potluck.compressors.strategy import Strategy
+from potluck.compressors.strategy import Shape, Strategy
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ class TopK(Strategy):
         return Sizes(chunk, self._num(chunk), self._num(count % chunk))
 
     def compress(self, source: Floats, residual: Floats | None, step: int) -> Bytes:
-        places, values = select(source, residual, self.sizes(source.size))
+        lost = None if residual is None else residual.reshape(-1)
+        places, values = select(source.reshape(-1), lost, self.sizes(source.size))
         at = coded_positions.num_bytes(source.size, places.size)
         payload = np.empty(at + self._value_bytes(places.size), np.uint8)
         payload[:at] = coded_positions.pack(places, source.size)
@@ -59,21 +60,21 @@ class TopK(Strategy):
             payload[at:] = values.view(np.uint8)
         else:
             kernels.encode(codec_of(f"int{self.bits}"), payload[at:], values)
-        if residual is not None:
+        if lost is not None:
             with np.errstate(invalid="ignore"):
-                residual[places] -= self._values(payload[at:], places.size)
+                lost[places] -= self._values(payload[at:], places.size)
             if not np.isfinite(values).all():
-                residual[~np.isfinite(residual)] = 0
+                lost[~np.isfinite(lost)] = 0
         return payload
 
-    def decompress(self, payload: Bytes, count: int, step: int) -> Floats:
-        target = np.zeros(count, np.float32)
+    def decompress(self, payload: Bytes, shape: Shape, step: int) -> Floats:
+        target = np.zeros(shape, np.float32)
         self.add_to(target, payload, step)
         return target
 
     def add_to(self, target: Floats, payload: Bytes, step: int) -> None:
         places, values = self._split(payload, target.size)
-        target[places] += values
+        target.reshape(-1)[places] += values
 
     def looks_finite(self, payload: Bytes, source: Floats) -> bool:
         # NaN and inf are the largest, so they are among the values.

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from potluck.codecs.codec import Floats
 from potluck.compressors import Random, Strategy
 from potluck.compressors.encoded import Encoded
+from potluck.compressors.powersgd import LowRankSum
+from potluck.compressors.wide import Array, compress_any
 
 if TYPE_CHECKING:
     from potluck.context.context import DistributedContext
@@ -17,17 +18,17 @@ if TYPE_CHECKING:
 
 def start_compressed(
     ctx: DistributedContext,
-    array: Floats,
+    array: Array,
     strategy: Strategy,
-    residual: Floats | None,
+    residual: Array | None,
     step: int,
 ) -> Callable[[], object]:
     """Start the sum of ``array`` over all ranks, in place; returns the function that waits for it.
 
-    ``array`` and ``residual`` are flat, contiguous and of one length. All ranks end with the same
-    bits. Cost: a codec's strategy is one all_reduce of encoded bytes; ``Random`` one all_reduce of
-    the values that are sent; any other strategy one all_gather of the payload, whose size must
-    follow from the number of elements.
+    ``array`` and ``residual`` are flat, contiguous, of one length and one dtype: float32, or float64
+    for strategies without a codec. All ranks end with the same bits. Cost: a codec's strategy is one
+    all_reduce of encoded bytes; ``Random`` one all_reduce of the values that are sent; any other
+    strategy one all_gather of the payload, whose size must follow from the number of elements.
     """
     if isinstance(strategy, Encoded):
         codec = strategy.codec.name
@@ -37,15 +38,40 @@ def start_compressed(
         values = strategy.take(array, residual, step)
         work = ctx.all_reduce(values, "sum", async_op=True)
         return lambda: strategy.put(array, work.wait(), step)
-    work = ctx.all_gather(strategy.compress(array, residual, step), async_op=True)
+    payload, _ = compress_any(strategy, array, residual, step)
+    work = ctx.all_gather(payload, async_op=True)
     return lambda: sum_payloads(array, work.wait().reshape(ctx.world_size, -1), strategy, step)
 
 
 def sum_payloads(
-    target: Floats, payloads: np.ndarray[tuple[int, int], np.dtype[np.uint8]], strategy: Strategy,
+    target: Array, payloads: np.ndarray[tuple[int, int], np.dtype[np.uint8]], strategy: Strategy,
     step: int,
 ) -> None:  # fmt: skip
     """Set ``target`` to the sum of what the payloads of all ranks stand for, in rank order."""
     target[:] = 0
     for payload in payloads:
         strategy.add_to(target, payload, step)
+
+
+def start_low_rank(
+    ctx: DistributedContext, sums: Sequence[LowRankSum], *, error_feedback: bool
+) -> Callable[[], None]:
+    """Start the sums over all ranks of PowerSGD's matrices; returns the function that waits, after
+    which they can be decoded, and with ``error_feedback`` their matrices hold the residuals.
+
+    Cost: for each of ``sums`` two all_reduces, the second while the residuals are computed. Ranks
+    must wait in the same place of their order of calls, for that is where the second starts.
+    """
+    first = [ctx.all_reduce(each.left, "sum", async_op=True) for each in sums]
+
+    def finish() -> None:
+        second = []
+        for each, work in zip(sums, first, strict=True):
+            work.wait()
+            second.append(ctx.all_reduce(each.turn(), "sum", async_op=True))
+        for each in sums if error_feedback else ():
+            each.lose()
+        for work in second:
+            work.wait()
+
+    return finish

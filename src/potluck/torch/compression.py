@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from potluck.codecs.codec import Floats
-from potluck.compressors import Strategy
-from potluck.context.compressed import start_compressed
+from potluck.compressors import PowerSGD, Strategy
+from potluck.compressors.encoded import Encoded
+from potluck.compressors.low_rank import Matrix
+from potluck.compressors.powersgd import LowRankSum, as_matrix
+from potluck.compressors.wide import Array
+from potluck.context.compressed import start_compressed, start_low_rank
 from potluck.torch.buckets import Bucket
 
 if TYPE_CHECKING:
@@ -24,6 +28,21 @@ _log = logging.getLogger(__name__)
 
 Choice = Strategy | Callable[[str, Parameter], Strategy | None] | None
 """One strategy, or a function that chooses for each parameter; None: not compressed."""
+
+
+_TORCH = {np.dtype(np.float32): torch.float32, np.dtype(np.float64): torch.float64}
+
+
+class _Matrices(NamedTuple):
+    """A bucket of PowerSGD, until all buckets are reduced together."""
+
+    strategy: PowerSGD
+    dtype: np.dtype[Any]
+    sources: dict[str, Matrix]
+    """By name: the gradients with the residuals added; they become the residuals."""
+    targets: dict[str, Matrix]
+    finish: Callable[[], None]
+    """To be called when all targets hold their sum."""
 
 
 class Compression:
@@ -62,10 +81,14 @@ class Compression:
         self.num_nonfinite: Counter[str] = Counter()
         self._error_feedback = error_feedback
         self._warmup_steps = warmup_steps
-        self._numels = [parameter.numel() for parameter in parameters.values()]
+        self._shapes = [tuple(parameter.shape) for parameter in parameters.values()]
+        self._dtypes = [parameter.dtype for parameter in parameters.values()]
         self._buckets: tuple[Bucket, ...] = ()
-        self._residuals: dict[int, Floats] = {}  # by bucket, of its gradients
-        self._before: dict[int, Floats] = {}
+        self._residuals: dict[int, Array] = {}  # by bucket, of its gradients
+        self._before: dict[int, Array] = {}
+        self._qs: dict[str, Matrix] = {}  # of PowerSGD, by name; equal on all ranks
+        self._qs_before: dict[str, Matrix] = {}
+        self._waiting: list[_Matrices] = []  # of this backward, for their one reduction
         self._step = self._num_backwards = 0
         self._is_open = False
 
@@ -75,26 +98,28 @@ class Compression:
 
     def strategy(self, number: int) -> Strategy | None:
         """The strategy of a bucket in this step; None: not compressed."""
-        if self._step < self._warmup_steps:
+        strategy = self.strategies[self._buckets[number].parameters[0]]
+        if strategy is None or self._step < max(self._warmup_steps, strategy.start_step):
             return None
-        return self.strategies[self._buckets[number].parameters[0]]
+        return strategy
 
     def begin(self, step: int) -> None:
         """Begin training step ``step``, equal on all ranks."""
         self._is_open = True
         self._step, self._num_backwards = step, 0
-        self._before = {}
+        self._before, self._qs_before = {}, self._qs
 
     def undo(self) -> None:
-        """Return the residuals to those at the begin of the step."""
+        """Return the residuals, and PowerSGD's Q, to those at the begin of the step."""
         # Other arrays, not other values: an operation that failed may still write to the old ones.
         self._residuals |= self._before
-        self._before = {}
+        self._before, self._qs = {}, self._qs_before
 
     def begin_backward(self) -> None:
         """Called before the first bucket of a backward."""
+        self._waiting = []
         if not self._is_open:
-            self._before = {}
+            self._before, self._qs_before = {}, self._qs
 
     def end_backward(self, *, failed: bool) -> None:
         """Called when all buckets of a backward are reduced, or when it has failed."""
@@ -107,16 +132,18 @@ class Compression:
 
     def start(self, ctx: DistributedContext, number: int, host: Tensor) -> Callable[[], None]:
         """Start the sum of a bucket's flat gradients over all ranks; returns the function that
-        waits for the result, which is then in ``host``, and notes what is not finite."""
+        waits for the result, which is then in ``host``, and notes what is not finite.
+
+        The matrices of PowerSGD start with ``start_matrices``, in one reduction of all buckets.
+        """
         strategy = self.strategy(number)
         assert strategy is not None
-        wide = host if host.dtype == torch.float32 else host.float()
-        array: Floats = wide.numpy()
-        call = self._step << 16 | self._num_backwards
-        wait = start_compressed(ctx, array, strategy, self._residual(number), call)
+        dtype = self._dtype(number)
+        wide = host if host.dtype == _TORCH[dtype] else host.to(_TORCH[dtype])
+        array: Array = wide.numpy()
+        residual = self._residual(number)
 
         def finish() -> None:
-            wait()
             if wide is not host:
                 host.copy_(wide)
             with np.errstate(over="ignore", invalid="ignore"):
@@ -124,9 +151,44 @@ class Compression:
             if not is_finite:
                 self._count_nonfinite(number, array)
 
+        if isinstance(strategy, PowerSGD):
+            self._waiting.append(self._matrices(number, strategy, array, residual, finish))
+            return lambda: None
+        call = self._step << 16 | self._num_backwards
+        wait = start_compressed(ctx, array, strategy, residual, call)
+
+        def wait_and_finish() -> None:
+            wait()
+            finish()
+
+        return wait_and_finish
+
+    def start_matrices(self, ctx: DistributedContext) -> Callable[[], None] | None:
+        """Start PowerSGD's sum of all buckets that ``start`` was called for; returns the function
+        that waits, as that of ``start``, or None if there is nothing to sum."""
+        together: dict[tuple[PowerSGD, np.dtype[Any]], list[_Matrices]] = {}
+        for each in self._waiting:
+            together.setdefault((each.strategy, each.dtype), []).append(each)
+        sums = []
+        for (strategy, _), parts in together.items():
+            sources = {name: m for each in parts for name, m in each.sources.items()}
+            sums.append((LowRankSum(strategy, sources, self._qs, self._step), parts))
+        if not sums:
+            return None
+        wait = start_low_rank(ctx, [one for one, _ in sums], error_feedback=self._error_feedback)
+
+        def finish() -> None:
+            wait()
+            for one, parts in sums:
+                self._qs = self._qs | one.qs()
+                for each in parts:
+                    for name, target in each.targets.items():
+                        one.decode(name, target)
+                    each.finish()
+
         return finish
 
-    def capture(self) -> dict[str, Floats]:
+    def capture(self) -> dict[str, Array]:
         """The residuals by parameter name, copies."""
         return {
             name: self._residuals[number][part].copy()
@@ -134,7 +196,17 @@ class Compression:
             for name, part in self._parts(number)
         }
 
-    def restore(self, states: Sequence[Mapping[str, Floats]]) -> None:
+    def capture_shared(self) -> dict[str, Matrix]:
+        """What is equal on all ranks: PowerSGD's Q by parameter name, copies."""
+        return {name: each.copy() for name, each in self._qs.items()}
+
+    def restore_shared(self, state: Mapping[str, Any]) -> None:
+        """Set what is equal on all ranks. A Q of another rank or shape is ignored: its parameter
+        starts from random numbers again."""
+        self._qs = {name: np.array(each) for name, each in state.items() if name in self.names}
+        self._qs_before = self._qs
+
+    def restore(self, states: Sequence[Mapping[str, Array]]) -> None:
         """Set the residuals to the sum of ``states``, results of ``capture``.
 
         A residual is what a rank owes to the sum over all ranks, so those of several ranks add up,
@@ -151,7 +223,7 @@ class Compression:
 
     # ------------------------------------------------------------ inside
 
-    def _residual(self, number: int) -> Floats | None:
+    def _residual(self, number: int) -> Array | None:
         if not self._error_feedback:
             return None
         residual = self._made(number)
@@ -159,18 +231,45 @@ class Compression:
             self._before[number] = residual.copy()
         return residual
 
-    def _made(self, number: int) -> Floats:
+    def _made(self, number: int) -> Array:
         if number not in self._residuals:
-            self._residuals[number] = np.zeros(self._buckets[number].numel, np.float32)
+            numel, dtype = self._buckets[number].numel, self._dtype(number)
+            self._residuals[number] = np.zeros(numel, dtype)
         return self._residuals[number]
+
+    def _dtype(self, number: int) -> np.dtype[Any]:
+        """What a bucket's gradients are summed as, and its residual kept as."""
+        first = self._buckets[number].parameters[0]
+        is_coded = isinstance(self.strategies[first], Encoded)  # codecs encode float32
+        is_wide = self._dtypes[first] == torch.float64 and not is_coded
+        return np.dtype(np.float64 if is_wide else np.float32)
+
+    def _matrices(
+        self,
+        number: int,
+        strategy: PowerSGD,
+        array: Array,
+        residual: Array | None,
+        finish: Callable[[], None],
+    ) -> _Matrices:
+        if residual is not None:
+            with np.errstate(over="ignore", invalid="ignore"):
+                residual += array
+        sources, targets = {}, {}
+        for name, part in self._parts(number):
+            shape = self._shapes[self.names.index(name)]
+            targets[name] = as_matrix(array[part].reshape(shape))
+            summed = array if residual is None else residual
+            sources[name] = as_matrix(summed[part].reshape(shape))
+        return _Matrices(strategy, array.dtype, sources, targets, finish)
 
     def _parts(self, number: int) -> Iterator[tuple[str, slice]]:
         """The names of a bucket's parameters, and where each lies in the bucket."""
         bucket = self._buckets[number]
         for index, offset in zip(bucket.parameters, bucket.offsets, strict=True):
-            yield self.names[index], slice(offset, offset + self._numels[index])
+            yield self.names[index], slice(offset, offset + math.prod(self._shapes[index]))
 
-    def _count_nonfinite(self, number: int, array: Floats) -> None:
+    def _count_nonfinite(self, number: int, array: Array) -> None:
         for name, part in self._parts(number):
             num = int(np.count_nonzero(~np.isfinite(array[part])))
             if num:
@@ -182,9 +281,8 @@ class Compression:
 
 
 def _chosen(choice: Choice, name: str, parameter: Parameter) -> Strategy | None:
-    if choice is None or isinstance(choice, Strategy):
-        return choice
-    chosen = choice(name, parameter)
+    chosen = choice if choice is None or isinstance(choice, Strategy) else choice(name, parameter)
     if not (chosen is None or isinstance(chosen, Strategy)):
         raise TypeError(f"compression chose {chosen!r} for {name}; it must be a strategy or None")
-    return chosen
+    applies = chosen is not None and chosen.applies_to(tuple(parameter.shape))
+    return chosen if applies else None

@@ -42,7 +42,8 @@ class DistributedDataParallel(nn.Module):
     Parameters with fewer than ``dense_below`` elements are not compressed, nor is any in the first
     ``warmup_steps`` steps. With ``error_feedback`` each rank keeps what was lost, float32 numbers
     as many as the parameters have, and adds it to its next gradients. After a step that does not
-    count these are as before it. Compressed gradients are float32 on the way, whatever their dtype.
+    count these are as before it. Compressed gradients are summed as float32, those of float64
+    parameters as float64 where the strategy has no codec.
 
     Parameters may have any float
     dtype, may be shared between modules, and may be unused on some ranks.

@@ -6,24 +6,42 @@ All ranks end with the same bits. A codec's strategy (FP16, BF16, Int) works ins
 which needs the backend "potluck"; the others run on any backend.
 """
 
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 
-from potluck.codecs.codec import Floats
-from potluck.compressors import Random, Strategy
+from potluck.compressors import PowerSGD, Random, Strategy
 from potluck.compressors.encoded import Encoded
+from potluck.compressors.low_rank import Matrix
+from potluck.compressors.powersgd import LowRankSum, as_matrix
+from potluck.compressors.wide import Array, compress_any
 from potluck.context.compressed import sum_payloads
 from potluck.torch.process_group.group import PotluckProcessGroup
 
 
+class _Bucket(NamedTuple):
+    """A bucket of PowerSGD, until all buckets of a backward are reduced together."""
+
+    buffer: Tensor
+    host: Tensor
+    parts: list[tuple[Tensor, Array, Array]]
+    """For each parameter: itself, its gradient in ``host``, and the same or its residual with the
+    gradient added."""
+    future: torch.futures.Future[Tensor]
+
+
 class CompressionState:
-    """The state of the hook: for each bucket the residual, the error of its last compression.
+    """The state of the hook: for each parameter the residual, the error of its last compression.
 
     The residual is added before the gradients of the next step are compressed (error feedback); it
-    takes as much memory as float32 gradients. ``process_group`` is that of the model, by default
-    the group of all ranks. TypeError for what is no strategy.
+    takes as much memory as float32 gradients (of float64 gradients float64's, unless the strategy
+    is a codec's). ``process_group`` is that of the model, by default the group of all ranks.
+    TypeError for what is no strategy.
     """
 
     def __init__(
@@ -42,7 +60,55 @@ class CompressionState:
         self.process_group = process_group
         self.step = 0
         """The number of backwards so far."""
-        self._residuals: dict[int, tuple[tuple[int, ...], torch.Tensor]] = {}
+        self._flats: dict[int, tuple[list[Tensor], Tensor]] = {}  # by bucket, of its parameters
+        self._residuals: dict[Tensor, Tensor] = {}  # by parameter, parts of these or loaded
+        self._qs: dict[Tensor, Matrix] = {}  # of PowerSGD, equal on all ranks
+        self._waiting: list[_Bucket] = []
+
+    def state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """This rank's residuals by parameter name, with the step and PowerSGD's matrices, copies.
+
+        ``model`` is the DDP or the module in it. Every rank has residuals of its own to save.
+        """
+        names = {parameter: name for name, parameter in _parameters(model).items()}
+        return {
+            "step": self.step,
+            "residuals": {
+                names[p]: each.reshape(p.shape).clone()
+                for p, each in self._residuals.items()
+                if p in names
+            },
+            "qs": {names[p]: torch.tensor(q) for p, q in self._qs.items() if p in names},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], model: nn.Module) -> None:
+        """Continue from a ``state_dict`` of this rank, or of any rank of another world.
+
+        Residuals fit any strategy. ValueError for what is no such state, or for a parameter that
+        ``model`` does not have in this shape; then nothing is changed.
+        """
+        missing = {"step", "residuals", "qs"} - state.keys()
+        if missing:
+            raise ValueError(f"not the state of a CompressionState: it has no {min(missing)!r}")
+        parameters = _parameters(model)
+        for name, each in state["residuals"].items():
+            own = parameters.get(name)
+            if own is None or own.shape != each.shape:
+                has = "no such parameter" if own is None else f"it of shape {tuple(own.shape)}"
+                raise ValueError(
+                    f"the state has a residual {name!r} of shape {tuple(each.shape)}; the model "
+                    f"has {has}: load the state of the same model"
+                )
+        self.step = int(state["step"])
+        self._flats = {}
+        self._residuals = {
+            parameters[name]: each.reshape(-1).clone()
+            for name, each in state["residuals"].items()
+            if self.error_feedback
+        }
+        self._qs = {
+            parameters[name]: np.array(q) for name, q in state["qs"].items() if name in parameters
+        }
 
     def group(self) -> dist.ProcessGroup:
         """The group to reduce over."""
@@ -60,38 +126,62 @@ class CompressionState:
             )
         return group
 
-    def residual(self, bucket: GradBucket) -> torch.Tensor | None:
-        """The residual of a bucket; zeros after DDP has rebuilt its buckets."""
+    def residual(self, bucket: GradBucket) -> Tensor | None:
+        """The residual of a bucket, flat; its parameters keep theirs when DDP builds new
+        buckets."""
         if not self.error_feedback:
             return None
-        index, parameters = bucket.index(), tuple(id(each) for each in bucket.parameters())
-        kept = self._residuals.get(index)
-        if kept is None or kept[0] != parameters:
-            zeros = torch.zeros(bucket.buffer().numel(), dtype=torch.float32)
-            kept = self._residuals[index] = (parameters, zeros)
+        index, parameters = bucket.index(), bucket.parameters()
+        kept = self._flats.get(index)
+        if kept is None or [id(each) for each in kept[0]] != [id(each) for each in parameters]:
+            flat = torch.zeros(bucket.buffer().numel(), dtype=self.dtype(bucket.buffer()))
+            sizes = [each.numel() for each in parameters]
+            for parameter, part in zip(parameters, torch.split(flat, sizes), strict=True):
+                if parameter in self._residuals:
+                    part.copy_(self._residuals[parameter])
+                self._residuals[parameter] = part
+            kept = self._flats[index] = (parameters, flat)
         return kept[1]
+
+    def dtype(self, buffer: Tensor) -> torch.dtype:
+        """The dtype in which a bucket's gradients are summed, and its residual kept."""
+        is_wide = buffer.dtype == torch.float64 and not isinstance(self.strategy, Encoded)
+        return torch.float64 if is_wide else torch.float32
 
 
 def compression_hook(
     state: CompressionState, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:  # torch checks these annotations
     """Average a bucket of gradients over the ranks, sent compressed by the state's strategy."""
-    buffer, strategy, residual = bucket.buffer(), state.strategy, state.residual(bucket)
-    call = state.step << 16 | bucket.index()
+    buffer, strategy, group = bucket.buffer(), state.strategy, state.group()
+    step, call = state.step, state.step << 16 | bucket.index()
     if bucket.is_last():
         state.step += 1
-    flat = buffer if buffer.dtype == torch.float32 else buffer.float()
+    if step < strategy.start_step:
+        dense = dist.all_reduce(buffer.div_(group.size()), group=group, async_op=True)
+        assert dense is not None
+        summed: torch.futures.Future[Tensor] = dense.get_future().then(lambda done: done.value()[0])
+        return summed
+    residual, dtype = state.residual(bucket), state.dtype(buffer)
+    flat = buffer if buffer.dtype == dtype else buffer.to(dtype)
     if isinstance(strategy, Encoded):
-        work = state.own_group().all_reduce_encoded(flat, strategy.codec.name, residual)
-        return work.get_future().then(lambda done: buffer.copy_(done.value()[0]))
-    group = state.group()
+        coded = state.own_group().all_reduce_encoded(flat, strategy.codec.name, residual)
+        return coded.get_future().then(lambda done: buffer.copy_(done.value()[0]))
     host = flat.cpu()
-    array: Floats = host.numpy()
-    kept: Floats | None = None if residual is None else residual.numpy()
+    array: Array = host.numpy()
+    kept: Array | None = None if residual is None else residual.numpy()
+    if isinstance(strategy, PowerSGD):
+        state._waiting.append(_bucket(bucket, host, array, kept))
+        future = state._waiting[-1].future
+        if bucket.is_last():
+            waiting, state._waiting = state._waiting, []
+            _reduce_matrices(state, strategy, waiting, step)
+        return future
     if isinstance(strategy, Random):
         sent = torch.from_numpy(strategy.take(array, kept, call)).to(buffer.device)
     else:
-        sent = torch.from_numpy(strategy.compress(array, kept, call)).to(buffer.device)
+        payload, _ = compress_any(strategy, array, kept, call)
+        sent = torch.from_numpy(payload).to(buffer.device)
 
     def end(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
         future.value()
@@ -99,7 +189,7 @@ def compression_hook(
             strategy.put(array, sent.cpu().numpy(), call)
         else:
             sum_payloads(array, received.cpu().numpy(), strategy, call)
-        np.divide(array, np.float32(group.size()), out=array)
+        np.divide(array, array.dtype.type(group.size()), out=array)
         return buffer.copy_(host)
 
     if isinstance(strategy, Random):
@@ -110,3 +200,72 @@ def compression_hook(
     assert work is not None
     done: torch.futures.Future[torch.Tensor] = work.get_future().then(end)
     return done
+
+
+def _bucket(bucket: GradBucket, host: Tensor, array: Array, residual: Array | None) -> _Bucket:
+    if residual is not None:
+        with np.errstate(over="ignore", invalid="ignore"):
+            residual += array
+    parts, at = [], 0
+    for parameter in bucket.parameters():
+        part, shape = slice(at, at + parameter.numel()), tuple(parameter.shape)
+        target = array[part].reshape(shape)
+        source = target if residual is None else residual[part].reshape(shape)
+        parts.append((parameter, target, source))
+        at = part.stop
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    return _Bucket(bucket.buffer(), host, parts, future)
+
+
+def _reduce_matrices(
+    state: CompressionState, strategy: PowerSGD, buckets: list[_Bucket], step: int
+) -> None:
+    """Reduce all buckets of a backward together: the tensors that are sent as they are with the P
+    of the others, then Q. Here, and not in a callback of a future: callbacks run in another order
+    on each rank, and so would start their collectives in another order."""
+    group, size = state.group(), np.float32(state.group().size())
+    parts = [part for each in buckets for part in each.parts]
+    for dtype in sorted({target.dtype for _, target, _ in parts}, key=str):
+        mine = [part for part in parts if part[1].dtype == dtype]
+        dense = [part for part in mine if not strategy.applies_to(part[1].shape)]
+        named = {str(i): part for i, part in enumerate(mine) if strategy.applies_to(part[1].shape)}
+        one = LowRankSum(
+            strategy,
+            {name: as_matrix(source) for name, (_, _, source) in named.items()},
+            {name: state._qs[p] for name, (p, _, _) in named.items() if p in state._qs},
+            step,
+        )
+        flat = [source.reshape(-1) for _, _, source in dense]
+        together = np.concatenate([one.left, *flat])
+        _sum(together, buckets[0].buffer.device, group)
+        one.left[:] = together[: one.left.size]
+        at = one.left.size
+        for _, target, source in dense:
+            target[...] = together[at : at + target.size].reshape(target.shape) / size
+            if source is not target:
+                source[...] = 0
+            at += target.size
+        right = one.turn()
+        if state.error_feedback:
+            one.lose()
+        _sum(right, buckets[0].buffer.device, group)
+        qs = one.qs()
+        for name, (parameter, target, _) in named.items():
+            one.decode(name, as_matrix(target))
+            target /= size
+            if name in qs:
+                state._qs[parameter] = qs[name]
+    for each in buckets:
+        each.future.set_result(each.buffer.copy_(each.host))
+
+
+def _sum(array: Array, device: torch.device, group: dist.ProcessGroup) -> None:
+    """The sum of ``array`` over all ranks, in place."""
+    sent = torch.from_numpy(array).to(device)
+    dist.all_reduce(sent, group=group)
+    if device.type != "cpu":
+        array[:] = sent.cpu().numpy()
+
+
+def _parameters(model: nn.Module) -> dict[str, Tensor]:
+    return {name.removeprefix("module."): p for name, p in model.named_parameters()}

@@ -129,6 +129,9 @@ class Reducer:
                 self._fill(index)
             while len(self._waits) < len(self._buckets):
                 self._launch()
+            matrices = self._compression.start_matrices(self._ctx)
+            if matrices is not None:
+                self._waits.append(matrices)
             flags = self._launch_flags()
             for wait in self._waits:
                 wait()

@@ -36,11 +36,14 @@ class TorchReplica:
         self.device = _device_name(model)
 
     def capture(self) -> State:
-        return {
+        state = {
             "model": self._model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
             "also": {name: each.state_dict() for name, each in self._also.items()},
         }
+        if isinstance(self._model, DistributedDataParallel):
+            state["compression"] = self._model.compression.capture_shared()
+        return state
 
     def fixed(self) -> State:
         return {"model": self._model.state_dict()}
@@ -52,6 +55,8 @@ class TorchReplica:
             optimizer.load_state_dict(each)
         for name, each in self._also.items():
             each.load_state_dict(state["also"][name])
+        if isinstance(self._model, DistributedDataParallel):
+            self._model.compression.restore_shared(state.get("compression", {}))
 
     def _check(self, state: State) -> None:
         """CheckpointError that names the difference, before anything is changed."""

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from harness import batches, check, close, mine, mlp, same_bits, whole
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from potluck import BF16, Int, Random, TopK
+from potluck import BF16, Int, PowerSGD, Random, TopK
 from potluck.torch import (
     CompressionState,
     GradientInterceptor,
@@ -94,7 +96,7 @@ def gradients_of_torchs_ddp_are_intercepted_before_and_after_the_reduction(run):
 @check(2, 4)
 def what_the_compression_hook_loses_is_sent_with_later_gradients(run):
     torch.set_default_dtype(torch.float32)
-    for strategy in (Int(bits=8), TopK(0.3, chunk=64), Random(0.5)):
+    for strategy in (Int(bits=8), TopK(0.3, chunk=64), Random(0.5), PowerSGD(2, start_step=0)):
         losses_of_the_hook(run, strategy)
 
 
@@ -120,6 +122,83 @@ def losses_of_the_hook(run, strategy):
     # Random alone is unbiased without error feedback: there, too, the mean comes nearer.
     most = errors[False] * (1 if isinstance(strategy, Random) else 0.5)
     assert 0 < errors[True] < most, (strategy, errors)
+
+
+@check(2, 4)
+def powersgd_gives_what_torchs_own_hook_gives(run):
+    """In float64, with the Q that torch draws: the same up to rounding. What each keeps differs by
+    parts whose sum over the ranks is zero, so from then on, too."""
+    found = {}
+    for theirs in (True, False):
+        parallel = DistributedDataParallel(mlp())
+        if theirs:
+            state = PowerSGDState(None, 2, start_powerSGD_iter=2, random_seed=3)
+            parallel.register_comm_hook(state, powerSGD_hook)
+        else:
+            state = CompressionState(PowerSGD(2, start_step=2))
+            parallel.register_comm_hook(state, with_the_q_of_torch)
+        optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+        for x, y in batches(8):
+            optimizer.zero_grad()
+            backward(parallel, *mine(run, x, y))
+            optimizer.step()
+        found[theirs] = [p.detach().clone() for p in parallel.parameters()]
+        for parameter in found[theirs]:
+            same_bits(parameter)
+    plain = DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for x, y in batches(8):
+        optimizer.zero_grad()
+        backward(plain, *mine(run, x, y))
+        optimizer.step()
+    for theirs, ours, without in zip(found[True], found[False], plain.parameters(), strict=True):
+        close(ours, theirs)
+        if ours.dim() == 2 and ours.numel() == 24 * 24:
+            assert (ours - without).abs().max() > 1e-4, "nothing was compressed"
+
+
+def with_the_q_of_torch(state, bucket):
+    if state.step == 2:
+        torch.manual_seed(np.random.RandomState(3).randint(1_000_000_000))
+        for parameter in bucket.parameters():
+            columns = parameter.numel() // parameter.shape[0]
+            if state.strategy.applies_to(tuple(parameter.shape)):
+                state._qs[parameter] = torch.randn(1, columns, 2)[0].numpy()
+    return compression_hook(state, bucket)
+
+
+@check(2)
+def the_hooks_state_goes_on_where_it_was_saved(run):
+    x, y = mine(run, *batches(1)[0])
+    for strategy in (PowerSGD(2, start_step=1), TopK(0.3, chunk=64)):
+        parallel = DistributedDataParallel(mlp(), bucket_cap_mb=2e-3)  # several buckets
+        state = CompressionState(strategy)
+        parallel.register_comm_hook(state, compression_hook)
+        for _ in range(3):
+            parallel.zero_grad()
+            backward(parallel, x, y)
+        kept = state.state_dict(parallel)
+        assert kept["residuals"].keys() == dict(mlp().named_parameters()).keys()
+        assert any(each.any() for each in kept["residuals"].values())
+        other = DistributedDataParallel(mlp(), bucket_cap_mb=1e-3)  # other buckets
+        again = CompressionState(strategy)
+        again.load_state_dict(kept, other)
+        other.register_comm_hook(again, compression_hook)
+        for model in (parallel, other):
+            model.zero_grad()
+            backward(model, x, y)
+        if isinstance(strategy, PowerSGD):  # TopK's chunks are those of a bucket
+            pairs = zip(parallel.parameters(), other.parameters(), strict=True)
+            assert all(torch.equal(one.grad, two.grad) for one, two in pairs)
+        else:
+            assert all(torch.isfinite(each.grad).all() for each in other.parameters())
+        for wrong in ({"step": 1}, kept | {"residuals": {"nothing": torch.zeros(3)}}):
+            try:
+                again.load_state_dict(wrong, other)
+            except ValueError as error:
+                assert "not the state of" in str(error) or "no such parameter" in str(error)
+            else:
+                raise AssertionError("nothing was raised")
 
 
 @check(2)

@@ -1,0 +1,219 @@
+"""The strategy ``PowerSGD``: a matrix as the product of two narrow ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from potluck.codecs.codec import Bytes, Floats
+from potluck.compressors.low_rank import Matrix, orthonormal, product_into, uniform
+from potluck.compressors.strategy import Shape, Strategy
+
+_ITERATIONS = 2
+_ROWS = 256
+"""Of one piece of a product that is taken from a matrix."""
+
+
+@dataclass(frozen=True)
+class PowerSGD(Strategy):
+    """Each matrix of n rows and m columns as P Q^T of a ``rank``: rank * (n + m) numbers of n * m.
+
+    One step of a power iteration for each reduction, which starts from the Q of the last one:
+    P = the orthonormal basis of the ranks' sum of M Q, then Q = the sum of M^T P. Ranks send two
+    small arrays, by ordinary all_reduces whose cost does not grow with the number of ranks, and all
+    have the same P Q^T, the projection of the sum of their matrices. (Vogels et al., "PowerSGD:
+    Practical Low-Rank Gradient Compression for Distributed Optimization", 2019.)
+
+    A tensor's first dimension are the rows, all others the columns. Tensors of fewer than two
+    dimensions, and those for which ``(n + m) * rank * min_rate < n * m`` is not true, are sent as
+    they are; so are all tensors in the first ``start_step`` steps of a training, whose gradients
+    say most. The first Q follows from ``seed`` and the name of the tensor.
+
+    The residual of a rank is its matrix minus its projection, M - P P^T M. It differs from that of
+    the paper, M minus the mean of the projections, by parts whose sum over all ranks is zero: so
+    the sum is the same, and a rank that is lost takes less with it.
+
+    ValueError unless ``rank`` is a positive int, ``min_rate`` at least 1, and ``start_step`` and
+    ``seed`` are not negative.
+    """
+
+    rank: int
+    start_step: int = 2
+    min_rate: float = 2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
+            raise ValueError(f"PowerSGD(rank={self.rank!r}): rank must be a positive int")
+        if not isinstance(self.start_step, int) or self.start_step < 0:
+            raise ValueError(
+                f"PowerSGD(start_step={self.start_step!r}): start_step is a number of steps, 0 or "
+                "more"
+            )
+        if not 1 <= self.min_rate < math.inf:
+            raise ValueError(
+                f"PowerSGD(min_rate={self.min_rate}): min_rate must be at least 1 and finite"
+            )
+        if self.seed < 0:
+            raise ValueError(f"PowerSGD(seed={self.seed}): seed must not be negative")
+
+    def applies_to(self, shape: Shape) -> bool:
+        if len(shape) < 2:
+            return False
+        n, m = _rows_and_columns(shape)
+        return (n + m) * self.rank_of(shape) * self.min_rate < n * m
+
+    def rank_of(self, shape: Shape) -> int:
+        """The rank for a tensor of this shape: no more than it can have."""
+        return min(self.rank, *_rows_and_columns(shape))
+
+    def payload_bytes(self, shape: Shape) -> int:
+        """The bytes that stand for a float32 tensor of this shape."""
+        if not self.applies_to(shape):
+            return 4 * math.prod(shape)
+        return 4 * sum(_rows_and_columns(shape)) * self.rank_of(shape)
+
+    def compress(self, source: Floats, residual: Floats | None, step: int) -> Bytes:
+        """Without a network: P and Q after two iterations from a Q that follows from ``step``, so
+        that nothing but the residual is kept from call to call."""
+        matrix = source
+        if residual is not None:
+            with np.errstate(over="ignore", invalid="ignore"):
+                residual += source
+            matrix = residual
+        if not self.applies_to(source.shape):
+            payload = matrix.reshape(-1).view(np.uint8).copy()
+            if residual is not None:
+                residual[...] = 0
+            return payload
+        rank = self.rank_of(source.shape)
+        qs: dict[str, Matrix] = {}
+        for _ in range(_ITERATIONS):
+            one = LowRankSum(self, {"": as_matrix(matrix)}, qs, step)
+            right = one.turn()
+            qs = {"": right.reshape(-1, rank)}
+        payload = np.concatenate([one.left, right]).view(np.uint8)
+        if residual is not None:
+            one.lose()
+        return payload
+
+    def decompress(self, payload: Bytes, shape: Shape, step: int) -> Floats:
+        numbers = payload.view(np.float32)
+        if not self.applies_to(shape):
+            return numbers.reshape(shape).copy()
+        target = np.empty(_rows_and_columns(shape), np.float32)
+        rank = self.rank_of(shape)
+        at = rank * target.shape[0]
+        product_into(target, numbers[:at].reshape(-1, rank), numbers[at:].reshape(-1, rank))
+        return target.reshape(shape)
+
+    def looks_finite(self, payload: Bytes, source: Floats) -> bool:
+        return bool(np.isfinite(payload.view(np.float32)).all())
+
+
+class LowRankSum:
+    """The sum over all ranks of several matrices of one dtype, by two sums of small arrays.
+
+        one = LowRankSum(strategy, matrices, qs, step)
+        all_reduce(one.left)                  # the P of all matrices, one flat array
+        all_reduce(one.turn())                # the Q of all matrices
+        one.decode(name, target)              # equal on all ranks, bit by bit
+        qs = one.qs()                         # for the next step
+
+    ``matrices``, by name, have the residuals added already, and are in one order on all ranks;
+    ``lose`` turns them into residuals, at any time after ``turn``. ``qs`` are those of the step
+    before; a name without one, or with one of another shape, starts from random numbers.
+    """
+
+    def __init__(
+        self,
+        strategy: PowerSGD,
+        matrices: Mapping[str, Matrix],
+        qs: Mapping[str, Matrix],
+        step: int,
+    ) -> None:
+        self._matrices = matrices
+        self._before = qs
+        self._ranks = {name: strategy.rank_of(each.shape) for name, each in matrices.items()}
+        self.left, self._ps = self._room(each.shape[0] for each in matrices.values())
+        """The P of all matrices, one after the other."""
+        self._right, self._qs = self._room(each.shape[1] for each in matrices.values())
+        self._own: dict[str, Matrix] = {}
+        with np.errstate(over="ignore", invalid="ignore"):
+            for name, matrix in matrices.items():
+                start = _basis(strategy, name, self._qs[name].shape, qs.get(name), step)
+                np.matmul(matrix, start.astype(matrix.dtype), out=self._ps[name])
+
+    def turn(self) -> Matrix:
+        """After ``left`` was summed: the Q of all matrices, a flat array that is to be summed."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            for name, matrix in self._matrices.items():
+                self._ps[name][:] = orthonormal(self._ps[name])
+                np.matmul(matrix.T, self._ps[name], out=self._qs[name])
+        # What `lose` reads, which may run while the others' parts are added to these.
+        self._own = {name: each.copy() for name, each in self._qs.items()}
+        return self._right
+
+    def lose(self) -> None:
+        """Turn the matrices into what their projections have lost, zero where not finite."""
+        for name, matrix in self._matrices.items():
+            p, across = self._ps[name], self._own[name].T
+            is_finite = bool(np.isfinite(p).all() and np.isfinite(across).all())
+            if is_finite:
+                for begin in range(0, len(matrix), _ROWS):
+                    matrix[begin : begin + _ROWS] -= p[begin : begin + _ROWS] @ across
+            else:  # what the sum has not taken stays, but for what spoilt it
+                matrix[~np.isfinite(matrix)] = 0
+
+    def decode(self, name: str, target: Matrix) -> None:
+        """After ``turn``'s array was summed: set ``target`` to the sum of the matrices ``name``.
+
+        All NaN if a rank's matrix, or the sum, was not finite.
+        """
+        product_into(target, self._ps[name], self._qs[name])
+        if not (np.isfinite(self._ps[name]).all() and np.isfinite(self._qs[name]).all()):
+            target[:] = np.nan
+
+    def qs(self) -> dict[str, Matrix]:
+        """By name, the Q to start the next step from, copies; that of before where the sum was not
+        finite."""
+        kept = {name: q for name, q in self._before.items() if name in self._qs}
+        return kept | {n: q.copy() for n, q in self._qs.items() if np.isfinite(q).all()}
+
+    def _room(self, lengths: Iterable[int]) -> tuple[Matrix, dict[str, Matrix]]:
+        """A flat array, and for each matrix its part of it, of so many rows."""
+        dtype = next((each.dtype for each in self._matrices.values()), np.dtype(np.float32))
+        rows = dict(zip(self._ranks, lengths, strict=True))
+        sizes = [rows[name] * rank for name, rank in self._ranks.items()]
+        flat = np.empty(sum(sizes), dtype)
+        parts = np.split(flat, np.cumsum(sizes)[:-1]) if sizes else []
+        named = zip(self._ranks.items(), parts, strict=True)
+        return flat, {name: part.reshape(-1, rank) for (name, rank), part in named}
+
+
+def as_matrix(array: Matrix) -> Matrix:
+    """A view of a tensor: its first dimension are the rows, all others the columns."""
+    return array.reshape(_rows_and_columns(array.shape))
+
+
+def _rows_and_columns(shape: Shape) -> tuple[int, int]:
+    return shape[0], math.prod(shape[1:])
+
+
+def _basis(
+    strategy: PowerSGD, name: str, shape: tuple[int, ...], q: Matrix | None, step: int
+) -> Matrix:
+    """An orthonormal Q to start from. A column that has become zero, or depends on others, would
+    stay so for ever, and is drawn anew."""
+    rows, rank = shape
+    if q is None or q.shape != shape:
+        return orthonormal(uniform(rows, rank, strategy.seed, name, step))
+    made = orthonormal(q)
+    lost = ~made.any(axis=0)
+    if lost.any():
+        made[:, lost] = uniform(rows, rank, strategy.seed, name, step)[:, lost]
+        made = orthonormal(made)
+    return made
