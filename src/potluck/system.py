@@ -81,6 +81,14 @@ def user_name() -> str:
     return name if name == "root" or not is_root() else f"{name} (root)"
 
 
+def forget_typed(fd: int) -> None:
+    """Discard what was typed on the terminal ``fd`` and not read yet, where the system can."""
+    if sys.platform != "win32":
+        import termios
+
+        termios.tcflush(fd, termios.TCIFLUSH)
+
+
 def has_terminal() -> bool:
     """Whether a person can answer: input and output are a terminal, and this process is in its
     foreground."""

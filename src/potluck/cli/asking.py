@@ -8,6 +8,8 @@ import sys
 
 import typer
 
+from potluck.system import forget_typed
+
 
 class Asker:
     """Asks on stderr and reads lines from stdin, which may be a terminal, a pipe or a file."""
@@ -29,7 +31,11 @@ class Asker:
         return line.decode(errors="replace").strip()
 
     async def says_yes(self, question: str) -> bool:
-        """Whether the person answers yes; any other answer, and none, is no."""
+        """Whether the person answers yes; any other answer, and none, is no. What was typed on a
+        terminal before the question is no answer to it."""
+        if os.isatty(sys.stdin.fileno()):
+            self._rest = b""
+            forget_typed(sys.stdin.fileno())
         return (await self.line(f"{question} [y/N] ")).lower() in ("y", "yes")
 
 

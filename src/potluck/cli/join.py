@@ -111,7 +111,7 @@ async def _ask(
     from potluck.cluster.discovery.static import parse_peers
     from potluck.cluster.trust.identity import load_or_create_identity
     from potluck.cluster.trust.pairing import parse_code
-    from potluck.cluster.trust.pairing_link import Me, take_over
+    from potluck.cluster.trust.pairing_joiner import Me, take_over
 
     place = None
     if address:
@@ -132,7 +132,11 @@ async def _ask(
 
     async def confirm(words: str, name: str, node: str) -> bool:
         typer.echo(f"The other screen must show the same words:\n\n    {words}\n", err=True)
-        return yes or await asker.says_yes("Join?")
+        if not (yes or await asker.says_yes("Join?")):
+            return False
+        typer.echo("Waiting for the yes on the other machine ...", err=True)
+        return True
 
     finders = [] if place is not None else all_finders(settings)
+    typer.echo("Looking for the machine that shows it ...", err=True)
     return await take_over(code, me, finders, confirm, address=place, timeout_s=wait_s)

@@ -52,6 +52,7 @@ def pair(
     {"event": "words", "words", "name", "node"} (answer with a line `y` on stdin, unless --yes),
     then {"event": "joined", "node", "name"}.
     """
+    from potluck.cluster.trust.credentials import load_admissions
     from potluck.cluster.trust.pairing import new_code
     from potluck.settings import load_settings
     from potluck.transport.credentials import node_id_of_bytes
@@ -69,7 +70,9 @@ def pair(
     if json:
         _line({"event": "joined", "node": node, "name": newcomer.name})
     else:
-        typer.echo(f"{newcomer.name or 'A machine'} is in, as {verdict}: node {node[:12]}.")
+        entry = load_admissions(settings).entry(node)
+        role = verdict if entry is None else entry.role
+        typer.echo(f"{newcomer.name or 'A machine'} is in, as {role}: node {node[:12]}.")
 
 
 async def _wait(
@@ -89,7 +92,7 @@ async def _wait(
     from potluck.cluster.trust.credentials import load_admissions, load_node_credentials
     from potluck.cluster.trust.identity import load_or_create_identity
     from potluck.cluster.trust.known_nodes import KnownNodes
-    from potluck.cluster.trust.pairing_link import hand_over
+    from potluck.cluster.trust.pairing_host import hand_over
     from potluck.cluster.trust.secret import load_secret
     from potluck.transport.credentials import node_id_of_bytes
     from potluck.wire.pairing import Handover
@@ -124,19 +127,29 @@ async def _wait(
         typer.echo("Waiting (Ctrl-C ends it) ...")
 
     async def confirm(words: str, name: str, node: str) -> bool:
+        known, question = admissions.entry(node), f"Admit it as {verdict}?"
         if json:
             _line({"event": "words", "words": words, "name": name, "node": node})
         else:
             typer.echo(f"{name or 'A machine'} (node {node[:12]}) has the code.")
             typer.echo(f"Its screen must show the same words:\n\n    {words}\n")
-        return yes or await asker.says_yes("" if json else f"Admit it as {verdict}?")
+            if known is not None and known.role == "revoked":
+                typer.echo("It was banned from this cluster; a yes takes the ban back.")
+            elif known is not None and known.role != "member":
+                question = f"It is {known.role} already. Let it come again?"
+        if not (yes or await asker.says_yes("" if json else question)):
+            return False
+        if not json:
+            typer.echo("Waiting for the yes on its screen ...")
+        return True
 
     async def admit(newcomer: Newcomer) -> Handover:
         def admitted() -> Handover:
             node = node_id_of_bytes(newcomer.key)
-            operator.admit(
-                admissions, key, newcomer.key, name=newcomer.name, verdict=verdict, days=days
-            )
+            if not admissions.roster.is_admin(node):  # which comes again, and stays an admin
+                operator.admit(
+                    admissions, key, newcomer.key, name=newcomer.name, verdict=verdict, days=days
+                )
             KnownNodes(settings.home).meet(node, newcomer.name, newcomer.key)
             found = admissions.load()
             assert found is not None, "the list that was written is gone"

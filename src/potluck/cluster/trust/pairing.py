@@ -9,7 +9,7 @@ Under the agreed key the joining machine proves its own Ed25519 key. Both screen
 three words (``Sealing.words``), which depend on the run and on that key, and a person on each side
 says yes. Only then the host admits the key, and sends the secret and the list of admitted keys.
 
-No I/O here: ``pairing_link.py`` sends and receives the messages.
+No I/O here: ``pairing_host.py`` and ``pairing_joiner.py`` send and receive the messages.
 """
 
 from __future__ import annotations
