@@ -13,6 +13,7 @@ from potluck.version import VERSION
 
 if TYPE_CHECKING:
     from potluck import errors as errors
+    from potluck import federated as federated
     from potluck import torch as torch
     from potluck.backends.discovery import AutoDiscoveryBackend as AutoDiscoveryBackend
     from potluck.backends.inprocess import InProcessBackend as InProcessBackend
@@ -83,7 +84,7 @@ _HOMES = {
 }
 """The module of each public name. The block above is for type checkers; a test compares the two."""
 
-_MODULES = ("errors", "torch")
+_MODULES = ("errors", "federated", "torch")
 """Submodules that are attributes without an import statement of the script."""
 
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -23,6 +23,7 @@
      │    ├── Evicted            the others went on without this rank: join the next group anew
      │    └── GroupClosed        the group was closed here, by close() or by a newer epoch
      ├── AgentLost               the agent that started this worker is lost: stop
+     ├── FederationError         a federated round has too few clients, and was asked to end the run
      ├── Diverged                replicas no longer hold equal parameters: resume from a checkpoint
      ├── CallbackError           a callback of the script raised; the text says which: fix it
      └── CheckpointError         a checkpoint can't be written or read; earlier ones are untouched
@@ -196,6 +197,11 @@ class GroupClosed(GroupError):
 class AgentLost(PotluckError):
     """The agent that started this worker has ended, or is not reachable. Stop: no other process
     watches this worker."""
+
+
+class FederationError(PotluckError):
+    """A federated run ends: a round had too few clients or updates, and ``Patience.too_few`` is
+    ``"stop"``. The text names the round, how many there were, and how many were asked for."""
 
 
 class Diverged(PotluckError):

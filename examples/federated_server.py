@@ -1,0 +1,42 @@
+"""A federation that learns handwritten digits: ten rounds of FedAvg; see federated_client.py.
+
+python examples/federated_server.py        a simulation of 20 clients in one process
+"""
+
+import sys
+
+try:
+    from sklearn.datasets import load_digits
+except ModuleNotFoundError:
+    sys.exit("federated_server.py needs scikit-learn: pip install 'potluck[sklearn]'")
+
+import numpy as np
+
+from potluck import federated
+from potluck.federated import FedAvg, Patience
+
+
+def test_accuracy(number, parameters):
+    x, y = load_digits(return_X_y=True)
+    logits = x[1400:] / 16 @ parameters["weights"] + parameters["bias"]
+    return {"test_accuracy": (logits.argmax(axis=1) == y[1400:]).mean()}
+
+
+@federated.server
+def main(federation):
+    history = federation.run(
+        {"weights": np.zeros((64, 10)), "bias": np.zeros(10)},
+        rounds=10,
+        strategy=FedAvg(fraction=1.0, config={"local_epochs": 3}),
+        patience=Patience(min_clients=2, wait_for=1.0),
+        evaluate=test_accuracy,
+    )
+    accuracy = history.rounds[-1].evaluation["test_accuracy"]
+    print(f"test accuracy {accuracy:.3f} after {len(history.rounds)} rounds")
+    if accuracy < 0.8:
+        sys.exit("the test accuracy is below 0.8")
+    return history
+
+
+if __name__ == "__main__":
+    federated.simulate(main, "examples/federated_client.py", num_clients=20)

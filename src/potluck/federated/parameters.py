@@ -1,0 +1,99 @@
+"""Parameters of a model: a list or a dict of NumPy arrays, and how two may differ. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array: TypeAlias = NDArray[Any]
+Parameters: TypeAlias = list[Array] | dict[str, Array]
+
+
+def checked(parameters: object, what: str) -> Parameters:
+    """``parameters`` with its arrays as NumPy arrays; TypeError or ValueError, beginning with
+    ``what``, unless it is a list (or tuple) or a dict of real, finite arrays."""
+    if isinstance(parameters, dict):
+        named: dict[str, Array] = {}
+        for name, value in parameters.items():
+            if not isinstance(name, str):
+                raise TypeError(f"{what}: the names of a dict of arrays are str, not {name!r}")
+            named[name] = _array(value, f"{what}[{name!r}]")
+        found: Parameters = named
+    elif isinstance(parameters, list | tuple):
+        found = [_array(value, f"{what}[{number}]") for number, value in enumerate(parameters)]
+    else:
+        raise TypeError(
+            f"{what} must be a list or a dict of NumPy arrays, not {type(parameters).__name__}"
+        )
+    if not found:
+        raise ValueError(f"{what} has no arrays")
+    return found
+
+
+def _array(value: object, place: str) -> Array:
+    array = np.asarray(value)
+    if array.dtype.kind not in "fiu":
+        raise TypeError(f"{place} has dtype {array.dtype}; real numbers are needed")
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        num_bad = int(array.size - np.isfinite(array).sum())
+        raise ValueError(f"{place} has {num_bad} of {array.size} values that are NaN or infinite")
+    return array
+
+
+def arrays_of(parameters: Parameters) -> list[Array]:
+    """The arrays in order."""
+    return list(parameters.values()) if isinstance(parameters, dict) else list(parameters)
+
+
+def like(parameters: Parameters, arrays: Sequence[Array]) -> Parameters:
+    """``arrays`` in the structure, and with the dtypes, of ``parameters``. Values for integer
+    arrays are rounded."""
+    made = [
+        np.rint(new).astype(old.dtype) if old.dtype.kind in "iu" else new.astype(old.dtype)
+        for old, new in zip(arrays_of(parameters), arrays, strict=True)
+    ]
+    return dict(zip(parameters, made, strict=True)) if isinstance(parameters, dict) else made
+
+
+def difference(found: Parameters, expected: Parameters) -> str:
+    """How the structure, shapes or dtypes of ``found`` differ from ``expected``; empty if they do
+    not. Float arrays may differ in their precision."""
+    if isinstance(found, dict) != isinstance(expected, dict):
+        kinds = {True: "a dict", False: "a list"}
+        return (
+            f"{kinds[isinstance(found, dict)]} of arrays, not {kinds[isinstance(expected, dict)]}"
+        )
+    if isinstance(found, dict) and isinstance(expected, dict):
+        if found.keys() != expected.keys():
+            missing = ", ".join(sorted(expected.keys() - found.keys())) or "none"
+            more = ", ".join(sorted(found.keys() - expected.keys())) or "none"
+            return f"other names of arrays: missing {missing}, unknown {more}"
+        pairs = [(repr(name), found[name], expected[name]) for name in expected]
+    else:
+        ours, theirs = arrays_of(found), arrays_of(expected)
+        if len(ours) != len(theirs):
+            return f"{len(ours)} arrays, not {len(theirs)}"
+        pairs = [(str(n), a, b) for n, (a, b) in enumerate(zip(ours, theirs, strict=True))]
+    for name, ours_, theirs_ in pairs:
+        if ours_.shape != theirs_.shape:
+            return f"array {name} has shape {ours_.shape}, the global one {theirs_.shape}"
+        if (ours_.dtype.kind == "f") != (theirs_.dtype.kind == "f"):
+            return f"array {name} has dtype {ours_.dtype}, the global one {theirs_.dtype}"
+    return ""
+
+
+def flat(parameters: Parameters) -> NDArray[np.float64]:
+    """All values in one float64 vector."""
+    return np.concatenate([each.ravel().astype(np.float64) for each in arrays_of(parameters)])
+
+
+def unflat(vector: NDArray[np.float64], parameters: Parameters) -> Parameters:
+    """``vector`` in the shapes and dtypes of ``parameters``; the inverse of ``flat``."""
+    arrays, at = [], 0
+    for each in arrays_of(parameters):
+        arrays.append(vector[at : at + each.size].reshape(each.shape))
+        at += each.size
+    return like(parameters, arrays)

@@ -1,0 +1,135 @@
+"""How long a round waits for its clients: enough of them, or a deadline. Pure."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+_WINDOW = 256
+_LATE = 2.0
+_LEAST_MAD = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """When a round begins, when it ends, and what follows if too few clients have answered.
+
+    A round begins when ``min_clients`` are there, or after ``start_s`` seconds. It ends when
+    ``wait_for`` of the asked clients have answered (a fraction, or a number of clients as int; the
+    other answers are dropped), when no answer is outstanding, or at its deadline. If fewer than
+    ``min_updates`` (default: ``min_clients``, at most as many as were asked) have come, the
+    parameters stay as they are: with ``too_few="skip"`` the next round begins, with ``"stop"``
+    FederationError ends the run.
+
+    ``deadline`` is in seconds from the start of the round. ``"adaptive"``: median + ``spread``
+    times the median absolute deviation of the last 256 answer times, where a client that missed
+    its deadline counts with twice that deadline; the deviation counts with at least a tenth of the
+    median, and the deadline is at least ``least_s``. Until a first client has answered it is
+    ``first_deadline_s``.
+    """
+
+    min_clients: int = 2
+    wait_for: float | int = 1.0
+    deadline: float | Literal["adaptive"] = "adaptive"
+    too_few: Literal["skip", "stop"] = "skip"
+    min_updates: int | None = None
+    start_s: float = 60.0
+    first_deadline_s: float = 600.0
+    least_s: float = 1.0
+    spread: float = 5.0
+
+    def __post_init__(self) -> None:
+        if self.min_clients < 1:
+            raise ValueError(f"min_clients is {self.min_clients}; 1 or more are needed")
+        if self.min_updates is not None and self.min_updates < 1:
+            raise ValueError(f"min_updates is {self.min_updates}; 1 or more are needed")
+        is_number = isinstance(self.wait_for, int) and not isinstance(self.wait_for, bool)
+        if not (self.wait_for >= 1 if is_number else 0 < self.wait_for <= 1):
+            raise ValueError(
+                f"wait_for is {self.wait_for!r}; it is a fraction of the asked clients, above 0 "
+                "and at most 1.0, or a number of clients as int"
+            )
+        if self.deadline != "adaptive" and not (
+            isinstance(self.deadline, int | float) and 0 < self.deadline < math.inf
+        ):
+            raise ValueError(f"deadline is {self.deadline!r}; seconds or 'adaptive' are needed")
+        if self.too_few not in ("skip", "stop"):
+            raise ValueError(f"too_few is {self.too_few!r}; it is 'skip' or 'stop'")
+        for name in ("start_s", "first_deadline_s", "least_s", "spread"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; a finite number is needed")
+
+    def enough(self, num_asked: int) -> int:
+        """After how many answers a round of ``num_asked`` clients ends."""
+        if isinstance(self.wait_for, int):
+            return min(self.wait_for, num_asked)
+        return math.ceil(self.wait_for * num_asked - 1e-9)
+
+    def fewest(self, num_asked: int, least: int = 1) -> int:
+        """How many answers a round of ``num_asked`` clients needs, at least ``least``."""
+        asked = self.min_clients if self.min_updates is None else self.min_updates
+        return max(min(asked, max(num_asked, 1)), least)
+
+
+class Deadlines:
+    """The deadlines of a run's rounds, from the answer times so far."""
+
+    def __init__(self, patience: Patience) -> None:
+        self._patience = patience
+        self._seconds: deque[float] = deque(maxlen=_WINDOW)
+
+    def next_s(self) -> float:
+        """The next round's deadline, in seconds from its start."""
+        patience = self._patience
+        if patience.deadline != "adaptive":
+            return float(patience.deadline)
+        if not self._seconds:
+            return patience.first_deadline_s
+        median = statistics.median(self._seconds)
+        deviation = statistics.median(abs(each - median) for each in self._seconds)
+        margin = patience.spread * max(deviation, _LEAST_MAD * median)
+        return max(patience.least_s, median + margin)
+
+    def note(self, seconds: Iterable[float], num_late: int, deadline_s: float) -> None:
+        """A round is over: the answer times of its clients, and how many missed ``deadline_s``."""
+        self._seconds.extend(seconds)
+        self._seconds.extend([_LATE * deadline_s] * num_late)
+
+
+class Gathering:
+    """The clients of one round, and which of them have answered. ``enough`` answers end it."""
+
+    def __init__(self, asked: Iterable[str], enough: int) -> None:
+        self.outstanding = dict.fromkeys(asked)
+        self.num_arrived = 0
+        self.missing: dict[str, str] = {}
+        self._enough = enough
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is gained by waiting on."""
+        return not self.outstanding or self.num_arrived >= self._enough
+
+    def answered(self, client: str, reason: str = "") -> bool:
+        """``client`` has answered, or can't for this ``reason``. False for one that does not count:
+        unknown, or a second time."""
+        if client not in self.outstanding:
+            return False
+        del self.outstanding[client]
+        if reason:
+            self.missing[client] = reason
+        else:
+            self.num_arrived += 1
+        return not reason
+
+    def end(self, reason: str) -> int:
+        """Wait for no one any more: the outstanding clients are missing for this ``reason``; their
+        number."""
+        num = len(self.outstanding)
+        self.missing |= dict.fromkeys(self.outstanding, reason)
+        self.outstanding.clear()
+        return num

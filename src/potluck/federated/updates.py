@@ -1,0 +1,56 @@
+"""``Update``: what a client's function returns, and the checks of it on both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from potluck.federated.parameters import Parameters, checked, difference
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """The result of a client's training in one round.
+
+    ``parameters`` has the structure and shapes of the global ones. ``num_samples`` is the weight
+    in a weighted mean: the number of samples trained on, 1 or more. ``metrics`` are numbers with
+    names, of which the server reports the mean, weighted by ``num_samples``. ``client`` is set by
+    the server.
+    """
+
+    parameters: Parameters
+    num_samples: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    client: str = ""
+
+
+def checked_update(found: object, expected: Parameters, client: str = "") -> Update:
+    """``found`` as an update for the global parameters ``expected``.
+
+    TypeError or ValueError, with what is wrong, for another type, no samples, NaN or infinity, or
+    other shapes.
+    """
+    if not isinstance(found, Update):
+        raise TypeError(
+            "the client's function must return potluck.federated.Update(parameters, num_samples, "
+            f"metrics), not {type(found).__name__}"
+        )
+    num_samples: Any = found.num_samples
+    if isinstance(num_samples, bool) or int(num_samples) != num_samples:
+        raise TypeError(f"num_samples must be a whole number, not {num_samples!r}")
+    if num_samples < 1:
+        raise ValueError(
+            f"num_samples is {int(num_samples)}: a client without samples has no update"
+        )
+    parameters = checked(found.parameters, "parameters")
+    why = difference(parameters, expected)
+    if why:
+        raise ValueError(f"parameters do not fit the global ones: {why}")
+    metrics = {}
+    for name, value in dict(found.metrics).items():
+        try:
+            metrics[str(name)] = float(value)
+        except (TypeError, ValueError):
+            raise TypeError(f"metrics[{name!r}] must be a number") from None
+    return Update(parameters, int(num_samples), metrics, client)

@@ -1,0 +1,89 @@
+"""How long a round waits: decided without a clock."""
+
+from __future__ import annotations
+
+import pytest
+
+from potluck.federated import Patience
+from potluck.federated.patience import Deadlines, Gathering
+
+
+def test_a_deadline_follows_the_answers_so_far() -> None:
+    deadlines = Deadlines(Patience(first_deadline_s=100, least_s=1, spread=5))
+    assert deadlines.next_s() == 100
+    deadlines.note([8.0, 10.0, 12.0], 0, 100)
+    assert deadlines.next_s() == 10 + 5 * 2
+    deadlines.note([10.0] * 9, 0, 20)
+    assert deadlines.next_s() == 10 + 5 * 1  # no deviation: a tenth of the median
+    quick = Deadlines(Patience(least_s=1))
+    quick.note([0.01, 0.01], 0, 600)
+    assert quick.next_s() == 1
+
+
+def test_clients_that_all_became_slow_are_waited_for_longer_and_longer() -> None:
+    deadlines = Deadlines(Patience())
+    deadlines.note([2.0] * 10, 0, 600)
+    seen = []
+    for _ in range(8):
+        seen.append(deadlines.next_s())
+        deadlines.note([], 10, seen[-1])
+    assert seen[0] == 3.0
+    assert seen[-1] > 30
+
+
+def test_a_given_deadline_stays() -> None:
+    deadlines = Deadlines(Patience(deadline=7))
+    deadlines.note([100.0], 3, 7)
+    assert deadlines.next_s() == 7
+
+
+def test_k_of_n_is_a_fraction_or_a_number() -> None:
+    assert Patience(wait_for=0.8).enough(10) == 8
+    assert Patience(wait_for=0.7).enough(10) == 7
+    assert Patience(wait_for=0.75).enough(10) == 8
+    assert Patience(wait_for=1.0).enough(10) == 10
+    assert Patience(wait_for=3).enough(10) == 3
+    assert Patience(wait_for=1).enough(10) == 1
+    assert Patience(wait_for=30).enough(10) == 10
+
+
+def test_how_few_updates_still_count() -> None:
+    assert Patience().fewest(10) == 2
+    assert Patience().fewest(1) == 1
+    assert Patience(min_clients=5, min_updates=3).fewest(10) == 3
+    assert Patience().fewest(10, least=7) == 7  # the strategy's own bound
+
+
+def test_a_gathering_ends_when_enough_have_answered_or_nobody_else_can() -> None:
+    gathering = Gathering("abcd", enough=2)
+    assert gathering.answered("a")
+    assert not gathering.answered("a")  # twice
+    assert not gathering.answered("x")  # was not asked
+    assert not gathering.is_over
+    assert gathering.answered("b")
+    assert gathering.is_over
+    assert gathering.end("enough others came first") == 2
+    assert set(gathering.missing) == {"c", "d"}
+    broken = Gathering("ab", enough=2)
+    assert not broken.answered("a", "killed")
+    assert not broken.answered("b", "killed")
+    assert broken.is_over
+    assert broken.num_arrived == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"min_clients": 0}, "min_clients is 0"),
+        ({"min_updates": 0}, "min_updates is 0"),
+        ({"wait_for": 1.5}, "wait_for is 1.5"),
+        ({"wait_for": 0}, "wait_for is 0"),
+        ({"deadline": "soon"}, "deadline is 'soon'; seconds or 'adaptive' are needed"),
+        ({"deadline": 0}, "deadline is 0"),
+        ({"too_few": "wait"}, "too_few is 'wait'; it is 'skip' or 'stop'"),
+        ({"start_s": float("inf")}, "start_s is inf"),
+    ],
+)
+def test_arguments_that_do_not_fit(options, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        Patience(**options)

@@ -1,0 +1,291 @@
+"""Whole federations in one process: the functions a user writes, and what goes wrong in them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from potluck import federated
+from potluck.errors import ConfigurationError, FederationError
+from potluck.federated import FedAvg, Federation, History, Krum, Patience, Update, site
+
+
+def counting(parameters: Any, config: Mapping[str, Any]) -> Update:
+    """Adds 1 + the client's number to every parameter."""
+    return Update([each + 1 + site().index for each in parameters], 1, {"seed": config["seed"]})
+
+
+def lead(**options: Any) -> Callable[[Federation], History]:
+    def main(federation: Federation) -> History:
+        return federation.run([np.zeros(3)], **{"rounds": 2, **options})
+
+    return main
+
+
+def unhurt(**faults: Callable[[Any], Update]) -> History:
+    """Client 1 of 4 has a fault in all rounds."""
+    [fault] = faults.values()
+
+    def train(parameters: Any, config: Mapping[str, Any]) -> Update:
+        return fault(parameters) if site().index == 1 else counting(parameters, config)
+
+    history = federated.simulate(lead(), train, num_clients=4)
+    for report in history.rounds:
+        assert report.arrived == ("0", "2", "3")
+        assert list(report.missing) == ["1"]
+    np.testing.assert_allclose(history.parameters[0], 2 * (1 + 3 + 4) / 3)
+    return history
+
+
+def test_the_mean_of_all_clients_is_the_next_model() -> None:
+    history = federated.simulate(lead(), counting, num_clients=4)
+    np.testing.assert_array_equal(history.parameters[0], [5.0] * 3)
+    assert [report.arrived for report in history.rounds] == [("0", "1", "2", "3")] * 2
+    assert history.rounds[0].deadline_s is None
+
+
+def test_the_same_seed_gives_the_same_result_on_any_number_of_threads() -> None:
+    def noisy(parameters: Any, config: Mapping[str, Any]) -> Update:
+        noise = np.random.default_rng(config["seed"]).normal(size=3)
+        return Update([each + noise for each in parameters], 1 + site().index)
+
+    def made(num_threads: int, seed: int) -> Any:
+        options = {"num_clients": 20, "num_threads": num_threads, "seed": seed}
+        return federated.simulate(lead(strategy=FedAvg(0.5)), noisy, **options).parameters[0]
+
+    np.testing.assert_array_equal(made(1, 3), made(7, 3))
+    assert (made(1, 3) != made(1, 4)).all()
+
+
+def test_a_thousand_clients_take_no_more_threads_than_the_pool() -> None:
+    seen: set[str] = set()
+
+    def train(parameters: Any, config: Mapping[str, Any]) -> Update:
+        seen.add(threading.current_thread().name)
+        return counting(parameters, config)
+
+    history = federated.simulate(lead(rounds=1), train, num_clients=1000, num_threads=3)
+    assert len(history.rounds[0].arrived) == 1000
+    assert len(seen) <= 3
+    np.testing.assert_allclose(history.parameters[0], 1 + 999 / 2)
+
+
+def test_a_function_may_change_what_it_is_given() -> None:
+    def train(parameters: Any, config: Mapping[str, Any]) -> Update:
+        for each in parameters:
+            each += 1
+        return Update(parameters, 1)
+
+    history = federated.simulate(lead(), train, num_clients=3, num_threads=1)
+    np.testing.assert_array_equal(history.parameters[0], [2.0] * 3)
+
+
+def test_metrics_are_means_by_samples_and_the_server_evaluates() -> None:
+    def train(parameters: Any, config: Mapping[str, Any]) -> Update:
+        return Update(parameters, 1 + 2 * site().index, {"loss": float(site().index)})
+
+    def evaluate(number: int, parameters: Any) -> Mapping[str, float]:
+        return {"accuracy": number / 10}
+
+    history = federated.simulate(lead(evaluate=evaluate), train, num_clients=2)
+    assert history.rounds[1].metrics == {"loss": 0.75}
+    assert [report.evaluation for report in history.rounds] == [
+        {"accuracy": 0.1},
+        {"accuracy": 0.2},
+    ]
+
+
+def test_a_strategy_of_ones_own_has_two_methods_and_no_base_class() -> None:
+    class First:
+        def configure(self, round: federated.Round, clients: Any) -> Mapping[str, Any]:
+            return {clients[round.number % len(clients)]: {"epochs": 3}}
+
+        def aggregate(self, round: federated.Round, updates: Any) -> Any:
+            return updates[0].parameters
+
+    patience = Patience(min_updates=1)
+    history = federated.simulate(lead(strategy=First(), patience=patience), counting, num_clients=3)
+    assert [report.arrived for report in history.rounds] == [("1",), ("2",)]
+    np.testing.assert_array_equal(history.parameters[0], [2.0 + 3.0] * 3)
+
+
+# What goes wrong at a client: it is named, and the others' updates count.
+
+
+def test_a_client_without_samples_is_refused() -> None:
+    history = unhurt(fault=lambda parameters: Update(parameters, 0))
+    assert (
+        "num_samples is 0: a client without samples has no update"
+        in (history.rounds[0].missing["1"])
+    )
+
+
+def test_a_client_with_nan_is_refused() -> None:
+    history = unhurt(fault=lambda parameters: Update([np.array([1, np.nan, np.inf])], 3))
+    assert (
+        "parameters[0] has 2 of 3 values that are NaN or infinite"
+        in (history.rounds[0].missing["1"])
+    )
+
+
+def test_a_client_with_other_shapes_is_refused() -> None:
+    history = unhurt(fault=lambda parameters: Update([np.zeros(4)], 3))
+    assert "array 0 has shape (4,), the global one (3,)" in history.rounds[0].missing["1"]
+    history = unhurt(fault=lambda parameters: Update({"w": np.zeros(3)}, 3))
+    assert "a dict of arrays, not a list" in history.rounds[0].missing["1"]
+
+
+def test_a_client_that_raises_is_named_with_the_place() -> None:
+    def broken(parameters: Any) -> Update:
+        raise OSError("the disk is gone")
+
+    history = unhurt(fault=broken)
+    why = history.rounds[0].missing["1"]
+    assert why.startswith("OSError: the disk is gone (at test_simulation.py:")
+
+
+def test_a_client_that_returns_something_else_is_refused() -> None:
+    history = unhurt(fault=lambda parameters: parameters)
+    assert "must return potluck.federated.Update" in history.rounds[0].missing["1"]
+
+
+# What goes wrong for the server.
+
+
+def test_fewer_clients_than_asked_is_said_and_the_run_goes_on_or_ends() -> None:
+    patience = Patience(min_clients=5)
+    history = federated.simulate(lead(patience=patience), counting, num_clients=3)
+    assert "3 clients are there, 5 were asked for" in history.rounds[0].note
+    np.testing.assert_array_equal(history.parameters[0], [0.0] * 3)
+    patience = Patience(min_clients=5, too_few="stop")
+    with pytest.raises(FederationError, match="round 1 of 2: 3 clients are there, 5 were asked"):
+        federated.simulate(lead(patience=patience), counting, num_clients=3)
+
+
+def test_a_round_with_too_few_updates_leaves_the_model_as_it_is() -> None:
+    def train(parameters: Any, config: Mapping[str, Any]) -> Update:
+        if config["round"] == 1 and site().index:
+            raise RuntimeError
+        return counting(parameters, config)
+
+    history = federated.simulate(lead(), train, num_clients=4)
+    assert history.rounds[0].note == "1 of at least 2 updates came; the parameters stay"
+    np.testing.assert_array_equal(history.parameters[0], [2.5] * 3)
+    strict = lead(strategy=Krum(1), patience=Patience(too_few="stop"))
+    with pytest.raises(FederationError, match="4 of at least 5 updates came"):
+        federated.simulate(strict, counting, num_clients=4)
+
+
+def test_a_deadline_ends_a_round_and_names_the_late_client() -> None:
+    goes_on = threading.Event()
+
+    def train(parameters: Any, config: Mapping[str, Any]) -> Update:
+        if site().index == 1 and config["round"] == 1:
+            goes_on.wait(60)
+        return counting(parameters, config)
+
+    def main(federation: Federation) -> History:
+        try:
+            return federation.run([np.zeros(1)], rounds=1, patience=Patience(deadline=0.2))
+        finally:
+            goes_on.set()
+
+    history = federated.simulate(main, train, num_clients=3, num_threads=3)
+    assert history.rounds[0].missing == {"1": "no answer within 0.2 s"}
+    assert history.rounds[0].arrived == ("0", "2")
+
+
+def test_k_of_n_does_not_wait_for_the_slowest() -> None:
+    goes_on = threading.Event()
+
+    def train(parameters: Any, config: Mapping[str, Any]) -> Update:
+        if site().index == 0:
+            goes_on.wait(60)
+        return counting(parameters, config)
+
+    def main(federation: Federation) -> History:
+        try:
+            return federation.run([np.zeros(1)], rounds=1, patience=Patience(wait_for=0.6))
+        finally:
+            goes_on.set()
+
+    history = federated.simulate(main, train, num_clients=5, num_threads=5)
+    assert len(history.rounds[0].arrived) == 3
+    assert history.rounds[0].missing["0"] == "enough others came first"
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"rounds": -1}, ValueError, "rounds is -1"),
+        ({"strategy": FedAvg}, TypeError, "a strategy is an object with configure"),
+        ({"strategy": object()}, TypeError, "has no configure"),
+        ({"initial": [np.array([np.nan])]}, ValueError, r"initial\[0\] has 1 of 1 values"),
+        ({"initial": np.zeros(3)}, TypeError, "initial must be a list or a dict"),
+        ({"initial": {}}, ValueError, "initial has no arrays"),
+        ({"initial": ["text"]}, TypeError, r"initial\[0\] has dtype <U4"),
+    ],
+)
+def test_arguments_that_do_not_fit(options: Any, error: type[Exception], text: str) -> None:
+    def main(federation: Federation) -> History:
+        return federation.run(**{"initial": [np.zeros(3)], "rounds": 1, **options})
+
+    with pytest.raises(error, match=text):
+        federated.simulate(main, counting, num_clients=2)
+
+
+def test_what_a_strategy_makes_is_checked() -> None:
+    class Broken(FedAvg):
+        def aggregate(self, round: Any, updates: Any) -> Any:
+            return [np.zeros(5)]
+
+    with pytest.raises(ValueError, match=r"Broken.aggregate: array 0 has shape \(5,\)"):
+        federated.simulate(lead(strategy=Broken()), counting, num_clients=2)
+
+
+def test_marks_are_for_functions_with_the_right_arguments() -> None:
+    with pytest.raises(TypeError, match=r"train must take \(parameters, config\)"):
+
+        @federated.client
+        def train(parameters: Any) -> None: ...
+
+    with pytest.raises(TypeError, match="marks a function"):
+        federated.server(3)
+    with pytest.raises(ConfigurationError, match="site"):
+        site()
+
+
+def test_files_are_run_as_on_the_cluster_and_each_client_has_its_folder(tmp_path: Path) -> None:
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "small_model.py").write_text("import numpy as np\nfirst = [np.zeros(2)]\n")
+    (code / "fed_server.py").write_text(
+        "from potluck import federated\nfrom small_model import first\n\n"
+        "@federated.server\ndef main(federation):\n"
+        "    return federation.run(first, rounds=1)\n"
+    )
+    (code / "fed_client.py").write_text(
+        "from potluck import federated\n\n"
+        "@federated.client\ndef train(parameters, config):\n"
+        "    here = federated.site()\n"
+        "    value = float((here.data_dir / 'value').read_text())\n"
+        "    return federated.Update([each + value for each in parameters], 1)\n"
+    )
+    folders = []
+    for number in range(3):
+        folders.append(tmp_path / str(number))
+        folders[-1].mkdir()
+        (folders[-1] / "value").write_text(str(number))
+    history = federated.simulate(
+        code / "fed_server.py", code / "fed_client.py", num_clients=3, data_dirs=folders
+    )
+    np.testing.assert_array_equal(history.parameters[0], [1.0, 1.0])
+    with pytest.raises(ConfigurationError, match=r"must have one function with .*server; it has"):
+        federated.simulate(code / "fed_client.py", code / "fed_client.py", num_clients=3)
+    with pytest.raises(ConfigurationError, match="does not exist"):
+        federated.simulate(code / "none.py", code / "fed_client.py", num_clients=3)
