@@ -29,5 +29,12 @@ def test_the_compressor_on_the_page_of_compression(capsys: pytest.CaptureFixture
     assert capsys.readouterr().out == "53971 bytes, 74 times fewer\n"
 
 
+def test_the_script_on_the_page_of_strategies(capsys: pytest.CaptureFixture[str]) -> None:
+    names = run("strategies.md")
+    names["model"].ctx.close()
+    assert names["job"].step_number == 80
+    assert "after 4 rounds of 20 steps" in capsys.readouterr().out
+
+
 def test_the_world_on_the_page_of_testing_is_one_to_copy() -> None:
     run("reference/testing.md")["test_the_sum_is_that_of_all_ranks"]()

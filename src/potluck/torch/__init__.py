@@ -19,17 +19,22 @@ from potluck.torch.sampler import DistributedSampler  # noqa: E402
 from potluck.training import NoiseBatching, Policy, ProportionalShares  # noqa: E402
 from potluck.training.progress_bar import ProgressBar  # noqa: E402
 from potluck.training.scaling import LossScale  # noqa: E402
+from potluck.training.strategies import SGD, DataParallel, DiLoCo, LocalSGD  # noqa: E402
 from potluck.training.tensorboard import TensorBoardLogger  # noqa: E402
 
 __all__ = [
     "DDP",
+    "SGD",
     "CheckpointStore",
     "CompressionState",
+    "DataParallel",
+    "DiLoCo",
     "DistributedDataParallel",
     "DistributedSampler",
     "ElasticLoop",
     "GradScaler",
     "GradientInterceptor",
+    "LocalSGD",
     "LossScale",
     "NoiseBatching",
     "Policy",

@@ -86,6 +86,29 @@ class DistributedDataParallel(nn.Module):
         self.module = module
         self.broadcast_buffers = broadcast_buffers
         self.ctx = ctx if ctx is not None else init()
+        self._bucket_size_mb = bucket_size_mb
+        self.compress(
+            compression,
+            error_feedback=error_feedback,
+            dense_below=dense_below,
+            warmup_steps=warmup_steps,
+        )
+        self.synchronized = False
+        """Whether this rank's parameters and buffers are known to be equal to the group's."""
+        if not self.ctx.elastic:
+            self.synchronize()
+
+    def compress(
+        self,
+        compression: Choice,
+        *,
+        error_feedback: bool = True,
+        dense_below: int = 4096,
+        warmup_steps: int = 0,
+    ) -> None:
+        """Compress later gradients by ``compression``, on every rank between the same two steps;
+        the arguments are the constructor's. Residuals start from zero."""
+        trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         self.compression = Compression(
             trained,
             compression,
@@ -94,11 +117,9 @@ class DistributedDataParallel(nn.Module):
             warmup_steps=warmup_steps,
         )
         """The residuals, by parameter name."""
-        self._reducer = Reducer(list(trained.values()), self.ctx, bucket_size_mb, self.compression)
-        self.synchronized = False
-        """Whether this rank's parameters and buffers are known to be equal to the group's."""
-        if not self.ctx.elastic:
-            self.synchronize()
+        self._reducer = Reducer(
+            list(trained.values()), self.ctx, self._bucket_size_mb, self.compression
+        )
 
     @property
     def weight(self) -> float | None:
@@ -117,8 +138,13 @@ class DistributedDataParallel(nn.Module):
 
     @property
     def reduces(self) -> bool:
-        """Whether a backward reduces gradients; False inside ``no_sync()``."""
+        """Whether a backward reduces gradients; False inside ``no_sync()``, and in an ElasticLoop
+        with a strategy of rounds."""
         return self._reducer.enabled
+
+    @reduces.setter
+    def reduces(self, reduces: bool) -> None:
+        self._reducer.enabled = reduces
 
     def synchronize(self) -> None:
         """Broadcast parameters and buffers from rank 0. A collective call."""

@@ -18,10 +18,12 @@ from potluck.context import DistributedContext, init
 from potluck.torch.amp import GradScaler
 from potluck.torch.batching import NoiseProbe
 from potluck.torch.ddp import DistributedDataParallel
+from potluck.torch.outer import OuterStrategy
 from potluck.torch.replica import TorchReplica, parameter_hash
 from potluck.training import elastic
 from potluck.training.policy import Policy
 from potluck.training.sampler import Schedule, Share
+from potluck.training.strategies import DataParallel, DiLoCo, LocalSGD
 
 
 class ElasticLoop(elastic.ElasticLoop):
@@ -54,6 +56,10 @@ class ElasticLoop(elastic.ElasticLoop):
     batch size the gradient noise. ``callbacks`` are objects with methods such as
     ``on_epoch_end(epoch, loss)``, or functions ``f(epoch, loss)``.
 
+    ``strategy`` says how often ranks agree. ``DataParallel()``: in every step, as above. With
+    ``LocalSGD(every=8)`` or ``DiLoCo(every=100)`` each rank takes that many steps alone, and the
+    round of these steps is committed; the block stays as it is, but does not communicate.
+
     The context is ``ctx``; if None, that of a DistributedDataParallel ``model``, else
     ``potluck.init()``.
 
@@ -79,7 +85,12 @@ class ElasticLoop(elastic.ElasticLoop):
         policy: Policy | None = None,
         callbacks: Sequence[object] = (),
         ctx: DistributedContext | None = None,
+        strategy: DataParallel | LocalSGD | DiLoCo | None = None,
     ) -> None:
+        if not isinstance(strategy, DataParallel | LocalSGD | DiLoCo | None):
+            raise TypeError(
+                f"strategy is {strategy!r}: pass DataParallel(), LocalSGD(...) or DiLoCo(...)"
+            )
         if ctx is None:
             ctx = model.ctx if isinstance(model, DistributedDataParallel) else init()
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
@@ -93,13 +104,21 @@ class ElasticLoop(elastic.ElasticLoop):
         self._model = model
         self._dataset = dataset
         self._collate = collate
+        self._outer: OuterStrategy | None = None
+        if isinstance(strategy, LocalSGD | DiLoCo):
+            _check_alone(model)
+            inner = model.module if isinstance(model, DistributedDataParallel) else model
+            self._outer = OuterStrategy(strategy, inner, optimizers, also or {})
+        elif strategy is not None and isinstance(model, DistributedDataParallel):
+            model.compress(strategy.compression)
         super().__init__(
             ctx,
             Schedule(len(dataset), batch_size, epochs, seed, shuffle),
-            TorchReplica(model, optimizers, also or {}),
+            TorchReplica(model, optimizers, also or {}, self._outer),
             checkpoint=checkpoint,
             policy=policy,
             callbacks=callbacks,
+            strategy=self._outer,
         )
         batching = policy is not None and policy.batching is not None
         self._probe = NoiseProbe(model) if batching else None
@@ -112,18 +131,25 @@ class ElasticLoop(elastic.ElasticLoop):
         ]
 
     def __iter__(self) -> Iterator[Any]:
-        for share in super().__iter__():
-            if self.ctx.world_size > 1 and not isinstance(self._model, DistributedDataParallel):
-                raise ValueError(
-                    f"{self.ctx.world_size} workers train {type(self._model).__name__}, but its "
-                    "gradients are not reduced: wrap it in potluck.torch.DistributedDataParallel"
-                )
-            try:
-                samples = self._fetch(share)
-            except Exception as error:
-                self.ctx.abort(error)
-                raise
-            yield samples
+        model = self._model
+        is_wrapped = isinstance(model, DistributedDataParallel)
+        try:
+            for share in super().__iter__():
+                if self.ctx.world_size > 1 and not is_wrapped and self._outer is None:
+                    raise ValueError(
+                        f"{self.ctx.world_size} workers train {type(model).__name__}, but its "
+                        "gradients are not reduced: wrap it in "
+                        "potluck.torch.DistributedDataParallel"
+                    )
+                try:
+                    samples = self._fetch(share)
+                except Exception as error:
+                    self.ctx.abort(error)
+                    raise
+                yield samples
+        finally:
+            if isinstance(model, DistributedDataParallel):
+                model.reduces = True
         if self._probe is not None:
             self._probe.close()  # another loop may train the same model
         for hook in self._hooks:
@@ -181,6 +207,15 @@ def _check_parameters(optimizers: Sequence[Optimizer], trained: Sequence[Any]) -
                 f"the {type(optimizer).__name__} holds no parameter of the model, so it would "
                 "train nothing: make it from model.parameters(), with the model on its device"
             )
+
+
+def _check_alone(model: nn.Module) -> None:
+    """ValueError for a model whose gradients were to be compressed, if none are sent."""
+    if isinstance(model, DistributedDataParallel) and any(model.compression.strategies):
+        raise ValueError(
+            "the gradients of this DistributedDataParallel are compressed, but with a strategy of "
+            "rounds none are sent: leave its compression= out"
+        )
 
 
 def _with_length(dataset: Any) -> Any:

@@ -12,15 +12,20 @@ from torch.optim import Optimizer
 from potluck.checkpoint.state import State, fingerprint
 from potluck.errors import CheckpointError
 from potluck.torch.ddp import DistributedDataParallel
+from potluck.torch.outer import OuterStrategy, check_strategy, hyperparameters
 from potluck.torch.rng import capture_random, restore_random
 
 
 class TorchReplica:
     """A ``training.replica.Replica``. ``also`` are objects with state_dict and load_state_dict;
-    TypeError for others."""
+    TypeError for others. With an ``outer`` strategy the global parameters are what it holds."""
 
     def __init__(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], also: Mapping[str, Any]
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        also: Mapping[str, Any],
+        outer: OuterStrategy | None = None,
     ) -> None:
         for name, each in also.items():
             if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
@@ -31,13 +36,16 @@ class TorchReplica:
         self._model = model
         self._optimizers = list(optimizers)
         self._also = dict(also)
+        self._outer = outer
         self._buffers: list[Tensor] = []
         self._random: State = None
         self.device = _device_name(model)
 
     def capture(self) -> State:
+        outer, model = self._outer, self._model.state_dict()
         state = {
-            "model": self._model.state_dict(),
+            "model": model if outer is None else outer.global_state(model),
+            "outer": None if outer is None else outer.capture(),
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
             "also": {name: each.state_dict() for name, each in self._also.items()},
         }
@@ -55,11 +63,14 @@ class TorchReplica:
             optimizer.load_state_dict(each)
         for name, each in self._also.items():
             each.load_state_dict(state["also"][name])
+        if self._outer is not None:
+            self._outer.restore(state["outer"])
         if isinstance(self._model, DistributedDataParallel):
             self._model.compression.restore_shared(state.get("compression", {}))
 
     def _check(self, state: State) -> None:
         """CheckpointError that names the difference, before anything is changed."""
+        check_strategy(state["outer"], None if self._outer is None else self._outer.capture())
         num_optimizers = len(state["optimizers"])
         if num_optimizers != len(self._optimizers):
             raise CheckpointError(
@@ -97,6 +108,13 @@ class TorchReplica:
             self._model.compression.restore([each.get("residuals", {}) for each in states])
 
     def fingerprint(self) -> str:
+        """Of the parameters, and in data parallelism of the learning rates and their kin: a script
+        that sets these by itself may set them unlike on a joining worker."""
+        if self._outer is not None:
+            return self._outer.fingerprint()
+        return fingerprint([list(self._model.parameters()), hyperparameters(self._optimizers)])
+
+    def parameter_hash(self) -> str:
         return parameter_hash(self._model)
 
     def remember(self, step: int) -> None:
@@ -118,6 +136,7 @@ class TorchReplica:
     def weigh(self, weight: float) -> None:
         if isinstance(self._model, DistributedDataParallel):
             self._model.weight = weight
+            self._model.reduces = self._outer is None
             # The loop has made the states of all ranks equal.
             self._model.synchronized = True
 

@@ -8,9 +8,11 @@ loads it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +20,14 @@ import numpy as np
 from potluck.checkpoint.state import State
 from potluck.checkpoint.store import CheckpointStore
 from potluck.context.commit import Resolution, Standing, reconcile
-from potluck.errors import CheckpointError, Diverged
+from potluck.errors import (
+    CheckpointError,
+    Diverged,
+    Evicted,
+    GroupError,
+    OperationTimeout,
+    PeerLost,
+)
 from potluck.training import saving
 from potluck.training.noise import NoiseEstimate
 from potluck.training.progress import Progress
@@ -30,6 +39,20 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+LOST = (PeerLost, OperationTimeout, Evicted)
+"""The errors after which the survivors form the next group and go on."""
+
+
+@contextlib.contextmanager
+def telling_others(ctx: DistributedContext) -> Iterator[None]:
+    """An error in this block that other ranks do not meet by themselves ends the group."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, GroupError | Diverged):
+            ctx.abort(error)
+        raise
+
 
 class Agreement:
     """This rank's view of the group between two steps, and the work that is due there.
@@ -38,6 +61,8 @@ class Agreement:
     group, None while it is intact. ``newcomers``: workers wait to join. ``hash_due``: parameters
     must be compared at the next vote. ``save_due``: the script, on any rank, called for a
     checkpoint that is not written yet. ``lost_at`` is the time of the loss, until the next commit.
+    ``num_dealt``: the number of rounds that some member was dealt. ``is_restored``: this rank has
+    received the state of another one.
     """
 
     def __init__(
@@ -56,6 +81,8 @@ class Agreement:
         self.save_due = False
         self.lost_at: float | None = None
         self.last_loss = math.nan
+        self.num_dealt = 0
+        self.is_restored = False
         self._ctx = ctx
         self._progress = progress
         self._replica = replica
@@ -81,7 +108,7 @@ class Agreement:
 
         ``pending`` is the epoch of the vote whose outcome this rank does not know, 0 for none. Also
         returns the loss of the last step that counts, NaN if no member knows it. Cost: one
-        all_gather of 72 bytes per rank.
+        all_gather of 80 bytes per rank.
         """
         began = time.monotonic()
         reformed = self.cause is not None or self.newcomers
@@ -94,8 +121,9 @@ class Agreement:
         progress = self._progress
         noise = progress.noise
         mine = [
-            *(progress.step if self.has_state else -1, self.history, pending, self.last_loss),
+            *(progress.round if self.has_state else -1, self.history, pending, self.last_loss),
             *(progress.batch_size, noise.signal, noise.noise, noise.num, self.save_due),
+            progress.round + len(progress.deals),
         ]
         rows = self._ctx.all_gather(np.array(mine, np.float64)).reshape(-1, len(mine))
         resolution = reconcile([Standing(*map(int, row[:3])) for row in rows])
@@ -103,12 +131,15 @@ class Agreement:
         self._adopt(rows[max(resolution.source, 0)])
         self._resolution, self._agreed, self.hash_due = resolution, True, True
         self.save_due = bool(rows[:, 8].any())
+        ready = [row for rank, row in enumerate(rows) if rank not in resolution.receivers]
+        self.num_dealt = max((int(row[9]) for row in ready), default=0)
         self._tried_at = self._saved_at = -1  # members may have seen different outcomes of a save
         if reformed and self.has_state:
             since = began if self.lost_at is None else self.lost_at
             seconds = time.monotonic() - since
             event = f"re-formed with {self._ctx.world_size} in {seconds:.1f} s"
-            if self._ctx.rank not in resolution.apply and self.lost_at is not None:
+            runs_again = self._ctx.rank not in resolution.apply and not progress.deals
+            if runs_again and self.lost_at is not None:
                 event += f", step {resolution.committed} run again"
             _log.info("%s: %s", event, resolution.reason)
         return resolution, next(iter(losses), math.nan)
@@ -129,6 +160,7 @@ class Agreement:
             received = broadcast_state(ctx, state, source, wanted=wanted, expected=expected)
             if wanted:
                 self._restore(received)
+                self.is_restored = True
                 if self._progress.step:
                     _log.info("joined at step %d", self._progress.step)
         mine = self._own[ctx.rank :: ctx.world_size]

@@ -13,6 +13,9 @@ outcome: it returns if the step counts and ends the block otherwise (``context/c
 Between two steps newcomers join (``agreement.py``): every member sends how many steps it has
 committed, and members that are behind receive the state of the most senior rank that is up to date.
 Then ranks may change the shares and the batch size together (``pace.py``), and write a checkpoint.
+
+With a ``strategy`` several steps are committed as one *round* (``rounds.py``), and a step by itself
+is this rank's own affair.
 """
 
 from __future__ import annotations
@@ -26,15 +29,8 @@ from typing import TYPE_CHECKING, Any
 
 from potluck.checkpoint.store import CheckpointStore
 from potluck.engine.work import again
-from potluck.errors import (
-    CheckpointError,
-    Diverged,
-    Evicted,
-    GroupError,
-    OperationTimeout,
-    PeerLost,
-)
-from potluck.training.agreement import Agreement
+from potluck.errors import CheckpointError, Diverged, GroupError
+from potluck.training.agreement import LOST, Agreement, telling_others
 from potluck.training.callbacks import Callbacks
 from potluck.training.metrics import average
 from potluck.training.pace import Pace
@@ -42,6 +38,7 @@ from potluck.training.policy import Policy
 from potluck.training.progress import Progress
 from potluck.training.record import Record
 from potluck.training.replica import Replica
+from potluck.training.rounds import Rounds, RoundStrategy
 from potluck.training.sampler import Batch, Schedule, Share
 from potluck.training.shares import EQUAL, apportion
 
@@ -52,8 +49,8 @@ __all__ = ["LOST", "ElasticLoop", "Policy"]
 
 _log = logging.getLogger(__name__)
 
-LOST = (PeerLost, OperationTimeout, Evicted)
-"""The errors after which the survivors form the next group and go on."""
+
+NOT_COMPUTED = "a step was not computed: do that inside `with job.step():`"
 
 
 class _Repeat(BaseException):
@@ -77,7 +74,8 @@ class ElasticLoop(Record):
 
     ``schedule`` defines the samples of each step. ``checkpoint`` saves the state on disk, from
     which a training resumes that has lost all workers. ``callbacks`` are objects with methods such
-    as ``on_epoch_end(epoch, loss)``, or functions ``f(epoch, loss)``.
+    as ``on_epoch_end(epoch, loss)``, or functions ``f(epoch, loss)``. With a ``strategy`` ranks
+    train alone for the steps of a round, and its exchange commits them.
 
     ``losses`` are the global losses of the steps committed while this worker was a member (NaN if
     none was given, or if it was lost with a rank). ``recoveries`` are the seconds from each lost
@@ -97,12 +95,19 @@ class ElasticLoop(Record):
         checkpoint: CheckpointStore | None = None,
         policy: Policy | None = None,
         callbacks: Sequence[object] = (),
+        strategy: RoundStrategy | None = None,
     ) -> None:
         self.ctx = ctx
         self._replica = replica
         self._policy = policy or Policy()
         self._callbacks = Callbacks(callbacks)
         super().__init__(Progress(schedule, self._policy.batching))
+        if strategy is not None and self._policy.batching is not None:
+            raise ValueError(
+                "batching follows gradients that are reduced in every step: leave it out with a "
+                "strategy of rounds"
+            )
+        self._rounds = Rounds(self, strategy) if strategy is not None else None
         self._agreement = Agreement(
             ctx, self._progress, replica, checkpoint, self._policy.max_state_bytes
         )
@@ -145,6 +150,9 @@ class ElasticLoop(Record):
                 self._notify("on_train_begin", self)
             if self.done:
                 break
+            if self._rounds is not None:
+                yield from self._round(self._rounds)
+                continue
             batch = self._progress.batch()
             share = self.schedule.share(batch, self.ctx.rank, self.ctx.world_size, self._pace.costs)
             self._replica.weigh(share.weight)
@@ -152,8 +160,17 @@ class ElasticLoop(Record):
             self._began, self._waited_s = time.monotonic(), self.ctx.waited_s
             yield share
             if self._share is not None:
-                raise RuntimeError("a step was not computed: do that inside `with job.step():`")
+                raise RuntimeError(NOT_COMPUTED)
         self._finish()
+
+    def _round(self, rounds: Rounds) -> Iterator[Share]:
+        self._replica.weigh(1.0)
+        with telling_others(self.ctx):
+            for share in rounds.run():
+                self._share, self._counted = share, False
+                yield share
+                if self._share is not None:
+                    raise RuntimeError(NOT_COMPUTED)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -165,6 +182,9 @@ class ElasticLoop(Record):
         if self._share is None:
             raise RuntimeError("call job.step() in the loop over the job, once per iteration")
         self._open, self._stops = True, False
+        if self._rounds is not None:
+            yield from self._step_alone(self._rounds)
+            return
         try:
             self._replica.remember(self.step_number)
             self.ctx.begin_step(self.step_number)
@@ -188,6 +208,17 @@ class ElasticLoop(Record):
         if self._counted:
             self._notify_step()
 
+    def _step_alone(self, rounds: Rounds) -> Iterator[None]:
+        """A step of a round."""
+        try:
+            with telling_others(self.ctx):
+                self.ctx.begin_step(self.step_number + rounds.num_steps)
+                yield
+                if not self._counted:
+                    ElasticLoop.commit(self)
+        finally:
+            self._open, self._share = False, None
+
     def log(self, **facts: Any) -> None:
         """Report facts to ``potluck run`` and ``potluck status``: names and numbers or strings.
 
@@ -203,15 +234,19 @@ class ElasticLoop(Record):
 
         A collective call with the same names on every rank; in a step before its commit. After a
         loss between two steps it raises PeerLost until the next step, also when the next group has
-        formed, because other ranks may not be at this call.
+        formed, because other ranks may not be at this call. In a step of a round, which does not
+        communicate, they are this rank's own.
         """
+        if self._share is not None and self._rounds is not None:
+            return {name: float(_plain(value)) for name, value in metrics.items()}
         if self._share is None and self._interrupted is not None:
             raise again(self._interrupted)
         weight = 1.0 if self._share is None else self._share.weight
         return average(self.ctx, metrics, weight=weight)
 
     def save(self) -> None:
-        """Write a checkpoint now. A collective call, between two steps.
+        """Write a checkpoint now. A collective call, between two steps. With a strategy of rounds
+        it is written at the end of the round, and an error is only logged.
 
         CheckpointError on all ranks if one rank could not write (in an asynchronous store: if the
         previous save failed); ValueError without ``checkpoint``.
@@ -222,6 +257,9 @@ class ElasticLoop(Record):
             )
         if not self._agreement.has_store:
             raise ValueError("there is no directory for checkpoints: pass checkpoint=DIRECTORY")
+        if self._rounds is not None and self._progress.deals:
+            self._rounds.ask(saves=True)
+            return
         # Not at once: a rank that lost its group, or the outcome of its step, must make the same
         # calls as the others in the same order. All ranks save once their group is settled.
         self._agreement.save_due = True
@@ -242,6 +280,13 @@ class ElasticLoop(Record):
         if self._counted:
             return
         own_loss = self._facts.pop("loss", None) if loss is None else loss
+        if self._rounds is not None:
+            if not ok:
+                raise RuntimeError("the steps of a round are not voted on, so none can be refused")
+            self._counted = True
+            own_loss = math.nan if own_loss is None else float(own_loss)
+            self._rounds.add_loss(own_loss, self._share.num_samples)
+            return
         try:
             outcome = self.ctx.commit(
                 self.step_number,
@@ -270,6 +315,8 @@ class ElasticLoop(Record):
         if not self._open or self._counted:
             raise RuntimeError("stop belongs inside the block of a step, before its commit")
         self._stops = True
+        if self._rounds is not None:
+            self._rounds.ask(stops=True)
 
     def add_noise(self, signal: float, noise: float) -> None:
         """Record unbiased estimates of |G|^2 and tr(Sigma) for the gradient of a committed step, as
@@ -278,8 +325,9 @@ class ElasticLoop(Record):
 
     # ------------------------------------------------------------ one step's outcome
 
-    def _state_hash(self) -> int:
-        if not self._agreement.hash_due and self.step_number % self._policy.hash_every:
+    def _state_hash(self, *, num_steps: int = 1) -> int:
+        due = self._progress.passes(self._policy.hash_every, num_steps)
+        if not self._agreement.hash_due and not due:
             return 0
         return 1 + int(self._replica.fingerprint()[:15], 16)
 
@@ -314,9 +362,26 @@ class ElasticLoop(Record):
         assert self._share is not None
         assert self._batch is not None
         self._counted = True
-        self._agreement.hash_due = False
         self._progress.count(self._batch, loss, skipped=skipped)
         self._progress.is_stopped = self._stops
+        now = time.monotonic()
+        # The first step also warms up.
+        self._is_typical = self._agreement.lost_at is None and len(self.losses) > 0
+        self._note_commit(loss, self._share.num_samples, now - self._began)
+
+    def _count_round(
+        self, loss: float, num_samples: int, seconds: float, ended: int | None
+    ) -> None:
+        """A round of this rank is committed, in which it computed ``num_samples`` in ``seconds``;
+        ``ended``: the epoch that ended with it."""
+        self._note_commit(loss, num_samples, seconds)
+        self._facts.clear()
+        self._notify("on_step_end", self.step_number, self.last_loss)
+        if ended is not None:
+            self._notify("on_epoch_end", ended, self._progress.epoch_loss)
+
+    def _note_commit(self, loss: float, num_samples: int, seconds: float) -> None:
+        self._agreement.hash_due = False
         self._agreement.last_loss = loss
         self.losses.append(loss)
         self._attempts = 0
@@ -324,10 +389,7 @@ class ElasticLoop(Record):
         if self._agreement.lost_at is not None:
             self.recoveries.append(now - self._agreement.lost_at)
             self._agreement.lost_at = None
-            self._is_typical = False
-        else:
-            self._is_typical = len(self.losses) > 1  # the first step also warms up
-        rate = self._share.num_samples / max(now - self._began, 1e-9)
+        rate = num_samples / max(seconds, 1e-9)
         known = self.samples_per_s
         self.samples_per_s = 0.9 * known + 0.1 * rate if known else rate
         if not math.isnan(loss):
@@ -359,15 +421,11 @@ class ElasticLoop(Record):
 
     def _notify(self, event: str, *arguments: Any) -> None:
         try:
-            self._callbacks.call(event, *arguments)
+            with telling_others(self.ctx):
+                self._callbacks.call(event, *arguments)
         except LOST as error:
             if self._interrupted is None:
                 self._lost(error)
-        except GroupError:
-            raise
-        except Exception as error:
-            self.ctx.abort(error)
-            raise
 
     def _rerun(self) -> None:
         self._replica.undo()
@@ -403,22 +461,22 @@ class ElasticLoop(Record):
         agreement = self._agreement
         while True:
             try:
-                if agreement.is_lost or (at_step and agreement.newcomers):
-                    agreement.agree(0)
-                    self._pace.new_group()
-                agreement.bring_up_to_date()
-                self._pace.exchange(self.ctx, self._progress)
-                every = self._policy.save_every
-                failed = agreement.save(due=self.done or self.step_number % every == 0)
-                if self.done and at_step:
-                    agreement.compare_at_the_end()
+                with telling_others(self.ctx):
+                    if agreement.is_lost or (at_step and agreement.newcomers):
+                        agreement.agree(0)
+                        self._pace.new_group()
+                    agreement.bring_up_to_date()
+                    if self._rounds is not None:
+                        self._rounds.catch_up()
+                    if not self._progress.deals:  # else the others are inside a round
+                        self._pace.exchange(self.ctx, self._progress)
+                    due = self.done or self._progress.has_passed(self._policy.save_every)
+                    failed = None if self._progress.deals else agreement.save(due=due)
+                    if self.done and at_step:
+                        agreement.compare_at_the_end()
                 break
             except LOST as error:
                 self._lost(error)
-            except Exception as error:
-                if not isinstance(error, GroupError | Diverged):
-                    self.ctx.abort(error)
-                raise
         if at_step:
             self._interrupted = None
             known, self._notified_epoch = self._notified_epoch, self.ctx.epoch
@@ -432,7 +490,7 @@ class ElasticLoop(Record):
             committed_steps=self.step_number,
             steps_run_again=self.num_reruns,
             recoveries=list(self.recoveries),
-            parameter_hash=self._replica.fingerprint(),
+            parameter_hash=self._replica.parameter_hash(),
         )
         self._notify("on_train_end", self)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from potluck.checkpoint.state import State
 from potluck.errors import CheckpointError, ConfigurationError
+from potluck.training.ledger import Deal, Span, merged, total
 from potluck.training.noise import NoiseBatching, NoiseEstimate
 from potluck.training.sampler import Batch, Schedule
 
@@ -16,14 +17,24 @@ from potluck.training.sampler import Batch, Schedule
 class Progress:
     """Steps and samples committed since the training began, and the batch of the next step.
 
-    ``num_skipped`` counts committed steps without an update (after an overflow of the loss scale).
-    ``is_stopped``: the script ended the training before the end of the schedule.
+    ``round`` counts commits: a step each, or the steps of a round. Of a training in rounds
+    ``deals`` are the rounds that are dealt and not committed, the oldest first, and ``owed`` the
+    spans of the present epoch that earlier rounds were dealt but have not computed.
+    ``is_flushed``: the last round reduced all parameters.
+    ``last_step`` is ``step`` before the last commit. ``num_skipped`` counts committed steps without
+    an update (after an overflow of the loss scale). ``is_stopped``: the script ended the training
+    before the end of the schedule.
     """
 
     schedule: Schedule
     batching: NoiseBatching | None = None
+    round: int = 0
     step: int = 0
+    last_step: int = 0
     committed: int = 0
+    owed: tuple[Span, ...] = ()
+    deals: list[Deal] = field(default_factory=list)
+    is_flushed: bool = True
     num_skipped: int = 0
     is_stopped: bool = False
     batch_size: int = field(init=False)
@@ -48,7 +59,7 @@ class Progress:
     @property
     def epoch(self) -> int:
         """The epoch of the data set that the next step belongs to."""
-        return self.batch().epoch
+        return self.committed // self.schedule.num_samples
 
     @property
     def epoch_loss(self) -> float:
@@ -66,14 +77,68 @@ class Progress:
         if math.isfinite(loss):
             self._loss_sum += loss * batch.size
             self._loss_weight += batch.size
+        self.round += 1
+        self.last_step = self.step
         self.step += 1
         self.committed += batch.size
         self.num_skipped += skipped
 
+    def passes(self, every: int, num_steps: int) -> bool:
+        """Whether one of the next ``num_steps`` steps has a number that is a multiple."""
+        return -(-self.step // every) * every < self.step + num_steps
+
+    def has_passed(self, every: int) -> bool:
+        """Whether the last commit has reached a multiple of ``every`` steps, or gone beyond it."""
+        return self.step // every > self.last_step // every
+
+    # ------------------------------------------------------------ rounds
+
+    @property
+    def frontier(self) -> int:
+        """The position in the present epoch from which nothing was dealt yet."""
+        start = self.epoch * self.schedule.num_samples
+        waiting = total(self.owed) + sum(deal.size for deal in self.deals)
+        return self.committed - start + waiting
+
+    @property
+    def is_epoch_dealt(self) -> bool:
+        """Whether the rounds that are dealt hold all that is left of their epoch."""
+        return not self.owed and self.frontier >= self.schedule.num_samples
+
+    def deal(self, size: int) -> Deal:
+        """Deal the next round, of at most ``size`` samples of one epoch: owed ones first."""
+        frontier, owed = self.frontier, Deal(self.epoch, self.owed)
+        end = min(frontier + max(0, size - owed.size), self.schedule.num_samples)
+        spans = merged([*owed.part(0, size), *([(frontier, end)] if end > frontier else [])])
+        self.owed = owed.part(size, owed.size)
+        self.deals.append(Deal(self.epoch, spans))
+        return self.deals[-1]
+
+    def settle(self, done: list[Span], num_steps: int, loss: float) -> Deal:
+        """Commit the oldest round, a round of ``num_steps`` steps, of which the offsets ``done``
+        were computed. The rest is owed."""
+        deal = self.deals[0]
+        rest = deal.rest(done)
+        self.deals.pop(0)
+        if self.committed % self.schedule.num_samples == 0 and deal.size:
+            self._loss_sum = self._loss_weight = 0.0
+        size = deal.size - total(rest)
+        if math.isfinite(loss):
+            self._loss_sum += loss * size
+            self._loss_weight += size
+        self.owed = merged([*self.owed, *rest])
+        self.round += 1
+        self.last_step = self.step
+        self.step += num_steps
+        self.committed += size
+        return deal
+
     def capture(self) -> dict[str, State]:
         """The progress as a state, for a joining worker or a checkpoint."""
         return {
+            "round": self.round,
             "step": self.step,
+            "last_step": self.last_step,
             "committed": self.committed,
             "num_samples": self.schedule.num_samples,
             "seed": self.schedule.seed,
@@ -83,6 +148,9 @@ class Progress:
             "batch_size": self.batch_size,
             "noise": [self.noise.signal, self.noise.noise, self.noise.num],
             "epoch_loss": [self._loss_sum, self._loss_weight],
+            "owed": [list(span) for span in self.owed],
+            "deals": [[list(span) for span in deal.spans] for deal in self.deals],
+            "is_flushed": self.is_flushed,
         }
 
     def restore(self, state: State) -> None:
@@ -92,11 +160,14 @@ class Progress:
         or seed. Without ``batching`` the batch size of the script's schedule applies.
         """
         try:
-            found = {name: int(state[name]) for name in ("step", "committed", "num_skipped")}
+            numbers = ("round", "step", "last_step", "committed", "num_skipped")
+            found = {name: int(state[name]) for name in numbers}
             order = (state["num_samples"], state["seed"], state["shuffle"])
             batch_size = int(state["batch_size"])
             signal, noise, num = state["noise"]
             loss_sum, loss_weight = map(float, state["epoch_loss"])
+            owed = _spans(state["owed"])
+            deals = [_spans(spans) for spans in state["deals"]]
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"not the state of an elastic loop: {error!r}") from error
         mine = (self.schedule.num_samples, self.schedule.seed, self.schedule.shuffle)
@@ -105,7 +176,10 @@ class Progress:
                 f"this state belongs to a training on {_describe(*order)}; this training is on "
                 f"{_describe(*mine)}: pass the same, or another directory for checkpoints"
             )
-        self.step, self.committed = found["step"], found["committed"]
+        self.round, self.step = found["round"], found["step"]
+        self.last_step, self.committed = found["last_step"], found["committed"]
+        self.owed, self.deals = owed, [Deal(self.epoch, spans) for spans in deals]
+        self.is_flushed = bool(state.get("is_flushed", True))
         self.num_skipped = found["num_skipped"]
         self.is_stopped = bool(state.get("is_stopped", False))
         self._loss_sum, self._loss_weight = loss_sum, loss_weight
@@ -117,3 +191,7 @@ class Progress:
 def _describe(num_samples: Any, seed: Any, shuffle: Any) -> str:
     order = f"shuffled with seed {seed}" if shuffle else "in their own order"
     return f"{num_samples} samples {order}"
+
+
+def _spans(found: Any) -> tuple[Span, ...]:
+    return tuple((int(start), int(stop)) for start, stop in found)

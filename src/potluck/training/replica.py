@@ -31,6 +31,9 @@ class Replica(Protocol):
     def fingerprint(self) -> str:
         """Hex SHA3-256 of the state that must be bit-identical on all ranks."""
 
+    def parameter_hash(self) -> str:
+        """Hex SHA3-256 of what was trained, for people to compare."""
+
     def remember(self, step: int) -> None:
         """At the start of step number ``step``: keep the state that the step may change before its
         commit."""
@@ -73,6 +76,9 @@ class StateReplica:
 
     def fingerprint(self) -> str:
         return fingerprint(self.get_state())
+
+    def parameter_hash(self) -> str:
+        return self.fingerprint()
 
     def remember(self, step: int) -> None:
         return None

@@ -16,6 +16,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from potluck.training.ledger import Span
 from potluck.training.shares import EQUAL, Cost, apportion
 
 
@@ -119,6 +120,15 @@ class Schedule:
             whole = order(self.seed, batch.epoch, self.num_samples)
             return whole[batch.start : batch.start + batch.size]
         return np.arange(batch.start, batch.start + batch.size, dtype=np.int64)
+
+    def pick(self, epoch: int, spans: Sequence[Span]) -> NDArray[np.int64]:
+        """The indices of the samples at ``spans`` of an epoch's permutation, int64."""
+        if self.shuffle:
+            whole = order(self.seed, epoch, self.num_samples)
+            parts = [whole[start:stop] for start, stop in spans]
+        else:
+            parts = [np.arange(start, stop, dtype=np.int64) for start, stop in spans]
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
     def share(
         self, batch: Batch, rank: int, world_size: int, costs: Sequence[Cost] | None = None

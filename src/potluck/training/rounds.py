@@ -1,0 +1,381 @@
+"""Training in rounds: steps on each rank alone, then one exchange, which commits them all.
+
+A round is dealt a part of the samples; each rank computes its share in steps that neither vote nor
+reduce. At the end of the round the ranks report what they have computed, exchange what has changed
+in their parameters, and vote. The round counts with the samples that the members of the committing
+group have computed; the others are owed to later rounds of the epoch (``ledger.py``).
+
+After a change of the group inside a round every member keeps its work. A member that has none,
+because it has joined, contributes nothing and waits for the next round. What is decided about a
+round (its samples, its fragment, when it is exchanged) follows from what is committed, so that all
+members decide alike.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from potluck.checkpoint.state import State
+from potluck.errors import Diverged, GroupError
+from potluck.training.agreement import LOST, Agreement
+from potluck.training.ledger import Deal, Span, cut
+from potluck.training.pace import Pace
+from potluck.training.progress import Progress
+from potluck.training.sampler import Share
+from potluck.training.shares import EQUAL, apportion
+from potluck.training.strategies.deadline import Arrivals
+from potluck.training.transfer import broadcast_state
+
+if TYPE_CHECKING:
+    from potluck.context import DistributedContext
+
+_log = logging.getLogger(__name__)
+
+_PATIENCE = 10
+"""A rank that has not arrived is waited for so many times the longest steps of a rank."""
+
+
+class RoundStrategy(Protocol):
+    """What a strategy exchanges at the end of a round, and how it changes the replica."""
+
+    every: int
+    """The number of steps of a round."""
+    deadline: float | None
+
+    def begin(self, number: int) -> None:
+        """The steps of round ``number`` begin."""
+
+    def close(self, number: int) -> None:
+        """The steps of round ``number`` are over on this rank: keep what they have changed."""
+
+    def start(
+        self, ctx: DistributedContext, number: int, weight: float, timeout_s: float
+    ) -> Callable[[], None]:
+        """Start the weighted sum over all ranks of what the round has changed; returns the function
+        that waits for it. Called again for the same round in the next group after a loss."""
+
+    def apply(self, number: int, fraction: float) -> None:
+        """Apply the sum to the replica. ``fraction``: the sum of all weights, 0 for no work."""
+
+    def inner_hash(self) -> int:
+        """52 bits of the values by which a step depends on its number, such as a learning rate;
+        equal on ranks that have done equally many steps."""
+
+    def capture_inner(self) -> State:
+        """These values, for a rank that has done another number of steps."""
+
+    def restore_inner(self, state: State) -> None:
+        """Set these values to those of another rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one rank did in a round: ``num_samples`` from offset ``start`` in ``num_steps``."""
+
+    number: int
+    start: int
+    num_samples: int
+    num_steps: int
+    seconds: float
+    inner_hash: int
+    saves: bool
+    stops: bool
+
+    def row(self) -> NDArray[np.float64]:
+        return np.array(
+            [
+                *(self.number, self.start, self.num_samples, self.num_steps, self.seconds),
+                *(self.inner_hash, self.saves, self.stops),
+            ],
+            np.float64,
+        )
+
+    @classmethod
+    def of(cls, row: Any) -> Report:
+        number, start, num_samples, num_steps, seconds, inner_hash, saves, stops = row.tolist()
+        return cls(
+            *(int(number), int(start), int(num_samples), int(num_steps), seconds),
+            *(int(inner_hash), bool(saves), bool(stops)),
+        )
+
+    @property
+    def span(self) -> Span:
+        return self.start, self.start + self.num_samples
+
+
+@dataclass(eq=False, slots=True)
+class Work:
+    """This rank's part of a round that is not committed yet.
+
+    ``batches`` are the offsets of its steps, empty if others were dealt the round before this rank
+    was a member. ``epoch`` is the group in which the exchange was started, 0 before.
+    """
+
+    number: int
+    deal: Deal
+    batches: list[Span] = field(default_factory=list)
+    num_samples: int = 0
+    num_steps: int = 0
+    seconds: float = 0.0
+    loss_sum: float = 0.0
+    loss_weight: int = 0
+    is_closed: bool = False
+    inner_hash: int = 0
+    saves: bool = False
+    stops: bool = False
+    epoch: int = 0
+    wait: Callable[[], list[Report]] | None = None
+    reports: list[Report] = field(default_factory=list)
+    inner: State = None
+
+    @property
+    def loss(self) -> float:
+        return self.loss_sum / self.loss_weight if self.loss_weight else math.nan
+
+    def report(self) -> Report:
+        start = self.batches[0][0] if self.batches else 0
+        return Report(
+            *(self.number, start, self.num_samples, self.num_steps, self.seconds),
+            *(self.inner_hash, self.saves, self.stops),
+        )
+
+
+class Loop(Protocol):
+    """What rounds need of the loop whose part they are."""
+
+    ctx: DistributedContext
+    _progress: Progress
+    _agreement: Agreement
+    _pace: Pace
+
+    def _lost(self, error: GroupError) -> None: ...
+
+    def _state_hash(self, *, num_steps: int) -> int: ...
+
+    def _count_round(
+        self, loss: float, num_samples: int, seconds: float, ended: int | None
+    ) -> None: ...
+
+
+class Rounds:
+    """The rounds of one loop: the part of ElasticLoop that is for strategies with rounds."""
+
+    def __init__(self, job: Loop, strategy: RoundStrategy) -> None:
+        self.strategy = strategy
+        self._job = job
+        self._works: list[Work] = []  # as the loop's progress has deals
+        self._arrivals = Arrivals()
+        self._present: Work | None = None  # whose steps this rank computes
+
+    # ------------------------------------------------------------ steps
+
+    def run(self) -> Iterator[Share]:
+        """One round: its steps, then its exchange."""
+        job = self._job
+        work = self._works[0] if self._works else self._deal()
+        self.strategy.begin(work.number)
+        self._present = work
+        began = time.monotonic()
+        limit = None
+        if self.strategy.deadline is not None:
+            limit = self._arrivals.deadline_s(self.strategy.deadline)
+        for start, stop in work.batches:
+            indices = job._progress.schedule.pick(work.deal.epoch, work.deal.part(start, stop))
+            yield Share(work.deal.epoch, indices, 1.0)
+            work.num_samples += stop - start
+            work.num_steps += 1
+            work.seconds = time.monotonic() - began
+            self._look()
+            if work not in self._works:
+                return  # this rank has received another state
+            if work.is_closed or (limit is not None and work.seconds > limit):
+                break
+        self._close(work)
+        self._finish(work)
+
+    def add_loss(self, loss: float, num_samples: int) -> None:
+        """Note the loss of a step of this rank."""
+        if self._present is not None and not math.isnan(loss):
+            self._present.loss_sum += loss * num_samples
+            self._present.loss_weight += num_samples
+
+    def ask(self, *, saves: bool = False, stops: bool = False) -> None:
+        """Ask for a checkpoint, or for the end of the training, at the end of the round."""
+        if self._present is not None:
+            self._present.saves |= saves
+            self._present.stops |= stops
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps that this rank has computed in its present round."""
+        return self._present.num_steps if self._present is not None else 0
+
+    # ------------------------------------------------------------ the group
+
+    def catch_up(self) -> None:
+        """After an agreement of the group: the rounds that others were dealt, and this rank was
+        not, it takes part in without work."""
+        job, agreement = self._job, self._job._agreement
+        progress = job._progress
+        if agreement.is_restored:
+            agreement.is_restored = False
+            self._works = [
+                Work(progress.round + place, deal) for place, deal in enumerate(progress.deals)
+            ]
+        while progress.round + len(progress.deals) < agreement.num_dealt:
+            number = progress.round + len(progress.deals)
+            self._works.append(Work(number, progress.deal(self._size)))
+        for work in self._works[:-1]:
+            self._close(work)
+
+    # ------------------------------------------------------------ inside
+
+    @property
+    def _size(self) -> int:
+        return self.strategy.every * self._job._progress.schedule.batch_size
+
+    def _deal(self) -> Work:
+        job = self._job
+        progress, world = job._progress, job.ctx.world_size
+        work = Work(progress.round, progress.deal(self._size))
+        self._works.append(work)
+        size, costs = work.deal.size, job._pace.costs
+        counts = apportion(size, costs or (EQUAL,) * world)
+        start, mine = sum(counts[: job.ctx.rank]), counts[job.ctx.rank]
+        num_steps = math.ceil(size / job._progress.schedule.batch_size)
+        if costs is not None:
+            num_steps = max(1, round(num_steps * mine * world / size))
+        work.batches = list(cut(start, start + mine, num_steps))
+        return work
+
+    def _look(self) -> None:
+        """Between two steps: form the next group at once if the present one is over, so that the
+        others need not wait for the end of this rank's round."""
+        error = getattr(self._job.ctx.communicator, "error", None)
+        if error is None or not isinstance(error, LOST):
+            return
+        self._job._lost(error)
+        try:
+            self._regroup(0)
+        except LOST as another:
+            self._job._lost(another)
+
+    def _close(self, work: Work) -> None:
+        if not work.is_closed:
+            work.is_closed = True
+            work.inner_hash = self.strategy.inner_hash()
+            self.strategy.close(work.number)
+
+    def _finish(self, work: Work) -> None:
+        """Exchange, vote and apply; over as many groups as it takes. Returns without having done so
+        if this rank has received the state of another one."""
+        job = self._job
+        agreement = job._agreement
+        pending = 0
+        while work in self._works:
+            try:
+                if agreement.is_lost:
+                    self._regroup(pending)
+                    pending = 0
+                    continue
+                self._exchange(work)
+                pending = job.ctx.epoch
+                outcome = job.ctx.commit(
+                    work.number,
+                    state_hash=job._state_hash(num_steps=self._num_steps_of(work)),
+                    loss=work.loss,
+                    weight=float(work.num_samples),
+                )
+                if not outcome:
+                    raise RuntimeError(f"round {work.number} does not count: {outcome.reason}")
+                agreement.newcomers = outcome.reform
+                agreement.history = job.ctx.epoch
+                self._count(work, outcome.loss)
+            except LOST as error:
+                job._lost(error)
+
+    def _regroup(self, pending: int) -> None:
+        """Form the next group, apply the round that it knows to count, and take up newcomers."""
+        job = self._job
+        agreement = job._agreement
+        resolution, loss = agreement.agree(pending)
+        job._pace.new_group()
+        if job.ctx.rank in resolution.apply:
+            agreement.history = resolution.history
+            self._count(self._works[0], loss)
+        agreement.bring_up_to_date()
+        self.catch_up()
+
+    def _exchange(self, work: Work) -> None:
+        """The reports and the sum of all ranks. Collective, and can be called again."""
+        job = self._job
+        ctx = job.ctx
+        if work.epoch != ctx.epoch:
+            longest = max(self._arrivals.longest_s, work.seconds)
+            patience = ctx.timeout_s + _PATIENCE * longest
+            reports = ctx.all_gather(work.report().row(), timeout=patience, async_op=True)
+            weight = work.num_samples / max(1, work.deal.size)
+            wait = self.strategy.start(ctx, work.number, weight, patience)
+
+            def both() -> list[Report]:
+                rows = reports.wait().reshape(ctx.world_size, -1)
+                wait()
+                return [Report.of(row) for row in rows]
+
+            work.epoch, work.wait = ctx.epoch, both
+        assert work.wait is not None
+        work.reports = work.wait()
+        self._compare(work)
+
+    def _compare(self, work: Work) -> None:
+        """Diverged if ranks that took equally many steps have unlike learning rates. Ranks that
+        took other numbers of steps get those of the rank with the most samples."""
+        ctx = self._job.ctx
+        reports = work.reports
+        hashes: dict[int, tuple[int, int]] = {}
+        for rank, report in enumerate(reports):
+            if not report.num_steps:
+                continue
+            first, expected = hashes.setdefault(report.num_steps, (rank, report.inner_hash))
+            if report.inner_hash != expected:
+                ctx.settle()
+                raise Diverged(
+                    f"after round {work.number} rank {rank} has other hyperparameters than rank "
+                    f"{first}: a learning rate must follow from job.step_number, or from a "
+                    "scheduler in also="
+                )
+        work.inner = None
+        if len({report.num_steps for report in reports}) > 1:
+            lead = max(range(len(reports)), key=lambda rank: reports[rank].num_samples)
+            mine = self.strategy.capture_inner() if ctx.rank == lead else None
+            work.inner = broadcast_state(ctx, mine, lead, wanted=True)
+
+    def _num_steps_of(self, work: Work) -> int:
+        return math.ceil(work.deal.size / self._job._progress.schedule.batch_size)
+
+    def _count(self, work: Work, loss: float) -> None:
+        """The round counts: apply it, and note what was computed of it."""
+        job = self._job
+        progress = job._progress
+        done = [report.span for report in work.reports]
+        num_samples = sum(report.num_samples for report in work.reports)
+        progress.settle(done, self._num_steps_of(work), loss)
+        self.strategy.apply(work.number, num_samples / max(1, work.deal.size))
+        if work.inner is not None:
+            self.strategy.restore_inner(work.inner)
+        self._works.remove(work)
+        self._arrivals.add(report.seconds for report in work.reports)
+        job._agreement.save_due |= any(report.saves for report in work.reports)
+        progress.is_stopped |= any(report.stops for report in work.reports)
+        if work.num_samples:
+            job._pace.add_time(work.num_samples, work.seconds)
+        ended = bool(num_samples) and progress.committed % job._progress.schedule.num_samples == 0
+        job._count_round(loss, work.num_samples, work.seconds, work.deal.epoch if ended else None)

@@ -1,0 +1,5 @@
+"""Strategies: how often the ranks of a training agree. Pure."""
+
+from potluck.training.strategies.kinds import SGD, DataParallel, DiLoCo, LocalSGD, Rounds
+
+__all__ = ["SGD", "DataParallel", "DiLoCo", "LocalSGD", "Rounds"]

@@ -1,0 +1,106 @@
+"""The strategies of a training, as a script names them. Each is an immutable set of options."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from potluck.compressors import Strategy as Compressor
+
+
+@dataclass(frozen=True, slots=True)
+class SGD:
+    """The outer optimizer: gradient descent with momentum, as torch.optim.SGD computes it.
+
+    Its gradient is the *pseudo-gradient*, the parameters at the start of a round minus their mean
+    over the ranks at its end. With a rate of 1 and no momentum a round ends with that mean.
+    """
+
+    lr: float
+    momentum: float = 0.0
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.lr < math.inf:
+            raise ValueError(f"SGD(lr={self.lr}): lr must be positive and finite")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"SGD(momentum={self.momentum}): momentum is at least 0, below 1")
+        if self.nesterov and not self.momentum:
+            raise ValueError("SGD(nesterov=True) needs a momentum above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class DataParallel:
+    """Every step is averaged over all ranks and committed: the gradients are those of one machine
+    with the whole batch.
+
+    ``compression`` sends gradients in fewer bytes, for a model that the loop is to wrap or whose
+    DistributedDataParallel has the same.
+    """
+
+    compression: Compressor | None = None
+
+    def __post_init__(self) -> None:
+        _check_compressor(self.compression)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounds:
+    """What strategies of rounds share: ``every`` steps on each rank alone, then one reduction."""
+
+    every: int
+    deadline: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.every, int) or self.every < 1:
+            raise ValueError(f"every is {self.every!r}; a round has at least 1 step")
+        if self.deadline is not None and not 0 <= self.deadline < math.inf:
+            raise ValueError(f"deadline is {self.deadline}; it must be finite, at least 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalSGD(Rounds):
+    """Ranks train alone for ``every`` steps, then continue from the mean of their parameters.
+
+    (Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019.) Each rank counts with
+    its samples. Cost of a round: one all_reduce of the parameters. ``deadline`` ends a slow rank's
+    steps as in [DiLoCo][potluck.torch.DiLoCo].
+    """
+
+    every: int = 8
+
+    @property
+    def outer(self) -> SGD:
+        """The rule by which a round ends with the mean of the parameters."""
+        return SGD(1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiLoCo(Rounds):
+    """Ranks train alone for ``every`` steps; an outer optimizer applies the mean of what changed.
+
+    (Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023.)
+    Each rank counts with its samples. Cost of a round: one all_reduce of the parameters; memory:
+    the parameters and the outer momentum once more, on the host.
+
+    With ``deadline`` a rank ends its round before its last step if it has taken longer than the
+    median of the ranks' times in the last rounds plus ``deadline`` times their median absolute
+    deviation; later rounds compute the samples that it leaves.
+
+    ValueError for ``every`` below 1.
+    """
+
+    every: int = 100
+    outer: SGD = SGD(0.7, momentum=0.9, nesterov=True)
+
+    def __post_init__(self) -> None:
+        Rounds.__post_init__(self)
+        if not isinstance(self.outer, SGD):
+            raise TypeError(f"outer is {self.outer!r}: pass potluck.torch.SGD(...)")
+
+
+def _check_compressor(compression: object) -> None:
+    if not isinstance(compression, Compressor | None):
+        raise TypeError(
+            f"compression is {compression!r}; it must be one such as TopK(0.01), or None"
+        )

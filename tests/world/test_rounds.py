@@ -1,0 +1,295 @@
+"""Training in rounds, without torch: losses and joins at any moment, and no sample lost or doubled.
+
+What is trained here is a count: each step adds one to its samples on its own rank, and the exchange
+of a round adds up what the ranks have counted. In the end every sample must have been counted
+exactly once per epoch, on every worker.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from potluck.checkpoint.store import CheckpointStore
+from potluck.context import DistributedContext
+from potluck.errors import Diverged
+from potluck.testing.elastic import ElasticWorld, MortalContext
+from potluck.testing.world import WorldError, run_world
+from potluck.training.elastic import ElasticLoop, Policy
+from potluck.training.replica import StateReplica
+from potluck.training.sampler import Schedule
+
+
+@dataclass
+class Counts:
+    """A strategy and its training, whose state is how often each sample was committed."""
+
+    ctx: DistributedContext
+    schedule: Schedule
+    every: int = 3
+    store: CheckpointStore | None = None
+    on_step: Callable[[Counts], None] = lambda counts: None
+    policy: Policy = field(default_factory=lambda: Policy(hash_every=1, save_every=5))
+    deadline: float | None = None
+    rate: int = 1
+
+    def __post_init__(self) -> None:
+        self.seen = np.zeros(self.schedule.num_samples, np.int64)
+        self.mine = np.zeros_like(self.seen)
+        self.kept: dict[int, np.ndarray] = {}
+        self.fractions: list[float] = []
+        self.num_steps = 0
+        replica = StateReplica(lambda: {"seen": self.seen}, self.restore)
+        self.job = ElasticLoop(
+            self.ctx, self.schedule, replica, checkpoint=self.store, policy=self.policy,
+            strategy=self,
+        )  # fmt: skip
+
+    def restore(self, state: Any) -> None:
+        self.seen = state["seen"].copy()
+        self.mine[:] = 0
+        self.kept.clear()
+
+    # -- the strategy
+
+    def begin(self, number: int) -> None:
+        assert not self.mine.any(), "steps of another round are left"
+
+    def close(self, number: int) -> None:
+        self.kept[number], self.mine = self.mine, np.zeros_like(self.mine)
+
+    def start(
+        self, ctx: DistributedContext, number: int, weight: float, timeout_s: float
+    ) -> Callable[[], None]:
+        self.total = self.kept[number].copy()
+        return ctx.all_reduce(self.total, async_op=True).wait
+
+    def apply(self, number: int, fraction: float) -> None:
+        self.seen = self.seen + self.total
+        self.fractions.append(fraction)
+        del self.kept[number]
+
+    def inner_hash(self) -> int:
+        return self.rate
+
+    def capture_inner(self) -> int:
+        return self.rate
+
+    def restore_inner(self, state: int) -> None:
+        self.rate = state
+
+    # -- the script
+
+    def run(self) -> Counts:
+        for share in self.job:
+            with self.job.step():
+                self.on_step(self)
+                self.mine[share.indices] += 1
+                self.job.log(loss=float(len(share.indices)))
+                self.num_steps += 1
+        return self
+
+
+def assert_complete(results: Any, epochs: int) -> None:
+    found = list(results.values()) if isinstance(results, dict) else results
+    assert found
+    for counts in found:
+        assert counts.job.done
+        assert (counts.seen == epochs).all(), counts.seen
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_without_faults_every_sample_is_committed_once_per_epoch(world_size: int) -> None:
+    schedule = Schedule(num_samples=47, batch_size=5, epochs=3, seed=1)
+    results = run_world(world_size, lambda ctx: Counts(ctx, schedule).run())
+    assert_complete(results, 3)
+    for counts in results:
+        assert counts.job.step_number == 30, "rounds count their steps"
+        assert len(counts.job.losses) == 12, "four rounds an epoch, the last one shorter"
+        assert counts.num_steps == 30 or world_size > 2, "equal shares are equally many steps"
+        assert counts.job.num_reruns == 0
+        assert counts.fractions == [1.0] * 12
+
+
+def test_who_is_lost_inside_a_round_costs_the_others_no_step() -> None:
+    """Its samples of the round are owed, and computed by the others in a later one."""
+    schedule = Schedule(num_samples=36, batch_size=4, epochs=2)
+
+    def work(ctx: MortalContext) -> Counts:
+        def on_step(counts: Counts) -> None:
+            if ctx.backend.worker == "1" and counts.num_steps == 4:
+                ctx.die()
+
+        return Counts(ctx, schedule, on_step=on_step).run()
+
+    results = ElasticWorld(2, work).run()
+    assert sorted(results) == ["0"]
+    assert_complete(results, 2)
+    (counts,) = results.values()
+    assert counts.fractions[1] == 0.5, "the round counts with what the survivor did"
+    assert counts.fractions[2:] == [1.0] * (len(counts.fractions) - 2)
+    assert counts.job.num_reruns == 0
+    # The owed half of a round is a round of six samples in two steps.
+    assert [round(loss) for loss in counts.job.losses] == [2, 2, 4, 3, 4, 4, 4]
+
+
+def test_a_newcomer_enters_at_a_round() -> None:
+    schedule = Schedule(num_samples=60, batch_size=4, epochs=4)
+    joined = threading.Event()
+    world: ElasticWorld[Counts]
+
+    def work(ctx: MortalContext) -> Counts:
+        def on_step(counts: Counts) -> None:
+            if counts.num_steps == 7 and ctx.backend.worker == "0" and not joined.is_set():
+                joined.set()
+                world.join()
+
+        return Counts(ctx, schedule, on_step=on_step).run()
+
+    world = ElasticWorld(2, work)
+    results = world.run()
+    assert sorted(results) == ["0", "1", "2"]
+    assert_complete(results, 4)
+    assert set(results["0"].fractions) == {1.0}, "a join costs nothing"
+    assert results["2"].num_steps > 0
+
+
+@pytest.mark.parametrize("round_", range(40))
+def test_over_random_deaths_and_joins_every_sample_is_committed_exactly_once(
+    round_: int, seed: int
+) -> None:
+    rng = random.Random(seed)
+    schedule = Schedule(rng.randint(1, 60), rng.randint(1, 9), epochs=rng.randint(1, 4), seed=2)
+    every = rng.randint(1, 5)
+    fate = {
+        str(worker): rng.choice([rng.randint(0, 12), rng.randint(0, 60)])
+        for worker in range(1, 9)
+        if rng.random() < 0.6
+    }
+    in_steps = {str(worker): rng.randint(0, 20) for worker in range(1, 9) if rng.random() < 0.3}
+    joins = sorted(rng.randint(0, 20) for _ in range(rng.randint(0, 4)))
+    lock = threading.Lock()
+    world: ElasticWorld[Counts]
+
+    def work(ctx: MortalContext) -> Counts:
+        def on_step(counts: Counts) -> None:
+            if in_steps.get(ctx.backend.worker) == counts.num_steps:
+                ctx.die()
+            with lock:
+                due = [joins.pop(0) for at in list(joins) if counts.num_steps >= at]
+            for _ in due:
+                world.join()
+
+        return Counts(ctx, schedule, every, on_step=on_step).run()
+
+    world = ElasticWorld(
+        rng.randint(2, 5), work, dies=lambda worker, name, number: fate.get(worker) == number
+    )
+    results = world.run()
+    assert "0" in results
+    assert_complete(results, schedule.epochs)
+    assert len({counts.job._progress.round for counts in results.values()}) == 1
+
+
+@pytest.mark.parametrize("moment", range(28))
+def test_a_death_at_every_half_of_an_operation(moment: int) -> None:
+    """Covers the agreement at the start, the reports, the sum, the vote and the end."""
+    schedule = Schedule(num_samples=14, batch_size=3, epochs=1)
+    results = ElasticWorld(
+        3,
+        lambda ctx: Counts(ctx, schedule, 2).run(),
+        dies=lambda worker, name, number: worker == "1" and number == moment,
+    ).run()
+    assert_complete(results, 1)
+    assert {"0", "2"} <= results.keys()
+
+
+def test_a_training_whose_workers_are_all_killed_resumes_at_a_round(tmp_path: Path) -> None:
+    schedule = Schedule(num_samples=40, batch_size=4, epochs=2)
+    store = CheckpointStore(tmp_path)
+
+    def doomed(ctx: MortalContext) -> Counts:
+        def on_step(counts: Counts) -> None:
+            if counts.num_steps == 13:
+                ctx.die()
+
+        return Counts(ctx, schedule, store=store, on_step=on_step).run()
+
+    assert ElasticWorld(3, doomed).run() == {}
+    saved = store.load_latest()
+    assert saved is not None
+    assert saved.step in (10, 12), "after the round that passed a multiple of save_every"
+    begun: list[int] = []
+
+    def heir(ctx: DistributedContext) -> Counts:
+        return Counts(
+            ctx, schedule, store=store, on_step=lambda counts: begun.append(counts.job.step_number)
+        ).run()
+
+    assert_complete(run_world(2, heir), 2)
+    assert min(begun) == saved.step
+
+
+def test_a_newcomer_with_a_stale_learning_rate_is_found() -> None:
+    schedule = Schedule(num_samples=60, batch_size=4, epochs=9)
+    joined = threading.Event()
+    world: ElasticWorld[Counts]
+
+    def work(ctx: MortalContext) -> Counts:
+        def on_step(counts: Counts) -> None:
+            if counts.num_steps == 7 and ctx.backend.worker == "0" and not joined.is_set():
+                joined.set()
+                world.join()
+
+        return Counts(ctx, schedule, on_step=on_step, rate=1 + (ctx.backend.worker == "2")).run()
+
+    world = ElasticWorld(2, work)
+    with pytest.raises(Diverged, match="rank 2 has other hyperparameters than rank 0"):
+        world.run()
+
+
+def test_stop_and_save_take_effect_at_the_end_of_the_round(tmp_path: Path) -> None:
+    def work(ctx: DistributedContext) -> Counts:
+        store = CheckpointStore(tmp_path / str(ctx.rank))
+
+        def on_step(counts: Counts) -> None:
+            if counts.num_steps == 4:
+                counts.job.stop()
+
+        counts = Counts(ctx, Schedule(90, 5), store=store, on_step=on_step)
+        for share in counts.job:
+            with counts.job.step():
+                on_step(counts)
+                counts.mine[share.indices] += 1
+                counts.num_steps += 1
+            if counts.num_steps == 2:
+                counts.job.save()
+        assert [found.step for found in [store.load_latest()] if found] in ([], [6])
+        return counts
+
+    for counts in run_world(2, work):
+        assert counts.job.step_number == 6
+        assert counts.job.committed == 30
+
+
+def test_an_error_in_a_step_of_a_round_names_that_rank_everywhere() -> None:
+    def work(ctx: DistributedContext) -> Counts:
+        def on_step(counts: Counts) -> None:
+            if ctx.rank == 1 and counts.num_steps == 2:
+                raise ZeroDivisionError("a bug in the script")
+
+        return Counts(ctx, Schedule(40, 4), on_step=on_step).run()
+
+    with pytest.raises(WorldError) as caught:
+        run_world(3, work)
+    assert isinstance(caught.value.errors[1], ZeroDivisionError)
+    for rank in (0, 2):
+        assert "rank 1" in str(caught.value.errors[rank])
+        assert "a bug in the script" in str(caught.value.errors[rank])

@@ -1,0 +1,377 @@
+"""Local SGD and DiLoCo in the elastic loop: the mathematics, losses, joins, checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from potluck import TopK
+from potluck.backends.local import LocalBackend
+from potluck.checkpoint.store import CheckpointStore
+from potluck.context import DistributedContext
+from potluck.errors import CheckpointError, Diverged
+from potluck.testing.elastic import ElasticWorld, MortalContext
+from potluck.testing.world import WorldError, run_world
+from potluck.torch import DDP, SGD, DataParallel, DiLoCo, ElasticLoop, LocalSGD, Policy
+from potluck.training.sampler import Schedule
+
+GENERATOR = torch.Generator().manual_seed(3)
+X = torch.randn(48, 6, generator=GENERATOR, dtype=torch.float64)
+Y = torch.randint(0, 4, (48,), generator=GENERATOR)
+_START = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+EVERY_ROUND = Policy(hash_every=1, save_every=4, recovery_s=30)
+
+
+class Training:
+    """A small network, as a script would train it."""
+
+    def __init__(
+        self,
+        ctx: DistributedContext,
+        strategy: Any,
+        *,
+        on_step: Callable[[Training], None] = lambda training: None,
+        inner: nn.Module = _START,
+        adam: bool = False,
+        lr: float = 0.1,
+        **options: Any,
+    ) -> None:
+        self.ctx, self.on_step = ctx, on_step
+        self.model = DDP(copy.deepcopy(inner), ctx)
+        kind = torch.optim.Adam if adam else torch.optim.SGD
+        self.optimizer = kind(self.model.parameters(), lr=lr)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 5, gamma=0.8)
+        self.job = ElasticLoop(
+            self.model, self.optimizer, (X, Y), batch_size=8, epochs=options.pop("epochs", 2),
+            seed=5, also={"scheduler": self.scheduler} if options.pop("schedules", True) else None,
+            policy=options.pop("policy", EVERY_ROUND), strategy=strategy, **options,
+        )  # fmt: skip
+        self.num_steps = 0
+
+    def run(self) -> Training:
+        for x, y in self.job:
+            with self.job.step():
+                self.on_step(self)
+                self.optimizer.zero_grad()
+                loss = F.cross_entropy(self.model(x), y)
+                loss.backward()
+                self.job.log(loss=loss)
+                self.optimizer.step()
+                self.scheduler.step()
+                self.num_steps += 1
+        return self
+
+    def parameters(self) -> list[Tensor]:
+        return [parameter.detach() for parameter in self.model.parameters()]
+
+
+def close(found: list[Tensor], wanted: list[Tensor]) -> None:
+    for mine, right in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("strategy", [LocalSGD(every=1), DiLoCo(every=1, outer=SGD(1.0))], ids=repr)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_rounds_of_one_step_are_data_parallelism(strategy: Any, world_size: int) -> None:
+    """With the sign of the pseudo-gradient wrong the loss would rise."""
+    expected = run_world(world_size, lambda ctx: Training(ctx, DataParallel()).run())
+    found = run_world(world_size, lambda ctx: Training(ctx, strategy).run())
+    for training, right in zip(found, expected, strict=True):
+        close(training.parameters(), right.parameters())
+        assert training.job.losses == pytest.approx(right.job.losses, rel=1e-10)
+    assert len({training.job.parameter_hash() for training in found}) == 1
+
+
+def by_hand(every: int, outer: SGD, num_ranks: int) -> list[Tensor]:
+    """DiLoCo in plain torch, with torch's own SGD as the outer optimizer."""
+    anchor = copy.deepcopy(_START)
+    optimizer = torch.optim.SGD(
+        anchor.parameters(), outer.lr, momentum=outer.momentum, nesterov=outer.nesterov
+    )
+    schedule = Schedule(48, 8, 2, seed=5)
+    rates, committed = [0.1 * 0.8 ** (step // 5) for step in range(100)], 0
+    while committed < schedule.total:
+        batch = schedule.batch(committed, 8 * every)
+        indices = torch.as_tensor(schedule.indices(batch).copy())
+        moved = [torch.zeros_like(p) for p in anchor.parameters()]
+        for part in indices.chunk(num_ranks):
+            model = copy.deepcopy(anchor)
+            inner = torch.optim.SGD(model.parameters(), lr=0.1)
+            num_steps = -(-len(indices) // 8)
+            for number, mine in enumerate(part.tensor_split(num_steps)):
+                inner.param_groups[0]["lr"] = rates[committed // 8 + number]
+                inner.zero_grad()
+                F.cross_entropy(model(X[mine]), Y[mine]).backward()
+                inner.step()
+            for total, old, new in zip(moved, anchor.parameters(), model.parameters(), strict=True):
+                total += (old - new).detach() * len(part) / len(indices)
+        for parameter, gradient in zip(anchor.parameters(), moved, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        committed += batch.size
+    return [parameter.detach() for parameter in anchor.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "outer"),
+    [
+        (LocalSGD(every=3), SGD(1.0)),
+        (DiLoCo(every=2), SGD(0.7, momentum=0.9, nesterov=True)),
+        (DiLoCo(every=6, outer=SGD(0.5, momentum=0.5)), SGD(0.5, momentum=0.5)),
+    ],
+    ids=repr,
+)
+def test_the_outer_optimizer_is_torchs_on_the_mean_of_what_changed(
+    strategy: Any, outer: SGD
+) -> None:
+    expected = by_hand(strategy.every, outer, 2)
+    for training in run_world(2, lambda ctx: Training(ctx, strategy).run()):
+        close(training.parameters(), expected)
+        assert training.job.step_number == training.num_steps == 12
+
+
+@pytest.mark.parametrize("adam", [False, True])
+def test_alone_local_sgd_is_plain_training(adam: bool) -> None:
+    with DistributedContext(LocalBackend()) as ctx:
+        plain = Training(ctx, None, adam=adam).run()
+        rounds = Training(ctx, LocalSGD(every=4), adam=adam).run()
+    close(rounds.parameters(), plain.parameters())
+
+
+def test_a_model_in_bfloat16_keeps_its_global_parameters_in_float32() -> None:
+    inner = copy.deepcopy(_START).bfloat16()
+
+    def work(ctx: DistributedContext) -> str:
+        model = DDP(copy.deepcopy(inner), ctx)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        job = ElasticLoop(
+            model, optimizer, (X.bfloat16(), Y), batch_size=8, strategy=DiLoCo(every=2), ctx=ctx
+        )
+        for x, y in job:
+            with job.step():
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+        assert model.module[0].weight.dtype == torch.bfloat16
+        return job.parameter_hash()
+
+    assert len(set(run_world(2, work))) == 1
+
+
+def test_buffers_are_averaged_and_gradients_are_reduced_again_after_the_loop() -> None:
+    inner = nn.Sequential(nn.BatchNorm1d(6), copy.deepcopy(_START)).double()
+
+    def work(ctx: DistributedContext) -> tuple[Tensor, bool]:
+        training = Training(ctx, LocalSGD(every=2), inner=inner).run()
+        return training.model.module[0].running_mean, training.model.reduces
+
+    (first, reduces), (second, _) = run_world(2, work)
+    assert torch.equal(first, second)
+    assert first.abs().sum() > 0
+    assert reduces
+
+
+class Tied(nn.Module):
+    """Two names of one parameter, and a submodule with the name that a wrapper gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(6, 6)
+        self.again = nn.Linear(6, 6)
+        self.again.weight = self.module.weight
+        self.last = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.again(self.module(x)))
+        return out
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_a_newcomer_gets_the_global_parameters_of_shared_ones_too(wrapped: bool) -> None:
+    joined = threading.Event()
+    start = Tied().double()
+    world: ElasticWorld[str]
+
+    def work(ctx: MortalContext) -> str:
+        model: nn.Module = copy.deepcopy(start)
+        model = DDP(model, ctx) if wrapped else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        job = ElasticLoop(
+            model, optimizer, (X, Y), batch_size=4, epochs=6, strategy=LocalSGD(every=3), ctx=ctx,
+            policy=EVERY_ROUND,
+        )  # fmt: skip
+        num_steps = 0
+        for x, y in job:
+            with job.step():
+                num_steps += 1
+                if ctx.backend.worker == "0" and num_steps == 4:
+                    joined.set()
+                    world.join()
+                if ctx.backend.worker == "1" and num_steps == 5:
+                    joined.wait(30)
+                    ctx.die()  # in the middle of a round, into which the newcomer comes
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+        return job.parameter_hash()
+
+    world = ElasticWorld(2, work)
+    results = world.run()
+    assert sorted(results) == ["0", "2"]
+    assert len(set(results.values())) == 1
+
+
+STRATEGY = DiLoCo(every=3, outer=SGD(0.7, momentum=0.9, nesterov=True))
+
+
+@pytest.mark.parametrize("moment", range(3, 36, 2))
+def test_a_death_anywhere_leaves_the_survivors_equal(moment: int) -> None:
+    """Also in the reduction of the pseudo-gradients, and in the vote."""
+    results = ElasticWorld(
+        3,
+        lambda ctx: Training(ctx, STRATEGY, epochs=1).run(),
+        dies=lambda worker, name, number: worker == "2" and number == moment,
+    ).run()
+    assert {"0", "1"} <= results.keys()
+    assert len({training.job.parameter_hash() for training in results.values()}) == 1
+    assert all(training.job.committed == 48 for training in results.values())
+
+
+def test_a_newcomer_gets_the_outer_momentum_and_all_end_equal() -> None:
+    joined = threading.Event()
+    world: ElasticWorld[Training]
+
+    def work(ctx: MortalContext) -> Training:
+        def on_step(training: Training) -> None:
+            if training.num_steps == 7 and ctx.backend.worker == "0" and not joined.is_set():
+                joined.set()
+                world.join()
+            if ctx.backend.worker == "1" and training.num_steps == 16:
+                ctx.die()  # inside a round of three workers
+
+        return Training(ctx, STRATEGY, epochs=6, on_step=on_step, adam=True).run()
+
+    world = ElasticWorld(2, work)
+    results = world.run()
+    assert sorted(results) == ["0", "2"]
+    assert len({training.job.parameter_hash() for training in results.values()}) == 1
+    assert len({repr(training.scheduler.state_dict()) for training in results.values()}) == 1
+    assert results["0"].job.num_reruns == 0
+
+
+@pytest.mark.parametrize("strategy", [DataParallel(), STRATEGY], ids=repr)
+def test_a_newcomer_with_a_stale_learning_rate_is_found(strategy: Any) -> None:
+    joined = threading.Event()
+    world: ElasticWorld[Training]
+
+    def work(ctx: MortalContext) -> Training:
+        def on_step(training: Training) -> None:
+            if training.num_steps == 4 and ctx.backend.worker == "0" and not joined.is_set():
+                joined.set()
+                world.join()
+            # A script with a schedule of its own, that counts the steps of its process.
+            training.optimizer.param_groups[0]["lr"] = 0.1 / (1 + training.num_steps)
+
+        return Training(ctx, strategy, epochs=9, on_step=on_step, schedules=False).run()
+
+    world = ElasticWorld(2, work)
+    with pytest.raises(Diverged):
+        world.run()
+
+
+def test_a_resumed_training_ends_as_an_uninterrupted_one(tmp_path: Path) -> None:
+    def run(**options: Any) -> list[Training]:
+        return run_world(2, lambda ctx: Training(ctx, STRATEGY, epochs=4, **options).run())
+
+    expected = run()
+
+    def doomed(ctx: MortalContext) -> Training:
+        def on_step(training: Training) -> None:
+            if training.num_steps == 14:
+                ctx.die()
+
+        store = CheckpointStore(tmp_path / ctx.backend.worker)
+        return Training(ctx, STRATEGY, epochs=4, on_step=on_step, checkpoint=store).run()
+
+    assert ElasticWorld(2, doomed).run() == {}
+    resumed = run(checkpoint=CheckpointStore(tmp_path / "0"))
+    assert resumed[0].num_steps == 24 - 12
+    for training in resumed:
+        assert training.job.parameter_hash() == expected[0].job.parameter_hash()
+
+
+def test_another_strategy_on_resume_is_refused(tmp_path: Path) -> None:
+    def run(strategy: Any) -> None:
+        with DistributedContext(LocalBackend()) as ctx:
+            Training(ctx, strategy, checkpoint=tmp_path).run()
+
+    run(LocalSGD(every=4))
+    for other in (LocalSGD(every=2), DiLoCo(every=4), DataParallel(), None):
+        with pytest.raises(CheckpointError, match=r"strategy=LocalSGD\(every=4"):
+            run(other)
+
+
+def test_data_parallel_sets_the_compression_of_its_model() -> None:
+    def work(ctx: DistributedContext) -> None:
+        strategy = DataParallel(compression=TopK(0.5))
+        training = Training(ctx, strategy)
+        assert training.model.compression.strategies == [None] * 4, "all below dense_below"
+        training.run()
+
+    run_world(2, work)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: LocalSGD(every=0), "every is 0; a round has at least 1 step"),
+        (lambda: DiLoCo(every=2.5), "every is 2.5"),
+        (lambda: DiLoCo(outer=torch.optim.SGD), r"pass potluck.torch.SGD\(...\)"),
+        (lambda: DiLoCo(deadline=-1), "deadline is -1"),
+        (lambda: SGD(0), "lr must be positive"),
+        (lambda: SGD(1, momentum=1), "below 1"),
+        (lambda: SGD(1, nesterov=True), "needs a momentum"),
+        (lambda: DataParallel(compression=0.1), "compression is 0.1"),
+    ],
+)
+def test_bad_options_are_named(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        make()
+
+
+def test_what_has_no_meaning_with_rounds_is_refused() -> None:
+    with DistributedContext(LocalBackend()) as ctx:
+        with pytest.raises(TypeError, match="strategy is 'auto'"):
+            Training(ctx, "auto")
+        from potluck.torch import NoiseBatching
+
+        batching = Policy(batching=NoiseBatching(min_batch=8, max_batch=16))
+        with pytest.raises(ValueError, match="leave it out with a strategy of rounds"):
+            Training(ctx, STRATEGY, policy=batching)
+        model = DDP(nn.Linear(100, 100), ctx, compression=TopK(0.1))
+        with pytest.raises(ValueError, match="leave its compression= out"):
+            ElasticLoop(
+                model, torch.optim.SGD(model.parameters(), lr=0.1), (X, Y), batch_size=8,
+                strategy=STRATEGY,
+            )  # fmt: skip
+
+
+def test_an_error_in_a_round_is_named_on_all_ranks() -> None:
+    def work(ctx: DistributedContext) -> None:
+        def on_step(training: Training) -> None:
+            if ctx.rank == 1 and training.num_steps == 2:
+                raise ZeroDivisionError("a bug")
+
+        Training(ctx, STRATEGY, on_step=on_step).run()
+
+    with pytest.raises(WorldError) as caught:
+        run_world(2, work)
+    assert "a bug" in str(caught.value.errors[0])
