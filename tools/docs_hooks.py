@@ -39,6 +39,8 @@ def _command(command: Any, context: Any) -> Iterator[str]:
     examples = (command.epilog or "").split("\n\n")[1:]
     if examples:
         yield from ("```console", *(f"$ {each}" for each in examples), "```", "")
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from _command(inner, typer.Context(inner, info_name=name, parent=context))
 
 
 def _cell(text: str) -> str:

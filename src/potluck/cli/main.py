@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 from potluck.cli.agent_commands import continue_
 from potluck.cli.bench import bench
 from potluck.cli.doctor import doctor
+from potluck.cli.federated import app as federated
 from potluck.cli.init import init
 from potluck.cli.job_display import silence
 from potluck.cli.join import join
@@ -103,6 +104,7 @@ app.command(
         "potluck bench compress --json compress.json"
     ),
 )(bench)
+app.add_typer(federated)
 app.command(epilog="Examples:\n\npotluck init\n\npotluck init --json")(init)
 app.command(epilog="Examples:\n\npotluck pair\n\npotluck pair --minutes 1 --port 52420")(pair)
 app.command(

@@ -151,7 +151,8 @@ def run_job(
 async def _run(
     request: RunRequest, settings: Settings, watcher: Watcher, agent: AgentRecord | None
 ) -> Summary:
-    known = () if agent is not None else tuple(map(str, range(request.per_node)))
+    num = request.per_node + request.extra_workers
+    known = () if agent is not None else tuple(map(str, range(num)))
     client = JobClient(request.script, known, watcher)
     watcher.begin(client)
     try:

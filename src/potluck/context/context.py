@@ -219,6 +219,12 @@ class DistributedContext(UnevenCollectives, Messages):
         with contextlib.suppress(GroupError):
             self.barrier(timeout=timeout)
 
+    @property
+    def has_next_group(self) -> bool:
+        """Whether a newer group waits for this worker to ``reform``: a member was lost, or comes
+        in. For workers that only serve and call; a loop learns it from ``commit``."""
+        return self._backend.next_epoch() > self.epoch
+
     def reform(self, cause: BaseException | None = None) -> None:
         """Leave the current group and enter the next one.
 

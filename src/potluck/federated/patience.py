@@ -21,9 +21,8 @@ class Patience:
     A round begins when ``min_clients`` are there, or after ``start_s`` seconds. It ends when
     ``wait_for`` of the asked clients have answered (a fraction, or a number of clients as int; the
     other answers are dropped), when no answer is outstanding, or at its deadline. If fewer than
-    ``min_updates`` (default: ``min_clients``, at most as many as were asked) have come, the
-    parameters stay as they are: with ``too_few="skip"`` the next round begins, with ``"stop"``
-    FederationError ends the run.
+    ``min_updates`` (default: half of the asked clients) have come, the parameters stay as they are:
+    with ``too_few="skip"`` the next round begins, with ``"stop"`` FederationError ends the run.
 
     ``deadline`` is in seconds from the start of the round. ``"adaptive"``: median + ``spread``
     times the median absolute deviation of the last 256 answer times, where a client that missed
@@ -71,8 +70,8 @@ class Patience:
 
     def fewest(self, num_asked: int, least: int = 1) -> int:
         """How many answers a round of ``num_asked`` clients needs, at least ``least``."""
-        asked = self.min_clients if self.min_updates is None else self.min_updates
-        return max(min(asked, max(num_asked, 1)), least)
+        half = math.ceil(num_asked / 2)
+        return max(1, half if self.min_updates is None else self.min_updates, least)
 
 
 class Deadlines:

@@ -36,14 +36,16 @@ Line = Annotated[str, msgspec.Meta(max_length=64 * 1024)]
 
 class JobOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of ``potluck run``, called in ``directory``: ``per_node`` workers run on each of
-    at most ``max_nodes`` nodes (0: all). ``max_restarts``, ``restarts_worlds``, ``wait_s`` and
-    ``min_workers`` are as in ``roster.JobPolicy``, ``chaos`` as in ``jobs.chaos``. ``environment``
-    has names and values of variables for the workers."""
+    at most ``max_nodes`` nodes (0: all), and ``extra_workers`` more on the starter's.
+    ``max_restarts``, ``restarts_worlds``, ``wait_s`` and ``min_workers`` are as in
+    ``roster.JobPolicy``, ``chaos`` as in ``jobs.chaos``. ``environment`` has names and values of
+    variables for the workers."""
 
     script: Text
     arguments: Annotated[tuple[Line, ...], msgspec.Meta(max_length=MAX_ARGUMENTS)] = ()
     directory: Text = ""
     per_node: Annotated[int, msgspec.Meta(ge=1, le=MAX_PER_NODE)] = 1
+    extra_workers: Annotated[int, msgspec.Meta(ge=0, le=MAX_PER_NODE)] = 0
     max_nodes: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
     max_restarts: Annotated[int, msgspec.Meta(ge=0, le=1 << 31)] = 3
     restarts_worlds: bool = True

@@ -48,8 +48,9 @@ def test_k_of_n_is_a_fraction_or_a_number() -> None:
 
 
 def test_how_few_updates_still_count() -> None:
-    assert Patience().fewest(10) == 2
+    assert Patience().fewest(10) == 5
     assert Patience().fewest(1) == 1
+    assert Patience().fewest(0) == 1
     assert Patience(min_clients=5, min_updates=3).fewest(10) == 3
     assert Patience().fewest(10, least=7) == 7  # the strategy's own bound
 

@@ -24,7 +24,11 @@ def place(
     new = [node for node in ordered if node not in used]
     if spec.max_nodes:
         new = new[: max(0, spec.max_nodes - len(used))]
-    added = [(node, local_rank) for node in new for local_rank in range(spec.per_node)]
+    added = [
+        (node, local_rank)
+        for node in new
+        for local_rank in range(spec.per_node + spec.extra_workers * (node == spec.starter))
+    ]
     return tuple(
         WorkerPlace(str(number), node, local_rank)
         for number, (node, local_rank) in enumerate(added, len(taken))

@@ -94,10 +94,9 @@ def weighted_mean(updates: Sequence[Update]) -> list[Array]:
     total = sum(update.num_samples for update in updates)
     sums = [np.zeros(array.shape) for array in arrays_of(updates[0].parameters)]
     for update in updates:
-        weight = update.num_samples / total
         for place, array in zip(sums, arrays_of(update.parameters), strict=True):
-            place += weight * array
-    return [np.asarray(each) for each in sums]
+            place += update.num_samples * array.astype(np.float64)
+    return [np.asarray(each / total) for each in sums]
 
 
 def round_half_up(value: float) -> int:

@@ -1,0 +1,239 @@
+"""A federation over the services of a job: the server's side and a client's.
+
+Clients register at the server, again and again, and the server calls them. A client that died is
+forgotten at the first call that shows it, and registers anew when it has been started again.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from potluck.background import start_thread
+from potluck.context import DistributedContext
+from potluck.errors import PotluckError, ServiceError, ServiceLost, ServiceTimeout
+from potluck.federated.clients import Reply
+from potluck.federated.participant import Answer, Participant
+from potluck.federated.roles import CLIENT_SERVICE, LEADER, SERVER_SERVICE
+from potluck.services import Call, Remote, service
+from potluck.waiting import Reminder
+
+_CONNECT_S = 5.0
+_REGISTER_EVERY_S = 2.0
+_FIRST_EVERY_S = 0.2
+_STOP_S = 5.0
+_GIVE_UP_S = 60.0
+
+KNOWN, AGAIN, OVER = "known", "again", "over"
+
+
+class RemoteClients:
+    """The clients of a job, as the server sees them."""
+
+    is_simulated = False
+
+    def __init__(self, ctx: DistributedContext) -> None:
+        self._ctx = ctx
+        self._changed = threading.Condition()
+        self._remotes: dict[str, Remote] = {}
+        self._unfit: dict[str, str] = {}
+        self._calls: dict[str, str] = {}
+        """The method that each busy client is at."""
+        self._is_over = False
+        ctx.serve(_Registry(self))
+
+    # -- what a federation calls
+
+    def wait(self, num: int, timeout_s: float) -> Sequence[str]:
+        deadline = time.monotonic() + timeout_s
+        reminder = Reminder(lambda: self._waited_for(num), deadline)
+        with self._changed:
+            while len(self._idle()) < num and time.monotonic() < deadline:
+                self._changed.wait(reminder.patience())
+                reminder.tick()
+            return self._idle()
+
+    def start(
+        self,
+        method: str,
+        arguments: Mapping[str, Mapping[str, Any]],
+        timeout_s: float | None,
+        put: Callable[[Reply], None],
+    ) -> Callable[[], None]:
+        is_over = threading.Event()
+
+        def call(client: str, remote: Remote) -> None:
+            answer: Answer | None = None
+            try:
+                answer = remote.answer(client, method, arguments[client], timeout=timeout_s)
+                reason = "" if isinstance(answer, dict) else "its answer is no dict"
+            except ServiceTimeout:
+                reason = f"no answer within {timeout_s:g} s"
+            except ServiceLost:
+                reason = "it ended, or can't be reached"
+                self._forget(client, remote)
+            except ServiceError as error:
+                reason = str(error)
+                self._forget(client, remote)
+            finally:
+                with self._changed:
+                    self._calls.pop(client, None)
+                    self._changed.notify_all()
+            if not is_over.is_set():
+                put(Reply(client, None if reason else answer, reason))
+
+        for client in arguments:
+            with self._changed:
+                remote = self._remotes.get(client)
+                self._calls[client] = method
+            if remote is None:
+                with self._changed:
+                    self._calls.pop(client, None)
+                put(Reply(client, None, "it has left"))
+                continue
+
+            def broken(error: BaseException, client: str = client) -> None:
+                put(Reply(client, None, f"{type(error).__name__}: {error}"))
+
+            def run(client: str = client, remote: Remote = remote) -> None:
+                call(client, remote)
+
+            start_thread(run, name=f"potluck-call-client-{client}", on_broken=broken)
+        return is_over.set
+
+    # -- what clients call
+
+    def register(self, call: Call, epoch: int, unfit: str) -> str:
+        """A client is there; ``unfit`` says why it can't take part. Returns ``KNOWN``; ``AGAIN`` if
+        it is to call again soon, since its group is not this worker's yet; ``OVER``."""
+        client = call.worker
+        if self._is_over:
+            return OVER
+        if call.rank < 0 or client == LEADER or epoch > self._ctx.epoch:
+            return AGAIN
+        with self._changed:
+            is_known = client in self._remotes
+        if not is_known:
+            remote = self._ctx.connect(CLIENT_SERVICE, rank=call.rank, timeout=_CONNECT_S)
+            with self._changed:
+                self._remotes[client] = remote
+        with self._changed:
+            is_new = bool(unfit) and self._unfit.get(client) != unfit
+            self._unfit = {name: why for name, why in self._unfit.items() if name != client}
+            if unfit:
+                self._unfit[client] = unfit
+            self._changed.notify_all()
+        if is_new:
+            self._ctx.report(event=f"client {client} takes no part: {unfit}")
+        return KNOWN
+
+    def stop(self) -> None:
+        """Tell all clients that the run is over, at most ``_STOP_S`` long."""
+        self._is_over = True
+        with self._changed:
+            remotes = list(self._remotes.values())
+        works = [each.stop.start(timeout=_STOP_S) for each in remotes]
+        for work in works:
+            try:
+                work.wait()
+            except PotluckError:
+                continue  # it has gone by itself, or asks again, or gives up after _GIVE_UP_S
+
+    # -- inside
+
+    def _idle(self) -> list[str]:
+        present = {member.worker for member in self._ctx.members}
+        free = present - self._unfit.keys() - self._calls.keys()
+        there = [each for each in self._remotes if each in free]
+        return sorted(there, key=lambda each: (len(each), each))
+
+    def _forget(self, client: str, remote: Remote) -> None:
+        with self._changed:
+            if self._remotes.get(client) is remote:
+                del self._remotes[client]
+        remote.close()
+
+    def _waited_for(self, num: int) -> str:
+        unfit = "".join(f"; client {client}: {why}" for client, why in self._unfit.items())
+        return f"the federation waits for clients: {len(self._idle())} of {num} are there{unfit}"
+
+
+@service(SERVER_SERVICE, concurrent=True)
+class _Registry:
+    """What clients call at the server."""
+
+    def __init__(self, clients: RemoteClients) -> None:
+        self._clients = clients
+
+    def register(self, call: Call, epoch: int, unfit: str) -> str:
+        return self._clients.register(call, int(epoch), str(unfit)[:1000])
+
+
+@service(CLIENT_SERVICE, concurrent=True)
+class _ClientService:
+    """What the server calls at a client: one method at a time, and nobody else may call."""
+
+    def __init__(
+        self, name: str, leader: str, participant: Participant | None, ended: threading.Event
+    ) -> None:
+        """``leader`` is the server's node."""
+        self._name = name
+        self._leader = leader
+        self._participant = participant
+        self._ended = ended
+        self._lock = threading.Lock()
+
+    def answer(self, call: Call, client: str, method: str, arguments: Mapping[str, Any]) -> Answer:
+        self._check(call)
+        if client != self._name or self._participant is None:
+            return {"refused": f"this is client {self._name}, not {client}"}
+        if not self._lock.acquire(blocking=False):
+            return {"refused": "it is still busy with an earlier round"}
+        try:
+            return self._participant.answer(method, arguments)
+        finally:
+            self._lock.release()
+
+    def stop(self, call: Call) -> None:
+        self._check(call)
+        self._ended.set()
+
+    def _check(self, call: Call) -> None:
+        if call.worker != LEADER or call.node != self._leader:
+            raise PermissionError("only the federation's server may call its clients")
+
+
+def serve_client(
+    ctx: DistributedContext,
+    participant: Participant | None,
+    ended: threading.Event,
+    unfit: str = "",
+) -> None:
+    """Be a client of the federation that worker ``LEADER`` leads, until ``ended``, or until the
+    server could not be reached for ``_GIVE_UP_S``. ``unfit`` says why this worker can't take
+    part."""
+    me = ctx.group.me.worker
+    leader = next(member for member in ctx.members if member.worker == LEADER).node
+    ctx.serve(_ClientService(me, leader, participant, ended))
+    server: Remote | None = None
+    heard_at, pause_s = time.monotonic(), 0.0
+    while not ended.wait(pause_s) and time.monotonic() < heard_at + _GIVE_UP_S:
+        pause_s = _FIRST_EVERY_S
+        group = ctx.group
+        rank = group.rank_of(LEADER)
+        if rank < 0:
+            continue  # it is being started again
+        try:
+            if server is None:
+                server = ctx.connect(SERVER_SERVICE, rank=rank, timeout=_CONNECT_S)
+            said = server.register(group.epoch, unfit, timeout=2 * _CONNECT_S)
+        except PotluckError:
+            server = None
+            continue
+        heard_at = time.monotonic()
+        if said == OVER:
+            return
+        if said == KNOWN:
+            pause_s = _REGISTER_EVERY_S

@@ -1,0 +1,83 @@
+"""Federated learning on a cluster: what crosses the cables, and what reaches other machines."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from potluck.cluster.code_store.package import unpacked_manifest
+from support.commands import Command, potluck_command
+from support.machines import cluster_of, form
+from support.sniffer import Sniffer
+
+pytestmark = pytest.mark.needs_root_netns
+
+MARKER = b"PATIENT-0042-HAS-A-SECRET"
+SERVER = """
+import numpy as np
+from potluck import federated
+from potluck.federated import Patience
+
+@federated.server
+def main(federation):
+    history = federation.run([np.zeros(2)], rounds=4, patience=Patience(min_clients=3))
+    print("result", history.parameters[0][0], flush=True)
+"""
+CLIENT = """
+import os
+from potluck import federated
+import reading
+
+@federated.client
+def train(parameters, config):
+    rows = reading.rows(federated.site().data_dir)
+    print("rows", rows, flush=True)
+    if config["round"] == 2 and federated.site().index == 2:
+        raise ValueError(f"a bad row: {rows[0]}")
+    if config["round"] == 3 and federated.site().index == 3:
+        os.kill(os.getpid(), 9)
+    return federated.Update([each + len(rows) for each in parameters], len(rows))
+"""
+READING = "def rows(folder):\n    return (folder / 'patients.csv').read_text().split()\n"
+
+
+def test_the_data_stays_where_it_is(tmp_path: Path) -> None:
+    code, data = tmp_path / "code", tmp_path / "data"
+    code.mkdir()
+    data.mkdir()
+    (data / "patients.csv").write_bytes(b"\n".join([MARKER] * 7))
+    (code / "export.csv").write_bytes(MARKER)  # a file of the folder that nobody named
+    for name, text in (("server", SERVER), ("client", CLIENT), ("reading", READING)):
+        (code / f"{name}.py").write_text(text)
+    out = tmp_path / "out.json"
+    with cluster_of(3, tmp_path / "homes") as machines, ExitStack() as stack:
+        ada, bob, _ = machines
+        form(*machines)
+        sniffers = [stack.enter_context(Sniffer(each.host, tmp_path)) for each in machines]
+        words = ["--min-nodes", "3", "--data-dir", str(data), "--json", str(out)]
+        files = [str(code / "server.py"), "--clients", str(code / "client.py")]
+        command = [*potluck_command(), "federated", "run", *words, *files]
+        with Command(ada.host.command(command), env=ada.environment) as run:
+            assert run.finish(120) == 0, run.text
+            said = run.text
+        assert "result 28.0" in said, said
+        captures = [each.stop() for each in sniffers]
+        assert all(capture.num_frames > 100 for capture in captures)
+        assert not any(MARKER in capture.everything for capture in captures)
+        assert MARKER.decode() not in said
+        assert MARKER not in out.read_bytes()
+        for machine in machines:
+            packages = list((machine.home / "code_store" / "packages").iterdir())
+            sent = {file.path for each in packages for file in unpacked_manifest(each).files}
+            assert sent == {"federated-server.py", "server.py", "client.py", "reading.py"}
+        kept = bob.home / "code_store"
+        logs = {path.name: path.read_bytes() for path in kept.rglob("client-*.log")}
+        assert len(logs) == 1
+        [log] = logs.values()
+        assert b"a bad row: " + MARKER in log  # its owner sees the whole
+    rounds = json.loads(out.read_text())["runs"][0]["rounds"]
+    assert [len(each["arrived"]) for each in rounds] == [3, 2, 2, 3]
+    assert rounds[1]["missing"]["2"].startswith("ValueError (at client.py:")
