@@ -36,6 +36,21 @@ def register() -> None:
     for scheme in ("env", "tcp"):
         if scheme in handlers:
             handlers[scheme] = _watched(handlers[scheme])
+    if os.environ.get("POTLUCK_BROKER"):
+        for name in ("TCPStore", "FileStore", "ProcessGroupGloo"):
+            if hasattr(dist, name):
+                _check_before(getattr(dist, name), name)
+
+
+def _check_before(kind: type[Any], name: str) -> None:
+    """In a sandbox, have ``kind`` refuse at once what it can't do there."""
+    make = kind.__init__
+
+    def checked(self: Any, *arguments: Any, **options: Any) -> None:
+        importlib.import_module(f"{_GROUPS}.sandboxed").CHECKS[name](*arguments, **options)
+        make(self, *arguments, **options)
+
+    kind.__init__ = checked
 
 
 def _create(options: Any, backend_options: Any) -> Any:

@@ -324,21 +324,44 @@ with socket.create_server(("", 0)) as server:
 """
 
 TORCH = """
+import os
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
-dist.init_process_group("potluck")
-total = torch.ones(1000) * (dist.get_rank() + 1)
-dist.all_reduce(total)
-said = [None] * dist.get_world_size()
-dist.all_gather_object(said, dist.get_rank())
-print("torch", total[0].item(), said, flush=True)
-dist.destroy_process_group()
+for turn in range(2):
+    dist.init_process_group("potluck")
+    total = torch.ones(1000) * (dist.get_rank() + 1)
+    dist.all_reduce(total)
+    said = [None] * dist.get_world_size()
+    dist.all_gather_object(said, dist.get_rank())
+    print("torch", total[0].item(), said, flush=True)
+    if "POTLUCK_BROKER" in os.environ and turn == 0:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.distributed_c10d._get_default_store()
+        file = dist.FileStore("beside the script", 1)
+        for make, arguments in (
+            (dist.TCPStore, (address, port)),
+            (dist.FileStore, ("/tmp/store", 2)),
+            (dist.ProcessGroupGloo, (store, dist.get_rank(), 4)),
+        ):
+            try:
+                make(*arguments)
+            except Exception as error:
+                print("refused", make.__name__, "POTLUCK_SANDBOX_NETWORK" in str(error), flush=True)
+        alone = dist.TCPStore("127.0.0.1", 0, 1, True)
+        dist.ProcessGroupGloo(alone, 0, 1)
+        print("its own loopback", alone.port > 0, flush=True)
+    dist.destroy_process_group()
+loaded = DataLoader(torch.arange(64.0), batch_size=8, num_workers=2, multiprocessing_context="fork")
+print("loaded", sum(each.sum().item() for each in loaded), flush=True)
 """
 
 
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap: the command bwrap")
-def test_torchs_own_groups_work_in_the_sandbox_without_a_port_of_torch(tmp_path: Path) -> None:
+def test_torchs_groups_and_loaders_work_in_the_sandbox_and_what_cannot_is_refused_at_once(
+    tmp_path: Path,
+) -> None:
     pytest.importorskip("torch")
     script = tmp_path / "code" / "plain.py"
     script.parent.mkdir()
@@ -347,7 +370,12 @@ def test_torchs_own_groups_work_in_the_sandbox_without_a_port_of_torch(tmp_path:
         form(ada, bob)
         with bob.run("--workers", "2", script) as run:
             assert run.finish() == 0, run.text
-        assert sum("] torch 10.0 [0, 1, 2, 3]" in line for line in run.lines) == 4, run.text
+        said = [line.partition("] ")[2] for line in run.lines]
+        assert said.count("torch 10.0 [0, 1, 2, 3]") == 2 * 4, run.text
+        assert said.count("loaded 2016.0") == 4, run.text
+        for kind in ("TCPStore", "FileStore", "ProcessGroupGloo"):
+            assert said.count(f"refused {kind} True") == 2, run.text
+        assert said.count("its own loopback True") == 2, run.text
 
 
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap: the command bwrap")

@@ -80,6 +80,10 @@ class Caller:
         return f"{self.host}:{self.port}"
 
 
+Unauthenticated = dict[Caller, asyncio.Task[None]]
+"""Callers that have not authenticated yet, in order of arrival."""
+
+
 class Acceptor:
     """Accepts from ``sock`` and runs ``serve(caller)`` for each connection once bytes have arrived.
 
@@ -95,14 +99,16 @@ class Acceptor:
         limits: Limits,
         *,
         awaits: str,
+        crowd: Unauthenticated | None = None,
     ) -> None:
+        """``limits`` hold for all acceptors together that are given the same ``crowd``."""
         self._sock = sock
         self._serve = serve
         self._limits = limits
         self._awaits = awaits
         self._complain = RateLimitedLog(_log)
         self._tasks = Tasks()
-        self._unauthenticated: dict[Caller, asyncio.Task[None]] = {}  # in order of arrival
+        self._unauthenticated: Unauthenticated = {} if crowd is None else crowd
 
     async def run(self) -> None:
         """Accept until cancelled; then stop listening and end all connections' tasks."""

@@ -12,7 +12,13 @@ import pytest
 
 from potluck.errors import ProtocolError
 from potluck.transport import aio
-from potluck.transport.acceptor import Acceptor, Caller, Limits, listening_socket
+from potluck.transport.acceptor import (
+    Acceptor,
+    Caller,
+    Limits,
+    Unauthenticated,
+    listening_socket,
+)
 from potluck.transport.listener import Listener
 from support.knocking import do_knock
 from support.links import new_credentials
@@ -27,11 +33,13 @@ all_of_loopback = pytest.mark.skipif(
 
 @contextlib.asynccontextmanager
 async def accepting(
-    serve: Callable[[Caller], Awaitable[None]], limits: Limits = PATIENT
+    serve: Callable[[Caller], Awaitable[None]],
+    limits: Limits = PATIENT,
+    crowd: Unauthenticated | None = None,
 ) -> AsyncIterator[int]:
     """The port of an acceptor that runs in this loop."""
     sock = listening_socket("127.0.0.1", 0)
-    task = asyncio.create_task(Acceptor(sock, serve, limits, awaits="a word").run())
+    task = asyncio.create_task(Acceptor(sock, serve, limits, awaits="a word", crowd=crowd).run())
     try:
         yield sock.port
     finally:
@@ -100,6 +108,26 @@ def test_a_machine_that_calls_over_and_over_displaces_only_its_own(kind: str) ->
     else:
         with contextlib.closing(Listener("127.0.0.1", 0, credentials, limits=PATIENT)) as listener:
             asyncio.run(story(listener.port))
+
+
+def test_ports_that_share_a_crowd_share_its_limit() -> None:
+    async def story() -> None:
+        crowd: Unauthenticated = {}
+        limits = Limits(max_connections=4, timeout_s=60.0)
+        async with (
+            asyncio.timeout(60),
+            accepting(reads_one_byte, limits, crowd) as one,
+            accepting(reads_one_byte, limits, crowd) as other,
+        ):
+            with contextlib.ExitStack() as stack:
+                first = [stack.enter_context(await dial(one)) for _ in range(4)]
+                for _ in range(4):
+                    stack.enter_context(await dial(other))
+                for sock in first:
+                    assert await ends(sock)
+                assert len(crowd) == 4
+
+    asyncio.run(story())
 
 
 @all_of_loopback

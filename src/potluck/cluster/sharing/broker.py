@@ -23,15 +23,27 @@ from potluck.background import OnBroken, Tasks, start_task, stop
 from potluck.errors import ConfigurationError, ProtocolError, WrongSecret
 from potluck.system import need_posix
 from potluck.transport import aio
-from potluck.transport.acceptor import LIMITS, Acceptor, Caller, finish, listening_socket, ready
+from potluck.transport.acceptor import (
+    LIMITS,
+    Acceptor,
+    Caller,
+    Unauthenticated,
+    finish,
+    listening_socket,
+    ready,
+)
 from potluck.transport.broker import short_path
 from potluck.transport.credentials import Era
 from potluck.transport.handshake import hear_knock, knock
 from potluck.transport.rate import RateLimitedLog
 from potluck.wire import broker as wire
 
-MAX_REQUESTS = 256
-"""Connections of workers at one time; more are closed."""
+MAX_REQUESTS = 128
+"""Requests of a job's workers at one time, its ports among them; more wait."""
+MAX_PORTS = 32
+"""Ports of a job's workers at one time. A worker needs one or two."""
+_REQUEST_S = 5.0
+"""How long a worker may take to say what it asks for."""
 _DIAL_S = 10.0
 _BACKLOG = 64
 _PAUSE_S = 0.1
@@ -63,6 +75,10 @@ class Broker:
         self._on_broken = on_broken
         self._complain = RateLimitedLog(_log)
         self._serving = Tasks()
+        self._free = asyncio.Semaphore(MAX_REQUESTS)
+        self._num_ports = 0
+        self._strangers: Unauthenticated = {}
+        """Callers at all ports that have not knocked yet: together as many as at one."""
         self._sock = _listening_at(path)
         self._accepting = start_task(self._accept, name="socket broker", on_broken=on_broken)
 
@@ -75,22 +91,23 @@ class Broker:
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
+            await self._free.acquire()
             try:
                 asking, _ = await loop.sock_accept(self._sock)
             except OSError as error:  # no descriptors, most likely
+                self._free.release()
                 self._complain.warning(f"can't take requests of workers in a sandbox: {error}")
                 await asyncio.sleep(_PAUSE_S)
                 continue
-            if len(self._serving) >= MAX_REQUESTS:
-                asking.close()
-                continue
-            self._serving.start(self._serve(asking))
+            serving = self._serving.start(self._serve(asking))
+            serving.add_done_callback(lambda _: self._free.release())
 
     async def _serve(self, asking: socket.socket) -> None:
         """One request, and for a port all of its callers."""
         loop = asyncio.get_running_loop()
         with asking, contextlib.suppress(OSError):
-            packet = await loop.sock_recv(asking, wire.MAX_PACKET)
+            async with asyncio.timeout(_REQUEST_S):
+                packet = await loop.sock_recv(asking, wire.MAX_PACKET)
             try:
                 request = wire.decode_request(packet)
             except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -124,6 +141,10 @@ class Broker:
                 _send(asking, wire.Granted(), sock)
 
     async def _listen(self, asking: socket.socket, request: wire.Listen) -> None:
+        if self._num_ports >= MAX_PORTS:
+            reason = f"the workers of a job get at most {MAX_PORTS} ports of a machine"
+            _send(asking, wire.Denied(errno.EMFILE, reason))
+            return
         try:
             port = listening_socket(self._bind, request.port)
         except ConfigurationError as error:
@@ -140,12 +161,14 @@ class Broker:
             caller.authenticated()
             _send(asking, wire.Granted(port.port), caller.sock)
 
-        acceptor = Acceptor(port, knocked, LIMITS, awaits="a knock")
+        acceptor = Acceptor(port, knocked, LIMITS, awaits="a knock", crowd=self._strangers)
+        self._num_ports += 1
         accepting = start_task(acceptor.run, name="a sandbox's port", on_broken=self._on_broken)
         try:
             _send(asking, wire.Granted(port.port))
             await ready(asking)  # it says nothing more: this is its end
         finally:
+            self._num_ports -= 1
             await stop(accepting)
             port.close()
 

@@ -17,14 +17,14 @@ from pathlib import Path
 
 import pytest
 
-from potluck.cluster.sharing.broker import MAX_REQUESTS
+from potluck.cluster.sharing.broker import MAX_PORTS, MAX_REQUESTS
 from potluck.errors import ConfigurationError, LinkError, WrongSecret
 from potluck.transport import aio, broker
 from potluck.transport.acceptor import is_port_taken, listening_socket
 from potluck.transport.broker import BrokeredSocket, short_path
 from potluck.transport.handshake import connect
 from potluck.transport.listener import Admission, Listener
-from potluck.wire.broker import Denied, decode_answer
+from potluck.wire.broker import Denied, Granted, Listen, decode_answer, encode
 from potluck.wire.greeting import Hello, Welcome
 from support.links import new_credentials
 
@@ -34,8 +34,11 @@ pytestmark = pytest.mark.skipif(not hasattr(socket, "send_fds"), reason="needs S
 AGENT = """
 import asyncio, sys
 from pathlib import Path
+from potluck.cluster.sharing import broker
 from potluck.cluster.sharing.broker import Broker
 from support.links import new_credentials
+
+broker._REQUEST_S = 0.5
 
 async def main():
     credentials, allowed = new_credentials(), set()
@@ -249,30 +252,49 @@ def test_a_port_that_is_taken_is_named_as_by_the_system(agent: Agent) -> None:
     assert is_port_taken(caught.value)
 
 
-def test_junk_gets_an_answer_and_crowds_are_bounded(agent: Agent, tmp_path: Path) -> None:
+def asks(agent: Agent, stack: contextlib.ExitStack, request: object = None) -> socket.socket:
+    """A worker's connection to the broker, and what it asks for."""
+    sock = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    with short_path(Path(os.environ[broker.VARIABLE])) as path:
+        sock.connect(path)
+    sock.settimeout(60)
+    if request is not None:
+        sock.send(encode(request))
+    return sock
+
+
+def test_junk_gets_an_answer(agent: Agent) -> None:
     with contextlib.ExitStack() as stack:
-
-        def asking() -> socket.socket:
-            sock = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            with short_path(next(tmp_path.rglob("b"))) as path:
-                sock.connect(path)
-            sock.settimeout(30)
-            return sock
-
-        junk = asking()
+        junk = asks(agent, stack)
         junk.send(b"junk")
         assert isinstance(decode_answer(junk.recv(4096)), Denied)
-        crowd = [asking() for _ in range(MAX_REQUESTS + 1)]
-        assert any(sock.recv(4096) == b"" for sock in crowd[-1:]), "one too many is hung up on"
 
-    def has_room() -> bool:
-        try:
-            listening_socket("", 0).close()
-        except ConfigurationError:
-            return False
-        return True
 
+def test_workers_that_ask_for_nothing_keep_others_waiting_for_a_moment(agent: Agent) -> None:
+    with contextlib.ExitStack() as stack:
+        crowd = [asks(agent, stack) for _ in range(MAX_REQUESTS)]
+        listening_socket("", 0).close()  # waits until there is room
+        assert all(sock.recv(4096) == b"" for sock in crowd), "they are hung up on"
+
+
+def test_the_ports_of_a_job_are_bounded(agent: Agent) -> None:
+    """Each costs the agent descriptors; and a worker hears why it gets none."""
+    with contextlib.ExitStack() as stack:
+        packets = [asks(agent, stack, Listen(0)).recv(4096) for _ in range(MAX_PORTS + 8)]
+        answers = [decode_answer(packet) for packet in packets]
+        assert all(isinstance(answer, Granted) for answer in answers[:MAX_PORTS])
+        assert all(isinstance(answer, Denied) for answer in answers[MAX_PORTS:])
+        with pytest.raises(ConfigurationError, match=f"at most {MAX_PORTS} ports"):
+            listening_socket("", 0)
     waits(has_room)
+
+
+def has_room() -> bool:
+    try:
+        listening_socket("", 0).close()
+    except ConfigurationError:
+        return False
+    return True
 
 
 def test_without_its_agent_a_worker_has_no_sockets(

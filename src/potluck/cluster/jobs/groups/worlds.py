@@ -165,6 +165,8 @@ def settle(turn: Turn) -> None:
     entered = state.world.members if state.newest_group is None else state.newest_group.members
     missing = tuple(name for name in state.world.members if name not in entered)
     if all(worker.finished for worker in members):
+        if state.world.doubts:
+            return  # one of them ended with an error after that
         turn.stop_workers("the members of the job have finished", 0, spared=Phase.FINISHED)
     elif state.newest_group is None:
         _gather(turn, members)

@@ -136,6 +136,16 @@ def test_an_exit_without_a_word_fails_the_job_if_no_loss_explains_it() -> None:
     assert story.state.exit_code == 3
 
 
+def test_an_exit_code_counts_when_all_have_said_that_they_finished() -> None:
+    """By `sys.exit(3)` at the end of a script, of which the interpreter's exit hooks don't know."""
+    story = training(2)
+    story.tell(Finished("0"), Finished("1"), Exited("0", 3), Exited("1", 0))
+    assert not story.state.over
+    story.tell(Tick(), at=story.state.next_wakeup())
+    assert story.state.over
+    assert story.state.exit_code == 3
+
+
 def test_connections_that_failed_though_nobody_died_start_the_world_again() -> None:
     story = training(2)
     story.tell(
