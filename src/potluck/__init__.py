@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from potluck.estimators.trainers import (
         DistributedRandomForestTrainer as DistributedRandomForestTrainer,
     )
+    from potluck.parameter_server import AggregationMethod as AggregationMethod
+    from potluck.parameter_server import ParameterServer as ParameterServer
     from potluck.services import Call as Call
     from potluck.services import Remote as Remote
     from potluck.services import service as service
@@ -75,6 +77,7 @@ _HOMES = {
     "potluck.estimators.trainers": (
         *("DistributedKMeansTrainer", "DistributedRandomForestTrainer"),
     ),
+    "potluck.parameter_server": ("AggregationMethod", "ParameterServer"),
     "potluck.torch.trainer": ("DistributedNeuralNetTrainer",),
     "potluck.training.balance": ("balance_workload",),
     "potluck.training.partition": ("DataPartitioner",),

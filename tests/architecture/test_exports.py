@@ -23,6 +23,7 @@ INTERFACE = [
 ]
 MODULES = ("potluck", "potluck.errors", "potluck.torch", "potluck.torch.pipeline")
 MODULES += ("potluck.training", "potluck.testing", "potluck.estimators", "potluck.federated")
+MODULES += ("potluck.parameter_server",)
 SUPPORT = Path(__file__).parents[1] / "support"
 SOURCES = [*sorted(ROOT.rglob("*.py")), *sorted(SUPPORT.rglob("*.py"))]
 

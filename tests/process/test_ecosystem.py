@@ -77,8 +77,8 @@ def test_alone_the_same_examples_train_without_a_group() -> None:
 
 def test_no_example_is_left_out() -> None:
     listed = {name for name, *_ in COMMANDS}
-    # test_parallelism_examples.py, test_estimators_processes.py
-    own = {"digits.py", "training_loop.py", "estimators.py"}
+    # test_parallelism_examples.py, test_estimators_processes.py, test_parameter_server_processes.py
+    own = {"digits.py", "training_loop.py", "estimators.py", "parameter_server.py"}
     others = {"deepspeed_digits.py", "ray_digits.py"}  # test_frameworks.py
     assert listed | own | others == {path.name for path in EXAMPLES.glob("*.py")}
 

@@ -51,9 +51,11 @@ def service(name: str, *, concurrent: bool = False) -> Callable[[T], T]:
 
     A function is one method, called by its own name. A class gives each public method of the
     instance that is served. Each takes a [Call][potluck.Call] first, then the caller's arguments,
-    and returns what a payload can hold. Calls of one service run one after the other, in the order
-    in which they are complete; with ``concurrent`` they run at the same time, on the threads of
-    ``ctx.serve``. ValueError for a name that is empty, too long or not printable.
+    and returns what a payload can hold, or a ``concurrent.futures.Future`` of it: then the reply
+    leaves when the Future has ended, and no thread waits meanwhile. Calls of one service run one
+    after the other, in the order in which they are complete; with ``concurrent`` they run at the
+    same time, on the threads of ``ctx.serve``. ValueError for a name that is empty, too long or not
+    printable.
     """
     if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= MAX_NAME:
         raise ValueError(

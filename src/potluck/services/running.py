@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,14 @@ def run(method: Callable[..., Any], call: Call, arguments: Any) -> Answer:
         frames = traceback.extract_tb(error.__traceback__)[1:]
         raised = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
         return Answer(failure=failure_of(error, raised or place))
+
+
+def outcome(future: Future[Any], place: str) -> Answer:
+    """What a call ends with whose method, at ``place``, returned ``future``, which has ended."""
+    try:
+        return Answer(future.result(), place=place)
+    except (Exception, CancelledError) as error:
+        return Answer(failure=failure_of(error, place), place=place)
 
 
 def failure_of(error: BaseException, place: str) -> Failure:

@@ -18,6 +18,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any
 
 from potluck.backends.doors import Caller
 from potluck.background import start_thread
@@ -26,7 +28,7 @@ from potluck.services.budget import Budget
 from potluck.services.channel import Channel, State
 from potluck.services.definition import Call, Service
 from potluck.services.memory import Blocks
-from potluck.services.running import Answer, failure_of, run, unknown
+from potluck.services.running import Answer, failure_of, outcome, run, unknown
 from potluck.system import wait_ready
 from potluck.transport.bulk import BulkLink
 from potluck.wire.payload import pack
@@ -47,7 +49,7 @@ _log = logging.getLogger(__name__)
 class _Client:
     """One connection, and how far its present call is."""
 
-    __slots__ = ("caller", "channel", "due", "is_replying", "is_waiting", "moved_at")
+    __slots__ = ("answer", "caller", "channel", "due", "is_replying", "is_waiting", "moved_at")
 
     def __init__(self, channel: Channel[Request], caller: Caller) -> None:
         self.channel = channel
@@ -57,6 +59,8 @@ class _Client:
         """In the selector: only the leader may touch it."""
         self.due: _Queue | None = None
         """The queue of the service whose method is to run now."""
+        self.answer: Answer | None = None
+        """What a Future has ended with, and is to be replied now."""
         self.moved_at = time.monotonic()
 
 
@@ -277,7 +281,13 @@ class Server:
         while True:
             client.moved_at = time.monotonic()
             if client.due is not None:
-                self._answer(client, client.due)
+                answer = self._answer(client, client.due)
+                if isinstance(answer.result, Future):
+                    return self._defer(client, answer.result, answer.place)
+                self._reply(client, answer)
+            elif client.answer is not None:
+                answer, client.answer = client.answer, None
+                self._reply(client, answer)
             if client.is_replying:
                 if not channel.send():
                     if self._flows(client, _WRITE):
@@ -305,8 +315,8 @@ class Server:
                 if not queue.enter(client):
                     return None
 
-    def _answer(self, client: _Client, queue: _Queue) -> None:
-        """Run the method that is due, and begin the reply."""
+    def _answer(self, client: _Client, queue: _Queue) -> Answer:
+        """Run the method that is due."""
         client.due = None
         head, arguments = client.channel.head, client.channel.value
         client.channel.value = None
@@ -314,12 +324,20 @@ class Server:
         rank = self._rank_of(caller.worker)
         call = Call(caller.node, caller.worker, rank, head.service, head.method, head.timeout_s)
         try:
-            answer = run(queue.service.methods[head.method], call, arguments)
+            return run(queue.service.methods[head.method], call, arguments)
         finally:
             after = queue.leave()
             if after is not None:
                 self._resume([after])
-        self._reply(client, answer)
+
+    def _defer(self, client: _Client, future: Future[Any], place: str) -> None:
+        """Go on with ``client`` when ``future`` has ended: until then no thread has it."""
+
+        def ended(_: Future[Any]) -> None:
+            client.answer = outcome(future, place)
+            self._resume([client])
+
+        future.add_done_callback(ended)
 
     def _reply(self, client: _Client, answer: Answer) -> None:
         try:

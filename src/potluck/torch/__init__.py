@@ -15,6 +15,7 @@ from potluck.torch.ddp import DDP, DistributedDataParallel  # noqa: E402
 from potluck.torch.hooks import CompressionState, compression_hook  # noqa: E402
 from potluck.torch.intercept import GradientInterceptor  # noqa: E402
 from potluck.torch.loop import ElasticLoop  # noqa: E402
+from potluck.torch.parameter_server import ParameterServerStrategy  # noqa: E402
 from potluck.torch.sampler import DistributedSampler  # noqa: E402
 from potluck.training import NoiseBatching, Policy, ProportionalShares  # noqa: E402
 from potluck.training.progress_bar import ProgressBar  # noqa: E402
@@ -37,6 +38,7 @@ __all__ = [
     "LocalSGD",
     "LossScale",
     "NoiseBatching",
+    "ParameterServerStrategy",
     "Policy",
     "ProgressBar",
     "ProportionalShares",

@@ -1,0 +1,285 @@
+"""``Model``: one model on its server, and what its mode makes of the gradients. Pure: no lock, no
+clock, no I/O.
+
+``version`` counts updates, so it is also the number of the step that workers compute now.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from potluck.parameter_server.modes import Asynchronous, ElasticAveraging, Mode, Synchronous
+from potluck.parameter_server.optimizers import Optimizer
+from potluck.parameter_server.staleness import Leases
+from potluck.parameter_server.table import Table, Tensors
+
+LEASES_FOR_EACH = 8
+"""``max_staleness`` of ``Asynchronous`` for each worker, unless it is given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a push. ``version``: the model's after it."""
+
+    counted: bool
+    version: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """A push that waits for its update. ``push`` is a number of its own, by which a repeat of the
+    same call is known from a second gradient."""
+
+    worker: str
+    rank: int
+    push: int
+    step: int
+    tensors: Tensors
+
+
+class Model:
+    """The state machine of one model."""
+
+    def __init__(self, name: str, table: Table, mode: Mode, optimizer: Optimizer) -> None:
+        self.name = name
+        self.mode = mode
+        self.version = 0
+        self.counts: Counter[str] = Counter()
+        """Gradients by what became of them."""
+        self._table = table
+        self._rate = optimizer.learning_rate
+        self._pending: dict[str, Gradient] = {}
+        self._outcomes: dict[str, tuple[int, Outcome]] = {}
+        self._leases: Leases | None = None
+
+    @property
+    def tensors(self) -> Tensors:
+        """The newest version, immutable."""
+        return self._table.tensors
+
+    # -- a worker's gradients
+
+    def push(self, gradient: Gradient, workers: Sequence[str]) -> None:
+        """Take a gradient; ``outcome`` tells what became of it. A repeat of the same push changes
+        nothing. ValueError for a gradient of another step, a second one of a worker, unknown
+        names or shapes, numbers that are not finite."""
+        worker, step = gradient.worker, gradient.step
+        if self.outcome(worker, gradient.push) is not None:
+            return
+        waiting = self._pending.get(worker)
+        if waiting is not None and waiting.push == gradient.push:
+            return
+        what = f"the gradient of step {step} of worker {worker} for {self.name!r}"
+        if step > self.version:
+            raise ValueError(f"{what} is of a later step: the model is at step {self.version}")
+        tensors = self._table.checked(gradient.tensors, what)
+        gradient = Gradient(worker, gradient.rank, gradient.push, step, tensors)
+        if waiting is not None:
+            raise ValueError(f"{what} is its second one in that step")
+        match self.mode:
+            case Synchronous():
+                self._push_to_round(gradient, what)
+            case Asynchronous():
+                self._push_on_lease(gradient, workers, what)
+            case ElasticAveraging(alpha, of="gradients"):
+                self._table.mix(tensors, alpha, self._rate)
+                self._count([gradient])
+            case ElasticAveraging():
+                self._table.add(tensors)
+                self._count([gradient])
+        self.progress(workers)
+
+    def outcome(self, worker: str, push: int) -> Outcome | None:
+        """What became of a push of ``worker``; None while it waits, or if it is unknown."""
+        known, outcome = self._outcomes.get(worker, (-1, None))
+        return outcome if known == push else None
+
+    def drop(self, worker: str, push: int, reason: str) -> None:
+        """Let a push count for nothing, and remember that."""
+        self.counts[reason] += 1
+        self._outcomes[worker] = push, Outcome(False, self.version, reason)
+
+    def _push_to_round(self, gradient: Gradient, what: str) -> None:
+        assert isinstance(self.mode, Synchronous)
+        if gradient.step == self.version:
+            self._pending[gradient.worker] = gradient
+        elif self.mode.backup_workers:
+            self.drop(gradient.worker, gradient.push, "late")
+        else:
+            raise ValueError(
+                f"{what} is of an earlier step: the model is at step {self.version}; pull first"
+            )
+
+    def _push_on_lease(self, gradient: Gradient, workers: Sequence[str], what: str) -> None:
+        lease = self._leases_of(workers).held.get(gradient.worker)
+        if lease is None:
+            self.drop(gradient.worker, gradient.push, "expired")
+        elif lease.version != gradient.step:
+            raise ValueError(f"{what}: its last pull was of step {lease.version}")
+        else:
+            self._pending[gradient.worker] = gradient
+
+    # -- a worker's pulls
+
+    def may_pull(self, worker: str, workers: Sequence[str], expires_at: float) -> bool:
+        """Whether ``worker`` may compute on the newest version now. If not it waits."""
+        if not isinstance(self.mode, Asynchronous):
+            return True
+        if worker in self._pending:
+            return False  # its gradient comes first
+        leases = self._leases_of(workers)
+        leases.held.pop(worker, None)  # it computes on that version no more
+        return leases.pull(worker, self.version, expires_at)
+
+    def expire(self, time: float, until: float) -> list[str]:
+        """End the leases of workers that have neither pushed nor gone on since; their names. Those
+        whose gradients wait here are kept ``until``."""
+        if self._leases is None:
+            return []
+        for worker in self._pending:
+            self._leases.held[worker].expires_at = until
+        return self._leases.expire(time)
+
+    def leave(self, worker: str) -> None:
+        """``worker`` computes no more."""
+        if self._leases is not None and worker not in self._pending:
+            self._leases.held.pop(worker, None)
+
+    def waits_for(self, workers: Sequence[str]) -> str:
+        """What a pull or push waits for, for errors."""
+        if self._leases is not None:
+            names = self._leases.blocking(self.version)
+            return f"worker {', '.join(names)}, which computes on the oldest parameters"
+        absent = sorted(set(workers) - self._pending.keys(), key=_by_number)
+        if not absent:
+            return "apply_gradients, which no worker has called"
+        return f"a gradient of step {self.version} of worker {', '.join(absent)}"
+
+    def _leases_of(self, workers: Sequence[str]) -> Leases:
+        assert isinstance(self.mode, Asynchronous)
+        bound = self.mode.max_staleness
+        bound = LEASES_FOR_EACH * len(workers) if bound is None else bound
+        if self._leases is None:
+            self._leases = Leases(bound)
+        self._leases.max_staleness = bound
+        return self._leases
+
+    # -- updates
+
+    def progress(self, workers: Sequence[str]) -> bool:
+        """Make the updates that can be made; whether there were any."""
+        if isinstance(self.mode, Synchronous):
+            if self.mode.automatic and self.is_ready(workers):
+                self._step_by_round(self._rate)
+                return True
+            return False
+        before = self.version
+        if self._leases is not None:
+            leases = self._leases.held
+            for worker in sorted(self._pending, key=lambda worker: leases[worker].version):
+                self._step_on_lease(self._pending[worker], self._leases)
+        return self.version > before
+
+    def is_ready(self, workers: Sequence[str]) -> bool:
+        """Whether enough workers have pushed the gradients of this step."""
+        backups = self.mode.backup_workers if isinstance(self.mode, Synchronous) else 0
+        # Not their number: gradients of workers that have left do not stand for those to come.
+        missing = sum(worker not in self._pending for worker in workers)
+        return len(self._pending) > 0 and missing <= backups
+
+    def apply(self, step: int, rate: float | None, workers: Sequence[str]) -> None:
+        """The update of ``step`` by hand, unless it has been made. ValueError if it is not
+        ready."""
+        self._need_round("apply_gradients")
+        if step < self.version:
+            return
+        if not self.is_ready(workers):
+            raise ValueError(
+                f"{len(self._pending)} gradients of step {self.version} of {self.name!r} are "
+                f"there; it waits for {self.waits_for(workers)}"
+            )
+        self._step_by_round(self._rate if rate is None else rate)
+
+    def clear(self, step: int) -> None:
+        """Drop the gradients of ``step``, unless its update was made."""
+        self._need_round("clear_gradients")
+        if step == self.version:
+            for gradient in self._pending.values():
+                self.drop(gradient.worker, gradient.push, "cleared")
+            self._pending.clear()
+
+    def replace(self, tensors: Tensors) -> None:
+        """Take other parameters, as a new version; gradients that wait are dropped."""
+        tensors = self._table.checked(tensors, f"what is set for {self.name!r}")
+        self._table.replace(tensors)
+        self.version += 1
+        for gradient in self._pending.values():
+            self.drop(gradient.worker, gradient.push, "replaced")
+        self._pending.clear()
+        if self._leases is not None:
+            self._leases.held.clear()
+
+    def check(self, tensors: Tensors) -> None:
+        """ValueError unless ``tensors`` have the names and shapes of the model's."""
+        self._table.checked(tensors, f"what is set for {self.name!r}")
+
+    def _need_round(self, what: str) -> None:
+        if not isinstance(self.mode, Synchronous):
+            raise ValueError(
+                f"{what} is for Synchronous: with {type(self.mode).__name__} each gradient is "
+                "applied when it arrives"
+            )
+
+    def _step_by_round(self, rate: float) -> None:
+        # In rank order, so that the sum does not depend on who was first.
+        gradients = sorted(self._pending.values(), key=lambda each: (each.rank, each.worker))
+        self._table.step([each.tensors for each in gradients], rate)
+        self._count(gradients)
+
+    def _step_on_lease(self, gradient: Gradient, leases: Leases) -> None:
+        assert isinstance(self.mode, Asynchronous)
+        staleness = leases.apply(gradient.worker, self.version)
+        if staleness is None:
+            return
+        divisor = max(1, staleness) if self.mode.lr_by_staleness else 1
+        self._table.step([gradient.tensors], self._rate / divisor)
+        self.counts["max staleness"] = max(self.counts["max staleness"], staleness)
+        self._count([gradient])
+
+    def _count(self, gradients: Sequence[Gradient]) -> None:
+        self.version += 1
+        for each in gradients:
+            self.counts["counted"] += 1
+            self._outcomes[each.worker] = each.push, Outcome(True, self.version)
+            self._pending.pop(each.worker, None)
+
+    # -- for checkpoints
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds: not the gradients that wait, whose workers push them again."""
+        outcomes = {
+            worker: [push, outcome.counted, outcome.version, outcome.reason]
+            for worker, (push, outcome) in self._outcomes.items()
+        }
+        return {"version": self.version, "table": self._table.state(), "outcomes": outcomes}
+
+    @classmethod
+    def of_state(
+        cls, name: str, state: Mapping[str, Any], mode: Mode, optimizer: Optimizer
+    ) -> Model:
+        """The inverse of ``state``."""
+        model = cls(name, Table.of_state(state["table"], optimizer), mode, optimizer)
+        model.version = state["version"]
+        model._outcomes = {
+            worker: (push, Outcome(*outcome))
+            for worker, (push, *outcome) in state["outcomes"].items()
+        }
+        return model
+
+
+def _by_number(name: str) -> tuple[int, str]:
+    return len(name), name

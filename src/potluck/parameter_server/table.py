@@ -1,0 +1,140 @@
+"""``Table``: the tensors of one model on one server, in immutable versions. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from potluck.parameter_server.optimizers import Array, Optimizer, State
+
+Tensors = Mapping[str, Array]
+
+_NAMED = 4
+"""How many names an error lists."""
+
+
+class Table:
+    """The newest version of a model's tensors, and what its optimizer keeps.
+
+    A version is never changed: an update makes new arrays. So a reply or a checkpoint of a version
+    needs no copy, and can't mix two of them.
+    """
+
+    def __init__(self, tensors: Tensors, optimizer: Optimizer) -> None:
+        self.tensors = frozen(tensors)
+        self._optimizer = optimizer
+        self._states: dict[str, State] = {}
+        self._num_steps = 0
+        self._mixed: Tensors | None = None
+
+    # -- updates, each to a new version
+
+    def step(self, gradients: Sequence[Tensors], rate: float) -> None:
+        """A step of the optimizer by the mean of ``gradients``, added in this order, at a learning
+        rate of ``rate``."""
+        self._step({name: mean([each[name] for each in gradients]) for name in self.tensors}, rate)
+
+    def mix(self, gradient: Tensors, alpha: float, rate: float) -> None:
+        """A step by ``alpha * gradient + (1 - alpha) * before``, which is kept for the next one."""
+        before = self._mixed
+        if before is not None:
+            gradient = {
+                name: each.dtype.type(alpha) * each + each.dtype.type(1 - alpha) * before[name]
+                for name, each in gradient.items()
+            }
+        self._mixed = gradient
+        self._step(gradient, rate)
+
+    def add(self, differences: Tensors) -> None:
+        """Add ``differences`` to the tensors."""
+        self.tensors = frozen({n: each + differences[n] for n, each in self.tensors.items()})
+
+    def replace(self, tensors: Tensors) -> None:
+        """Take ``tensors`` instead, and forget what the optimizer kept."""
+        self.tensors, self._states, self._num_steps = frozen(tensors), {}, 0
+        self._mixed = None
+
+    def _step(self, gradient: Tensors, rate: float) -> None:
+        self._num_steps += 1
+        tensors: dict[str, Array] = {}
+        states: dict[str, State] = {}
+        for name, tensor in self.tensors.items():
+            tensors[name], states[name] = self._optimizer.step(
+                tensor, gradient[name], self._states.get(name, {}), self._num_steps, rate
+            )
+        self.tensors, self._states = frozen(tensors), states
+
+    # -- what may be pushed
+
+    def checked(self, given: Tensors, what: str) -> Tensors:
+        """``given`` in the dtypes of the tensors. ValueError, which says so, unless it has their
+        names and shapes, and finite numbers."""
+        unknown, missing = given.keys() - self.tensors.keys(), self.tensors.keys() - given.keys()
+        if unknown:
+            raise ValueError(
+                f"{what} has {_names(unknown)}, which the model has not; it has "
+                f"{_names(self.tensors)}"
+            )
+        if missing:
+            raise ValueError(f"{what} lacks {_names(missing)}")
+        for name, tensor in self.tensors.items():
+            if given[name].shape != tensor.shape:
+                raise ValueError(
+                    f"{what} has shape {given[name].shape} in {name!r}, whose shape is "
+                    f"{tensor.shape}"
+                )
+            if given[name].dtype.kind == "c" and tensor.dtype.kind != "c":
+                raise ValueError(f"{what} is complex in {name!r}, which is {tensor.dtype}")
+            if not np.isfinite(given[name]).all():
+                raise ValueError(f"{what} has NaN or infinite numbers in {name!r}")
+        return {
+            name: np.asarray(given[name], tensor.dtype) for name, tensor in self.tensors.items()
+        }
+
+    # -- for checkpoints
+
+    def state(self) -> dict[str, Any]:
+        """All of it, as a checkpoint holds it."""
+        mixed = None if self._mixed is None else dict(self._mixed)
+        return {
+            "tensors": dict(self.tensors),
+            "optimizer": {name: dict(state) for name, state in self._states.items()},
+            "num_steps": self._num_steps,
+            "mixed": mixed,
+        }
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any], optimizer: Optimizer) -> Table:
+        """The inverse of ``state``."""
+        table = cls(state["tensors"], optimizer)
+        table._states = dict(state["optimizer"])
+        table._num_steps, table._mixed = state["num_steps"], state["mixed"]
+        return table
+
+
+def mean(arrays: Sequence[Array]) -> Array:
+    """The mean, added in this order and then divided: what an ``all_reduce`` over a centralized
+    plan gives, bit by bit."""
+    if len(arrays) == 1:
+        return arrays[0]
+    total = arrays[0] + arrays[1]
+    for each in arrays[2:]:
+        total += each
+    total /= total.dtype.type(len(arrays))
+    return total
+
+
+def frozen(tensors: Tensors) -> Tensors:
+    """``tensors`` as they are, but read-only from now on."""
+    for each in tensors.values():
+        each.flags.writeable = False
+    return MappingProxyType(dict(tensors))
+
+
+def _names(names: Any) -> str:
+    listed = sorted(names)
+    more = f" and {len(listed) - _NAMED} more" if len(listed) > _NAMED else ""
+    return ", ".join(map(repr, listed[:_NAMED])) + more

@@ -1,0 +1,157 @@
+"""A server's checkpoints: killed at any file operation, damaged, or on a full disk."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from potluck.checkpoint import CheckpointStore
+from potluck.checkpoint import files as files_module
+from potluck.errors import CheckpointError
+from potluck.parameter_server import SGD, Synchronous
+from potluck.parameter_server.host import Host
+from potluck.parameter_server.model import Gradient
+from potluck.types import Group, Member
+
+ALONE = Group(1, 0, (Member("0"),))
+
+
+def host(folder: Path, save_every: int = 1) -> Host:
+    return Host(
+        Synchronous(),
+        SGD(1.0, momentum=0.5),
+        lambda: ALONE,
+        store=CheckpointStore(folder),
+        save_every=save_every,
+        worker_timeout_s=30.0,
+    )
+
+
+def train(it: Host, num_steps: int) -> None:
+    it.create("m", {"w": np.zeros(3), "b": np.zeros(2)}, replace=False)
+    for _ in range(num_steps):
+        step = it.stats()["m"]["version"]
+        gradient = Gradient("0", 0, step + 1, step, {"w": -np.ones(3), "b": -np.ones(2)})
+        assert it.push("m", gradient, it.incarnation) is not None
+
+
+def version_in(folder: Path) -> int:
+    """The version that a server goes on from; its tensors must be of that version, all of them."""
+    it = host(folder)
+    found = it.pull("m", "0", None, 0.0, compute=False).result(0)
+    whole = host(folder / "beside", save_every=1000)
+    train(whole, found["version"])
+    expected = whole.pull("m", "0", None, 0.0, compute=False).result(0)["tensors"]
+    whole.close()
+    for name in ("w", "b"):
+        np.testing.assert_array_equal(found["tensors"][name], expected[name])
+    return int(found["version"])
+
+
+KILLED = """
+import os, pathlib, shutil, signal, sys
+sys.path.insert(0, sys.argv[2])
+import test_host_files as here
+folder = pathlib.Path(sys.argv[1])
+for call in range(1, 100):
+    shutil.copytree(folder / "0", folder / str(call))
+    child = os.fork()
+    if not child:
+        it = here.host(folder / str(call))
+        count = 0
+        def counted(inner):
+            def wrapper(*args, **named):
+                global count
+                count += 1
+                if count == call:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return inner(*args, **named)
+            return wrapper
+        for name in ("open", "fsync", "rename", "unlink", "mkdir", "listdir"):
+            setattr(os, name, counted(getattr(os, name)))
+        here.train(it, 1)
+        it.close()
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    print(status, here.version_in(folder / str(call)), flush=True)
+    if not status:
+        break
+"""
+
+
+def test_a_server_killed_at_any_file_operation_comes_back_with_the_old_or_the_new(
+    tmp_path: Path,
+) -> None:
+    """It has version 2 on the disk, and is killed while it writes version 3 and its last one."""
+    before = host(tmp_path / "0")
+    train(before, 2)
+    before.close()
+    arguments = [str(tmp_path), str(Path(__file__).parent)]
+    ended = subprocess.run(
+        [sys.executable, "-c", KILLED, *arguments], timeout=100, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
+    lines = [line.split() for line in ended.stdout.splitlines()]
+    codes, versions = [int(code) for code, _ in lines], [int(version) for _, version in lines]
+    assert codes[:-1] == [-signal.SIGKILL] * (len(codes) - 1)
+    assert codes[-1] == 0
+    assert len(codes) > 10
+    assert versions == sorted(versions)
+    assert set(versions) == {2, 3}
+
+
+def test_one_flipped_byte_means_the_checkpoint_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    it = host(tmp_path)
+    train(it, 3)
+    it.close()
+    newest = sorted(tmp_path.glob("*-step-3.safetensors"))
+    for path in newest:
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    with caplog.at_level(logging.WARNING):
+        assert version_in(tmp_path) == 2
+    assert "is damaged" in caplog.text
+
+
+def test_without_an_intact_checkpoint_the_server_does_not_start_anew_in_silence(
+    tmp_path: Path,
+) -> None:
+    it = host(tmp_path)
+    train(it, 1)
+    it.close()
+    for path in tmp_path.glob("*.safetensors"):
+        path.write_bytes(b"junk")
+    with pytest.raises(CheckpointError, match=r"none of the .* checkpoints in .* is intact"):
+        host(tmp_path)
+
+
+def test_training_goes_on_while_the_disk_is_full_and_the_last_checkpoint_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    it = host(tmp_path)
+    train(it, 1)
+    it.save()
+
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(files_module.os, "fsync", full)
+    train(it, 3)
+    assert it.stats()["m"]["version"] == 4
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        it.close()
+    monkeypatch.undo()
+    assert it.num_failed_saves >= 1
+    assert "No space left" in caplog.text
+    assert version_in(tmp_path) == 1

@@ -1,0 +1,285 @@
+"""Parameter servers between workers of one process, over every kind of link."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import potluck
+from potluck.context import DistributedContext
+from potluck.errors import ServiceTimeout
+from potluck.parameter_server import (
+    SGD,
+    Adam,
+    AggregationMethod,
+    Asynchronous,
+    ElasticAveraging,
+    ParameterServer,
+    Synchronous,
+)
+from potluck.testing.world import run_world
+from support.worlds import open_world
+
+KINDS = ("inproc", "tls", *(("native",) if potluck.native.available else ()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_synchronous_step_is_that_of_all_reduce_bit_by_bit(kind: str, world_size: int) -> None:
+    """In float64, with gradients whose sum depends on the order of its terms."""
+
+    def run(ctx: DistributedContext) -> None:
+        chance = np.random.default_rng(ctx.rank)
+        expected = np.linspace(-1, 1, 50)
+        with ParameterServer(ctx, optimizer=SGD(0.1)) as ps:
+            ps.set_parameters("m", {"w": expected.copy()})
+            for step in range(5):
+                parameters, version = ps.get_parameters("m")
+                assert version == step
+                np.testing.assert_array_equal(parameters["w"], expected)
+                gradient = chance.normal(size=50) * 10.0 ** chance.integers(-8, 8, 50)
+                assert ps.accumulate_gradient("m", {"w": gradient}, worker_rank=ctx.rank)
+                mean = ctx.all_reduce(gradient.copy(), "mean", algorithm="centralized")
+                expected = expected - 0.1 * mean
+            assert ps.stats()["m"] == {"version": 5, "counted": 5 * ctx.world_size}
+
+    with open_world(kind, world_size) as world:
+        world.run(run)
+
+
+def test_the_loop_by_hand_that_users_of_other_servers_write() -> None:
+    def run(ctx: DistributedContext) -> list[float]:
+        ps = ParameterServer(ctx, Synchronous(automatic=False))
+        ps.set_parameters("m", {"w": np.zeros(2)})
+        for _ in range(3):
+            _, version = ps.get_parameters("m")
+            ps.accumulate_gradient("m", {"w": np.full(2, ctx.rank + 1.0)}, step=version)
+            if ps.ready("m"):
+                ps.apply_gradients("m", learning_rate=1.0)
+                ps.clear_gradients("m")
+        found = ps.get_parameters("m").parameters["w"].tolist()
+        ps.close()
+        return found
+
+    assert run_world(2, run) == [[-4.5, -4.5]] * 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pull_never_mixes_two_versions(kind: str) -> None:
+    """Each update adds 1 to every element; pullers look for arrays that differ within."""
+
+    def run(ctx: DistributedContext) -> None:
+        with ParameterServer(ctx, Asynchronous(lr_by_staleness=False), optimizer=SGD(1.0)) as ps:
+            start = {name: np.zeros(40_000) for name in "abc"}
+            ps.set_parameters("m", start)
+            for _ in range(15):
+                parameters, version = ps.get_parameters("m")
+                values = {float(each) for array in parameters.values() for each in np.unique(array)}
+                assert values == {float(version)}
+                minus = {name: np.full(40_000, -1.0) for name in "abc"}
+                assert ps.accumulate_gradient("m", minus)
+            ctx.barrier()
+            assert ps.get_parameters("m", wait=False).version == 15 * ctx.world_size
+
+    with open_world(kind, 3) as world:
+        world.run(run)
+
+
+def test_a_slow_worker_holds_nobody_up_until_its_parameters_would_be_too_old() -> None:
+    fast_ran = threading.Event()
+
+    def run(ctx: DistributedContext) -> dict[str, Any] | None:
+        ps = ParameterServer(ctx, Asynchronous(max_staleness=6), optimizer=SGD(0.1))
+        ps.set_parameters("m", {"w": np.zeros(1)})
+        ps.get_parameters("m")
+        ctx.barrier()
+        if ctx.rank == 1:
+            assert fast_ran.wait(20)
+            assert ps.accumulate_gradient("m", {"w": np.ones(1)})
+            ps.close()
+            return None
+        for _ in range(6):
+            assert ps.accumulate_gradient("m", {"w": np.ones(1)})
+            ps.get_parameters("m")
+        with pytest.raises(ServiceTimeout, match=r"waits for worker 1, which computes on the old"):
+            ps.accumulate_gradient("m", {"w": np.ones(1)}, timeout=0.2)
+        assert ps.get_parameters("m", wait=False).version == 6
+        fast_ran.set()
+        assert ps.get_parameters("m").version == 8  # what was pushed is applied, after the other
+        stats = ps.stats()["m"]
+        ps.close()
+        return stats
+
+    stats, _ = run_world(2, run)
+    assert stats == {"version": 8, "counted": 8, "max staleness": 6}
+
+
+def test_elastic_averaging_of_parameters_is_the_papers_algorithm() -> None:
+    """One worker, so that the order is known: x and the centre by hand."""
+
+    def run(ctx: DistributedContext) -> None:
+        mode = ElasticAveraging(alpha=0.25, of="parameters")
+        with ParameterServer(ctx, mode) as ps:
+            ps.set_parameters("m", {"w": np.zeros(3)})
+            x, centre = np.full(3, 8.0), np.zeros(3)
+            for _ in range(4):
+                difference = 0.25 * (x - centre)
+                got = ps.average_parameters("m", {"w": x})["w"]
+                x, centre = x - difference, centre + difference
+                np.testing.assert_array_equal(got, x)
+                pulled = ps.get_parameters("m", wait=False).parameters["w"]
+                np.testing.assert_array_equal(pulled, centre)
+            with pytest.raises(ValueError, match="takes average_parameters"):
+                ps.accumulate_gradient("m", {"w": x})
+            with pytest.raises(ValueError, match="are not those of 'm'"):
+                ps.average_parameters("m", {"w": np.zeros(2)})
+
+    run_world(1, run)
+
+
+def test_workers_of_elastic_averaging_come_together() -> None:
+    def run(ctx: DistributedContext) -> float:
+        mode = AggregationMethod.ELASTIC_AVERAGING.value
+        mode = ElasticAveraging(alpha=0.3, of="parameters") if mode.of == "gradients" else mode
+        with ParameterServer(ctx, mode) as ps:
+            ps.set_parameters("m", {"w": np.zeros(1)})
+            x = np.full(1, 10.0 * ctx.rank)
+            for _ in range(40):
+                x = ps.average_parameters("m", {"w": x})["w"]
+                ctx.barrier()
+            return float(x[0])
+
+    found = run_world(3, run)
+    assert max(found) - min(found) < 1e-3
+
+
+@pytest.mark.parametrize("optimizer", [SGD(0.1, momentum=0.9), Adam(0.1)])
+def test_a_server_that_starts_again_goes_on_from_its_checkpoint(
+    tmp_path: Path, optimizer: Any
+) -> None:
+    def steps(ctx: DistributedContext, count: int, folder: Path | None) -> list[float]:
+        ps = ParameterServer(ctx, optimizer=optimizer, checkpoint=folder, save_every=3)
+        ps.set_parameters("m", {"w": np.ones(4, np.float32)})
+        for _ in range(count):
+            w = ps.get_parameters("m").parameters["w"]
+            ps.accumulate_gradient("m", {"w": w * 2})
+        found = ps.get_parameters("m").parameters["w"].tolist()
+        ps.close()
+        return found
+
+    run_world(2, lambda ctx: steps(ctx, 4, tmp_path))
+    again = run_world(2, lambda ctx: steps(ctx, 3, tmp_path))
+    assert again == run_world(2, lambda ctx: steps(ctx, 7, None))
+
+
+def test_mistakes_are_one_clear_error_each() -> None:
+    def run(ctx: DistributedContext) -> None:
+        ps = ParameterServer(ctx)
+        with pytest.raises(
+            ValueError, match=r"no model 'm' on this .*; there are: none. Call set_"
+        ):
+            ps.get_parameters("m")
+        ps.set_parameters("m", {"w": np.zeros(2)})
+        with pytest.raises(ValueError, match=r"get_parameters\('m'\) comes before a gradient"):
+            ps.accumulate_gradient("m", {"w": np.zeros(2)})
+        with pytest.raises(ValueError, match=r"what is set for 'm' has shape \(3,\) in 'w'"):
+            ps.set_parameters("m", {"w": np.zeros(3)})
+        with pytest.raises(TypeError, match="dict of arrays by name"):
+            ps.set_parameters("m", np.zeros(3))  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="parameters are floats, but 'w' is int64"):
+            ps.set_parameters("n", {"w": np.zeros(3, np.int64)})
+        ps.get_parameters("m")
+        with pytest.raises(ValueError, match="worker_rank is 5, but this worker has 0"):
+            ps.accumulate_gradient("m", {"w": np.zeros(2)}, worker_rank=5)
+        with pytest.raises(ValueError, match=r"step 7 of worker 0 .* the model is at step 0"):
+            ps.accumulate_gradient("m", {"w": np.zeros(2)}, step=7)
+        with pytest.raises(ValueError, match="has 'v', which the model has not"):
+            ps.accumulate_gradient("m", {"w": np.zeros(2), "v": np.zeros(2)})
+        with pytest.raises(ValueError, match="average_parameters is for Elastic"):
+            ps.average_parameters("m", {"w": np.zeros(2)})
+        with pytest.raises(ValueError, match="there is no directory"):
+            ps.save()
+        assert ps.accumulate_gradient("m", {"w": np.ones(2)})
+        assert ps.get_parameters("m").version == 1
+        assert ps.set_parameters("m", {"w": np.ones(2)}, replace=True) == 2
+        ps.close()
+        for wrong, kind, message in [
+            ({"server": 3}, ValueError, "there is no such worker; there are: 0"),
+            ({"mode": "sync"}, TypeError, "mode is 'sync'"),
+            ({"mode": Synchronous(1)}, ValueError, "backup_workers is 1 of 1 workers"),
+            ({"optimizer": "adam"}, TypeError, "optimizer is 'adam'"),
+            ({"save_every": 0}, ValueError, "save_every is 0"),
+        ]:
+            with pytest.raises(kind, match=message):
+                ParameterServer(ctx, **wrong)
+        with pytest.raises(TypeError, match="takes a context"):
+            ParameterServer(None)  # type: ignore[arg-type]
+
+    run_world(1, run)
+
+
+def test_the_error_at_the_deadline_names_the_workers_that_are_missing() -> None:
+    def run(ctx: DistributedContext) -> None:
+        ps = ParameterServer(ctx)
+        ps.set_parameters("m", {"w": np.zeros(2)})
+        ps.get_parameters("m")
+        if ctx.rank == 0:
+            ps.accumulate_gradient("m", {"w": np.ones(2)})
+            with pytest.raises(ServiceTimeout, match="waits for a gradient of step 0 of worker 1"):
+                ps.get_parameters("m", timeout=0.2)
+        ctx.barrier()
+        ps.close()
+
+    run_world(2, run)
+
+
+def test_a_worker_that_has_closed_is_not_waited_for() -> None:
+    def run(ctx: DistributedContext) -> int:
+        ps = ParameterServer(ctx)
+        ps.set_parameters("m", {"w": np.zeros(2)})
+        for _ in range(2 if ctx.rank else 4):
+            ps.get_parameters("m")
+            ps.accumulate_gradient("m", {"w": np.ones(2)})
+        version = ps.get_parameters("m").version
+        ps.close()
+        return version
+
+    assert run_world(2, run) == [4, 2]
+
+
+def test_a_servers_own_worker_that_has_closed_is_not_waited_for_either() -> None:
+    closed = threading.Event()
+
+    def run(ctx: DistributedContext) -> int:
+        ps = ParameterServer(ctx, Asynchronous(max_staleness=1), optimizer=SGD(0.1))
+        ps.set_parameters("m", {"w": np.zeros(2)})
+        ps.get_parameters("m")  # and nothing follows on rank 0
+        ctx.barrier()
+        version = 0
+        if ctx.rank == 1:
+            assert closed.wait(20)
+            for _ in range(5):
+                ps.accumulate_gradient("m", {"w": np.ones(2)})
+                version = ps.get_parameters("m").version
+        else:
+            closed.set()
+        ps.close()
+        return version
+
+    assert run_world(2, run) == [0, 5]
+
+
+def test_more_workers_wait_than_the_server_has_threads() -> None:
+    def run(ctx: DistributedContext) -> int:
+        with ParameterServer(ctx) as ps:
+            ps.set_parameters("m", {"w": np.zeros(2)})
+            for _ in range(3):
+                ps.get_parameters("m")
+                ps.accumulate_gradient("m", {"w": np.ones(2)})
+            return ps.get_parameters("m").version
+
+    assert run_world(12, run) == [3] * 12
