@@ -79,22 +79,27 @@ void check_sizes(Codec codec, const Buffer& encoded, const Buffer& floats) {
             "the encoded buffer is not of the size that so many elements take");
 }
 
-void encode_buffer(int code, nb::handle encoded, nb::handle source) {
+bool encode_buffer(int code, nb::handle encoded, nb::handle source) {
     const Codec codec = codec_of(code);
     const Buffer to(encoded, true), from(source, false);
     check_sizes(codec, to, from);
-    without_lock(from.size(), [&] { encode(codec, to.data(), from.data(), from.size() / 4); });
+    bool finite = true;
+    without_lock(from.size(),
+                 [&] { finite = encode(codec, to.data(), from.data(), from.size() / 4); });
+    return finite;
 }
 
-void encode_with_residual_buffer(int code, nb::handle encoded, nb::handle residual,
+bool encode_with_residual_buffer(int code, nb::handle encoded, nb::handle residual,
                                  nb::handle source) {
     const Codec codec = codec_of(code);
     const Buffer to(encoded, true), left(residual, true), from(source, false);
     check_sizes(codec, to, from);
     require(left.size() == from.size(), "the residual must be of the source's size");
+    bool finite = true;
     without_lock(from.size(), [&] {
-        encode_with_residual(codec, to.data(), left.data(), from.data(), from.size() / 4);
+        finite = encode_with_residual(codec, to.data(), left.data(), from.data(), from.size() / 4);
     });
+    return finite;
 }
 
 template <void (*Decode)(Codec, void*, const void*, std::size_t)>

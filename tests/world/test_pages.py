@@ -12,10 +12,12 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def run(page: str) -> dict[str, Any]:
-    """The page's only Python snippet; its names."""
-    [script] = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+    """The page's Python snippets, one after the other; their names."""
+    scripts = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+    assert scripts
     names: dict[str, Any] = {"__name__": "page"}
-    exec(compile(script, page, "exec"), names)
+    for script in scripts:
+        exec(compile(script, page, "exec"), names)
     return names
 
 

@@ -74,6 +74,33 @@ void decode_part(Codec codec, DecodeBlock decode_one, char* target, const char* 
     }
 }
 
+// Whether the values that `n` encoded elements stand for, those from `begin` on, are finite.
+bool is_finite(Codec codec, const char* encoded, std::size_t count, std::size_t begin,
+               std::size_t n) {
+    if (is_half(codec)) {
+        // All bits of the exponent are set in inf and NaN only.
+        const std::uint16_t exponent = codec == Codec::fp16 ? 0x7C00 : 0x7F80;
+        std::uint16_t found = 0;
+        for (std::size_t i = begin; i < begin + n; ++i) {
+            std::uint16_t word;
+            std::memcpy(&word, encoded + 2 * i, sizeof word);
+            found |= (word & exponent) == exponent;
+        }
+        return !found;
+    }
+    bool finite = true;
+    for (std::size_t i = begin; i < begin + n; i += block_elements) {
+        float scale;  // NaN for a block with such a value
+        std::memcpy(&scale, encoded + place_of(codec, count, i).scale, sizeof scale);
+        finite &= scale == scale;
+    }
+    return finite;
+}
+
+// Arrays are encoded strip by strip: sums, decoded values and the look for infinities stay in the
+// L1 cache, and memory is read and written once.
+constexpr std::size_t strip = 4 * block_elements;
+
 }  // namespace
 
 std::size_t encoded_bytes(Codec codec, std::size_t count) {
@@ -81,8 +108,16 @@ std::size_t encoded_bytes(Codec codec, std::size_t count) {
     return 4 * num_blocks(count) + (count * bits_of(codec) + 7) / 8;
 }
 
-void encode(Codec codec, void* encoded, const void* source, std::size_t count) {
-    encode_part(codec, static_cast<char*>(encoded), count, 0, static_cast<const char*>(source), count);
+bool encode(Codec codec, void* encoded, const void* source, std::size_t count) {
+    char* const to = static_cast<char*>(encoded);
+    const char* const from = static_cast<const char*>(source);
+    bool finite = true;
+    for (std::size_t begin = 0; begin < count; begin += strip) {
+        const std::size_t n = std::min(strip, count - begin);
+        encode_part(codec, to, count, begin, from + 4 * begin, n);
+        finite &= is_finite(codec, to, count, begin, n);
+    }
+    return finite;
 }
 
 void decode(Codec codec, void* target, const void* encoded, std::size_t count) {
@@ -97,11 +132,9 @@ void decode_accumulate(Codec codec, void* target, const void* encoded, std::size
                 static_cast<const char*>(encoded), count, 0, count);
 }
 
-void encode_with_residual(Codec codec, void* encoded, void* residual, const void* source,
+bool encode_with_residual(Codec codec, void* encoded, void* residual, const void* source,
                           std::size_t count) {
-    // Strip by strip, so that sums and decoded values stay in the L1 cache and memory is read and
-    // written once.
-    constexpr std::size_t strip = 4 * block_elements;
+    bool finite = true;
     const Combine add = kernels().combine[static_cast<int>(Dtype::float32)][static_cast<int>(Op::sum)];
     char* const to = static_cast<char*>(encoded);
     float sent[strip], decoded[strip];
@@ -117,7 +150,9 @@ void encode_with_residual(Codec codec, void* encoded, void* residual, const void
                         begin, n);
         }
         kernels().keep_lost(left, sent, decoded, n);
+        finite &= is_finite(codec, to, count, begin, n);
     }
+    return finite;
 }
 
 }  // namespace potluck

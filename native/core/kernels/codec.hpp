@@ -19,8 +19,9 @@ constexpr std::size_t block_elements = 256;  // of the integer codecs
 // Bytes that `count` elements take when encoded.
 std::size_t encoded_bytes(Codec codec, std::size_t count);
 
-// encoded = encode(source), `count` float32 elements; the memories must not overlap.
-void encode(Codec codec, void* encoded, const void* source, std::size_t count);
+// encoded = encode(source), `count` float32 elements; the memories must not overlap. False if what
+// it stands for has inf or NaN.
+bool encode(Codec codec, void* encoded, const void* source, std::size_t count);
 
 // target = decode(encoded), float32.
 void decode(Codec codec, void* target, const void* encoded, std::size_t count);
@@ -30,8 +31,8 @@ void decode(Codec codec, void* target, const void* encoded, std::size_t count);
 void decode_accumulate(Codec codec, void* target, const void* encoded, std::size_t count);
 
 // Error feedback, in one pass: encoded = encode(source + residual), residual = what that loses, and
-// zero where the loss is not finite.
-void encode_with_residual(Codec codec, void* encoded, void* residual, const void* source,
+// zero where the loss is not finite. False as above.
+bool encode_with_residual(Codec codec, void* encoded, void* residual, const void* source,
                           std::size_t count);
 
 }  // namespace potluck

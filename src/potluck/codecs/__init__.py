@@ -2,6 +2,6 @@
 
 from potluck.codecs import kernels
 from potluck.codecs.codec import Codec, check_dtype
-from potluck.codecs.registry import NAMES, codec_of
+from potluck.codecs.registry import NAMES, codec_of, digest_of, register
 
-__all__ = ["NAMES", "Codec", "check_dtype", "codec_of", "kernels"]
+__all__ = ["NAMES", "Codec", "check_dtype", "codec_of", "digest_of", "kernels", "register"]

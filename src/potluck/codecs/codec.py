@@ -23,8 +23,8 @@ class Codec(ABC):
 
     name: str
     """The value of the argument ``codec``."""
-    code: int
-    """The codec's number in the native core."""
+    code: int = 0
+    """The codec's number in the native core; 0 for one of your own, which is not there."""
 
     @abstractmethod
     def encoded_bytes(self, count: int) -> int:
@@ -56,6 +56,12 @@ class Codec(ABC):
             self.decode(residual, encoded)
             np.subtract(sent, residual, out=residual)
         residual[~np.isfinite(residual)] = 0
+
+    def is_finite(self, encoded: Bytes, count: int) -> bool:
+        """Whether no element of ``encoded`` decodes to inf or NaN."""
+        decoded = np.empty(count, np.float32)
+        self.decode(decoded, encoded)
+        return bool(np.isfinite(decoded).all())
 
     @abstractmethod
     def error_bound(self, largest: float) -> float:

@@ -84,6 +84,10 @@ class Int(Codec):
                 codes = _unpack(encoded[None, middle:], self._bits).reshape(-1)[: count - whole]
                 target[whole:] = codes.astype(np.float32) * scales[-1]
 
+    def is_finite(self, encoded: Bytes, count: int) -> bool:
+        # A block with such a value has the scale NaN.
+        return bool(np.isfinite(encoded[: 4 * _num_blocks(count)].view("<f4")).all())
+
     def error_bound(self, largest: float) -> float:
         return max(largest / float(self._levels) * 0.5001, 2.0**-100)
 

@@ -9,25 +9,25 @@ from potluck import native
 from potluck.codecs.codec import Bytes, Codec, Floats
 
 
-def encode(codec: Codec, encoded: Bytes, source: Floats) -> None:
-    """Encode ``source`` into ``encoded``."""
-    if native.available:
-        native.core.encode(codec.code, encoded, source)
-    else:
-        codec.encode(encoded, source)
+def encode(codec: Codec, encoded: Bytes, source: Floats) -> bool:
+    """Encode ``source`` into ``encoded``. False if that stands for inf or NaN."""
+    if native.available and codec.code:
+        return native.core.encode(codec.code, encoded, source)
+    codec.encode(encoded, source)
+    return codec.is_finite(encoded, source.size)
 
 
-def encode_with_residual(codec: Codec, encoded: Bytes, residual: Floats, source: Floats) -> None:
-    """Encode ``source + residual``; ``residual`` becomes what that loses."""
-    if native.available:
-        native.core.encode_with_residual(codec.code, encoded, residual, source)
-    else:
-        codec.encode_with_residual(encoded, residual, source)
+def encode_with_residual(codec: Codec, encoded: Bytes, residual: Floats, source: Floats) -> bool:
+    """Encode ``source + residual``; ``residual`` becomes what that loses. False as ``encode``."""
+    if native.available and codec.code:
+        return native.core.encode_with_residual(codec.code, encoded, residual, source)
+    codec.encode_with_residual(encoded, residual, source)
+    return codec.is_finite(encoded, source.size)
 
 
 def decode(codec: Codec, target: Floats, encoded: Bytes) -> None:
     """Decode ``encoded`` into ``target``."""
-    if native.available:
+    if native.available and codec.code:
         native.core.decode(codec.code, target, encoded)
     else:
         codec.decode(target, encoded)
@@ -35,7 +35,7 @@ def decode(codec: Codec, target: Floats, encoded: Bytes) -> None:
 
 def decode_accumulate(codec: Codec, target: Floats, encoded: Bytes) -> None:
     """Decode ``encoded`` and add it to ``target``."""
-    if native.available:
+    if native.available and codec.code:
         native.core.decode_accumulate(codec.code, target, encoded)
     else:
         codec.decode_accumulate(target, encoded)

@@ -1,6 +1,22 @@
 """Collectives as data: plans, their proof, the model of their time, and the choice by it."""
 
+from potluck.collectives.builder import Draft, Rank
 from potluck.collectives.choose import choose
-from potluck.collectives.registry import algorithms_for, make_plan
+from potluck.collectives.plan import Action, Operation, Plan, Step
+from potluck.collectives.registry import algorithms_for, make_plan, register
+from potluck.collectives.verify import VerificationError, verify
 
-__all__ = ["algorithms_for", "choose", "make_plan"]
+__all__ = [
+    "Action",
+    "Draft",
+    "Operation",
+    "Plan",
+    "Rank",
+    "Step",
+    "VerificationError",
+    "algorithms_for",
+    "choose",
+    "make_plan",
+    "register",
+    "verify",
+]

@@ -50,7 +50,24 @@ class Algorithm(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> Algorithm:
-        raise ValueError(f"there is no algorithm {value!r}; the algorithms are {', '.join(cls)}")
+        own = OWN_ALGORITHMS.get(value) if isinstance(value, str) else None
+        if own is None:
+            names = ", ".join((*cls, *OWN_ALGORITHMS))
+            raise ValueError(f"there is no algorithm {value!r}; the algorithms are {names}")
+        return own
+
+
+OWN_ALGORITHMS: dict[str, Algorithm] = {}
+"""By name, those that were registered; ``list(Algorithm)`` has only potluck's own."""
+
+
+def own_algorithm(name: str) -> Algorithm:
+    """The algorithm of this name, made if there is none."""
+    if name not in OWN_ALGORITHMS:
+        made = str.__new__(Algorithm, name)
+        made._name_, made._value_ = name.upper(), name
+        OWN_ALGORITHMS[name] = made
+    return OWN_ALGORITHMS[name]
 
 
 class Action(IntEnum):

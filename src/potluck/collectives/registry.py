@@ -1,12 +1,21 @@
-"""``make_plan``: from the names of an operation and an algorithm to one rank's plan."""
+"""``make_plan``: from the names of an operation and an algorithm to one rank's plan; and
+``register``, for algorithms of one's own."""
 
 from __future__ import annotations
 
 from functools import lru_cache
+from hashlib import blake2b
 
 from potluck.collectives import centralized, direct, doubling, hierarchical, ring, tree
 from potluck.collectives.builder import Builder, Rank
-from potluck.collectives.plan import Algorithm, Operation, Plan
+from potluck.collectives.plan import (
+    OWN_ALGORITHMS,
+    Algorithm,
+    Operation,
+    Plan,
+    own_algorithm,
+)
+from potluck.collectives.verify import verify
 
 _BUILDERS: dict[Algorithm, dict[Operation, Builder]] = {
     Algorithm.RING: ring.BUILDERS,
@@ -19,6 +28,56 @@ _BUILDERS: dict[Algorithm, dict[Operation, Builder]] = {
 
 ROOTED = frozenset({Operation.BROADCAST, Operation.REDUCE, Operation.SCATTER, Operation.GATHER})
 """The operations in which one rank is the source or the destination."""
+
+
+_OWN: dict[tuple[str, Operation], Builder] = {}
+
+
+def register(name: str, operation: str, builder: Builder) -> None:
+    """Register an algorithm of one's own, to be called by ``algorithm=name``.
+
+    ``builder(rank)`` takes a [Rank][potluck.collectives.Rank] and returns a
+    [Draft][potluck.collectives.Draft]: into how many chunks the data is cut, and the steps of this
+    rank. It must be a function of its argument alone, and the same on all ranks. Before the first
+    call in a world of some size (and root, and nodes) the plans of all its ranks are verified: the
+    call raises VerificationError, a ValueError, where they would hang, or give a wrong result, or
+    another one on some rank. Ranks whose plans differ get Desync.
+
+    ValueError for the name of an algorithm that there is, TypeError for a builder that can't be
+    called. Registering the same builder again does nothing.
+    """
+    chosen = Operation(operation)
+    if not callable(builder):
+        raise TypeError(f"builder is {builder!r}; it must be a function of a Rank")
+    if not name.isidentifier() or name in tuple(Algorithm):
+        raise ValueError(f"{name!r} can't be the name of an algorithm: take another identifier")
+    if _OWN.setdefault((name, chosen), builder) is not builder:
+        raise ValueError(f"there is another {chosen} algorithm {name!r} already")
+    own_algorithm(name)
+
+
+@lru_cache(maxsize=256)
+def digest(
+    operation: Operation,
+    algorithm: Algorithm,
+    world_size: int,
+    root: int,
+    nodes: tuple[int, ...] | None,
+) -> str:
+    """Verify the plans of all ranks of a registered algorithm; returns a hash of all their steps.
+
+    Empty for potluck's algorithms, which are the same everywhere. VerificationError as
+    ``register``.
+    """
+    if algorithm not in OWN_ALGORITHMS:
+        return ""
+    ranks = range(world_size)
+    plans = [build_plan(operation, algorithm, world_size, rank, root, nodes) for rank in ranks]
+    verify(plans)
+    hashed = blake2b(digest_size=16)
+    for plan in plans:
+        hashed.update(repr((plan.num_chunks, [tuple(map(int, s)) for s in plan.steps])).encode())
+    return hashed.hexdigest()
 
 
 def algorithms_for(operation: Operation) -> tuple[Algorithm, ...]:
@@ -62,9 +121,10 @@ def build_plan(
 ) -> Plan:
     """:func:`make_plan` without the cache, for code that reads the plans of all ranks once."""
     operation, algorithm = Operation(operation), Algorithm(algorithm)
-    builder = _BUILDERS.get(algorithm, {}).get(operation)
+    builder = _OWN.get((algorithm, operation)) or _BUILDERS.get(algorithm, {}).get(operation)
     if builder is None:
-        names = ", ".join(algorithms_for(operation))
+        own = (name for name, of in _OWN if of is operation)
+        names = ", ".join((*algorithms_for(operation), *own))
         raise ValueError(f"{operation} has no {algorithm} algorithm; it has: {names}")
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, not {world_size}")

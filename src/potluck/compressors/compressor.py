@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -11,8 +12,9 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from potluck.codecs.codec import Bytes
 from potluck.compressors.compressed import Compressed
-from potluck.compressors.encoded import Int
+from potluck.compressors.encoded import Encoded, Int
 from potluck.compressors.strategy import Strategy
 from potluck.compressors.topk import TopK
 from potluck.compressors.wide import compress_any
@@ -52,6 +54,7 @@ class GradientCompressor:
         """By name: how many elements of all calls were inf or NaN."""
         self._steps: Counter[str] = Counter()
         self._residuals: dict[str, Array] = {}
+        self._payloads: dict[str, Bytes] = {}
 
     def compress(self, array: Array, name: str = "gradient") -> Compressed:
         """Compress a float32, float64, float16 or bfloat16 array of any shape.
@@ -62,10 +65,15 @@ class GradientCompressor:
         source = _checked(array, name)
         residual = self._residual(name, array) if self.error_feedback else None
         step = self._steps[name]
-        payload, wide = compress_any(self.strategy, source, residual, step)
+        if isinstance(self.strategy, Encoded) and array.dtype == np.float32:
+            payload = self._memory(name, self.strategy.codec.encoded_bytes(source.size))
+            is_finite = self.strategy.compress_into(payload, source, residual)
+        else:
+            payload, wide = compress_any(self.strategy, source, residual, step)
+            is_finite = self.strategy.looks_finite(payload, wide)
         self._steps[name] += 1
         made = Compressed(self.strategy, payload, array.shape, array.dtype, step)
-        if self.strategy.looks_finite(payload, wide):
+        if is_finite:
             return made
         return self._with_count(made, array, name)
 
@@ -98,6 +106,17 @@ class GradientCompressor:
             )
         self._steps = Counter(state["steps"])
         self._residuals = {name: np.array(each) for name, each in state["residuals"].items()}
+
+    def _memory(self, name: str, num_bytes: int) -> Bytes:
+        """Memory for a payload: that of the last one of this name if nothing refers to it any more.
+
+        New memory costs as much as encoding: the system clears each page of it.
+        """
+        kept = self._payloads.get(name)
+        # References: the dict's, `kept`, and getrefcount's argument. A view holds one, too.
+        if kept is None or kept.nbytes != num_bytes or sys.getrefcount(kept) > 3:
+            kept = self._payloads[name] = np.empty(num_bytes, np.uint8)
+        return kept
 
     def _residual(self, name: str, array: Array) -> Array:
         wide = np.dtype(np.float64 if array.dtype == np.float64 else np.float32)

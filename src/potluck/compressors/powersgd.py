@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -92,10 +92,12 @@ class PowerSGD(Strategy):
         rank = self.rank_of(source.shape)
         qs: dict[str, Matrix] = {}
         for _ in range(_ITERATIONS):
-            one = LowRankSum(self, {"": as_matrix(matrix)}, qs, step)
+            one = LowRankSum(self, qs, step)
+            one.add("", as_matrix(matrix))
+            left = one.begin()
             right = one.turn()
             qs = {"": right.reshape(-1, rank)}
-        payload = np.concatenate([one.left, right]).view(np.uint8)
+        payload = np.concatenate([left, right]).view(np.uint8)
         if residual is not None:
             one.lose()
         return payload
@@ -117,45 +119,49 @@ class PowerSGD(Strategy):
 class LowRankSum:
     """The sum over all ranks of several matrices of one dtype, by two sums of small arrays.
 
-        one = LowRankSum(strategy, matrices, qs, step)
-        all_reduce(one.left)                  # the P of all matrices, one flat array
+        one = LowRankSum(strategy, qs, step)
+        one.add(name, matrix)                 # for each matrix, in one order on all ranks
+        all_reduce(one.begin())               # the P of all matrices, one flat array
         all_reduce(one.turn())                # the Q of all matrices
         one.decode(name, target)              # equal on all ranks, bit by bit
         qs = one.qs()                         # for the next step
 
-    ``matrices``, by name, have the residuals added already, and are in one order on all ranks;
-    ``lose`` turns them into residuals, at any time after ``turn``. ``qs`` are those of the step
-    before; a name without one, or with one of another shape, starts from random numbers.
+    The matrices have the residuals added already; ``lose`` turns them into residuals, at any time
+    after ``turn``. ``qs`` are those of the step before; a name without one, or with one of another
+    shape, starts from random numbers.
     """
 
-    def __init__(
-        self,
-        strategy: PowerSGD,
-        matrices: Mapping[str, Matrix],
-        qs: Mapping[str, Matrix],
-        step: int,
-    ) -> None:
-        self._matrices = matrices
+    def __init__(self, strategy: PowerSGD, qs: Mapping[str, Matrix], step: int) -> None:
+        self._strategy = strategy
         self._before = qs
-        self._ranks = {name: strategy.rank_of(each.shape) for name, each in matrices.items()}
-        self.left, self._ps = self._room(each.shape[0] for each in matrices.values())
-        """The P of all matrices, one after the other."""
-        self._right, self._qs = self._room(each.shape[1] for each in matrices.values())
+        self._step = step
+        self._matrices: dict[str, Matrix] = {}
+        self._ps: dict[str, Matrix] = {}
+        self._qs: dict[str, Matrix] = {}
         self._own: dict[str, Matrix] = {}
+
+    def add(self, name: str, matrix: Matrix) -> None:
+        """Add a matrix; what it costs on this rank is done here."""
+        shape = matrix.shape[1], self._strategy.rank_of(matrix.shape)
+        start = _basis(self._strategy, name, shape, self._before.get(name), self._step)
         with np.errstate(over="ignore", invalid="ignore"):
-            for name, matrix in matrices.items():
-                start = _basis(strategy, name, self._qs[name].shape, qs.get(name), step)
-                np.matmul(matrix, start.astype(matrix.dtype), out=self._ps[name])
+            self._ps[name] = matrix @ start.astype(matrix.dtype)
+        self._matrices[name] = matrix
+
+    def begin(self) -> Matrix:
+        """The P of all matrices, a flat array that is to be summed."""
+        flat, self._ps = _together(self._ps)
+        return flat
 
     def turn(self) -> Matrix:
-        """After ``left`` was summed: the Q of all matrices, a flat array that is to be summed."""
+        """After ``begin``'s array was summed: the Q of all matrices, a flat array to be summed."""
         with np.errstate(over="ignore", invalid="ignore"):
             for name, matrix in self._matrices.items():
                 self._ps[name][:] = orthonormal(self._ps[name])
-                np.matmul(matrix.T, self._ps[name], out=self._qs[name])
-        # What `lose` reads, which may run while the others' parts are added to these.
-        self._own = {name: each.copy() for name, each in self._qs.items()}
-        return self._right
+                self._own[name] = matrix.T @ self._ps[name]
+        # A copy: `lose` reads the own ones, and may run while the others' are added to these.
+        flat, self._qs = _together(self._own)
+        return flat
 
     def lose(self) -> None:
         """Turn the matrices into what their projections have lost, zero where not finite."""
@@ -183,20 +189,21 @@ class LowRankSum:
         kept = {name: q for name, q in self._before.items() if name in self._qs}
         return kept | {n: q.copy() for n, q in self._qs.items() if np.isfinite(q).all()}
 
-    def _room(self, lengths: Iterable[int]) -> tuple[Matrix, dict[str, Matrix]]:
-        """A flat array, and for each matrix its part of it, of so many rows."""
-        dtype = next((each.dtype for each in self._matrices.values()), np.dtype(np.float32))
-        rows = dict(zip(self._ranks, lengths, strict=True))
-        sizes = [rows[name] * rank for name, rank in self._ranks.items()]
-        flat = np.empty(sum(sizes), dtype)
-        parts = np.split(flat, np.cumsum(sizes)[:-1]) if sizes else []
-        named = zip(self._ranks.items(), parts, strict=True)
-        return flat, {name: part.reshape(-1, rank) for (name, rank), part in named}
-
 
 def as_matrix(array: Matrix) -> Matrix:
     """A view of a tensor: its first dimension are the rows, all others the columns."""
     return array.reshape(_rows_and_columns(array.shape))
+
+
+def _together(parts: Mapping[str, Matrix]) -> tuple[Matrix, dict[str, Matrix]]:
+    """All parts in one flat array, and by name the views of it."""
+    # The empty array only stands for no parts at all.
+    flat = np.concatenate([np.empty(0, np.float32), *(each.reshape(-1) for each in parts.values())])
+    views, at = {}, 0
+    for name, each in parts.items():
+        views[name] = flat[at : at + each.size].reshape(each.shape)
+        at += each.size
+    return flat, views
 
 
 def _rows_and_columns(shape: Shape) -> tuple[int, int]:

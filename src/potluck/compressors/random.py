@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -10,6 +11,8 @@ from numpy.typing import NDArray
 
 from potluck.codecs.codec import Bytes, Floats
 from potluck.compressors.strategy import Shape, Strategy
+
+_TABLE = 4096
 
 
 @dataclass(frozen=True)
@@ -46,8 +49,7 @@ class Random(Strategy):
         """The positions, ascending, of the elements that are sent at ``step``."""
         stream = np.random.PCG64(np.random.SeedSequence([self.seed, step, count]))
         if self.mode == "bernoulli":
-            words = stream.random_raw(-(-count // 2)).astype("<u8", copy=False).view("<u4")
-            return np.flatnonzero(words[:count] < self._threshold)
+            return self._by_gaps(stream, count)
         edges = self._edges(count)
         sizes = np.diff(edges)
         draws = stream.random_raw(sizes.size).astype(np.uint64) >> np.uint64(32)
@@ -92,9 +94,26 @@ class Random(Strategy):
     def looks_finite(self, payload: Bytes, source: Floats) -> bool:
         return bool(np.isfinite(payload.view(np.float32)).all())
 
-    @property
-    def _threshold(self) -> np.uint64:
-        return np.uint64(max(1, round(self.ratio * 2**32)))
+    def _by_gaps(self, stream: np.random.PCG64, count: int) -> NDArray[np.int64]:
+        """Each of ``count`` elements with the probability ``ratio``, by one random number for each
+        that is chosen: the number of elements left out before it.
+
+        At least k are left out with the probability (1 - ratio)^k. A number beyond the table leaves
+        out as many as the table is long, and chooses none: what follows has the same distribution.
+        """
+        table = _at_least(self.ratio)
+        places, at = [np.empty(0, np.int64)], -1
+        while at < count - 1:
+            expected = (count - 1 - at) * max(self.ratio, 1 / len(table))
+            num = int(expected + 4 * expected**0.5) + 16
+            draws = (stream.random_raw(num) >> np.uint64(11)) * 2.0**-53
+            gaps = len(table) - np.searchsorted(table, draws, side="right")
+            chosen = gaps < len(table)
+            ends = at + np.cumsum(gaps + chosen)
+            places.append(ends[chosen])
+            at = int(ends[-1])
+        found = np.concatenate(places)
+        return found[: np.searchsorted(found, count)]
 
     def _edges(self, count: int) -> NDArray[np.int64]:
         k = min(count, max(1, round(self.ratio * count)))
@@ -103,8 +122,16 @@ class Random(Strategy):
     def _factors(self, count: int) -> Floats | np.float32:
         """One over the probability with which an element is sent."""
         if self.mode == "bernoulli":
-            return np.float32(2**32 / int(self._threshold))
+            return np.float32(1 / self.ratio)
         return np.diff(self._edges(count)).astype(np.float32)
+
+
+@lru_cache(maxsize=16)
+def _at_least(ratio: float) -> NDArray[np.float64]:
+    """(1 - ratio)^k for k from 4096 to 1, ascending; by products only, which are exact on all
+    machines, where a power is not."""
+    powers = np.multiply.accumulate(np.full(_TABLE, 1 - ratio))
+    return np.ascontiguousarray(powers[::-1])
 
 
 def _is_finite(values: Floats) -> bool:

@@ -17,6 +17,7 @@ from potluck.codecs import codec_of
 from potluck.collectives.plan import Operation
 from potluck.context.arrays import Adapted, adapt, collide, empty_like, is_array
 from potluck.context.checks import check_parts, checked_rank, checked_tag
+from potluck.context.own_codec import start_own
 from potluck.context.waits import Waits
 from potluck.engine.arrays.coding import Encoding
 from potluck.engine.request import Request
@@ -79,13 +80,18 @@ class Collectives:
                 if fast(_ALL_REDUCE, array, array, op, 0, patience, False):
                     return array
         mine = self._adapt(array)
+        encoding = self._encoding(codec, residual)
+        if encoding is not None and not encoding.codec.code and algorithm is None:
+            own = start_own(self, mine.array, reduce_op(op), *encoding, timeout)
+            own.then(mine.write_back)
+            return own if async_op else own.wait()
         request = Request(
             Operation.ALL_REDUCE,
             mine.array,
             mine.array,
             reduce_op(op),
             algorithm=algorithm,
-            encoding=self._encoding(codec, residual),
+            encoding=encoding,
             timeout_s=self._patience(timeout),
         )
         return self._run(request, mine.write_back, async_op)

@@ -25,10 +25,11 @@ def start_compressed(
 ) -> Callable[[], object]:
     """Start the sum of ``array`` over all ranks, in place; returns the function that waits for it.
 
-    ``array`` and ``residual`` are flat, contiguous, of one length and one dtype: float32, or float64
-    for strategies without a codec. All ranks end with the same bits. Cost: a codec's strategy is one
-    all_reduce of encoded bytes; ``Random`` one all_reduce of the values that are sent; any other
-    strategy one all_gather of the payload, whose size must follow from the number of elements.
+    ``array`` and ``residual`` are flat, contiguous, of one length and one dtype: float32, or
+    float64 for strategies without a codec. All ranks end with the same bits. Cost: a codec's
+    strategy is one all_reduce of encoded bytes; ``Random`` one all_reduce of the values that are
+    sent; any other strategy one all_gather of the payload, whose size must follow from the number
+    of elements.
     """
     if isinstance(strategy, Encoded):
         codec = strategy.codec.name
@@ -62,7 +63,7 @@ def start_low_rank(
     Cost: for each of ``sums`` two all_reduces, the second while the residuals are computed. Ranks
     must wait in the same place of their order of calls, for that is where the second starts.
     """
-    first = [ctx.all_reduce(each.left, "sum", async_op=True) for each in sums]
+    first = [ctx.all_reduce(each.begin(), "sum", async_op=True) for each in sums]
 
     def finish() -> None:
         second = []

@@ -34,6 +34,8 @@ class Call:
     """Empty for a call of the user's. A call that the engine makes by itself before one of those
     (to set up shared memory) has the text of the user's call here: errors name that one, and
     metrics do not count the engine's."""
+    plans: str = ""
+    """The hash of the plans of a registered algorithm."""
 
     def __str__(self) -> str:
         return self.text
@@ -58,7 +60,7 @@ class Call:
     def fingerprint(self) -> int:
         if self.parent_call:  # not the same on all ranks
             return undescribed(f"engine {self.operation} {self.shape} {self.ranks}")
-        text = f"{self} {self.algorithm} {self.root} {self.segment_bytes} {self.ranks}"
+        text = f"{self} {self.algorithm} {self.root} {self.segment_bytes} {self.ranks}{self.plans}"
         return fingerprint_of(
             self.operation,
             self.dtype,

@@ -12,7 +12,7 @@ import numpy as np
 from potluck.codecs import Codec
 from potluck.collectives.choose import Chooser
 from potluck.collectives.plan import Algorithm, Operation
-from potluck.collectives.registry import make_plan
+from potluck.collectives.registry import digest, make_plan
 from potluck.engine.arrays.layout import lay_out
 from potluck.engine.call import Call
 from potluck.engine.loop.compiled import CompiledPlan
@@ -95,6 +95,7 @@ class Compiler:
             chosen = self._chooser.choose_coded(operation, nbytes, world, share)
         else:
             chosen = self._chooser.choose(operation, nbytes, world, op)
+        plans = digest(operation, chosen, world, root, self._nodes)  # verified before it runs
         plan = make_plan(
             operation,
             chosen,
@@ -115,6 +116,7 @@ class Compiler:
             self._ranks if self._channel else (),
             codec.name if codec is not None else "",
             parent_call,
+            plans,
         )
         return CompiledPlan(
             plan,

@@ -44,7 +44,9 @@ _HOW = (
     *((algorithm, "") for algorithm in Algorithm),
     *itertools.product((Algorithm.DIRECT, Algorithm.HIERARCHICAL), CODECS),
 )
-"""Pairs of algorithm and codec; five bits hold 31. The native core writes (shared_memory, "")."""
+"""Pairs of algorithm and codec; five bits hold 31, of which the last is any registered algorithm.
+The native core writes (shared_memory, "")."""
+_REGISTERED = 31
 _MANY = (1 << 23) - 1
 
 
@@ -62,7 +64,7 @@ def fingerprint_of(
         (OPERATIONS.index(operation) + 1, 60),
         (code_of_name(dtype), 56),
         (0 if op is None else REDUCTIONS.index(op) + 1, 52),
-        (_HOW.index((algorithm, codec)) + 1, 47),
+        (_HOW.index((algorithm, codec)) + 1 if (algorithm, codec) in _HOW else _REGISTERED, 47),
         (min(count, _MANY), 24),
     )
     return sum(word << shift for word, shift in words) | _hash(text, 24)
@@ -93,4 +95,6 @@ def describe(fingerprint: int) -> str:
     if 0 < how <= len(_HOW):
         algorithm, codec = _HOW[how - 1]
         parts += [algorithm, f"codec {codec}"] if codec else [algorithm]
+    elif how == _REGISTERED:
+        parts.append("a registered algorithm")
     return f"{OPERATIONS[operation - 1]}({', '.join(parts)})"

@@ -6,7 +6,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from potluck.compressors.powersgd import LowRankSum, as_matrix
 from potluck.compressors.wide import Array
 from potluck.context.compressed import start_compressed, start_low_rank
 from potluck.torch.buckets import Bucket
+from potluck.torch.encoding import Encoder
 
 if TYPE_CHECKING:
     from potluck.context import DistributedContext
@@ -31,18 +32,6 @@ Choice = Strategy | Callable[[str, Parameter], Strategy | None] | None
 
 
 _TORCH = {np.dtype(np.float32): torch.float32, np.dtype(np.float64): torch.float64}
-
-
-class _Matrices(NamedTuple):
-    """A bucket of PowerSGD, until all buckets are reduced together."""
-
-    strategy: PowerSGD
-    dtype: np.dtype[Any]
-    sources: dict[str, Matrix]
-    """By name: the gradients with the residuals added; they become the residuals."""
-    targets: dict[str, Matrix]
-    finish: Callable[[], None]
-    """To be called when all targets hold their sum."""
 
 
 class Compression:
@@ -88,7 +77,12 @@ class Compression:
         self._before: dict[int, Array] = {}
         self._qs: dict[str, Matrix] = {}  # of PowerSGD, by name; equal on all ranks
         self._qs_before: dict[str, Matrix] = {}
-        self._waiting: list[_Matrices] = []  # of this backward, for their one reduction
+        # PowerSGD's matrices of this backward, which are summed together at its end.
+        self._sums: dict[tuple[PowerSGD, np.dtype[Any]], LowRankSum] = {}
+        self._ends: list[tuple[LowRankSum, dict[str, Matrix], Callable[[], None]]] = []
+        self._scale = 1.0
+        self.encoder = Encoder()
+        """Runs ``start`` beside backward, where the CPU encodes."""
         self._step = self._num_backwards = 0
         self._is_open = False
 
@@ -103,6 +97,27 @@ class Compression:
             return None
         return strategy
 
+    @property
+    def scale(self) -> float:
+        """What gradients, and thus residuals, are multiplied with: the loss scale."""
+        return self._scale
+
+    @scale.setter
+    def scale(self, scale: float) -> None:
+        if not 0 < scale < math.inf:
+            raise ValueError(f"the loss scale is {scale}; it must be positive and finite")
+        if scale != self._scale:
+            factor = scale / self._scale
+            self._residuals = {number: each * factor for number, each in self._residuals.items()}
+            self._scale = scale
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether buckets of this step are encoded by the ``encoder``. (A codec works inside the
+        reduction.)"""
+        chosen = [self.strategy(number) for number in range(len(self._buckets))]
+        return any(not (each is None or isinstance(each, Encoded)) for each in chosen)
+
     def begin(self, step: int) -> None:
         """Begin training step ``step``, equal on all ranks."""
         self._is_open = True
@@ -111,18 +126,20 @@ class Compression:
 
     def undo(self) -> None:
         """Return the residuals, and PowerSGD's Q, to those at the begin of the step."""
+        self.encoder.drop()
         # Other arrays, not other values: an operation that failed may still write to the old ones.
         self._residuals |= self._before
         self._before, self._qs = {}, self._qs_before
 
     def begin_backward(self) -> None:
         """Called before the first bucket of a backward."""
-        self._waiting = []
+        self._sums, self._ends = {}, []
         if not self._is_open:
             self._before, self._qs_before = {}, self._qs
 
     def end_backward(self, *, failed: bool) -> None:
         """Called when all buckets of a backward are reduced, or when it has failed."""
+        self.encoder.drop()
         if not self._is_open and failed:
             self.undo()
         elif not self._is_open:
@@ -152,7 +169,7 @@ class Compression:
                 self._count_nonfinite(number, array)
 
         if isinstance(strategy, PowerSGD):
-            self._waiting.append(self._matrices(number, strategy, array, residual, finish))
+            self._add_matrices(number, strategy, array, residual, finish)
             return lambda: None
         call = self._step << 16 | self._num_backwards
         wait = start_compressed(ctx, array, strategy, residual, call)
@@ -166,32 +183,26 @@ class Compression:
     def start_matrices(self, ctx: DistributedContext) -> Callable[[], None] | None:
         """Start PowerSGD's sum of all buckets that ``start`` was called for; returns the function
         that waits, as that of ``start``, or None if there is nothing to sum."""
-        together: dict[tuple[PowerSGD, np.dtype[Any]], list[_Matrices]] = {}
-        for each in self._waiting:
-            together.setdefault((each.strategy, each.dtype), []).append(each)
-        sums = []
-        for (strategy, _), parts in together.items():
-            sources = {name: m for each in parts for name, m in each.sources.items()}
-            sums.append((LowRankSum(strategy, sources, self._qs, self._step), parts))
-        if not sums:
+        if not self._sums:
             return None
-        wait = start_low_rank(ctx, [one for one, _ in sums], error_feedback=self._error_feedback)
+        sums = list(self._sums.values())
+        wait = start_low_rank(ctx, sums, error_feedback=self._error_feedback)
 
         def finish() -> None:
             wait()
-            for one, parts in sums:
+            for one in sums:
                 self._qs = self._qs | one.qs()
-                for each in parts:
-                    for name, target in each.targets.items():
-                        one.decode(name, target)
-                    each.finish()
+            for one, targets, end in self._ends:
+                for name, target in targets.items():
+                    one.decode(name, target)
+                end()
 
         return finish
 
     def capture(self) -> dict[str, Array]:
-        """The residuals by parameter name, copies."""
+        """The residuals by parameter name, copies; of gradients that are not scaled."""
         return {
-            name: self._residuals[number][part].copy()
+            name: self._residuals[number][part] / self._scale
             for number in self._residuals
             for name, part in self._parts(number)
         }
@@ -219,7 +230,7 @@ class Compression:
             for name, part in self._parts(number):
                 for state in states:
                     if name in state and self.strategies[self.names.index(name)]:
-                        self._made(number)[part] += np.asarray(state[name])
+                        self._made(number)[part] += np.asarray(state[name]) * self._scale
 
     # ------------------------------------------------------------ inside
 
@@ -244,24 +255,25 @@ class Compression:
         is_wide = self._dtypes[first] == torch.float64 and not is_coded
         return np.dtype(np.float64 if is_wide else np.float32)
 
-    def _matrices(
+    def _add_matrices(
         self,
         number: int,
         strategy: PowerSGD,
         array: Array,
         residual: Array | None,
         finish: Callable[[], None],
-    ) -> _Matrices:
+    ) -> None:
         if residual is not None:
             with np.errstate(over="ignore", invalid="ignore"):
                 residual += array
-        sources, targets = {}, {}
+        key = strategy, array.dtype
+        one = self._sums.setdefault(key, LowRankSum(strategy, self._qs, self._step))
+        source, targets = array if residual is None else residual, {}
         for name, part in self._parts(number):
             shape = self._shapes[self.names.index(name)]
             targets[name] = as_matrix(array[part].reshape(shape))
-            summed = array if residual is None else residual
-            sources[name] = as_matrix(summed[part].reshape(shape))
-        return _Matrices(strategy, array.dtype, sources, targets, finish)
+            one.add(name, as_matrix(source[part].reshape(shape)))
+        self._ends.append((one, targets, finish))
 
     def _parts(self, number: int) -> Iterator[tuple[str, slice]]:
         """The names of a bucket's parameters, and where each lies in the bucket."""

@@ -131,6 +131,19 @@ class DistributedDataParallel(nn.Module):
         self._reducer.weight = weight
 
     @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied with before ``backward()``, 1 if nothing was said.
+
+        Residuals are kept in units of it. An ElasticLoop sets it to that of its GradScaler; set it
+        before ``backward()`` in a loop of your own: ``model.loss_scale = scaler.factor``.
+        """
+        return self.compression.scale
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float) -> None:
+        self.compression.scale = scale
+
+    @property
     def num_nonfinite(self) -> Counter[str]:
         """By parameter: how many elements of its compressed gradients were inf or NaN, on a rank or
         in the sum."""

@@ -229,17 +229,15 @@ def _reduce_matrices(
         mine = [part for part in parts if part[1].dtype == dtype]
         dense = [part for part in mine if not strategy.applies_to(part[1].shape)]
         named = {str(i): part for i, part in enumerate(mine) if strategy.applies_to(part[1].shape)}
-        one = LowRankSum(
-            strategy,
-            {name: as_matrix(source) for name, (_, _, source) in named.items()},
-            {name: state._qs[p] for name, (p, _, _) in named.items() if p in state._qs},
-            step,
-        )
-        flat = [source.reshape(-1) for _, _, source in dense]
-        together = np.concatenate([one.left, *flat])
+        before = {name: state._qs[p] for name, (p, _, _) in named.items() if p in state._qs}
+        one = LowRankSum(strategy, before, step)
+        for name, (_, _, source) in named.items():
+            one.add(name, as_matrix(source))
+        left = one.begin()
+        together = np.concatenate([left, *(source.reshape(-1) for _, _, source in dense)])
         _sum(together, buckets[0].buffer.device, group)
-        one.left[:] = together[: one.left.size]
-        at = one.left.size
+        left[:] = together[: left.size]
+        at = left.size
         for _, target, source in dense:
             target[...] = together[at : at + target.size].reshape(target.shape) / size
             if source is not target:

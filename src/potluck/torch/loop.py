@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -125,7 +124,7 @@ class ElasticLoop(elastic.ElasticLoop):
         scalers = [each for each in (also or {}).values() if isinstance(each, GradScaler)]
         self._scaler = scalers[0] if scalers else None
         for scaler in scalers:
-            scaler.attach(optimizers, partial(super().commit, skipped=True))
+            scaler.attach(optimizers, self._skip)
         self._hooks = [
             each.register_step_pre_hook(self._before_optimizer_step) for each in optimizers
         ]
@@ -167,6 +166,8 @@ class ElasticLoop(elastic.ElasticLoop):
         """Vote to commit the step, as the first ``optimizer.step()`` does; for blocks with another
         update, or with ``skipped`` (equal on all ranks) for blocks without an update."""
         super().commit(loss=loss, ok=ok, skipped=skipped)
+        if skipped:
+            self._keep_residuals()
         if self._probe is not None and self._share is not None and self._batch is not None:
             factor = 1.0 if self._scaler is None else self._scaler.factor
             seen = self._probe.take(self._share, self._batch, factor)
@@ -176,6 +177,16 @@ class ElasticLoop(elastic.ElasticLoop):
     def parameter_hash(self) -> str:
         """Hex SHA3-256 of the model's parameters; equal on all ranks."""
         return parameter_hash(self._model)
+
+    def _skip(self) -> None:
+        """Commit the step without an update, for a scaler."""
+        super().commit(skipped=True)
+        self._keep_residuals()
+
+    def _keep_residuals(self) -> None:
+        """After a step without an update: what it has sent was applied by no rank."""
+        if isinstance(self._model, DistributedDataParallel):
+            self._model.compression.undo()
 
     def _fetch(self, share: Share) -> Any:
         if isinstance(self._dataset, TensorDataset):

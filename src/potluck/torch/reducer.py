@@ -2,7 +2,8 @@
 
 Autograd calls ``_on_gradient`` when a parameter's gradient is complete. The gradient, times this
 rank's weight, is copied into its bucket; a full bucket is all-reduced in the background while
-backward goes on. Buckets start in the same order on every rank. At the end of backward autograd
+backward goes on. Where the CPU encodes it first, a thread does so beside backward
+(``encoding.py``). Buckets start in the same order on every rank. At the end of backward autograd
 calls ``_finish``: it starts the remaining buckets, waits for all results, and only then writes them
 into ``.grad``. So after the loss of a peer every ``.grad`` is this rank's own.
 """
@@ -91,6 +92,7 @@ class Reducer:
         self._ready: set[int] = set()
         self._missing = [len(bucket.parameters) for bucket in self._buckets]
         self._waits: list[Callable[[], object]] = []
+        self._num_launched = 0
 
     def _on_gradient(self, index: int) -> None:
         backward = torch._C._current_graph_task_id()
@@ -116,7 +118,7 @@ class Reducer:
             self._fill(index)
             number = self._place[index][0]
             self._missing[number] -= 1
-            while len(self._waits) < len(self._buckets) and not self._missing[len(self._waits)]:
+            while self._has_more and not self._missing[self._num_launched]:
                 self._launch()
         except BaseException:
             self._abandon(backward)
@@ -127,8 +129,9 @@ class Reducer:
         try:
             for index in self._place.keys() - self._ready:
                 self._fill(index)
-            while len(self._waits) < len(self._buckets):
+            while self._has_more:
                 self._launch()
+            self._compression.encoder.drain()
             matrices = self._compression.start_matrices(self._ctx)
             if matrices is not None:
                 self._waits.append(matrices)
@@ -183,16 +186,30 @@ class Reducer:
             torch.mul(gradient, weight, out=view)
         flat[flag] = float(index in self._used and weight != 0)
 
+    @property
+    def _has_more(self) -> bool:
+        return self._num_launched < len(self._buckets)
+
     def _launch(self) -> None:
-        number = len(self._waits)
+        number = self._num_launched
+        self._num_launched += 1
         flat = self._flat(number)
         if flat.host is not flat.device:
             flat.host.copy_(flat.device)
-        if self._compression.strategy(number) is None:
-            self._waits.append(self._ctx.all_reduce(flat.host, op="sum", async_op=True).wait)
+        waits, host = self._waits, flat.host  # a backward after this one has other lists
+        if self._compression.is_beside:
+            # All buckets, for all ranks must start them in one order.
+            self._compression.encoder.add(lambda: waits.append(self._start(number, host)))
         else:
-            gradients = flat.host[: self._buckets[number].numel]
-            self._waits.append(self._compression.start(self._ctx, number, gradients))
+            waits.append(self._start(number, host))
+
+    def _start(self, number: int, host: Tensor) -> Callable[[], object]:
+        """Start the sum of a bucket over all ranks; returns the function that waits for it."""
+        if self._compression.strategy(number) is None:
+            work = self._ctx.all_reduce(host, op="sum", async_op=True)
+            wait: Callable[[], object] = work.wait
+            return wait
+        return self._compression.start(self._ctx, number, host[: self._buckets[number].numel])
 
     def _launch_flags(self) -> Tensor | None:
         """Start the sum of the compressed buckets' flags, which must be exact, in one operation."""

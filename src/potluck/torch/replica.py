@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from potluck.checkpoint.state import State, fingerprint
 from potluck.errors import CheckpointError
+from potluck.torch.amp import GradScaler
 from potluck.torch.ddp import DistributedDataParallel
 from potluck.torch.outer import OuterStrategy, check_strategy, hyperparameters
 from potluck.torch.rng import capture_random, restore_random
@@ -120,6 +121,8 @@ class TorchReplica:
     def remember(self, step: int) -> None:
         if isinstance(self._model, DistributedDataParallel):
             self._model.compression.begin(step)
+            scalers = [each for each in self._also.values() if isinstance(each, GradScaler)]
+            self._model.compression.scale = scalers[0].factor if scalers else 1.0
         self._buffers = [buffer.detach().clone() for buffer in self._model.buffers()]
         self._random = capture_random()
 

@@ -12,9 +12,9 @@ from potluck.collectives.links import LINKS
 from potluck.collectives.plan import Action, Algorithm, Operation, Plan
 from potluck.collectives.registry import build_plan, make_plan
 from potluck.collectives.simulate import chunk_sizes, simulate
+from potluck.collectives.verify import verify
 from potluck.engine.arrays.coding import coded_steps, takers_of
 from potluck.types import Engine
-from support.plan_verifier import verify
 
 LAYOUTS = st.lists(st.integers(-2, 4), min_size=2, max_size=16).map(tuple)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from potluck.collectives.plan import Action, Algorithm, Operation, Plan, Step
 from potluck.collectives.registry import ROOTED, algorithms_for, build_plan, make_plan
-from support.plan_verifier import VerificationError, verify
+from potluck.collectives.verify import VerificationError, verify
 
 PAIRS = [(operation, a) for operation in Operation for a in algorithms_for(operation)]
 SEND, COPY, REDUCE = Action

@@ -22,10 +22,14 @@ def reduced(
     strategy: PowerSGD, ranks: list[dict[str, np.ndarray]], qs: dict[str, np.ndarray], step: int = 0
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """One step of all ranks: what is decoded, and the next Q; ``ranks`` become residuals."""
-    sums = [LowRankSum(strategy, matrices, qs, step) for matrices in ranks]
-    left = sum(each.left for each in sums)
-    for each in sums:
-        each.left[:] = left
+    sums = [LowRankSum(strategy, qs, step) for _ in ranks]
+    for each, matrices in zip(sums, ranks, strict=True):
+        for name, matrix in matrices.items():
+            each.add(name, matrix)
+    lefts = [each.begin() for each in sums]
+    summed = sum(lefts)
+    for left in lefts:
+        left[:] = summed
     rights = [each.turn() for each in sums]
     total = sum(rights)
     for each, right in zip(sums, rights, strict=True):

@@ -102,6 +102,11 @@ def check(
     """TypeError or ValueError unless ``array``, which the rank contributes, can be encoded so."""
     codec, residual = encoding
     check_dtype(codec, array.dtype)
+    if not codec.code:
+        raise ValueError(
+            f"codec={codec.name!r} is a registered one, for all_reduce of a context only, without "
+            "algorithm"
+        )
     if op not in (None, ReduceOp.SUM, ReduceOp.MEAN):
         raise ValueError(
             f"codec={codec.name!r} adds what it decodes: op must be sum or mean, not {op}"
