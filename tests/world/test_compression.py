@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from potluck import BF16, FP16, Int, PowerSGD, Random, TopK
 from potluck.compressors import Strategy
 from potluck.context import DistributedContext
+from potluck.errors import CheckpointError
 from potluck.testing.elastic import ElasticWorld
 from potluck.testing.world import run_world
 from potluck.torch import DDP, ElasticLoop, Policy
@@ -301,6 +302,7 @@ def test_a_checkpoint_keeps_what_all_ranks_owe_in_a_world_of_any_size(
     [
         ({"compression": "int8"}, TypeError, "compression is 'int8'; it must be a strategy"),
         ({"compression": lambda n, p: 3}, TypeError, "compression chose 3 for 0.weight"),
+        ({"compression": TopK}, TypeError, "it must be a strategy such as TopK"),
         ({"compression": Int(8), "dense_below": -1}, ValueError, "dense_below is -1"),
         ({"compression": Int(8), "warmup_steps": -1}, ValueError, "warmup_steps -1"),
     ],
@@ -311,3 +313,31 @@ def test_bad_options(options: dict[str, Any], error: type[Exception], message: s
             DDP(network(), ctx, **({"dense_below": 0} | options))
 
     run_world(1, work)
+
+
+def test_a_state_of_another_strategy_rank_or_model() -> None:
+    """Residuals fit every strategy with error feedback; a Q of another rank is drawn anew."""
+
+    def made(ctx: DistributedContext, strategy: Strategy, **options: Any) -> Any:
+        return DDP(network(), ctx, compression=strategy, dense_below=50, **options)
+
+    def work(ctx: DistributedContext) -> None:
+        first = made(ctx, PowerSGD(2, start_step=0))
+        backward(first, *batch(ctx.rank, 0))
+        own, shared = first.compression.capture(), first.compression.capture_shared()
+        assert set(shared) == {"0.weight", "2.weight"}
+        second = made(ctx, TopK(0.1, chunk=64))
+        second.compression.restore([own])
+        assert all(np.array_equal(second.compression.capture()[n], own[n]) for n in own)
+        without = made(ctx, TopK(0.1, chunk=64), error_feedback=False)
+        without.compression.restore([own])
+        assert without.compression.capture() == {}
+        third = made(ctx, PowerSGD(3, start_step=0))
+        third.compression.restore_shared(shared)
+        backward(third, *batch(ctx.rank, 1))
+        assert third.compression.capture_shared()["0.weight"].shape == (12, 3)
+        for wrong in (np.zeros(1, np.float32), np.zeros(479, np.float32)):
+            with pytest.raises(CheckpointError, match=r"residual '0.weight' of \d+ elements, this"):
+                second.compression.restore([own | {"0.weight": wrong}])
+
+    run_world(2, work)

@@ -10,7 +10,7 @@ import numpy as np
 
 from potluck.codecs.codec import Bytes, Floats
 from potluck.compressors.low_rank import Matrix, orthonormal, product_into, uniform
-from potluck.compressors.strategy import Shape, Strategy
+from potluck.compressors.strategy import Shape, Strategy, check_seed
 
 _ITERATIONS = 2
 _ROWS = 256
@@ -57,8 +57,7 @@ class PowerSGD(Strategy):
             raise ValueError(
                 f"PowerSGD(min_rate={self.min_rate}): min_rate must be at least 1 and finite"
             )
-        if self.seed < 0:
-            raise ValueError(f"PowerSGD(seed={self.seed}): seed must not be negative")
+        check_seed("PowerSGD", self.seed)
 
     def applies_to(self, shape: Shape) -> bool:
         if len(shape) < 2:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from potluck.codecs.codec import Bytes, Floats
-from potluck.compressors.strategy import Shape, Strategy
+from potluck.compressors.strategy import Shape, Strategy, check_ratio, check_seed
 
 _TABLE = 4096
 
@@ -38,12 +38,10 @@ class Random(Strategy):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 < self.ratio <= 1:
-            raise ValueError(f"Random(ratio={self.ratio}): ratio must be above 0 and at most 1")
+        check_ratio("Random", self.ratio)
         if self.mode not in ("bernoulli", "k"):
             raise ValueError(f"Random(mode={self.mode!r}): mode must be 'bernoulli' or 'k'")
-        if self.seed < 0:
-            raise ValueError(f"Random(seed={self.seed}): seed must not be negative")
+        check_seed("Random", self.seed)
 
     def positions(self, count: int, step: int) -> NDArray[np.int64]:
         """The positions, ascending, of the elements that are sent at ``step``."""

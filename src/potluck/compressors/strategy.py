@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 from potluck.codecs.codec import Bytes, Floats
 
@@ -45,3 +46,19 @@ class Strategy(ABC):
     def looks_finite(self, payload: Bytes, source: Floats) -> bool:
         """False if ``source`` or what the payload stands for may hold inf or NaN. Cheap: it reads
         the payload where that shows every such value."""
+
+
+def check_ratio(name: str, ratio: Any) -> None:
+    """TypeError for what is no number, ValueError unless 0 < ``ratio`` <= 1."""
+    if isinstance(ratio, bool) or not isinstance(ratio, int | float):
+        raise TypeError(f"{name}(ratio={ratio!r}): ratio must be a number")
+    if not 0 < ratio <= 1:
+        raise ValueError(f"{name}(ratio={ratio}): ratio must be above 0 and at most 1")
+
+
+def check_seed(name: str, seed: Any) -> None:
+    """TypeError for what is no int, ValueError for a negative one."""
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"{name}(seed={seed!r}): seed must be an int")
+    if seed < 0:
+        raise ValueError(f"{name}(seed={seed}): seed must not be negative")

@@ -11,7 +11,7 @@ from potluck.codecs import codec_of, kernels
 from potluck.codecs.codec import Bytes, Floats
 from potluck.compressors import positions as coded_positions
 from potluck.compressors.selection import Sizes, select
-from potluck.compressors.strategy import Shape, Strategy
+from potluck.compressors.strategy import Shape, Strategy, check_ratio
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,7 @@ class TopK(Strategy):
     bits: Literal[8, 4, 2] | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.ratio <= 1:
-            raise ValueError(f"TopK(ratio={self.ratio}): ratio must be above 0 and at most 1")
+        check_ratio("TopK", self.ratio)
         if self.chunk is not None and (not isinstance(self.chunk, int) or self.chunk < 1):
             raise ValueError(
                 f"TopK(chunk={self.chunk}): chunk is a positive number of elements, or None"

@@ -8,7 +8,7 @@ decode the same bytes. Before the bytes of a part stand those that tell its code
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,14 +20,27 @@ from potluck.engine.work import Work, finished
 from potluck.errors import Desync
 from potluck.types import ReduceOp
 
-if TYPE_CHECKING:
-    from potluck.context.collectives import Collectives
-
 _HEAD = 8
 
 
+class Bytewise(Protocol):
+    """What is needed of a context."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def all_to_all(
+        self, array: Any, *, timeout: float | None = None, async_op: bool = False
+    ) -> Any: ...
+
+    def all_gather(self, array: Any, *, timeout: float | None = None) -> Any: ...
+
+
 def start_own(
-    ctx: Collectives,
+    ctx: Bytewise,
     array: NDArray[Any],
     op: ReduceOp,
     codec: Codec,

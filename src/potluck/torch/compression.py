@@ -19,6 +19,7 @@ from potluck.compressors.low_rank import Matrix
 from potluck.compressors.powersgd import LowRankSum, as_matrix
 from potluck.compressors.wide import Array
 from potluck.context.compressed import start_compressed, start_low_rank
+from potluck.errors import CheckpointError
 from potluck.torch.buckets import Bucket
 from potluck.torch.encoding import Encoder
 
@@ -56,7 +57,8 @@ class Compression:
                 f"dense_below is {dense_below} and warmup_steps {warmup_steps}; neither may be "
                 "negative"
             )
-        if not (choice is None or isinstance(choice, Strategy) or callable(choice)):
+        is_class = isinstance(choice, type)  # callable, too, but of other arguments
+        if is_class or not (choice is None or isinstance(choice, Strategy) or callable(choice)):
             raise TypeError(
                 f"compression is {choice!r}; it must be a strategy such as TopK(0.01), or a "
                 "function of a parameter's name and the parameter that returns one or None"
@@ -133,6 +135,7 @@ class Compression:
 
     def begin_backward(self) -> None:
         """Called before the first bucket of a backward."""
+        self.encoder.drop()  # what a backward that raised has left
         self._sums, self._ends = {}, []
         if not self._is_open:
             self._before, self._qs_before = {}, self._qs
@@ -221,7 +224,7 @@ class Compression:
         """Set the residuals to the sum of ``states``, results of ``capture``.
 
         A residual is what a rank owes to the sum over all ranks, so those of several ranks add up,
-        and any strategy with error feedback can pay it.
+        and any strategy with error feedback can pay it. CheckpointError for one of another shape.
         """
         self._residuals, self._before = {}, {}
         if not self._error_feedback:
@@ -229,8 +232,15 @@ class Compression:
         for number in range(len(self._buckets)):
             for name, part in self._parts(number):
                 for state in states:
-                    if name in state and self.strategies[self.names.index(name)]:
-                        self._made(number)[part] += np.asarray(state[name]) * self._scale
+                    if name not in state or not self.strategies[self.names.index(name)]:
+                        continue
+                    owed, mine = np.asarray(state[name]), self._made(number)[part]
+                    if owed.shape != mine.shape:
+                        raise CheckpointError(
+                            f"the state has a residual {name!r} of {owed.size} elements, this "
+                            f"model's parameter has {mine.size}: it is of another model"
+                        )
+                    mine += owed * self._scale
 
     # ------------------------------------------------------------ inside
 

@@ -6,7 +6,10 @@ All ranks end with the same bits. A codec's strategy (FP16, BF16, Int) works ins
 which needs the backend "potluck"; the others run on any backend.
 """
 
+import logging
+from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,10 +26,13 @@ from potluck.compressors.wide import Array, compress_any
 from potluck.context.compressed import sum_payloads
 from potluck.torch.process_group.group import PotluckProcessGroup
 
+_log = logging.getLogger(__name__)
+
 
 class _Bucket(NamedTuple):
     """A bucket of PowerSGD, until all buckets of a backward are reduced together."""
 
+    number: int
     buffer: Tensor
     host: Tensor
     parts: list[tuple[Tensor, Array, Array]]
@@ -41,7 +47,8 @@ class CompressionState:
     The residual is added before the gradients of the next step are compressed (error feedback); it
     takes as much memory as float32 gradients (of float64 gradients float64's, unless the strategy
     is a codec's). ``process_group`` is that of the model, by default the group of all ranks.
-    TypeError for what is no strategy.
+    Gradients with inf or NaN are counted and reported in a warning, by the names of ``model``, if
+    it is given, else by number and shape. TypeError for what is no strategy.
     """
 
     def __init__(
@@ -50,6 +57,7 @@ class CompressionState:
         *,
         error_feedback: bool = True,
         process_group: dist.ProcessGroup | None = None,
+        model: nn.Module | None = None,
     ) -> None:
         if not isinstance(strategy, Strategy):
             raise TypeError(
@@ -60,6 +68,9 @@ class CompressionState:
         self.process_group = process_group
         self.step = 0
         """The number of backwards so far."""
+        self.num_nonfinite: Counter[str] = Counter()
+        """By parameter: how many elements of its gradients were inf or NaN in the mean."""
+        self._names = {} if model is None else {p: n for n, p in _parameters(model).items()}
         self._flats: dict[int, tuple[list[Tensor], Tensor]] = {}  # by bucket, of its parameters
         self._residuals: dict[Tensor, Tensor] = {}  # by parameter, parts of these or loaded
         self._qs: dict[Tensor, Matrix] = {}  # of PowerSGD, equal on all ranks
@@ -109,6 +120,23 @@ class CompressionState:
         self._qs = {
             parameters[name]: np.array(q) for name, q in state["qs"].items() if name in parameters
         }
+
+    def watch(self, buffer: Tensor, index: int, parameters: list[Tensor]) -> Tensor:
+        """Count what is not finite in the reduced gradients of a bucket; returns ``buffer``."""
+        if buffer.sum().isfinite():
+            return buffer
+        parts = torch.split(buffer, [each.numel() for each in parameters])
+        for place, (parameter, part) in enumerate(zip(parameters, parts, strict=True)):
+            num = int(part.isfinite().logical_not().sum())
+            if num:
+                number = f"parameter {place} of bucket {index}, of shape {tuple(parameter.shape)}"
+                name = self._names.get(parameter, number)
+                self.num_nonfinite[name] += num
+                _log.warning(
+                    "the gradient of %s: %d of %d elements are inf or NaN at step %d, on a rank or "
+                    "in the mean", name, num, part.numel(), self.step,
+                )  # fmt: skip
+        return buffer
 
     def group(self) -> dist.ProcessGroup:
         """The group to reduce over."""
@@ -162,11 +190,12 @@ def compression_hook(
         assert dense is not None
         summed: torch.futures.Future[Tensor] = dense.get_future().then(lambda done: done.value()[0])
         return summed
+    watch = partial(state.watch, index=bucket.index(), parameters=bucket.parameters())
     residual, dtype = state.residual(bucket), state.dtype(buffer)
     flat = buffer if buffer.dtype == dtype else buffer.to(dtype)
     if isinstance(strategy, Encoded):
         coded = state.own_group().all_reduce_encoded(flat, strategy.codec.name, residual)
-        return coded.get_future().then(lambda done: buffer.copy_(done.value()[0]))
+        return coded.get_future().then(lambda done: watch(buffer.copy_(done.value()[0])))
     host = flat.cpu()
     array: Array = host.numpy()
     kept: Array | None = None if residual is None else residual.numpy()
@@ -190,7 +219,7 @@ def compression_hook(
         else:
             sum_payloads(array, received.cpu().numpy(), strategy, call)
         np.divide(array, array.dtype.type(group.size()), out=array)
-        return buffer.copy_(host)
+        return watch(buffer.copy_(host))
 
     if isinstance(strategy, Random):
         work = dist.all_reduce(sent, group=group, async_op=True)
@@ -214,7 +243,7 @@ def _bucket(bucket: GradBucket, host: Tensor, array: Array, residual: Array | No
         parts.append((parameter, target, source))
         at = part.stop
     future: torch.futures.Future[Tensor] = torch.futures.Future()
-    return _Bucket(bucket.buffer(), host, parts, future)
+    return _Bucket(bucket.index(), bucket.buffer(), host, parts, future)
 
 
 def _reduce_matrices(
@@ -254,7 +283,9 @@ def _reduce_matrices(
             if name in qs:
                 state._qs[parameter] = qs[name]
     for each in buckets:
-        each.future.set_result(each.buffer.copy_(each.host))
+        parameters = [parameter for parameter, _, _ in each.parts]
+        state.watch(each.buffer.copy_(each.host), each.number, parameters)
+        each.future.set_result(each.buffer)
 
 
 def _sum(array: Array, device: torch.device, group: dist.ProcessGroup) -> None:

@@ -181,6 +181,11 @@ def test_the_two_functions() -> None:
         (lambda: TopK(float("nan")), ValueError, "ratio must be above 0"),
         (lambda: TopK(0.1, chunk=0), ValueError, "chunk is a positive number"),
         (lambda: TopK(0.1, bits=3), ValueError, "bits must be 8, 4, 2 or None"),
+        (lambda: TopK("0.1"), TypeError, "ratio must be a number"),
+        (lambda: TopK(True), TypeError, "ratio must be a number"),
+        (lambda: Random(None), TypeError, "ratio must be a number"),
+        (lambda: Random(0.1, seed=0.5), TypeError, "seed must be an int"),
+        (lambda: GradientCompressor(TopK), TypeError, "it must be one such as TopK"),
         (lambda: Int(16), ValueError, r"Int\(bits=16\): bits must be 8, 4 or 2"),
         (lambda: Random(-0.1), ValueError, "ratio must be above 0"),
         (lambda: Random(0.1, "other"), ValueError, "mode must be 'bernoulli' or 'k'"),
@@ -208,3 +213,21 @@ def test_a_shape_a_dtype_or_a_state_that_does_not_fit() -> None:
         GradientCompressor(TopK(0.1)).load_state_dict(compressor.state_dict())
     with pytest.raises(ValueError, match="not the state of a GradientCompressor"):
         compressor.load_state_dict({"strategy": "x"})
+
+
+def test_memory_is_used_again_only_when_nothing_refers_to_it() -> None:
+    compressor = GradientCompressor(FP16(), error_feedback=False)
+    first = compressor.compress(gradient(1000, 0))
+    kept = first.payload[:10]
+    place, bits = first.payload.ctypes.data, first.payload.tobytes()
+    second = compressor.compress(gradient(1000, 1))
+    assert second.payload.ctypes.data != place
+    assert first.payload.tobytes() == bits
+    del first
+    third = compressor.compress(gradient(1000, 2))
+    assert kept.tobytes() == bits[:10], "a view counts"
+    place = third.payload.ctypes.data
+    del third
+    assert compressor.compress(gradient(1000, 3)).payload.ctypes.data == place
+    smaller = compressor.compress(gradient(10, 3), "another")
+    assert smaller.payload.nbytes == 20

@@ -202,6 +202,22 @@ def the_hooks_state_goes_on_where_it_was_saved(run):
 
 
 @check(2)
+def the_compression_hook_names_gradients_that_are_not_finite(run):
+    for strategy in (BF16(), Random(0.5), TopK(0.3, chunk=64), PowerSGD(2, start_step=0)):
+        parallel = DistributedDataParallel(mlp())
+        state = CompressionState(strategy, model=parallel)
+        parallel.register_comm_hook(state, compression_hook)
+        x, y = mine(run, *batches(1)[0])
+        handle = parallel.module[2].weight.register_hook(lambda gradient: gradient * torch.inf)
+        backward(parallel, x, y)
+        assert "2.weight" in state.num_nonfinite, strategy
+        handle.remove()
+        parallel.zero_grad()
+        backward(parallel, x, y)
+        assert all(torch.isfinite(each.grad).all() for each in parallel.parameters())
+
+
+@check(2)
 def the_compression_hook_takes_all_floats_and_says_what_it_can_not_do(run):
     def reason(make):
         try:
