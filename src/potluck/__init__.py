@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from potluck.training.partition import DataPartitioner as DataPartitioner
     from potluck.training.trainer import DistributedTrainer as DistributedTrainer
     from potluck.training.trainer import TrainingStrategy as TrainingStrategy
+    from potluck.training.work_queue import WorkQueue as WorkQueue
     from potluck.types import Group as Group
     from potluck.types import Member as Member
     from potluck.types import ReduceOp as ReduceOp
@@ -82,6 +83,7 @@ _HOMES = {
     "potluck.training.balance": ("balance_workload",),
     "potluck.training.partition": ("DataPartitioner",),
     "potluck.training.trainer": ("DistributedTrainer", "TrainingStrategy"),
+    "potluck.training.work_queue": ("WorkQueue",),
     "potluck.services": ("Call", "Remote", "service"),
     "potluck.types": ("Group", "Member", "ReduceOp"),
 }

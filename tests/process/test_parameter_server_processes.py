@@ -1,4 +1,4 @@
-"""A parameter server in worker processes of ``potluck run``: the example."""
+"""Parameter server and work queue in processes of ``potluck run``: the example, and real kills."""
 
 from __future__ import annotations
 
@@ -19,3 +19,71 @@ def test_the_example_classifies_digits_on_two_workers(options: tuple[str, ...]) 
     with run_command("--workers", "2", str(EXAMPLE), *options) as run:
         assert run.finish() == 0
         assert any(line.startswith("[0] test accuracy") for line in run.lines)
+
+
+KILLED = """
+import os, pathlib, signal, sys
+import numpy as np
+import potluck
+from potluck.parameter_server import SGD
+
+folder, victim = pathlib.Path(sys.argv[1]), sys.argv[2]
+ctx = potluck.init()
+ps = potluck.ParameterServer(ctx, optimizer=SGD(0.5), checkpoint=folder / "kept", save_every=1)
+ps.set_parameters("m", {"w": np.zeros(4)})
+while True:
+    parameters, version = ps.get_parameters("m")
+    assert len(np.unique(parameters["w"])) == 1
+    if version >= 12:
+        break
+    is_first = not (folder / "killed").exists()
+    if ctx.group.me.worker == victim and version >= 5 and is_first:
+        (folder / "killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    ps.accumulate_gradient("m", {"w": parameters["w"] - 8})
+ps.close()
+error = abs(parameters["w"][0] - 8 * (1 - 0.5 ** version))
+print("version", version, "right" if error < 1e-12 else f"wrong by {error}")
+"""
+
+
+@pytest.mark.parametrize("victim", ["0", "1"], ids=["the server", "a worker"])
+def test_after_a_kill_the_training_goes_on_from_where_the_server_was(
+    tmp_path: Path, victim: str
+) -> None:
+    """Each update halves the distance to 8: a lost or doubled one would show in the last digits."""
+    script = tmp_path / "train.py"
+    script.write_text(KILLED)
+    with run_command("--workers", "3", str(script), str(tmp_path), victim) as run:
+        assert run.finish() == 0
+        assert sum("version 12 right" in line for line in run.lines) >= 2
+    assert (tmp_path / "killed").exists()
+
+
+QUEUE = """
+import os, pathlib, signal, sys
+import potluck
+
+folder = pathlib.Path(sys.argv[1])
+ctx = potluck.init()
+with potluck.WorkQueue(ctx, list(range(40)), backups=0, silence_s=1.0) as queue:
+    for task in queue:
+        if ctx.group.me.worker == "1" and not (folder / "killed").exists():
+            (folder / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        sum(range(200_000))
+        queue.finish(task, task.payload ** 2)
+    assert queue.results() == [number ** 2 for number in range(40)]
+    if ctx.group.me.worker == "0":
+        print("queue", queue.stats())
+"""
+
+
+def test_a_killed_workers_task_is_done_by_another(tmp_path: Path) -> None:
+    script = tmp_path / "queue.py"
+    script.write_text(QUEUE)
+    with run_command("--workers", "3", str(script), str(tmp_path)) as run:
+        assert run.finish() == 0
+        [line] = [line for line in run.lines if "queue {" in line]
+    assert "'done': 40" in line
+    assert "'again': 1" in line

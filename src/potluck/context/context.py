@@ -119,6 +119,12 @@ class DistributedContext(UnevenCollectives, Messages):
         """Whether the group can be re-formed after the loss of a member."""
         return self._backend.elastic
 
+    @property
+    def reform_due(self) -> bool:
+        """Whether this group is over or a newer one waits, so that ``reform`` comes next. For
+        scripts that make no collective call, in which they would learn it."""
+        return self.communicator.error is not None or self._backend.next_epoch() > self.epoch
+
     def new_group(self, ranks: Sequence[int]) -> SubGroup | None:
         """Make a sub-group of ``ranks``. Every rank of this group must call it, with equal ranks.
 

@@ -17,7 +17,6 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from potluck.background import start_thread
 from potluck.checkpoint import CheckpointStore
 from potluck.checkpoint.writer import BackgroundWriter
 from potluck.errors import CheckpointError
@@ -25,23 +24,12 @@ from potluck.parameter_server.model import Gradient, Model, Outcome
 from potluck.parameter_server.modes import Mode, Synchronous
 from potluck.parameter_server.optimizers import Optimizer
 from potluck.parameter_server.table import Table, Tensors
+from potluck.services.waits import WaitingCalls
 from potluck.types import Group
 
 MAX_MODELS = 1024
 
 _log = logging.getLogger(__name__)
-
-
-class _Waiter:
-    """A call that waits: ``attempt()`` returns its reply, or None as long as it must wait."""
-
-    def __init__(
-        self, attempt: Callable[[], Any], otherwise: Callable[[], Any], until: float
-    ) -> None:
-        self.attempt = attempt
-        self.otherwise = otherwise
-        self.until = until
-        self.future: Future[Any] = Future()
 
 
 class Host:
@@ -71,8 +59,7 @@ class Host:
         self._models: dict[str, Model] = {}
         self._writer = BackgroundWriter("parameter-server-writer")
         self._changed = threading.Condition(threading.RLock())
-        self._waiters: list[_Waiter] = []
-        self._is_ticking = False
+        self._waits = WaitingCalls(self._changed, self._on_time, thread="potluck-parameter-server")
         self._gone: set[str] = set()
         self._heard_at: dict[str, float] = {}
         self._began = time.monotonic()
@@ -127,7 +114,7 @@ class Host:
             found = model.outcome(worker, push)
             return None if found is None else as_reply(found)
 
-        return self._when(attempt, partial(self._waits, model), wait_s)
+        return self._when(attempt, partial(self._waits_for, model), wait_s)
 
     def pull(
         self, name: str, worker: str, after: tuple[int, int] | None, wait_s: float, *, compute: bool
@@ -152,7 +139,7 @@ class Host:
                 "tensors": dict(model.tensors),
             }
 
-        return self._when(attempt, partial(self._waits, model), wait_s)
+        return self._when(attempt, partial(self._waits_for, model), wait_s)
 
     def is_ready(self, name: str) -> bool:
         """Whether the update of the present step can be made."""
@@ -232,7 +219,7 @@ class Host:
             )
         return model
 
-    def _waits(self, model: Model) -> dict[str, Any]:
+    def _waits_for(self, model: Model) -> dict[str, Any]:
         return {"waits_for": model.waits_for(self.workers())}
 
     @contextlib.contextmanager
@@ -249,8 +236,7 @@ class Host:
     def _look(self, before: Mapping[str, int]) -> None:
         """End the waits that are over, and make the updates that these make possible."""
         while True:
-            for waiter in list(self._waiters):
-                self._try(waiter)
+            self._waits.look()
             workers = self.workers()
             made = [model.progress(workers) for model in self._models.values()]
             if not any(made):
@@ -260,50 +246,16 @@ class Host:
             if model.version // self._save_every > known // self._save_every:
                 self._save(model.version)
 
-    def _try(self, waiter: _Waiter) -> bool:
-        """Whether the wait of ``waiter`` is over; its Future has ended then."""
-        try:
-            reply = waiter.attempt()
-        except Exception as error:
-            waiter.future.set_exception(error)
-        else:
-            if reply is None and waiter.until > time.monotonic():
-                return False
-            waiter.future.set_result(waiter.otherwise() if reply is None else reply)
-        if waiter in self._waiters:
-            self._waiters.remove(waiter)
-        return True
-
     def _when(
         self, attempt: Callable[[], Any], otherwise: Callable[[], Any], wait_s: float
     ) -> Future[Any]:
-        waiter = _Waiter(attempt, otherwise, time.monotonic() + wait_s)
         with self._changing():
             self._expire()
-            if not self._try(waiter):
-                self._waiters.append(waiter)
-                if not self._is_ticking:
-                    self._is_ticking = True
-                    name = "potluck-parameter-server"
-                    start_thread(self._tick, name=name, on_broken=self._broken)
-        return waiter.future
+            return self._waits.add(attempt, otherwise, wait_s)
 
-    def _tick(self) -> None:
-        """End waits in time, as long as there are any."""
-        with self._changed:
-            while self._waiters:
-                left = min(each.until for each in self._waiters) - time.monotonic()
-                self._changed.wait(max(0.0, left))
-                with self._changing():
-                    self._expire()
-            self._is_ticking = False
-
-    def _broken(self, error: BaseException) -> None:
-        with self._changed:
-            self._is_ticking = False
-            waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            waiter.future.set_exception(error)
+    def _on_time(self) -> None:
+        with self._changing():
+            self._expire()
 
     def _expire(self) -> None:
         now = time.monotonic()

@@ -32,6 +32,7 @@ _SLICE_S = 1.0
 """A call that waits for other workers is asked again so often, to see whether the group changed."""
 
 _PAUSE_S = 0.05
+_LEAVE_S = 5.0
 
 
 class Pulled(NamedTuple):
@@ -67,6 +68,10 @@ class ParameterServer:
     that starts again goes on from the newest checkpoint that is intact; gradients that were
     computed on parameters of before are dropped. ``name`` tells several parameter servers of one
     job apart.
+
+    In an elastic context (``ctx.elastic``) a call enters the next group when one waits, so that
+    lost workers come back; then a server that is lost is waited for. Elsewhere its loss is a
+    ServiceLost.
 
     Calls wait for other workers at most the context's ``timeout_s``, which is also the time after
     which ``Asynchronous`` waits no more for a worker that has pulled and pushes nothing.
@@ -254,7 +259,7 @@ class ParameterServer:
             return
         self._is_closed = True
         with contextlib.suppress(ServiceLost):  # it has ended, and waits for nobody
-            self._ask("leave")
+            self._ask("leave", timeout=min(self.ctx.timeout_s, _LEAVE_S))
         if self._host is None:
             return
         seconds = None if timeout is None else checked_seconds(timeout)
@@ -310,6 +315,7 @@ class ParameterServer:
         waits_for = "the server"
         reminder = Reminder(lambda: f"{what}: waiting for {waits_for}", deadline)
         while True:
+            self._reform_if_due()
             left = deadline - time.monotonic()
             reply = ask(min(_SLICE_S, max(0.0, left)))
             if "waits_for" not in reply:
@@ -323,13 +329,34 @@ class ParameterServer:
 
     def _ask(self, method: str, *args: Any, timeout: float | None = None) -> Any:
         """One call of the server. What it raises for a mistake of this script is raised here."""
-        try:
-            return getattr(self._remote, method)(*args, timeout=timeout)
-        except HandlerError as error:
-            if error.type in ("ValueError", "TypeError"):
-                kind = ValueError if error.type == "ValueError" else TypeError
-                raise kind(error.text) from error
-            raise
+        seconds = self.ctx.timeout_s if timeout is None else checked_seconds(timeout)
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                return getattr(self._remote, method)(*args, timeout=timeout)
+            except HandlerError as error:
+                if error.type in ("ValueError", "TypeError"):
+                    kind = ValueError if error.type == "ValueError" else TypeError
+                    raise kind(error.text) from error
+                raise
+            except ServiceLost:
+                # Every call may be made twice: pushes have numbers, all others change nothing then.
+                if not self._enter_next_group(deadline):
+                    raise
+
+    def _enter_next_group(self, deadline: float) -> bool:
+        """Wait for a group in which the server may be back; False without one by ``deadline``."""
+        while self.ctx.elastic and time.monotonic() < deadline:
+            if self._reform_if_due():
+                return True
+            time.sleep(_PAUSE_S)
+        return False
+
+    def _reform_if_due(self) -> bool:
+        if not self.ctx.elastic or not self.ctx.reform_due:
+            return False
+        self.ctx.reform(self.ctx.communicator.error)
+        return True
 
     def _await_others(self, host: Host, deadline: float | None) -> None:
         me = self.ctx.group.me.worker
