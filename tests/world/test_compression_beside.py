@@ -120,6 +120,36 @@ def test_an_error_of_a_strategy_comes_out_of_backward_and_leaves_residuals_as_th
     assert not [t for t in threading.enumerate() if t.name == "potluck-encode"]
 
 
+@pytest.mark.parametrize("strategy", [TopK(0.1), PowerSGD(2, start_step=0)], ids=repr)
+def test_a_backward_that_raised_half_way_counts_for_nothing(strategy: Strategy) -> None:
+    """The script's own error, of which the reducer is not told, and which the script survives."""
+
+    def fails(_: torch.Tensor) -> None:
+        raise ArithmeticError("of the script")
+
+    def work(ctx: DistributedContext) -> None:
+        found = []
+        for disturbed in (False, True):
+            model = DDP(layers(), ctx, compression=strategy, **SMALL_BUCKETS)
+            x = torch.randn(4, 64, generator=torch.Generator().manual_seed(ctx.rank))
+            model(x).pow(2).mean().backward()
+            model.zero_grad()
+            if disturbed:
+                hook = model.module[0].weight.register_hook(fails)
+                with pytest.raises(ArithmeticError, match="of the script"):
+                    model(x).pow(2).mean().backward()
+                hook.remove()
+                model.zero_grad()
+            model(x).pow(2).mean().backward()
+            kept = model.compression.capture()
+            found.append(
+                [p.grad for p in model.parameters()] + list(map(torch.tensor, kept.values()))
+            )
+        assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+    run_world(2, work)
+
+
 @pytest.mark.parametrize("strategy", [TopK(0.1), Random(0.3), PowerSGD(2, start_step=0)], ids=repr)
 def test_residuals_follow_the_loss_scale(strategy: Strategy) -> None:
     """Scales that are powers of two change no bit of what is decoded."""

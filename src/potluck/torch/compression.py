@@ -86,7 +86,7 @@ class Compression:
         self.encoder = Encoder()
         """Runs ``start`` beside backward, where the CPU encodes."""
         self._step = self._num_backwards = 0
-        self._is_open = False
+        self._is_open = self._is_in_backward = False
 
     def lay_out(self, buckets: tuple[Bucket, ...]) -> None:
         """Say which parameters are reduced together. Those of a bucket have one strategy."""
@@ -135,7 +135,10 @@ class Compression:
 
     def begin_backward(self) -> None:
         """Called before the first bucket of a backward."""
-        self.encoder.drop()  # what a backward that raised has left
+        self.encoder.drop()
+        if self._is_in_backward and not self._is_open:
+            self.undo()  # the last one has raised, and its gradients were not reduced
+        self._is_in_backward = True
         self._sums, self._ends = {}, []
         if not self._is_open:
             self._before, self._qs_before = {}, self._qs
@@ -143,6 +146,7 @@ class Compression:
     def end_backward(self, *, failed: bool) -> None:
         """Called when all buckets of a backward are reduced, or when it has failed."""
         self.encoder.drop()
+        self._is_in_backward = False
         if not self._is_open and failed:
             self.undo()
         elif not self._is_open:
