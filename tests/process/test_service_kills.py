@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import sys
 import threading
@@ -13,6 +14,7 @@ from signal import SIGKILL
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 import potluck
 from potluck.backends.doors import TcpDoor
@@ -20,6 +22,7 @@ from potluck.backends.tcp import TcpBase
 from potluck.errors import PotluckError, ServiceLost
 from potluck.services import Services
 from potluck.settings import Settings
+from potluck.transport.credentials import make_credentials
 from potluck.types import Group, Member
 from support.commands import Command
 from support.links import psk
@@ -152,3 +155,45 @@ def test_a_client_of_another_cluster_hears_nothing(tmp_path: Path) -> None:
         mine = access.connect("sink", 0, LATE_S)
         assert mine.count() == 0
         assert len(access._server._clients) == 1  # its own
+
+
+def _itself(group: Group) -> Group:
+    return group
+
+
+def test_a_ban_ends_the_connections_in_both_directions(tmp_path: Path) -> None:
+    keys = [Ed25519PrivateKey.generate() for _ in range(2)]
+    banned: list[dict[str, str]] = [{}, {}]
+    with contextlib.ExitStack() as stack:
+        bases = []
+        for key, out in zip(keys, banned, strict=True):
+            settings = Settings(home=tmp_path, psk=psk().hex())
+            base = TcpBase("127.0.0.1", 0, settings, make_credentials(psk(), key, out.get))
+            stack.callback(base.close)
+            bases.append(base)
+        members = tuple(
+            Member(name, base.credentials.node_id, "127.0.0.1", base.port)
+            for name, base in zip("ab", bases, strict=True)
+        )
+        sides = []
+        for rank, base in enumerate(bases):
+            group = Group(1, rank, members, job="job")
+            door = TcpDoor(base.switchboard)
+            side = Services(
+                door, functools.partial(_itself, group), timeout_s=LATE_S, max_bytes=1 << 30
+            )
+            stack.callback(side.close)
+            side.serve(Sink())
+            sides.append(side)
+        remotes = [sides[0].connect("sink", 1, LATE_S), sides[1].connect("sink", 0, LATE_S)]
+        assert [each.count() for each in remotes] == [0, 0]
+        banned[0][members[1].node] = "banned by a test"
+        with pytest.raises(ServiceLost, match=r"was not called.*banned by a test"):
+            remotes[0].count()  # the side that knows calls no more
+        server = sides[0]._server
+        deadline = time.monotonic() + LATE_S
+        while server._clients and time.monotonic() < deadline:
+            threading.Event().wait(0.01)
+        assert not server._clients
+        with pytest.raises(ServiceLost):
+            remotes[1].count()

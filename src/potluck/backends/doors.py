@@ -49,6 +49,9 @@ class Door(Protocol):
         Tried once. LinkError if it can't be made, Refused if the member refuses it.
         """
 
+    def objects_to(self, node: str) -> str | None:
+        """Why connections with ``node``, which was let in before, must end: it is banned now."""
+
 
 class LocalDoors:
     """The doors of the workers that live in one process."""
@@ -88,6 +91,9 @@ class LocalDoor:
 
     def connect(self, group: Group, member: Member, deadline: float) -> BulkLink:
         return self._doors.connect(group, member)
+
+    def objects_to(self, node: str) -> str | None:
+        return None
 
 
 class TcpDoor:
@@ -131,3 +137,6 @@ class TcpDoor:
                 "answered there"
             )
         return bulk_link(link)
+
+    def objects_to(self, node: str) -> str | None:
+        return self._switchboard.credentials.objects_to(node)

@@ -34,7 +34,12 @@ class Services:
         self._timeout_s = timeout_s
         self._max_bytes = max_bytes
         self._memory = Blocks()
-        self._server = Server(rank_of=self._rank_of, max_bytes=max_bytes, memory=self._memory)
+        self._server = Server(
+            rank_of=self._rank_of,
+            max_bytes=max_bytes,
+            memory=self._memory,
+            objects_to=self._objects_to,
+        )
         self._remotes: weakref.WeakSet[Remote] = weakref.WeakSet()
         if door is not None:
             door.open(self._objection, self._server.take)
@@ -56,10 +61,17 @@ class Services:
                     return door.connect(group, member, deadline)
             raise LinkError(f"worker {worker} is not in the group of epoch {group.epoch}")
 
+        def may_use() -> bool:
+            members = self._group().members
+            return all(
+                door.objects_to(each.node) is None for each in members if each.worker == worker
+            )
+
         remote = Remote(
             name,
             worker,
             dial,
+            may_use,
             timeout_s=self._timeout_s,
             max_bytes=self._max_bytes,
             memory=self._memory,
@@ -82,6 +94,9 @@ class Services:
                 "library; choose backend='auto', 'env' or 'ring'"
             )
         return self._door
+
+    def _objects_to(self, node: str) -> str | None:
+        return None if self._door is None else self._door.objects_to(node)
 
     def _rank_of(self, worker: str) -> int:
         return self._group().rank_of(worker)

@@ -33,7 +33,8 @@ _LONGEST_WAIT_S = 60.0
 """Of one wait of many: poll() counts milliseconds in 32 bits."""
 
 Dial = Callable[[float], BulkLink]
-"""``dial(deadline)`` makes a connection to the worker of the service."""
+"""``dial(deadline)`` makes a connection to the worker of the service, ``may_use()`` says whether
+one that was made before may be used: its node may be banned by now."""
 
 
 class Connection:
@@ -88,6 +89,7 @@ class Remote:
         name: str,
         worker: str,
         dial: Dial,
+        may_use: Callable[[], bool] = lambda: True,
         *,
         timeout_s: float,
         max_bytes: int,
@@ -96,6 +98,7 @@ class Remote:
         self._name = name
         self._worker = worker
         self._dial = dial
+        self._may_use = may_use
         self._timeout_s = timeout_s
         self._max_bytes = max_bytes
         self._memory = memory
@@ -185,7 +188,7 @@ class Remote:
                 kept = self._idle.pop() if self._idle else None
             if kept is None:
                 break
-            if kept.is_intact():
+            if self._may_use() and kept.is_intact():
                 return kept
             kept.close()
         try:

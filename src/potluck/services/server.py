@@ -23,7 +23,7 @@ from typing import Any
 
 from potluck.backends.doors import Caller
 from potluck.background import start_thread
-from potluck.errors import PotluckError, ProtocolError
+from potluck.errors import PotluckError, ProtocolError, SecurityError
 from potluck.services.budget import Budget
 from potluck.services.channel import Channel, State
 from potluck.services.definition import Call, Service
@@ -107,10 +107,13 @@ class Server:
         num_threads: int = NUM_THREADS,
         max_clients: int = MAX_CLIENTS,
         stall_s: float = STALL_S,
+        objects_to: Callable[[str], str | None] = lambda node: None,
     ) -> None:
         """``rank_of(worker)`` is the worker's present rank, -1 if it has none. ``max_bytes``: the
         arrays of one call, and of all calls under way together. A client that stops in the middle
-        of a request or reply for ``stall_s`` is dropped."""
+        of a request or reply for ``stall_s`` is dropped. ``objects_to(node)`` says why the clients
+        of a node must go, or None; it is asked every second."""
+        self._objects_to = objects_to
         self._rank_of = rank_of
         self._max_bytes = max_bytes
         self._memory = memory
@@ -239,12 +242,19 @@ class Server:
                 pass
 
     def _sweep(self) -> None:
-        """Drop the connections that have stopped in the middle of a call. Only the leader takes
-        connections out of the selector, so those in it are no other thread's."""
+        """Drop the connections that have stopped in the middle of a call, and those of nodes that
+        were banned. Only the leader takes connections out of the selector, so those in it are no
+        other thread's."""
         self._swept_at = now = time.monotonic()
         with self._lock:
             waiting = [each for each in self._clients if each.is_waiting]
+        reasons = {node: self._objects_to(node) for node in {each.caller.node for each in waiting}}
         for client in waiting:
+            reason = reasons[client.caller.node]
+            if reason is not None:
+                self._unregister(client)
+                self._drop(client, SecurityError(reason))
+                continue
             is_in_a_call = client.is_replying or client.channel.is_receiving
             if is_in_a_call and now - client.moved_at > self._stall_s:
                 self._unregister(client)

@@ -27,6 +27,9 @@ TURN_BYTES = 1024 * 1024
 UNSENT_BYTES = 256 * 1024
 """What the kernel keeps of a link beyond what is on its way. Much more, and links that share a wire
 get ahead of each other by as much."""
+KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPALIVE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+"""A connection on which nothing is said ends a minute after its peer's machine has gone without a
+word; also, routers do not forget it. macOS calls the first option by the second's name."""
 
 
 class TcpLink:
@@ -171,7 +174,11 @@ class TcpLink:
 
 def tune(sock: socket.socket) -> None:
     """What every potluck connection sets: small frames must not wait for acknowledgements, nor
-    behind more than a little that the wire has not taken yet."""
+    behind more than a little that the wire has not taken yet; a silent one is probed."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE.items():
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_NOTSENT_LOWAT"):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)

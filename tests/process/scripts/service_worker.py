@@ -21,7 +21,7 @@ from potluck.types import Group, Member
 @potluck.service("slow", concurrent=True)
 def wait(call: potluck.Call) -> None:
     """Never returns; says when it was called."""
-    print("called", flush=True)
+    print("called\n", end="", flush=True)  # one write: four threads print
     threading.Event().wait()
 
 

@@ -92,6 +92,25 @@ def rank(call: Call) -> int:
     return call.rank
 
 
+def test_a_banned_node_loses_its_connections_and_others_keep_theirs() -> None:
+    banned: set[str] = set()
+
+    def objects_to(node: str) -> str | None:
+        return "it is banned" if node in banned else None
+
+    with offering(rank, objects_to=objects_to) as offer:
+        mine, theirs = socket_pair("client", "client 2")
+        offer.server.take(theirs, Caller("thief", "2", "job"))
+        offer.links.append(mine)
+        stolen, honest = Connection(mine, 1 << 30, Blocks(0)), offer.client("1")
+        assert call(stolen, "rank") == 2
+        banned.add("thief")
+        eventually(lambda: offer.num_clients == 1, "the connection of a banned node is open")
+        with pytest.raises(LinkError):
+            call(stolen, "rank")
+        assert call(honest, "rank") == 1
+
+
 @pytest.mark.parametrize("num_clients", [300, pytest.param(1000, marks=pytest.mark.long)])
 def test_many_clients_are_served_by_eight_threads(num_clients: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
