@@ -222,6 +222,23 @@ def test_mistakes_are_one_clear_error_each() -> None:
     run_world(1, run)
 
 
+def test_workers_with_unlike_arguments_are_told_so() -> None:
+    def run(ctx: DistributedContext) -> None:
+        if ctx.rank == 0:
+            ps = ParameterServer(ctx, optimizer=SGD(0.1))
+            ctx.barrier()
+            ps.close()
+            return
+        with pytest.raises(ValueError, match=r"mode is Asynchronous\(.* on worker 1 and Synchr"):
+            ParameterServer(ctx, Asynchronous(), optimizer=SGD(0.1))
+        with pytest.raises(ValueError, match=r"optimizer is SGD\(learning_rate=0.2.* on worker 1"):
+            ParameterServer(ctx, optimizer=SGD(0.2))
+        ParameterServer(ctx, optimizer=SGD(0.1)).close()
+        ctx.barrier()
+
+    run_world(2, run)
+
+
 def test_the_error_at_the_deadline_names_the_workers_that_are_missing() -> None:
     def run(ctx: DistributedContext) -> None:
         ps = ParameterServer(ctx)

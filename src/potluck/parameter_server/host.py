@@ -66,6 +66,11 @@ class Host:
         self.num_failed_saves = 0
         self._load()
 
+    @property
+    def arguments(self) -> tuple[str, str]:
+        """Mode and optimizer, which all workers must give alike."""
+        return repr(self._mode), repr(self._optimizer)
+
     # -- calls
 
     def heard(self, worker: str) -> None:

@@ -19,6 +19,8 @@ from potluck.parameter_server.table import Table, Tensors
 LEASES_FOR_EACH = 8
 """``max_staleness`` of ``Asynchronous`` for each worker, unless it is given."""
 
+LIFE_BITS = 31
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -32,7 +34,8 @@ class Outcome:
 @dataclass(frozen=True, slots=True)
 class Gradient:
     """A push that waits for its update. ``push`` is a number of its own, by which a repeat of the
-    same call is known from a second gradient."""
+    same call is known from a second gradient. Its bits above ``LIFE_BITS`` are the same for all
+    pushes of one life of a worker."""
 
     worker: str
     rank: int
@@ -78,8 +81,10 @@ class Model:
             raise ValueError(f"{what} is of a later step: the model is at step {self.version}")
         tensors = self._table.checked(gradient.tensors, what)
         gradient = Gradient(worker, gradient.rank, gradient.push, step, tensors)
-        if waiting is not None:
+        if waiting is not None and waiting.push >> LIFE_BITS == gradient.push >> LIFE_BITS:
             raise ValueError(f"{what} is its second one in that step")
+        if waiting is not None:
+            self.counts["restarted"] += 1  # its worker was killed, and computes that step again
         match self.mode:
             case Synchronous():
                 self._push_to_round(gradient, what)

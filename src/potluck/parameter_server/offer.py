@@ -23,6 +23,17 @@ class Offer:
     def __init__(self, host: Host) -> None:
         self._host = host
 
+    def agree(self, call: Call, mode: str, optimizer: str) -> None:
+        self._host.heard(call.worker)
+        for what, theirs, mine in zip(
+            ("mode", "optimizer"), (mode, optimizer), self._host.arguments, strict=True
+        ):
+            if theirs != mine:
+                raise ValueError(
+                    f"every worker makes its ParameterServer with equal arguments, but {what} is "
+                    f"{theirs:.200} on worker {call.worker} and {mine} on the server"
+                )
+
     def create(self, call: Call, model: str, tensors: Any, replace: bool) -> int:
         self._host.heard(call.worker)
         if not isinstance(model, str) or not model.isprintable() or not 0 < len(model) <= MAX_NAME:

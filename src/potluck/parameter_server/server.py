@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import secrets
 import time
@@ -16,6 +17,7 @@ from potluck.checkpoint import CheckpointStore
 from potluck.context import DistributedContext
 from potluck.errors import HandlerError, ServiceLost, ServiceTimeout
 from potluck.parameter_server.host import Host
+from potluck.parameter_server.model import LIFE_BITS
 from potluck.parameter_server.modes import (
     AggregationMethod,
     ElasticAveraging,
@@ -61,7 +63,7 @@ class ParameterServer:
 
     ``mode`` says what becomes of gradients: ``Synchronous()``, ``Asynchronous()`` or
     ``ElasticAveraging()``, or a member of ``AggregationMethod``. ``optimizer`` makes the updates,
-    on the server: ``SGD`` (also with momentum) or ``Adam``.
+    on the server: ``SGD`` (also with momentum; ``SGD(0.01)`` if None) or ``Adam``.
 
     With ``checkpoint``, a directory of the server's machine, the server writes all its models there
     with hashes, at first and after every ``save_every`` updates, while training goes on. A server
@@ -94,6 +96,7 @@ class ParameterServer:
         name: str = "parameters",
     ) -> None:
         mode = mode.value if isinstance(mode, AggregationMethod) else mode
+        optimizer = SGD(0.01) if optimizer is None else optimizer
         _check(ctx, mode, optimizer, save_every)
         self.ctx = ctx
         self.mode: Mode = mode
@@ -103,6 +106,7 @@ class ParameterServer:
         """By model: version and incarnation of the last pull."""
         self._after: dict[str, tuple[int, int]] = {}
         """By model: the version that the last push leads to, and its incarnation."""
+        self._pushes = itertools.count(secrets.randbits(LIFE_BITS) << LIFE_BITS)
         self._is_closed = False
         self._host: Host | None = None
         if ctx.group.rank_of(self._worker) < 0:
@@ -113,7 +117,7 @@ class ParameterServer:
                 checkpoint = CheckpointStore(Path(checkpoint))
             self._host = Host(
                 mode,
-                optimizer or SGD(0.01),
+                optimizer,
                 lambda: ctx.group,
                 store=checkpoint,
                 save_every=save_every,
@@ -121,6 +125,7 @@ class ParameterServer:
             )
             ctx.serve(service(name, concurrent=True)(Offer(self._host)))
         self._remote: Remote = ctx.connect(name, rank=ctx.group.rank_of(self._worker))
+        self._ask("agree", repr(mode), repr(optimizer))
 
     # -- parameters
 
@@ -281,7 +286,7 @@ class ParameterServer:
     ) -> bool:
         version, incarnation = self._known(model)
         step = version if step is None else step
-        push = secrets.randbits(62)
+        push = next(self._pushes)
         reply = self._ask("push", model, arrays, step, push, incarnation, timeout=timeout)
         if isinstance(self.mode, Synchronous):
             if reply is None or reply["counted"]:
@@ -380,7 +385,7 @@ def _check(ctx: Any, mode: Any, optimizer: Any, save_every: Any) -> None:
             f"mode is {mode!r}; it must be Synchronous(), Asynchronous() or ElasticAveraging() of "
             "potluck.parameter_server"
         )
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
+    if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"optimizer is {optimizer!r}; it must be SGD(...) or Adam(...) of "
             "potluck.parameter_server: it runs on the server"

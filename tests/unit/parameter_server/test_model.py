@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from potluck.parameter_server import SGD, Asynchronous, ElasticAveraging, Synchronous
-from potluck.parameter_server.model import Gradient, Model
+from potluck.parameter_server.model import LIFE_BITS, Gradient, Model
 from potluck.parameter_server.modes import Mode
 from potluck.parameter_server.table import Table
 
@@ -49,6 +49,15 @@ def test_a_repeat_of_one_push_counts_once_and_gets_the_same_answer() -> None:
     it.push(gradient(0, 10, 0), TWO)
     assert it.version == 1
     assert it.outcome("0", 10) == it.outcome("1", 11)
+
+
+def test_a_worker_that_was_killed_pushes_the_same_step_in_its_next_life() -> None:
+    it = model(Synchronous())
+    it.push(gradient(0, 10, 0, 50.0), TWO)
+    it.push(gradient(0, (1 << LIFE_BITS) + 10, 0, 2.0), TWO)
+    it.push(gradient(1, 11, 0, 4.0), TWO)
+    assert it.tensors["w"].tolist() == [-3.0, -3.0]
+    assert it.counts == {"counted": 2, "restarted": 1}
 
 
 @pytest.mark.parametrize(
