@@ -6,7 +6,7 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,11 @@ import numpy as np
 from potluck.errors import FederationError
 from potluck.federated.clients import Clients, Reply
 from potluck.federated.history import History, RoundReport
-from potluck.federated.parameters import Parameters, checked, difference
+from potluck.federated.parameters import Parameters, checked, difference, flat, unflat
 from potluck.federated.patience import Deadlines, Gathering, Patience
+from potluck.federated.privacy import DifferentialPrivacy, PrivateMean, clipped_sum
+from potluck.federated.secure.rounds import secure_sum
+from potluck.federated.secure.settings import Range, SecureAggregation
 from potluck.federated.strategies.averaging import FedAvg
 from potluck.federated.strategies.base import Config, Round, Strategy
 from potluck.federated.updates import Update, checked_update
@@ -34,6 +37,36 @@ class Gathered:
     missing: dict[str, str]
     times: list[float]
     num_late: int
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What one run was asked for, and what it has learned from its rounds."""
+
+    strategy: Strategy
+    patience: Patience
+    deadlines: Deadlines
+    secure: SecureAggregation | None
+    range: Range | None
+    privacy: DifferentialPrivacy | None
+    private: PrivateMean | None
+
+    def fewest(self, num_asked: int) -> int:
+        """How few updates still make a model. A sum is one update for the strategy."""
+        return self.patience.fewest(num_asked, int(getattr(self.strategy, "min_updates", 1)))
+
+
+@dataclass(slots=True)
+class _Made:
+    """What came of a round's clients: ``updates`` for the strategy; none if the round does not
+    count, with a ``note``."""
+
+    arrived: tuple[str, ...]
+    missing: dict[str, str]
+    updates: list[Update] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    note: str = ""
+    saturation: float | None = None
 
 
 class Federation:
@@ -59,11 +92,14 @@ class Federation:
         strategy: Strategy | None = None,
         patience: Patience | None = None,
         evaluate: Evaluate | None = None,
+        secure: SecureAggregation | None = None,
+        privacy: DifferentialPrivacy | None = None,
     ) -> History:
         """Train for ``rounds`` rounds from the parameters ``initial``.
 
         ``strategy`` is FedAvg() by default. ``evaluate(number, parameters)`` returns metrics of the
-        global parameters after a round. Every wait has a bound, see
+        global parameters after a round. ``secure`` hides single updates from the server,
+        ``privacy`` bounds what the parameters tell of a client. Every wait has a bound, see
         [Patience][potluck.federated.Patience]. A client that fails, or whose update is refused,
         is missing in its round; the others' updates count. FederationError if a round has too few
         clients and ``patience.too_few`` is ``"stop"``. TypeError or ValueError for arguments that
@@ -79,13 +115,27 @@ class Federation:
                     f"aggregate(round, updates), such as FedAvg(); {strategy!r} has no {method}"
                 )
         patience = Patience() if patience is None else patience
+        if (secure or privacy) and not getattr(strategy, "takes_mean", False):
+            raise ValueError(
+                f"{type(strategy).__name__} needs each single update, which secure aggregation and "
+                "differential privacy do not give: take FedAvg, FedProx, FedAdam or FedYogi"
+            )
         parameters = checked(initial, "initial")
         deadlines = Deadlines(patience)
+        plan = _Plan(
+            strategy,
+            patience,
+            deadlines,
+            secure,
+            None if secure is None else Range(secure.limit, secure.max_samples),
+            privacy,
+            None if privacy is None else PrivateMean(privacy, strategy),
+        )
         seeds = np.random.SeedSequence(self.seed).generate_state(max(rounds, 1), np.uint64)
         reports: list[RoundReport] = []
         for number in range(1, rounds + 1):
             now = Round(number, rounds, parameters, int(seeds[number - 1] >> np.uint64(1)))
-            parameters, report = self._round(now, strategy, patience, deadlines)
+            parameters, report = self._round(now, plan)
             if evaluate is not None:
                 found = {name: float(v) for name, v in evaluate(number, parameters).items()}
                 report = replace(report, evaluation=found)
@@ -98,10 +148,8 @@ class Federation:
 
     # -- one round
 
-    def _round(
-        self, now: Round, strategy: Strategy, patience: Patience, deadlines: Deadlines
-    ) -> tuple[Parameters, RoundReport]:
-        began = time.monotonic()
+    def _round(self, now: Round, plan: _Plan) -> tuple[Parameters, RoundReport]:
+        patience, began = plan.patience, time.monotonic()
         there = self._clients.wait(patience.min_clients, patience.start_s)
         if len(there) < patience.min_clients:
             note = (
@@ -112,38 +160,106 @@ class Federation:
             return now.parameters, RoundReport(
                 now.number, len(there), (), (), {}, seconds, None, note=note
             )
-        asked = self._configured(now, strategy, there)
-        deadline_s: float | None = deadlines.next_s()
+        asked = self._configured(now, plan.strategy, there)
+        deadline_s: float | None = plan.deadlines.next_s()
         if self._clients.is_simulated and patience.deadline == "adaptive":
             deadline_s = None
-        least = int(getattr(strategy, "min_updates", 1))
-        fewest = patience.fewest(len(asked), least)
-        arguments = {
-            client: {"parameters": now.parameters, "config": config}
-            for client, config in asked.items()
-        }
         began = time.monotonic()
-        enough = max(patience.enough(len(asked)), min(fewest, len(asked)))
-        gathered = self.gather("train", arguments, enough, deadline_s, _as_update(now.parameters))
-        if deadline_s is not None:
-            deadlines.note(gathered.times, gathered.num_late, deadline_s)
-        updates: list[Update] = list(gathered.answers.values())
-        parameters, note = now.parameters, ""
-        if len(updates) < fewest:
-            note = f"{len(updates)} of at least {fewest} updates came; the parameters stay"
-        else:
-            parameters = self._aggregated(now, strategy, updates)
+        make = self._plain_updates if plan.secure is None else self._secure_updates
+        made = make(now, plan, asked, deadline_s, len(there))
+        parameters = now.parameters
+        if made.updates:
+            parameters = self._aggregated(now, plan.strategy, made.updates)
         return parameters, RoundReport(
             number=now.number,
             num_available=len(there),
             asked=tuple(asked),
-            arrived=tuple(gathered.answers),
-            missing=gathered.missing,
+            arrived=made.arrived,
+            missing=made.missing,
             seconds=time.monotonic() - began,
             deadline_s=deadline_s,
-            metrics=mean_metrics(updates),
-            note=note,
+            metrics=made.metrics,
+            note=made.note,
+            epsilon=None if plan.private is None else plan.private.epsilon,
+            saturation=made.saturation,
         )
+
+    def _plain_updates(
+        self,
+        now: Round,
+        plan: _Plan,
+        asked: dict[str, dict[str, Any]],
+        deadline_s: float | None,
+        num_available: int,
+    ) -> _Made:
+        """Every client sends its update. With privacy they become one, with noise."""
+        fewest = plan.fewest(len(asked))
+        arguments = {
+            client: {"parameters": now.parameters, "config": config}
+            for client, config in asked.items()
+        }
+        enough = max(plan.patience.enough(len(asked)), min(fewest, len(asked)))
+        gathered = self.gather("train", arguments, enough, deadline_s, _as_update(now.parameters))
+        if deadline_s is not None:
+            plan.deadlines.note(gathered.times, gathered.num_late, deadline_s)
+        updates: list[Update] = list(gathered.answers.values())
+        made = _Made(tuple(gathered.answers), gathered.missing, metrics=mean_metrics(updates))
+        if len(updates) < fewest:
+            made.note = f"{len(updates)} of at least {fewest} updates came; the parameters stay"
+        elif plan.private is None or plan.privacy is None:
+            made.updates = updates
+        else:
+            before = flat(now.parameters)
+            changes = [flat(each.parameters) - before for each in updates]
+            total = clipped_sum(changes, plan.privacy.clip)
+            made.updates = [_moved(now, plan.private.mean(total, num_available))]
+        return made
+
+    def _secure_updates(
+        self,
+        now: Round,
+        plan: _Plan,
+        asked: dict[str, dict[str, Any]],
+        deadline_s: float | None,
+        num_available: int,
+    ) -> _Made:
+        """The clients' changes are summed under masks; the sum becomes one update."""
+        assert plan.secure is not None
+        assert plan.range is not None
+        clip = None if plan.privacy is None else plan.privacy.clip
+        if clip is not None:
+            plan.range.limit, plan.range.max_samples = clip, 1
+        missing: dict[str, str] = {}
+
+        def ask(
+            method: str,
+            arguments: dict[str, dict[str, Any]],
+            is_training: bool,
+            understand: Callable[[str, Any], Any],
+        ) -> dict[str, Any]:
+            enough = plan.patience.enough(len(arguments)) if is_training else len(arguments)
+            gathered = self.gather(method, arguments, enough, deadline_s, understand)
+            if is_training and deadline_s is not None:
+                plan.deadlines.note(gathered.times, gathered.num_late, deadline_s)
+            missing.update(gathered.missing)
+            return gathered.answers
+
+        try:
+            summed = secure_sum(now, asked, plan.secure, plan.range, ask, clip)
+        except (FederationError, ValueError) as error:
+            return _Made((), missing, note=f"{error}; the parameters stay")
+        made = _Made(summed.arrived, missing, saturation=summed.saturation)
+        fewest = plan.fewest(len(asked))
+        if len(summed.arrived) < fewest:
+            made.note = (
+                f"{len(summed.arrived)} of at least {fewest} updates came; the parameters stay"
+            )
+            return made
+        change = summed.change
+        if plan.private is not None:
+            change = plan.private.mean(change * len(summed.arrived), num_available)
+        made.updates = [_moved(now, change, max(1, round(summed.num_samples)))]
+        return made
 
     def _configured(
         self, now: Round, strategy: Strategy, there: Sequence[str]
@@ -234,6 +350,11 @@ def mean_metrics(updates: Sequence[Update]) -> dict[str, float]:
             total, weight = found.get(name, (0.0, 0))
             found[name] = (total + value * update.num_samples, weight + update.num_samples)
     return {name: total / weight for name, (total, weight) in found.items()}
+
+
+def _moved(now: Round, change: Any, num_samples: int = 1) -> Update:
+    """The global parameters, moved by ``change``, as one update."""
+    return Update(unflat(flat(now.parameters) + change, now.parameters), num_samples)
 
 
 def _as_update(expected: Parameters) -> Callable[[str, Any], Update]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from potluck.federated.definition import ClientFunction, Site, at
 from potluck.federated.parameters import Parameters, arrays_of, checked, like
+from potluck.federated.secure.participant import SecureParticipant
 from potluck.federated.updates import Update, checked_update
 
 Answer = dict[str, Any]
@@ -25,13 +26,21 @@ class Participant:
         self._site = site
         self._tells = tells
         self.complain: Callable[[str], None] = lambda text: None
+        secure = SecureParticipant(site.client, self.update)
+        self._methods: dict[str, Callable[..., Answer]] = {
+            "train": self._train,
+            "secure_keys": secure.keys,
+            "secure_shares": secure.shares,
+            "secure_masked": secure.masked,
+            "secure_unmask": secure.unmask,
+        }
 
     def answer(self, method: str, arguments: Mapping[str, Any]) -> Answer:
         """Carry out ``method``. Raises nothing."""
         try:
-            if method == "train":
-                return self._train(**arguments)
-            return {"refused": f"this client has no method {method!r}"}
+            if method not in self._methods:
+                return {"refused": f"this client has no method {method!r}"}
+            return self._methods[method](**arguments)
         except Exception as error:
             self.complain("".join(traceback.format_exception(error)))
             return {"refused": self._told(error)}

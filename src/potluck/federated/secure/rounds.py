@@ -1,0 +1,107 @@
+"""One round of secure aggregation: four questions to the clients, and the mean of their changes."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from potluck.federated.parameters import arrays_of
+from potluck.federated.secure.client import as_words
+from potluck.federated.secure.masking import NUM_EXTRA, Scale, Words
+from potluck.federated.secure.server import MaskingServer
+from potluck.federated.secure.settings import Range, SecureAggregation
+from potluck.federated.strategies.base import Round
+
+Ask = Callable[[str, dict[str, dict[str, Any]], bool, Callable[[str, Any], Any]], dict[str, Any]]
+"""``ask(method, arguments, is_training, understand)`` gives the answers of those that answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summed:
+    """The weighted mean ``change`` of the clients that ``arrived``, and the sum of their numbers of
+    samples; ``saturation`` is the fraction of values that were cut off."""
+
+    change: NDArray[np.float64]
+    num_samples: float
+    arrived: tuple[str, ...]
+    saturation: float
+
+
+def secure_sum(
+    now: Round,
+    asked: Mapping[str, Mapping[str, Any]],
+    settings: SecureAggregation,
+    present: Range,
+    ask: Ask,
+    clip: float | None,
+) -> Summed:
+    """Run one round with the clients in ``asked``, each with its config. FederationError if too few
+    of them stay in one of its phases, ValueError if their answers do not fit together."""
+    session = secrets.token_bytes(16)
+    keys = ask("secure_keys", _to_all(asked, {"session": session}), False, _keys)
+    threshold = settings.shares_needed(len(keys))
+    server = MaskingServer(threshold, session)
+    server.take_keys(keys)
+    question = {"session": session, "keys": dict(keys), "threshold": threshold}
+    server.take_shares(ask("secure_shares", _to_all(keys, question), False, _shares))
+    length = sum(each.size for each in arrays_of(now.parameters)) + NUM_EXTRA
+    scale = Scale(present.limit, present.max_samples, len(server.sharing))
+    train = {
+        "session": session,
+        "parameters": now.parameters,
+        "limit": scale.limit,
+        "max_samples": scale.max_samples,
+        "num_clients": scale.num_clients,
+        "clip": clip,
+    }
+    questions = {
+        name: {**train, "config": dict(asked[name]), "sealed": server.shares_for(name)}
+        for name in server.sharing
+    }
+    server.take_masked(ask("secure_masked", questions, True, _words_of(length)))
+    survivors = list(server.masked)
+    unmask = {"session": session, "survivors": survivors}
+    opened = ask("secure_unmask", _to_all(server.masked, unmask), False, _opened)
+    found = scale.decode(server.total(opened))
+    saturation = found.num_cut / (len(survivors) * (length - NUM_EXTRA))
+    if clip is None:
+        largest = float(np.abs(found.mean).max(initial=0.0))
+        present.follow(saturation, largest, is_heavy=found.num_heavy > 0)
+    return Summed(found.mean, found.num_samples, tuple(survivors), saturation)
+
+
+def _to_all(clients: Mapping[str, Any], question: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return dict.fromkeys(clients, question)
+
+
+def _keys(client: str, answer: Any) -> dict[str, bytes]:
+    keys = {name: bytes(answer["keys"][name]) for name in ("mask", "channel")}
+    if any(len(key) != 32 for key in keys.values()):
+        raise ValueError("a public key has 32 bytes")
+    return keys
+
+
+def _shares(client: str, answer: Any) -> dict[str, bytes]:
+    return {str(name): bytes(share) for name, share in answer["shares"].items()}
+
+
+def _words_of(length: int) -> Callable[[str, Any], Words]:
+    def understand(client: str, answer: Any) -> Words:
+        words = as_words(answer["words"])
+        if len(words) != length:
+            raise ValueError(f"{len(words)} words, not {length}")
+        return words
+
+    return understand
+
+
+def _opened(client: str, answer: Any) -> dict[str, dict[str, bytes]]:
+    return {
+        kind: {str(name): bytes(share) for name, share in answer[kind].items()}
+        for kind in ("seeds", "keys")
+    }

@@ -1,0 +1,68 @@
+"""``SecureAggregation``: what a user chooses, and the range of values that follows the sums."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from potluck.federated.secure.client import MIN_THRESHOLD
+
+_MUCH_CUT = 1e-3
+_FAR_BELOW = 64.0
+
+
+@dataclass(frozen=True, slots=True)
+class SecureAggregation:
+    """The server learns the sum of the clients' changes, and no client's own (Bonawitz et al. 2017,
+    for a server that is curious but follows the protocol).
+
+    ``threshold``: this fraction of the clients that take part, above half of them, must stay to the
+    end of a round; the others may drop out at any time. Fewer learn nothing together with the
+    server. Single values of a change are cut off at ``limit``, and numbers of samples at
+    ``max_samples``. For the next round ``limit`` doubles when more than a thousandth of the values
+    were cut off, ``max_samples`` when any was: the sums say so. Each round reports the fraction of
+    values as ``saturation``.
+
+    Metrics of clients are not sent. Cost, for ``n`` clients and ``p`` parameters: ``4 * p`` bytes
+    from each client; ``n`` key agreements and masks of ``p`` words on each client; two
+    more exchanges before the training and one after it. Needs a strategy that takes a mean: FedAvg,
+    FedProx, FedAdam, FedYogi.
+    """
+
+    threshold: float = 2 / 3
+    limit: float = 1.0
+    max_samples: int = 1000
+
+    def __post_init__(self) -> None:
+        if not 0.5 < self.threshold <= 1:
+            raise ValueError(
+                f"threshold is {self.threshold!r}; a fraction above 0.5 and at most 1 is needed"
+            )
+        if not 0 < self.limit < math.inf or self.max_samples < 1:
+            raise ValueError(
+                f"limit={self.limit!r} must be above 0 and finite, max_samples="
+                f"{self.max_samples!r} 1 or more"
+            )
+
+    def shares_needed(self, num_clients: int) -> int:
+        """How many of ``num_clients`` clients must stay."""
+        fraction = math.ceil(self.threshold * num_clients - 1e-9)
+        return max(MIN_THRESHOLD, num_clients // 2 + 1, fraction)
+
+
+@dataclass(slots=True)
+class Range:
+    """The present range of values and weights. It follows sums alone, so it says nothing about a
+    single client."""
+
+    limit: float
+    max_samples: float
+
+    def follow(self, saturation: float, largest_mean: float, *, is_heavy: bool) -> None:
+        """The range for the next round; ``is_heavy``: a weight was cut off."""
+        if saturation > _MUCH_CUT:
+            self.limit *= 2
+        elif saturation == 0 and largest_mean * _FAR_BELOW < self.limit:
+            self.limit /= 2
+        if is_heavy:
+            self.max_samples *= 2

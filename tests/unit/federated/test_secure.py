@@ -1,0 +1,236 @@
+"""Secure aggregation: the sum is exact, and nothing else can be seen."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from potluck.errors import FederationError
+from potluck.federated.secure import shamir
+from potluck.federated.secure.client import MaskingClient
+from potluck.federated.secure.masking import Scale, mask
+from potluck.federated.secure.server import MaskingServer
+
+SESSION = b"round 1"
+
+
+class Run:
+    """``num`` clients with random words, of which some are lost before each phase."""
+
+    def __init__(self, num: int, threshold: int, length: int = 50, seed: int = 0) -> None:
+        self.names = [str(number) for number in range(num)]
+        self.clients = {name: MaskingClient(name, SESSION) for name in self.names}
+        self.server = MaskingServer(threshold, SESSION)
+        self.threshold = threshold
+        words = np.random.default_rng(seed)
+        self.words = {
+            name: words.integers(0, 2**32, length, dtype=np.uint32) for name in self.names
+        }
+
+    def alive(self, *lost: str) -> list[str]:
+        self.names = [name for name in self.names if name not in lost]
+        return self.names
+
+    def total(self, *lost: tuple[str, ...]) -> np.ndarray:
+        before_keys, before_shares, before_masked, before_unmask = lost
+        keys = {name: self.clients[name].keys() for name in self.alive(*before_keys)}
+        self.server.take_keys(keys)
+        sealed = {
+            name: self.clients[name].shares(keys, self.threshold)
+            for name in self.alive(*before_shares)
+        }
+        self.server.take_shares(sealed)
+        masked = {
+            name: self.clients[name].masked(self.server.shares_for(name), self.words[name])
+            for name in self.alive(*before_masked)
+        }
+        self.server.take_masked(masked)
+        survivors = list(masked)
+        opened = {name: self.clients[name].unmask(survivors) for name in self.alive(*before_unmask)}
+        return self.server.total(opened)
+
+    def expected(self) -> np.ndarray:
+        """The plain sum of those whose masked words arrived."""
+        total = np.zeros(50, np.uint32)
+        for name in self.server.masked:
+            total += self.words[name]
+        return total
+
+
+def test_the_sum_is_exact() -> None:
+    run = Run(5, 3)
+    np.testing.assert_array_equal(run.total((), (), (), ()), run.expected())
+    assert len(run.server.masked) == 5
+
+
+@pytest.mark.parametrize("phase", range(4))
+def test_the_sum_is_exact_with_as_many_drop_outs_as_it_bears_in_each_phase(phase: int) -> None:
+    """Five clients, a threshold of t = 3: t - 1 of them are lost in one phase."""
+    for lost in itertools.combinations("01234", 2):
+        run = Run(5, 3, seed=phase)
+        phases = [lost if number == phase else () for number in range(4)]
+        np.testing.assert_array_equal(run.total(*phases), run.expected())
+        assert len(run.server.masked) == (5 if phase == 3 else 3)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(4, 9), st.randoms(use_true_random=False))
+def test_the_sum_is_exact_for_any_losses_over_the_phases(num: int, chance: random.Random) -> None:
+    threshold = num // 2 + 1
+    lost = chance.sample([str(n) for n in range(num)], chance.randint(0, num - threshold))
+    phases: list[list[str]] = [[], [], [], []]
+    for name in lost:
+        phases[chance.randrange(4)].append(name)
+    # Before keys: the threshold must be above half of those that are left.
+    run = Run(num, threshold)
+    np.testing.assert_array_equal(run.total(*map(tuple, phases)), run.expected())
+
+
+@pytest.mark.parametrize(
+    ("phase", "did"), [(0, "sent keys"), (1, "sent shares"), (2, "sent their"), (3, "opened")]
+)
+def test_one_drop_out_too_many_ends_the_round_with_nothing_revealed(phase: int, did: str) -> None:
+    phases = [("0", "1", "2") if number == phase else () for number in range(4)]
+    with pytest.raises(FederationError, match=f"2 clients {did}.*, 3 are needed"):
+        Run(5, 3).total(*phases)
+
+
+def test_what_the_server_sees_is_uniform() -> None:
+    """All clients send zeros. Chi-square over the 256 values of each byte of the masked words: for
+    uniform bytes it has mean 255 and standard deviation 22.6."""
+    length = 1 << 16
+    seeds = [bytes([number]) * 32 for number in range(3)]
+    for seed in seeds:  # the fixed part: the masks of known seeds
+        assert abs(chi_square(mask(seed, length)) - 255) < 5 * 22.6
+    run = Run(4, 3)
+    run.words = dict.fromkeys(run.names, np.zeros(length, np.uint32))
+    run.total((), (), (), ())
+    seen = list(run.server.masked.values())
+    for words in seen:
+        assert abs(chi_square(words) - 255) < 7 * 22.6
+    for one, other in itertools.combinations(seen, 2):  # nor do two of them tell of each other
+        assert abs(chi_square(one - other) - 255) < 7 * 22.6
+        assert abs(chi_square(one + other) - 255) < 7 * 22.6
+
+
+def chi_square(words: np.ndarray) -> float:
+    counts = np.bincount(words.view(np.uint8), minlength=256)
+    expected = counts.sum() / 256
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+def test_a_client_never_opens_both_masks_of_another_and_answers_once() -> None:
+    run = Run(4, 3)
+    run.total((), (), ("3",), ())
+    client = MaskingClient("0", SESSION)
+    with pytest.raises(ValueError, match="step 4 of secure aggregation after step 0"):
+        client.unmask(["0"])
+    with pytest.raises(ValueError, match="step 4 of secure aggregation after step 4"):
+        run.clients["0"].unmask(["0", "1", "3"])
+    second = Run(4, 3)
+    keys = {name: second.clients[name].keys() for name in second.names}
+    second.server.take_keys(keys)
+    second.server.take_shares({n: second.clients[n].shares(keys, 3) for n in second.names})
+    zero = second.clients["0"]
+    zero.masked(second.server.shares_for("0"), second.words["0"])
+    answer = zero.unmask(["0", "1", "2"])
+    assert answer["seeds"].keys() == {"0", "1", "2"}
+    assert answer["keys"].keys() == {"3"}
+
+
+def test_a_threshold_that_two_halves_could_reach_is_refused() -> None:
+    client = MaskingClient("0", SESSION)
+    keys = {"0": client.keys()} | {str(n): MaskingClient(str(n), SESSION).keys() for n in (1, 2, 3)}
+    with pytest.raises(ValueError, match="it must be above half of them"):
+        client.shares(keys, 2)
+
+
+def test_a_server_that_changes_keys_or_shares_is_noticed() -> None:
+    clients = {name: MaskingClient(name, SESSION) for name in "abc"}
+    keys = {name: each.keys() for name, each in clients.items()}
+    with pytest.raises(ValueError, match="does not have this client's"):
+        clients["a"].shares({**keys, "a": keys["b"]}, 2)
+    clients = {name: MaskingClient(name, SESSION) for name in "abc"}
+    keys = {name: each.keys() for name, each in clients.items()}
+    sealed = {name: each.shares(keys, 2) for name, each in clients.items()}
+    broken = bytearray(sealed["b"]["a"])
+    broken[20] ^= 1
+    mine = {source: sealed[source]["a"] for source in "abc"} | {"b": bytes(broken)}
+    clients["a"].masked(mine, np.zeros(4, np.uint32))
+    with pytest.raises(ValueError, match="the share of client b was changed on its way"):
+        clients["a"].unmask(["a", "b", "c"])
+
+
+# Shares.
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.binary(min_size=32, max_size=32), st.integers(1, 6), st.randoms(use_true_random=False))
+def test_any_threshold_of_the_shares_gives_the_secret(
+    secret: bytes, threshold: int, chance: random.Random
+) -> None:
+    shares = shamir.split(secret, range(1, 8), threshold)
+    some = dict(chance.sample(sorted(shares.items()), threshold))
+    assert shamir.join(some) == secret
+
+
+def test_fewer_shares_than_the_threshold_give_another_number() -> None:
+    shares = shamir.split(b"s" * 32, range(1, 6), 3)
+    with pytest.raises(ValueError, match="do not belong together, or are too few"):
+        shamir.join({point: shares[point] for point in (1, 2)})
+    with pytest.raises(ValueError, match="no element of the field"):
+        shamir.join({1: b"\xff" * shamir.SHARE_BYTES})
+
+
+def test_shares_of_one_point_are_uniform() -> None:
+    """The lowest byte of one share of one secret, shared anew 4,096 times."""
+    drawn = [shamir.split(bytes(32), (1, 2), 2)[1][-1] for _ in range(4096)]
+    counts = np.bincount(drawn, minlength=256)
+    assert abs(float(((counts - 16) ** 2 / 16).sum()) - 255) < 7 * 22.6
+
+
+# Numbers.
+
+
+def test_the_mean_comes_back_weighted_and_saturation_is_counted() -> None:
+    chance = np.random.default_rng(5)
+    scale = Scale(limit=1.0, max_samples=100, num_clients=10)
+    values = [chance.uniform(-0.9, 0.9, 1000) for _ in range(10)]
+    weights = [int(each) for each in chance.integers(1, 100, 10)]
+    total = np.zeros(1003, np.uint32)
+    for vector, weight in zip(values, weights, strict=True):
+        total += scale.encode(vector, weight, chance)
+    mean, samples, num_cut, num_heavy = scale.decode(total)
+    expected = np.average(values, axis=0, weights=weights)
+    assert np.abs(mean - expected).max() < 1e-7
+    assert abs(samples - sum(weights)) < 1e-3
+    assert (num_cut, num_heavy) == (0, 0)
+    over = np.zeros(1003, np.uint32)
+    for vector in values:
+        over += scale.encode(vector * 2, 500, chance)
+    mean, _, num_cut, num_heavy = scale.decode(over)
+    assert num_cut == sum(int((np.abs(2 * v) > 1).sum()) for v in values)
+    assert num_heavy == 10
+    assert np.abs(mean).max() <= 1.0
+
+
+def test_extreme_values_do_not_wrap_around() -> None:
+    scale = Scale(limit=1.0, max_samples=1, num_clients=3)
+    chance = np.random.default_rng(0)
+    total = np.zeros(4, np.uint32)
+    for _ in range(3):
+        total += scale.encode(np.array([1e30]), 1, chance)
+    mean, _, num_cut, _ = scale.decode(total)
+    assert (mean[0], num_cut) == (1.0, 3)
+
+
+def test_no_weight_is_an_error() -> None:
+    scale = Scale(limit=1.0, max_samples=1e30, num_clients=3)
+    words = scale.encode(np.zeros(1), 1, np.random.default_rng(0))
+    with pytest.raises(ValueError, match="max_samples is far too large"):
+        scale.decode(words)
