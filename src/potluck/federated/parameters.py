@@ -19,7 +19,7 @@ def checked(parameters: object, what: str) -> Parameters:
         named: dict[str, Array] = {}
         for name, value in parameters.items():
             if not isinstance(name, str):
-                raise TypeError(f"{what}: the names of a dict of arrays are str, not {name!r}")
+                raise TypeError(f"{what}: the names of arrays are str, not {type(name).__name__}")
             named[name] = _array(value, f"{what}[{name!r}]")
         found: Parameters = named
     elif isinstance(parameters, list | tuple):

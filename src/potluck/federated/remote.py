@@ -215,7 +215,9 @@ def serve_client(
     server could not be reached for ``_GIVE_UP_S``. ``unfit`` says why this worker can't take
     part."""
     me = ctx.group.me.worker
-    leader = next(member for member in ctx.members if member.worker == LEADER).node
+    while (leader := _node_of_leader(ctx)) is None:
+        if ended.wait(_FIRST_EVERY_S):
+            return
     ctx.serve(_ClientService(me, leader, participant, ended))
     server: Remote | None = None
     heard_at, pause_s = time.monotonic(), 0.0
@@ -237,3 +239,8 @@ def serve_client(
             return
         if said == KNOWN:
             pause_s = _REGISTER_EVERY_S
+
+
+def _node_of_leader(ctx: DistributedContext) -> str | None:
+    """The node of the server; None while it is being started again."""
+    return next((each.node for each in ctx.members if each.worker == LEADER), None)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
 from potluck.federated.parameters import Parameters, checked, difference
 
 
@@ -36,13 +35,13 @@ def checked_update(found: object, expected: Parameters, client: str = "") -> Upd
             "the client's function must return potluck.federated.Update(parameters, num_samples, "
             f"metrics), not {type(found).__name__}"
         )
-    num_samples: Any = found.num_samples
-    if isinstance(num_samples, bool) or int(num_samples) != num_samples:
-        raise TypeError(f"num_samples must be a whole number, not {num_samples!r}")
+    try:
+        num_samples = operator.index(found.num_samples)
+    except TypeError:
+        kind = type(found.num_samples).__name__
+        raise TypeError(f"num_samples must be a whole number, not a {kind}") from None
     if num_samples < 1:
-        raise ValueError(
-            f"num_samples is {int(num_samples)}: a client without samples has no update"
-        )
+        raise ValueError(f"num_samples is {num_samples}: a client without samples has no update")
     parameters = checked(found.parameters, "parameters")
     why = difference(parameters, expected)
     if why:
@@ -53,4 +52,4 @@ def checked_update(found: object, expected: Parameters, client: str = "") -> Upd
             metrics[str(name)] = float(value)
         except (TypeError, ValueError):
             raise TypeError(f"metrics[{name!r}] must be a number") from None
-    return Update(parameters, int(num_samples), metrics, client)
+    return Update(parameters, num_samples, metrics, client)

@@ -125,6 +125,14 @@ def test_a_client_without_samples_is_refused() -> None:
     )
 
 
+@pytest.mark.parametrize("num_samples", ["Smith, John", 2.5, None])
+def test_a_number_of_samples_of_another_type_is_refused_and_not_quoted(num_samples: Any) -> None:
+    history = unhurt(fault=lambda parameters: Update(parameters, num_samples))
+    why = history.rounds[0].missing["1"]
+    assert f"num_samples must be a whole number, not a {type(num_samples).__name__}" in why
+    assert "Smith" not in why
+
+
 def test_a_client_with_nan_is_refused() -> None:
     history = unhurt(fault=lambda parameters: Update([np.array([1, np.nan, np.inf])], 3))
     assert (
