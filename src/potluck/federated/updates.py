@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
 from potluck.federated.parameters import Parameters, checked, difference
 
 
