@@ -39,7 +39,7 @@ def run(client: Any = train, **options: Any) -> History:
 def test_the_model_is_the_one_without_secure_aggregation(strategy: Any) -> None:
     plain = run(strategy=strategy())
     hidden = run(strategy=strategy(), secure=SecureAggregation())
-    np.testing.assert_allclose(hidden.parameters["w"], plain.parameters["w"], atol=1e-6)
+    np.testing.assert_allclose(hidden.parameters["w"], plain.parameters["w"], atol=1e-5)
     assert [each.saturation for each in hidden.rounds] == [0.0, 0.0]
     assert hidden.rounds[0].arrived == tuple("0123456")
 
@@ -52,7 +52,7 @@ def test_clients_that_fail_in_training_drop_out_and_the_others_sum_is_exact() ->
 
     plain = run(fails)
     hidden = run(fails, secure=SecureAggregation())
-    np.testing.assert_allclose(hidden.parameters["w"], plain.parameters["w"], atol=1e-6)
+    np.testing.assert_allclose(hidden.parameters["w"], plain.parameters["w"], atol=1e-5)
     assert sorted(hidden.rounds[0].missing) == ["2", "5"]
 
 
@@ -75,7 +75,7 @@ def test_values_that_are_cut_off_are_reported_and_the_range_follows() -> None:
 
     history = run(far, rounds=4, secure=SecureAggregation(limit=1.0))
     assert [each.saturation for each in history.rounds] == [1.0, 1.0, 1.0, 0.0]
-    np.testing.assert_allclose(history.parameters["w"], 1 + 2 + 4 + 6, atol=1e-6)
+    np.testing.assert_allclose(history.parameters["w"], 1 + 2 + 4 + 6, atol=1e-5)
 
 
 def test_numbers_of_samples_above_the_bound_count_less_until_the_bound_follows() -> None:
