@@ -25,6 +25,7 @@ from potluck.testing.world import WorldError, run_world
 from potluck.training.elastic import ElasticLoop, Policy
 from potluck.training.replica import StateReplica
 from potluck.training.sampler import Schedule
+from potluck.training.shares import ProportionalShares
 
 
 @dataclass
@@ -39,13 +40,16 @@ class Counts:
     policy: Policy = field(default_factory=lambda: Policy(hash_every=1, save_every=5))
     deadline: float | None = None
     rate: int = 1
+    delay: int = 0
+    num_fragments: int = 1
 
     def __post_init__(self) -> None:
+        self.delay = min(self.delay, self.every - 1)
         self.seen = np.zeros(self.schedule.num_samples, np.int64)
         self.mine = np.zeros_like(self.seen)
         self.kept: dict[int, np.ndarray] = {}
         self.fractions: list[float] = []
-        self.num_steps = 0
+        self.num_taken = self.num_delayed = 0
         replica = StateReplica(lambda: {"seen": self.seen}, self.restore)
         self.job = ElasticLoop(
             self.ctx, self.schedule, replica, checkpoint=self.store, policy=self.policy,
@@ -59,20 +63,30 @@ class Counts:
 
     # -- the strategy
 
-    def begin(self, number: int) -> None:
-        assert not self.mine.any(), "steps of another round are left"
+    @property
+    def num_steps(self) -> int:
+        return self.every
 
-    def close(self, number: int) -> None:
-        self.kept[number], self.mine = self.mine, np.zeros_like(self.mine)
+    def begin(self, number: int) -> None:
+        assert self.num_fragments > 1 or not self.mine.any(), "steps of another round are left"
+
+    def close(self, number: int, *, whole: bool) -> None:
+        """A fragment is every so-manieth sample."""
+        chosen = np.arange(len(self.mine)) % self.num_fragments == number % self.num_fragments
+        chosen |= whole
+        self.kept[number] = np.where(chosen, self.mine, 0)
+        self.mine = np.where(chosen, 0, self.mine)
 
     def start(
         self, ctx: DistributedContext, number: int, weight: float, timeout_s: float
     ) -> Callable[[], None]:
         self.total = self.kept[number].copy()
-        return ctx.all_reduce(self.total, async_op=True).wait
+        work = ctx.all_reduce(self.total, async_op=True)
+        return lambda: work.wait()
 
-    def apply(self, number: int, fraction: float) -> None:
+    def apply(self, number: int, fraction: float, *, delayed: bool) -> None:
         self.seen = self.seen + self.total
+        self.num_delayed += delayed
         self.fractions.append(fraction)
         del self.kept[number]
 
@@ -93,7 +107,7 @@ class Counts:
                 self.on_step(self)
                 self.mine[share.indices] += 1
                 self.job.log(loss=float(len(share.indices)))
-                self.num_steps += 1
+                self.num_taken += 1
         return self
 
 
@@ -105,17 +119,21 @@ def assert_complete(results: Any, epochs: int) -> None:
         assert (counts.seen == epochs).all(), counts.seen
 
 
+@pytest.mark.parametrize("delay", [0, 2])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-def test_without_faults_every_sample_is_committed_once_per_epoch(world_size: int) -> None:
+def test_without_faults_every_sample_is_committed_once_per_epoch(
+    world_size: int, delay: int
+) -> None:
     schedule = Schedule(num_samples=47, batch_size=5, epochs=3, seed=1)
-    results = run_world(world_size, lambda ctx: Counts(ctx, schedule).run())
+    results = run_world(world_size, lambda ctx: Counts(ctx, schedule, delay=delay).run())
     assert_complete(results, 3)
     for counts in results:
         assert counts.job.step_number == 30, "rounds count their steps"
         assert len(counts.job.losses) == 12, "four rounds an epoch, the last one shorter"
-        assert counts.num_steps == 30 or world_size > 2, "equal shares are equally many steps"
+        assert counts.num_taken == 30 or world_size > 2, "equal shares are equally many steps"
         assert counts.job.num_reruns == 0
         assert counts.fractions == [1.0] * 12
+        assert counts.num_delayed == (9 if delay else 0), "all but the last round of an epoch"
 
 
 def test_who_is_lost_inside_a_round_costs_the_others_no_step() -> None:
@@ -124,7 +142,7 @@ def test_who_is_lost_inside_a_round_costs_the_others_no_step() -> None:
 
     def work(ctx: MortalContext) -> Counts:
         def on_step(counts: Counts) -> None:
-            if ctx.backend.worker == "1" and counts.num_steps == 4:
+            if ctx.backend.worker == "1" and counts.num_taken == 4:
                 ctx.die()
 
         return Counts(ctx, schedule, on_step=on_step).run()
@@ -147,7 +165,7 @@ def test_a_newcomer_enters_at_a_round() -> None:
 
     def work(ctx: MortalContext) -> Counts:
         def on_step(counts: Counts) -> None:
-            if counts.num_steps == 7 and ctx.backend.worker == "0" and not joined.is_set():
+            if counts.num_taken == 7 and ctx.backend.worker == "0" and not joined.is_set():
                 joined.set()
                 world.join()
 
@@ -158,7 +176,7 @@ def test_a_newcomer_enters_at_a_round() -> None:
     assert sorted(results) == ["0", "1", "2"]
     assert_complete(results, 4)
     assert set(results["0"].fractions) == {1.0}, "a join costs nothing"
-    assert results["2"].num_steps > 0
+    assert results["2"].num_taken > 0
 
 
 @pytest.mark.parametrize("round_", range(40))
@@ -167,7 +185,10 @@ def test_over_random_deaths_and_joins_every_sample_is_committed_exactly_once(
 ) -> None:
     rng = random.Random(seed)
     schedule = Schedule(rng.randint(1, 60), rng.randint(1, 9), epochs=rng.randint(1, 4), seed=2)
-    every = rng.randint(1, 5)
+    every, delay = rng.randint(1, 5), rng.randint(0, 4) if round_ % 2 else 0
+    deadline = rng.choice([None, 0.0])
+    shares = ProportionalShares() if round_ % 3 == 0 else None
+    policy = Policy(hash_every=1, save_every=5, adapt_every=2, shares=shares)
     fate = {
         str(worker): rng.choice([rng.randint(0, 12), rng.randint(0, 60)])
         for worker in range(1, 9)
@@ -180,14 +201,16 @@ def test_over_random_deaths_and_joins_every_sample_is_committed_exactly_once(
 
     def work(ctx: MortalContext) -> Counts:
         def on_step(counts: Counts) -> None:
-            if in_steps.get(ctx.backend.worker) == counts.num_steps:
+            if in_steps.get(ctx.backend.worker) == counts.num_taken:
                 ctx.die()
             with lock:
-                due = [joins.pop(0) for at in list(joins) if counts.num_steps >= at]
+                due = [joins.pop(0) for at in list(joins) if counts.num_taken >= at]
             for _ in due:
                 world.join()
 
-        return Counts(ctx, schedule, every, on_step=on_step).run()
+        return Counts(
+            ctx, schedule, every, on_step=on_step, delay=delay, policy=policy, deadline=deadline
+        ).run()
 
     world = ElasticWorld(
         rng.randint(2, 5), work, dies=lambda worker, name, number: fate.get(worker) == number
@@ -198,13 +221,14 @@ def test_over_random_deaths_and_joins_every_sample_is_committed_exactly_once(
     assert len({counts.job._progress.round for counts in results.values()}) == 1
 
 
+@pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("moment", range(28))
-def test_a_death_at_every_half_of_an_operation(moment: int) -> None:
+def test_a_death_at_every_half_of_an_operation(moment: int, delay: int) -> None:
     """Covers the agreement at the start, the reports, the sum, the vote and the end."""
-    schedule = Schedule(num_samples=14, batch_size=3, epochs=1)
+    schedule = Schedule(num_samples=20, batch_size=3, epochs=1)
     results = ElasticWorld(
         3,
-        lambda ctx: Counts(ctx, schedule, 2).run(),
+        lambda ctx: Counts(ctx, schedule, 2, delay=delay).run(),
         dies=lambda worker, name, number: worker == "1" and number == moment,
     ).run()
     assert_complete(results, 1)
@@ -217,7 +241,7 @@ def test_a_training_whose_workers_are_all_killed_resumes_at_a_round(tmp_path: Pa
 
     def doomed(ctx: MortalContext) -> Counts:
         def on_step(counts: Counts) -> None:
-            if counts.num_steps == 13:
+            if counts.num_taken == 13:
                 ctx.die()
 
         return Counts(ctx, schedule, store=store, on_step=on_step).run()
@@ -244,7 +268,7 @@ def test_a_newcomer_with_a_stale_learning_rate_is_found() -> None:
 
     def work(ctx: MortalContext) -> Counts:
         def on_step(counts: Counts) -> None:
-            if counts.num_steps == 7 and ctx.backend.worker == "0" and not joined.is_set():
+            if counts.num_taken == 7 and ctx.backend.worker == "0" and not joined.is_set():
                 joined.set()
                 world.join()
 
@@ -260,7 +284,7 @@ def test_stop_and_save_take_effect_at_the_end_of_the_round(tmp_path: Path) -> No
         store = CheckpointStore(tmp_path / str(ctx.rank))
 
         def on_step(counts: Counts) -> None:
-            if counts.num_steps == 4:
+            if counts.num_taken == 4:
                 counts.job.stop()
 
         counts = Counts(ctx, Schedule(90, 5), store=store, on_step=on_step)
@@ -268,8 +292,8 @@ def test_stop_and_save_take_effect_at_the_end_of_the_round(tmp_path: Path) -> No
             with counts.job.step():
                 on_step(counts)
                 counts.mine[share.indices] += 1
-                counts.num_steps += 1
-            if counts.num_steps == 2:
+                counts.num_taken += 1
+            if counts.num_taken == 2:
                 counts.job.save()
         assert [found.step for found in [store.load_latest()] if found] in ([], [6])
         return counts
@@ -282,7 +306,7 @@ def test_stop_and_save_take_effect_at_the_end_of_the_round(tmp_path: Path) -> No
 def test_an_error_in_a_step_of_a_round_names_that_rank_everywhere() -> None:
     def work(ctx: DistributedContext) -> Counts:
         def on_step(counts: Counts) -> None:
-            if ctx.rank == 1 and counts.num_steps == 2:
+            if ctx.rank == 1 and counts.num_taken == 2:
                 raise ZeroDivisionError("a bug in the script")
 
         return Counts(ctx, Schedule(40, 4), on_step=on_step).run()
@@ -293,3 +317,55 @@ def test_an_error_in_a_step_of_a_round_names_that_rank_everywhere() -> None:
     for rank in (0, 2):
         assert "rank 1" in str(caught.value.errors[rank])
         assert "a bug in the script" in str(caught.value.errors[rank])
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("num_fragments", [2, 3])
+def test_fragments_are_reduced_in_turn_and_all_of_them_before_a_checkpoint_and_at_the_end(
+    num_fragments: int, delay: int, tmp_path: Path
+) -> None:
+    store = CheckpointStore(tmp_path)
+
+    def work(ctx: DistributedContext) -> Counts:
+        return Counts(
+            ctx, Schedule(50, 5, epochs=2), 2, store=store, num_fragments=num_fragments, delay=delay
+        ).run()
+
+    for counts in run_world(2, work):
+        assert (counts.seen == 2).all()
+        assert not counts.mine.any()
+        assert counts.job.step_number == 20
+        assert len(counts.job.losses) == 10, "rounds without samples are not the script's"
+        assert all(loss == loss for loss in counts.job.losses)
+    saved = store.load_latest()
+    assert saved is not None
+    assert saved.state["replica"]["seen"].sum() == saved.state["committed"] == 100
+
+
+@pytest.mark.parametrize("case", range(16))
+def test_fragments_are_reduced_in_the_same_order_after_deaths_and_joins(
+    case: int, seed: int
+) -> None:
+    """A rank that reduced another fragment than the others would end with another state."""
+    rng = random.Random(seed)
+    schedule = Schedule(rng.randint(10, 40), rng.randint(1, 5), epochs=2, seed=3)
+    options = {"num_fragments": rng.randint(2, 4), "delay": rng.randint(0, 2)}
+    fate = {str(worker): rng.randint(0, 60) for worker in range(1, 4)}
+    joins = sorted(rng.randint(0, 15) for _ in range(2))
+    lock = threading.Lock()
+    world: ElasticWorld[Counts]
+
+    def work(ctx: MortalContext) -> Counts:
+        def on_step(counts: Counts) -> None:
+            with lock:
+                due = [joins.pop(0) for at in list(joins) if counts.num_taken >= at]
+            for _ in due:
+                world.join()
+
+        return Counts(ctx, schedule, 3, on_step=on_step, **options).run()
+
+    world = ElasticWorld(3, work, dies=lambda worker, name, number: fate.get(worker) == number)
+    results = world.run()
+    assert "0" in results
+    assert len({counts.seen.tobytes() for counts in results.values()}) == 1
+    assert all(counts.job.committed == schedule.total for counts in results.values())

@@ -13,14 +13,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from potluck import TopK
+from potluck import Int, PowerSGD, Random, TopK
 from potluck.backends.local import LocalBackend
 from potluck.checkpoint.store import CheckpointStore
 from potluck.context import DistributedContext
+from potluck.context.compressed import start_compressed
 from potluck.errors import CheckpointError, Diverged
 from potluck.testing.elastic import ElasticWorld, MortalContext
 from potluck.testing.world import WorldError, run_world
-from potluck.torch import DDP, SGD, DataParallel, DiLoCo, ElasticLoop, LocalSGD, Policy
+from potluck.torch import (
+    DDP,
+    SGD,
+    DataParallel,
+    DiLoCo,
+    ElasticLoop,
+    LocalSGD,
+    NoiseBatching,
+    Policy,
+    outer,
+)
 from potluck.training.sampler import Schedule
 
 GENERATOR = torch.Generator().manual_seed(3)
@@ -90,11 +101,11 @@ def test_rounds_of_one_step_are_data_parallelism(strategy: Any, world_size: int)
     assert len({training.job.parameter_hash() for training in found}) == 1
 
 
-def by_hand(every: int, outer: SGD, num_ranks: int) -> list[Tensor]:
+def by_hand(every: int, sgd: SGD, num_ranks: int) -> list[Tensor]:
     """DiLoCo in plain torch, with torch's own SGD as the outer optimizer."""
     anchor = copy.deepcopy(_START)
     optimizer = torch.optim.SGD(
-        anchor.parameters(), outer.lr, momentum=outer.momentum, nesterov=outer.nesterov
+        anchor.parameters(), sgd.lr, momentum=sgd.momentum, nesterov=sgd.nesterov
     )
     schedule = Schedule(48, 8, 2, seed=5)
     rates, committed = [0.1 * 0.8 ** (step // 5) for step in range(100)], 0
@@ -121,7 +132,7 @@ def by_hand(every: int, outer: SGD, num_ranks: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "outer"),
+    ("strategy", "sgd"),
     [
         (LocalSGD(every=3), SGD(1.0)),
         (DiLoCo(every=2), SGD(0.7, momentum=0.9, nesterov=True)),
@@ -129,13 +140,100 @@ def by_hand(every: int, outer: SGD, num_ranks: int) -> list[Tensor]:
     ],
     ids=repr,
 )
-def test_the_outer_optimizer_is_torchs_on_the_mean_of_what_changed(
-    strategy: Any, outer: SGD
-) -> None:
-    expected = by_hand(strategy.every, outer, 2)
+def test_the_outer_optimizer_is_torchs_on_the_mean_of_what_changed(strategy: Any, sgd: SGD) -> None:
+    expected = by_hand(strategy.every, sgd, 2)
     for training in run_world(2, lambda ctx: Training(ctx, strategy).run()):
         close(training.parameters(), expected)
         assert training.job.step_number == training.num_steps == 12
+
+
+def streaming_by_hand(strategy: DiLoCo) -> list[Tensor]:
+    """Streaming DiLoCo on two ranks, in plain torch: rounds of ``every / fragments`` steps, whose
+    fragment arrives ``delay`` steps into the next round, but for the last round of an epoch."""
+    sgd, num = strategy.outer, strategy.every // strategy.fragments
+    anchors = [p.detach().clone() for p in _START.parameters()]
+    models = [copy.deepcopy(_START) for _ in range(2)]
+    inner = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    momenta: list[Tensor | None] = [None] * len(anchors)
+    fragments: list[tuple[int, ...]] = [(0,), (1, 2, 3)]  # 48 and 8 + 32 + 4 elements
+
+    def difference(chosen: tuple[int, ...]) -> dict[int, Tensor]:
+        parameters = [list(model.parameters()) for model in models]
+        return {i: anchors[i] - sum(each[i].detach() for each in parameters) / 2 for i in chosen}
+
+    def apply(moved: dict[int, Tensor], mixing: float) -> None:
+        for i, gradient in moved.items():
+            known = momenta[i]
+            momentum = gradient if known is None else known * sgd.momentum + gradient
+            momenta[i] = momentum
+            step = gradient + sgd.momentum * momentum if sgd.nesterov else momentum
+            anchors[i] = anchors[i] - sgd.lr * step
+            for model in models:
+                parameter = list(model.parameters())[i]
+                parameter.data = mixing * parameter.data + (1 - mixing) * anchors[i]
+
+    schedule, committed, number = Schedule(48, 8, 2, seed=5), 0, 0
+    waiting: dict[int, Tensor] | None = None
+    while committed < schedule.total:
+        batch = schedule.batch(committed, 8 * num)
+        indices = torch.as_tensor(schedule.indices(batch).copy())
+        parts = [part.tensor_split(num) for part in indices.chunk(2)]
+        for step in range(num):
+            if waiting is not None and step == strategy.delay:
+                apply(waiting, strategy.mixing)
+                waiting = None
+            for model, optimizer, part in zip(models, inner, parts, strict=True):
+                optimizer.param_groups[0]["lr"] = 0.1 * 0.8 ** ((committed // 8 + step) // 5)
+                optimizer.zero_grad()
+                F.cross_entropy(model(X[part[step]]), Y[part[step]]).backward()
+                optimizer.step()
+        committed += batch.size
+        waiting = difference(fragments[number % 2])
+        number += 1
+        if not strategy.delay or committed % 48 == 0:
+            apply(waiting, 0)
+            waiting = None
+    apply(difference((0, 1, 2, 3)), 0)
+    return anchors
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_fragments_and_delay_are_those_of_streaming_diloco(delay: int) -> None:
+    strategy = DiLoCo(every=4, fragments=2, delay=delay, mixing=0.4)
+    expected = streaming_by_hand(strategy)
+    for training in run_world(2, lambda ctx: Training(ctx, strategy).run()):
+        close(training.parameters(), expected)
+        assert training.job.step_number == training.num_steps == 12
+
+
+@pytest.mark.parametrize(
+    "compression", [TopK(0.1, chunk=16), TopK(0.2, bits=2), Int(8), Random(0.3)], ids=repr
+)
+def test_what_is_applied_and_what_is_kept_is_what_changed(
+    compression: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sum over rounds of the applied = sum over ranks and rounds of what changed - residuals."""
+    went: dict[int, float] = {0: 0.0, 1: 0.0}
+
+    def noting(ctx: DistributedContext, array: Any, *rest: Any, **options: Any) -> Any:
+        went[ctx.rank] = went[ctx.rank] + array.astype("float64")
+        return start_compressed(ctx, array, *rest, **options)
+
+    monkeypatch.setattr(outer, "start_compressed", noting)
+    strategy = DiLoCo(every=2, outer=SGD(1.0), compression=compression)
+    results = run_world(2, lambda ctx: Training(ctx, strategy, schedules=False).run())
+    first, second = (training.job._outer for training in results)
+    kept = sum(
+        each.capture_residuals()[name].astype("float64").sum()
+        for each in (first, second)
+        for name in each.capture_residuals()
+    )
+    start = sum(p.detach().sum().item() for p in _START.parameters())
+    end = sum(p.sum().item() for p in results[0].parameters())
+    total = sum(float(each.sum()) for each in went.values())
+    assert start - end == pytest.approx(total - kept, abs=1e-6)
+    assert abs(kept) > 1e-6, "something must have been lost on the way"
+    assert len({training.job.parameter_hash() for training in results}) == 1
 
 
 @pytest.mark.parametrize("adam", [False, True])
@@ -232,12 +330,18 @@ def test_a_newcomer_gets_the_global_parameters_of_shared_ones_too(wrapped: bool)
 STRATEGY = DiLoCo(every=3, outer=SGD(0.7, momentum=0.9, nesterov=True))
 
 
+STREAMING = DiLoCo(
+    every=4, outer=SGD(1.0), fragments=2, delay=1, compression=TopK(0.2, chunk=16, bits=4)
+)
+
+
+@pytest.mark.parametrize("strategy", [STRATEGY, STREAMING], ids=["dense", "streaming"])
 @pytest.mark.parametrize("moment", range(3, 36, 2))
-def test_a_death_anywhere_leaves_the_survivors_equal(moment: int) -> None:
+def test_a_death_anywhere_leaves_the_survivors_equal(moment: int, strategy: DiLoCo) -> None:
     """Also in the reduction of the pseudo-gradients, and in the vote."""
     results = ElasticWorld(
         3,
-        lambda ctx: Training(ctx, STRATEGY, epochs=1).run(),
+        lambda ctx: Training(ctx, strategy, epochs=1).run(),
         dies=lambda worker, name, number: worker == "2" and number == moment,
     ).run()
     assert {"0", "1"} <= results.keys()
@@ -245,7 +349,8 @@ def test_a_death_anywhere_leaves_the_survivors_equal(moment: int) -> None:
     assert all(training.job.committed == 48 for training in results.values())
 
 
-def test_a_newcomer_gets_the_outer_momentum_and_all_end_equal() -> None:
+@pytest.mark.parametrize("strategy", [STRATEGY, STREAMING], ids=["dense", "streaming"])
+def test_a_newcomer_gets_the_outer_momentum_and_all_end_equal(strategy: DiLoCo) -> None:
     joined = threading.Event()
     world: ElasticWorld[Training]
 
@@ -257,7 +362,7 @@ def test_a_newcomer_gets_the_outer_momentum_and_all_end_equal() -> None:
             if ctx.backend.worker == "1" and training.num_steps == 16:
                 ctx.die()  # inside a round of three workers
 
-        return Training(ctx, STRATEGY, epochs=6, on_step=on_step, adam=True).run()
+        return Training(ctx, strategy, epochs=6, on_step=on_step, adam=True).run()
 
     world = ElasticWorld(2, work)
     results = world.run()
@@ -287,11 +392,14 @@ def test_a_newcomer_with_a_stale_learning_rate_is_found(strategy: Any) -> None:
         world.run()
 
 
-def test_a_resumed_training_ends_as_an_uninterrupted_one(tmp_path: Path) -> None:
-    def run(**options: Any) -> list[Training]:
-        return run_world(2, lambda ctx: Training(ctx, STRATEGY, epochs=4, **options).run())
+@pytest.mark.parametrize("strategy", [STRATEGY, STREAMING], ids=["dense", "streaming"])
+def test_a_resumed_training_ends_as_an_uninterrupted_one(strategy: DiLoCo, tmp_path: Path) -> None:
+    """With residuals and outer momentum. A checkpoint reduces all fragments, so both write them."""
 
-    expected = run()
+    def run(**options: Any) -> list[Training]:
+        return run_world(2, lambda ctx: Training(ctx, strategy, epochs=4, **options).run())
+
+    expected = run(checkpoint=CheckpointStore(tmp_path / "undisturbed"))
 
     def doomed(ctx: MortalContext) -> Training:
         def on_step(training: Training) -> None:
@@ -299,7 +407,7 @@ def test_a_resumed_training_ends_as_an_uninterrupted_one(tmp_path: Path) -> None
                 ctx.die()
 
         store = CheckpointStore(tmp_path / ctx.backend.worker)
-        return Training(ctx, STRATEGY, epochs=4, on_step=on_step, checkpoint=store).run()
+        return Training(ctx, strategy, epochs=4, on_step=on_step, checkpoint=store).run()
 
     assert ElasticWorld(2, doomed).run() == {}
     resumed = run(checkpoint=CheckpointStore(tmp_path / "0"))
@@ -336,6 +444,13 @@ def test_data_parallel_sets_the_compression_of_its_model() -> None:
         (lambda: DiLoCo(every=2.5), "every is 2.5"),
         (lambda: DiLoCo(outer=torch.optim.SGD), r"pass potluck.torch.SGD\(...\)"),
         (lambda: DiLoCo(deadline=-1), "deadline is -1"),
+        (lambda: DiLoCo(fragments=0), "fragments is 0"),
+        (lambda: DiLoCo(every=10, fragments=4), "every must be a multiple"),
+        (lambda: DiLoCo(every=8, delay=8), "delay is 8; .* below every / fragments = 8 steps"),
+        (lambda: DiLoCo(every=8, fragments=4, delay=2), "every / fragments = 2 steps"),
+        (lambda: DiLoCo(mixing=1), "mixing is 1"),
+        (lambda: DiLoCo(compression=8), "compression is 8"),
+        (lambda: DiLoCo(compression=PowerSGD(2)), "take TopK"),
         (lambda: SGD(0), "lr must be positive"),
         (lambda: SGD(1, momentum=1), "below 1"),
         (lambda: SGD(1, nesterov=True), "needs a momentum"),
@@ -351,8 +466,8 @@ def test_what_has_no_meaning_with_rounds_is_refused() -> None:
     with DistributedContext(LocalBackend()) as ctx:
         with pytest.raises(TypeError, match="strategy is 'auto'"):
             Training(ctx, "auto")
-        from potluck.torch import NoiseBatching
-
+        with pytest.raises(ValueError, match="fragments is 5, but the model has 4 parameters"):
+            Training(ctx, DiLoCo(every=5, fragments=5))
         batching = Policy(batching=NoiseBatching(min_batch=8, max_batch=16))
         with pytest.raises(ValueError, match="leave it out with a strategy of rounds"):
             Training(ctx, STRATEGY, policy=batching)

@@ -22,6 +22,8 @@ def start_compressed(
     strategy: Strategy,
     residual: Array | None,
     step: int,
+    *,
+    timeout: float | None = None,
 ) -> Callable[[], object]:
     """Start the sum of ``array`` over all ranks, in place; returns the function that waits for it.
 
@@ -33,14 +35,16 @@ def start_compressed(
     """
     if isinstance(strategy, Encoded):
         codec = strategy.codec.name
-        coded = ctx.all_reduce(array, "sum", codec=codec, residual=residual, async_op=True)
+        coded = ctx.all_reduce(
+            array, "sum", codec=codec, residual=residual, timeout=timeout, async_op=True
+        )
         return lambda: coded.wait()
     if isinstance(strategy, Random):
         values = strategy.take(array, residual, step)
-        work = ctx.all_reduce(values, "sum", async_op=True)
+        work = ctx.all_reduce(values, "sum", timeout=timeout, async_op=True)
         return lambda: strategy.put(array, work.wait(), step)
     payload, _ = compress_any(strategy, array, residual, step)
-    work = ctx.all_gather(payload, async_op=True)
+    work = ctx.all_gather(payload, timeout=timeout, async_op=True)
     return lambda: sum_payloads(array, work.wait().reshape(ctx.world_size, -1), strategy, step)
 
 

@@ -13,16 +13,20 @@ ranks on unlike devices end with equal bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from potluck.checkpoint.state import State, fingerprint
+from potluck.context.compressed import start_compressed
 from potluck.errors import CheckpointError
-from potluck.torch.buckets import Slot, assign
+from potluck.torch.buckets import Bucket, Slot, assign
 from potluck.training.strategies import DiLoCo, LocalSGD
+from potluck.training.strategies.fragments import fragment_of, partition
 
 if TYPE_CHECKING:
     from potluck.context import DistributedContext
@@ -30,6 +34,25 @@ if TYPE_CHECKING:
 _BUCKET_BYTES = 25 << 20
 _LEAST_BYTES_PER_S = 100_000
 """A reduction may take as long as on a network of this rate."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Tensors that are reduced as one flat array."""
+
+    number: int
+    bucket: Bucket
+    dtype: torch.dtype
+    is_trained: bool
+
+    def flat(self, kept: Mapping[int, Tensor], weight: float) -> Tensor:
+        """The pseudo-gradients of the part, times ``weight``; zeros for a weight of 0."""
+        flat = torch.zeros(self.bucket.numel, dtype=self.dtype)
+        if weight:
+            for index, offset in zip(self.bucket.parameters, self.bucket.offsets, strict=True):
+                view = flat[offset : offset + kept[index].numel()]
+                torch.mul(kept[index].reshape(-1), weight, out=view)
+        return flat
 
 
 class OuterStrategy:
@@ -46,8 +69,13 @@ class OuterStrategy:
         also: Mapping[str, Any],
     ) -> None:
         self.config = config
-        self.every, self.deadline = config.every, config.deadline
+        self.deadline = config.deadline
         self._outer = config.outer
+        self.num_fragments = config.fragments if isinstance(config, DiLoCo) else 1
+        self.num_steps = config.every // self.num_fragments
+        self.delay = config.delay if isinstance(config, DiLoCo) else 0
+        self._mixing = config.mixing if isinstance(config, DiLoCo) else 0.0
+        self._compression = config.compression if isinstance(config, DiLoCo) else None
         self._optimizers = list(optimizers)
         self._also = dict(also)
         named: list[tuple[str, Tensor]] = [
@@ -65,10 +93,15 @@ class OuterStrategy:
         self._index = {name: place[id(each)] for name, each in every_name if id(each) in place}
         self._anchors: list[Tensor] | None = None  # None: the model holds the global parameters
         self._momenta: list[Tensor | None] = [None] * len(named)
-        slots = [Slot(t.numel(), _wide(t).itemsize, _wide(t)) for t in self._tensors]
-        self._buckets = assign(slots, bucket_bytes=_BUCKET_BYTES, first_bucket_bytes=_BUCKET_BYTES)
-        self._kept: dict[int, list[Tensor]] = {}  # by round: its pseudo-gradients
-        self._sums: list[Tensor] = []
+        self._num_parts = 0
+        self._fragments = [
+            self._lay_out(fragment)
+            for fragment in partition([t.numel() for t in self._tensors], self.num_fragments)
+        ]
+        self._kept: dict[int, dict[int, Tensor]] = {}  # by round and tensor: pseudo-gradients
+        self._residuals: dict[_Part, Any] = {}
+        self._trials: dict[_Part, Any] = {}  # what the residuals become if the round counts
+        self._sums: list[tuple[_Part, Tensor]] = []
 
     # ------------------------------------------------------------ a round
 
@@ -78,53 +111,103 @@ class OuterStrategy:
             self._anchors = [_host(tensor) for tensor in self._tensors]
 
     @torch.no_grad()
-    def close(self, number: int) -> None:
+    def close(self, number: int, *, whole: bool) -> None:
         anchors = self._anchors or [_host(tensor) for tensor in self._tensors]
-        self._kept[number] = [
-            anchor - tensor.detach().to("cpu", anchor.dtype)
-            for anchor, tensor in zip(anchors, self._tensors, strict=True)
-        ]
+        one = [self._fragments[fragment_of(number, self.num_fragments)]]
+        self._kept[number] = {
+            index: anchors[index] - self._tensors[index].detach().to("cpu", anchors[index].dtype)
+            for parts in (self._fragments if whole else one)
+            for part in parts
+            for index in part.bucket.parameters
+        }
 
     @torch.no_grad()
     def start(
         self, ctx: DistributedContext, number: int, weight: float, timeout_s: float
     ) -> Callable[[], None]:
         kept = self._kept[number]
-        self._sums = []
-        for bucket in self._buckets:
-            flat = torch.zeros(bucket.numel, dtype=kept[bucket.parameters[0]].dtype)
-            if weight:
-                for index, offset in zip(bucket.parameters, bucket.offsets, strict=True):
-                    part = flat[offset : offset + kept[index].numel()]
-                    torch.mul(kept[index].reshape(-1), weight, out=part)
-            self._sums.append(flat)
-        timeout_s += sum(flat.nbytes for flat in self._sums) / _LEAST_BYTES_PER_S
-        works = [ctx.all_reduce(f, "sum", timeout=timeout_s, async_op=True) for f in self._sums]
+        self._sums, self._trials = [], {}
+        for part in (part for parts in self._fragments for part in parts):
+            if part.bucket.parameters[0] in kept:
+                self._sums.append((part, part.flat(kept, weight)))
+        timeout_s += sum(flat.nbytes for _, flat in self._sums) / _LEAST_BYTES_PER_S
+        waits = [self._start(ctx, number, part, flat, timeout_s) for part, flat in self._sums]
 
         def wait() -> None:
-            for work in works:
-                work.wait()
+            for each in waits:
+                each()
+
+        return wait
+
+    def _start(
+        self, ctx: DistributedContext, number: int, part: _Part, flat: Tensor, timeout_s: float
+    ) -> Callable[[], object]:
+        if self._compression is None or not part.is_trained:
+            work = ctx.all_reduce(flat, "sum", timeout=timeout_s, async_op=True)
+            return lambda: work.wait()
+        # float64 travels as float32; what that loses is kept, too.
+        wide = flat.numpy()
+        residual = self._residuals.get(part)
+        trial = np.zeros(wide.size, np.float32) if residual is None else residual.copy()
+        self._trials[part] = trial
+        sent = wide if wide.dtype == np.float32 else wide.astype(np.float32)
+        call = number << 16 | part.number
+        end = start_compressed(ctx, sent, self._compression, trial, call, timeout=timeout_s)
+
+        def wait() -> None:
+            end()
+            if sent is not wide:
+                wide[:] = sent
 
         return wait
 
     @torch.no_grad()
-    def apply(self, number: int, fraction: float) -> None:
-        del self._kept[number]
+    def apply(self, number: int, fraction: float, *, delayed: bool) -> None:
+        kept = self._kept.pop(number)
         if self._anchors is None:  # this rank has no steps of its own yet
             self._anchors = [_host(tensor) for tensor in self._tensors]
         if fraction:
             for index, gradient in self._gradients():
                 self._move(index, gradient / fraction if fraction != 1 else gradient)
-        for tensor, anchor in zip(self._tensors, self._anchors, strict=True):
-            tensor.copy_(anchor)
-        self._sums = []
+        for index in kept:
+            tensor, anchor = self._tensors[index], self._anchors[index]
+            if delayed and self._mixing:
+                tensor.mul_(self._mixing).add_(
+                    anchor.to(tensor.device, tensor.dtype), alpha=1 - self._mixing
+                )
+            else:
+                tensor.copy_(anchor)
+        self._residuals |= self._trials
+        self._sums, self._trials = [], {}
 
     def _gradients(self) -> Iterator[tuple[int, Tensor]]:
         """The summed pseudo-gradients, by the tensor's index."""
-        for bucket, flat in zip(self._buckets, self._sums, strict=True):
-            for index, offset in zip(bucket.parameters, bucket.offsets, strict=True):
+        for part, flat in self._sums:
+            for index, offset in zip(part.bucket.parameters, part.bucket.offsets, strict=True):
                 tensor = self._tensors[index]
                 yield index, flat[offset : offset + tensor.numel()].view(tensor.shape)
+
+    def _lay_out(self, fragment: tuple[int, ...]) -> list[_Part]:
+        """The parts of a fragment that are reduced one by one."""
+        tensors = [self._tensors[index] for index in fragment]
+        slots = [
+            Slot(t.numel(), _wide(t).itemsize, (_wide(t), index < self._num_trained))
+            for index, t in zip(fragment, tensors, strict=True)
+        ]
+        buckets = assign(slots, bucket_bytes=_BUCKET_BYTES, first_bucket_bytes=_BUCKET_BYTES)
+        parts = []
+        for bucket in buckets:
+            own = tuple(fragment[place] for place in bucket.parameters)
+            number, self._num_parts = self._num_parts, self._num_parts + 1
+            parts.append(
+                _Part(
+                    number,
+                    Bucket(own, bucket.offsets, bucket.numel),
+                    _wide(self._tensors[own[0]]),
+                    own[0] < self._num_trained,
+                )
+            )
+        return parts
 
     def _move(self, index: int, gradient: Tensor) -> None:
         """The outer optimizer's step of one tensor. Buffers are not trained: they are averaged."""
@@ -178,6 +261,31 @@ class OuterStrategy:
             for name, tensor in zip(self._names, self._tensors, strict=True)
         ]
         self._kept.clear()
+        self._residuals.clear()
+
+    def capture_residuals(self) -> dict[str, Any]:
+        """What compression has lost on this rank, by parameter name, copies."""
+        return {
+            self._names[index]: residual[offset : offset + self._tensors[index].numel()].copy()
+            for part, residual in self._residuals.items()
+            for index, offset in zip(part.bucket.parameters, part.bucket.offsets, strict=True)
+        }
+
+    def restore_residuals(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Set the residuals to the sum of ``states``: what several ranks owe adds up."""
+        self._residuals.clear()
+        for part in (part for parts in self._fragments for part in parts):
+            places = list(zip(part.bucket.parameters, part.bucket.offsets, strict=True))
+            known = {self._names[index] for index, _ in places}
+            found = [state for state in states if known & state.keys()]
+            if self._compression is None or not found:
+                continue
+            residual = self._residuals[part] = np.zeros(part.bucket.numel, np.float32)
+            for index, offset in places:
+                for state in found:
+                    if self._names[index] in state:
+                        size = self._tensors[index].numel()
+                        residual[offset : offset + size] += np.asarray(state[self._names[index]])
 
     def fingerprint(self) -> str:
         """Hex SHA3-256 of the global parameters."""

@@ -101,12 +101,16 @@ class TorchReplica:
         state = capture_random()
         if isinstance(self._model, DistributedDataParallel):
             state["residuals"] = self._model.compression.capture()
+        if self._outer is not None:
+            state["residuals"] = self._outer.capture_residuals()
         return state
 
     def restore_own(self, states: Sequence[State]) -> None:
         restore_random(states[0])
         if isinstance(self._model, DistributedDataParallel):
             self._model.compression.restore([each.get("residuals", {}) for each in states])
+        if self._outer is not None:
+            self._outer.restore_residuals([each.get("residuals", {}) for each in states])
 
     def fingerprint(self) -> str:
         """Of the parameters, and in data parallelism of the learning rates and their kin: a script

@@ -30,6 +30,7 @@ from potluck.errors import (
 )
 from potluck.training import saving
 from potluck.training.noise import NoiseEstimate
+from potluck.training.policy import Policy
 from potluck.training.progress import Progress
 from potluck.training.replica import Replica
 from potluck.training.transfer import Expected, broadcast_state, gather_states
@@ -62,7 +63,7 @@ class Agreement:
     must be compared at the next vote. ``save_due``: the script, on any rank, called for a
     checkpoint that is not written yet. ``lost_at`` is the time of the loss, until the next commit.
     ``num_dealt``: the number of rounds that some member was dealt. ``is_restored``: this rank has
-    received the state of another one.
+    received the state of another one. ``steps_run_again``: after a loss; not in rounds.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Agreement:
         progress: Progress,
         replica: Replica,
         store: CheckpointStore | None,
-        max_state_bytes: int,
+        policy: Policy,
     ) -> None:
         self.has_state = False
         self.history = 0
@@ -83,11 +84,12 @@ class Agreement:
         self.last_loss = math.nan
         self.num_dealt = 0
         self.is_restored = False
+        self.steps_run_again = True
         self._ctx = ctx
         self._progress = progress
         self._replica = replica
         self._store = store
-        self._max_state_bytes = max_state_bytes
+        self._policy = policy
         self._resolution: Resolution | None = None
         self._agreed = False
         self._tried_at = self._saved_at = -1
@@ -138,7 +140,7 @@ class Agreement:
             since = began if self.lost_at is None else self.lost_at
             seconds = time.monotonic() - since
             event = f"re-formed with {self._ctx.world_size} in {seconds:.1f} s"
-            runs_again = self._ctx.rank not in resolution.apply and not progress.deals
+            runs_again = self.steps_run_again and self._ctx.rank not in resolution.apply
             if runs_again and self.lost_at is not None:
                 event += f", step {resolution.committed} run again"
             _log.info("%s: %s", event, resolution.reason)
@@ -172,15 +174,28 @@ class Agreement:
         self.has_state, self._resolution = True, None
         self.history = max(self.history, resolution.history)
 
-    def save(self, *, due: bool) -> CheckpointError | None:
-        """Write a checkpoint if it is ``due`` or the script called for it. A collective call.
+    @property
+    def is_save_due(self) -> bool:
+        """Whether a checkpoint is due or the script called for one, and there is a store."""
+        progress = self._progress
+        due = progress.done or progress.has_passed(self._policy.save_every) or self.save_due
+        return due and self.has_store
+
+    def will_save(self, num_steps: int) -> bool:
+        """Whether ``is_save_due`` after a commit of ``num_steps`` steps."""
+        passes = self._progress.will_pass(self._policy.save_every, num_steps)
+        return self.has_store and (passes or self.save_due)
+
+    def save(self) -> CheckpointError | None:
+        """Write a checkpoint if it is due or the script called for it. A collective call.
 
         Returns the error of a rank that could not write, for training goes on without a checkpoint;
         None if nothing failed.
         """
         step = self._progress.step
         is_asked = self.save_due and step != self._saved_at
-        if self._store is None or not (is_asked or (due and step not in (0, self._tried_at))):
+        is_due = self.is_save_due and step not in (0, self._tried_at)
+        if self._store is None or not (is_asked or is_due):
             self.save_due = False
             return None
         failed: CheckpointError | None = None
@@ -247,7 +262,7 @@ class Agreement:
         return Expected(
             own={"replica": self._replica.capture()},
             fixed={"replica": self._replica.fixed()},
-            max_bytes=self._max_state_bytes,
+            max_bytes=self._policy.max_state_bytes,
         )
 
     def _restore(self, state: State) -> None:

@@ -108,9 +108,8 @@ class ElasticLoop(Record):
                 "strategy of rounds"
             )
         self._rounds = Rounds(self, strategy) if strategy is not None else None
-        self._agreement = Agreement(
-            ctx, self._progress, replica, checkpoint, self._policy.max_state_bytes
-        )
+        self._agreement = Agreement(ctx, self._progress, replica, checkpoint, self._policy)
+        self._agreement.steps_run_again = strategy is None
         self._pace = Pace(self._policy)
         self._attempts = 0
         self._begun = False
@@ -148,7 +147,7 @@ class ElasticLoop(Record):
             if not self._begun:
                 self._begun = True
                 self._notify("on_train_begin", self)
-            if self.done:
+            if self.done and not (self._rounds and self._rounds.is_busy):
                 break
             if self._rounds is not None:
                 yield from self._round(self._rounds)
@@ -468,12 +467,12 @@ class ElasticLoop(Record):
                     agreement.bring_up_to_date()
                     if self._rounds is not None:
                         self._rounds.catch_up()
-                    if not self._progress.deals:  # else the others are inside a round
+                    failed = None
+                    if not (self._rounds and self._rounds.is_busy):
                         self._pace.exchange(self.ctx, self._progress)
-                    due = self.done or self._progress.has_passed(self._policy.save_every)
-                    failed = None if self._progress.deals else agreement.save(due=due)
-                    if self.done and at_step:
-                        agreement.compare_at_the_end()
+                        failed = agreement.save()
+                        if self.done and at_step:
+                            agreement.compare_at_the_end()
                 break
             except LOST as error:
                 self._lost(error)

@@ -91,6 +91,10 @@ class Progress:
         """Whether the last commit has reached a multiple of ``every`` steps, or gone beyond it."""
         return self.step // every > self.last_step // every
 
+    def will_pass(self, every: int, num_steps: int) -> bool:
+        """Whether ``has_passed`` after a commit of ``num_steps`` steps."""
+        return (self.step + num_steps) // every > self.step // every
+
     # ------------------------------------------------------------ rounds
 
     @property
@@ -112,6 +116,11 @@ class Progress:
         spans = merged([*owed.part(0, size), *([(frontier, end)] if end > frontier else [])])
         self.owed = owed.part(size, owed.size)
         self.deals.append(Deal(self.epoch, spans))
+        return self.deals[-1]
+
+    def deal_nothing(self) -> Deal:
+        """Deal a round without samples."""
+        self.deals.append(Deal(self.epoch, ()))
         return self.deals[-1]
 
     def settle(self, done: list[Span], num_steps: int, loss: float) -> Deal:

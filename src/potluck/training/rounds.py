@@ -46,15 +46,20 @@ _PATIENCE = 10
 class RoundStrategy(Protocol):
     """What a strategy exchanges at the end of a round, and how it changes the replica."""
 
-    every: int
+    num_steps: int
     """The number of steps of a round."""
+    delay: int
+    """The number of steps of the next round during which the exchange goes on."""
+    num_fragments: int
+    """The number of rounds in which all parameters are exchanged once."""
     deadline: float | None
 
     def begin(self, number: int) -> None:
         """The steps of round ``number`` begin."""
 
-    def close(self, number: int) -> None:
-        """The steps of round ``number`` are over on this rank: keep what they have changed."""
+    def close(self, number: int, *, whole: bool) -> None:
+        """The steps of round ``number`` are over on this rank: keep what they have changed, in one
+        fragment or in the ``whole`` replica."""
 
     def start(
         self, ctx: DistributedContext, number: int, weight: float, timeout_s: float
@@ -62,8 +67,9 @@ class RoundStrategy(Protocol):
         """Start the weighted sum over all ranks of what the round has changed; returns the function
         that waits for it. Called again for the same round in the next group after a loss."""
 
-    def apply(self, number: int, fraction: float) -> None:
-        """Apply the sum to the replica. ``fraction``: the sum of all weights, 0 for no work."""
+    def apply(self, number: int, fraction: float, *, delayed: bool) -> None:
+        """Apply the sum to the replica. ``fraction``: the sum of all weights, 0 for no work.
+        ``delayed``: this rank has begun its next round."""
 
     def inner_hash(self) -> int:
         """52 bits of the values by which a step depends on its number, such as a learning rate;
@@ -116,7 +122,8 @@ class Work:
     """This rank's part of a round that is not committed yet.
 
     ``batches`` are the offsets of its steps, empty if others were dealt the round before this rank
-    was a member. ``epoch`` is the group in which the exchange was started, 0 before.
+    was a member. ``is_urgent``: the group has changed since it was dealt, so its exchange is not
+    delayed. ``epoch`` is the group in which the exchange was started, 0 before.
     """
 
     number: int
@@ -128,6 +135,8 @@ class Work:
     loss_sum: float = 0.0
     loss_weight: int = 0
     is_closed: bool = False
+    is_urgent: bool = False
+    is_delayed: bool = False
     inner_hash: int = 0
     saves: bool = False
     stops: bool = False
@@ -174,13 +183,19 @@ class Rounds:
         self._works: list[Work] = []  # as the loop's progress has deals
         self._arrivals = Arrivals()
         self._present: Work | None = None  # whose steps this rank computes
+        self._epoch = 0  # of the group that these works were dealt in
 
     # ------------------------------------------------------------ steps
 
     def run(self) -> Iterator[Share]:
-        """One round: its steps, then its exchange."""
+        """One round: its steps, then its exchange, which may go on during the next round's."""
         job = self._job
-        work = self._works[0] if self._works else self._deal()
+        flying = self._works[0] if self._works and self._works[0].is_closed else None
+        if flying is not None and flying.is_urgent:
+            self._finish(flying)
+            return
+        open_ = [work for work in self._works if not work.is_closed]
+        work = open_[0] if open_ else self._deal()
         self.strategy.begin(work.number)
         self._present = work
         began = time.monotonic()
@@ -188,18 +203,34 @@ class Rounds:
         if self.strategy.deadline is not None:
             limit = self._arrivals.deadline_s(self.strategy.deadline)
         for start, stop in work.batches:
+            if flying is not None and work.num_steps == self.strategy.delay:
+                self._land(flying)
+                flying = None
+            if self._is_over(work):
+                break
             indices = job._progress.schedule.pick(work.deal.epoch, work.deal.part(start, stop))
             yield Share(work.deal.epoch, indices, 1.0)
             work.num_samples += stop - start
             work.num_steps += 1
             work.seconds = time.monotonic() - began
             self._look()
-            if work not in self._works:
-                return  # this rank has received another state
-            if work.is_closed or (limit is not None and work.seconds > limit):
+            if self._is_over(work) or (limit is not None and work.seconds > limit):
                 break
+        if flying is not None:
+            self._land(flying)
+        if work not in self._works:
+            return  # this rank has received another state
         self._close(work)
-        self._finish(work)
+        if self._is_synchronous(work):
+            self._finish(work)
+        else:
+            self._take_off(work)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether rounds were dealt that are not committed, or fragments must be reduced before a
+        checkpoint or the end."""
+        return bool(self._job._progress.deals) or self._is_flush_due
 
     def add_loss(self, loss: float, num_samples: int) -> None:
         """Note the loss of a step of this rank."""
@@ -230,23 +261,72 @@ class Rounds:
             self._works = [
                 Work(progress.round + place, deal) for place, deal in enumerate(progress.deals)
             ]
+        has_changed = job.ctx.epoch != self._epoch
+        self._epoch = job.ctx.epoch
         while progress.round + len(progress.deals) < agreement.num_dealt:
-            number = progress.round + len(progress.deals)
-            self._works.append(Work(number, progress.deal(self._size)))
+            self._works.append(self._dealt())
         for work in self._works[:-1]:
             self._close(work)
+        for work in self._works:
+            work.is_urgent |= has_changed
 
     # ------------------------------------------------------------ inside
 
     @property
-    def _size(self) -> int:
-        return self.strategy.every * self._job._progress.schedule.batch_size
+    def _is_flush_due(self) -> bool:
+        """Whether a round without samples is next, which reduces all fragments: before a checkpoint
+        and at the end of the training."""
+        job, progress = self._job, self._job._progress
+        if self.strategy.num_fragments == 1 or progress.is_flushed or progress.deals:
+            return False
+        return progress.done or job._agreement.is_save_due
+
+    def _is_over(self, work: Work) -> bool:
+        return work.is_closed or work not in self._works
+
+    def _is_synchronous(self, work: Work) -> bool:
+        """Whether the exchange ends before the next round begins: if the round after it depends on
+        its outcome, or others wait. All of it is known from earlier commits."""
+        job, progress = self._job, self._job._progress
+        return (
+            not self.strategy.delay
+            or work.is_urgent
+            or not work.deal.size
+            or progress.is_epoch_dealt
+            or progress.is_stopped
+            or job._agreement.newcomers
+            or job._agreement.will_save(self._num_steps_of(work))
+        )
+
+    def _land(self, flying: Work) -> None:
+        """Finish the exchange of the round before, unless a change of the group has done so."""
+        if flying in self._works:
+            self._finish(flying)
+
+    def _take_off(self, work: Work) -> None:
+        """Start the exchange of a round; it is finished during the steps of the next."""
+        work.is_delayed = True
+        try:
+            self._start(work)
+        except LOST as error:
+            self._job._lost(error)  # the next call between steps forms the next group
+
+    def _dealt(self) -> Work:
+        """The next round, of which this rank has no steps yet."""
+        progress = self._job._progress
+        number = progress.round + len(progress.deals)
+        if self._is_flush_due:
+            return Work(number, progress.deal_nothing())
+        size = self.strategy.num_steps * progress.schedule.batch_size
+        return Work(number, progress.deal(size))
 
     def _deal(self) -> Work:
         job = self._job
-        progress, world = job._progress, job.ctx.world_size
-        work = Work(progress.round, progress.deal(self._size))
+        world = job.ctx.world_size
+        work = self._dealt()
         self._works.append(work)
+        if not work.deal.size:
+            return work
         size, costs = work.deal.size, job._pace.costs
         counts = apportion(size, costs or (EQUAL,) * world)
         start, mine = sum(counts[: job.ctx.rank]), counts[job.ctx.rank]
@@ -272,7 +352,7 @@ class Rounds:
         if not work.is_closed:
             work.is_closed = True
             work.inner_hash = self.strategy.inner_hash()
-            self.strategy.close(work.number)
+            self.strategy.close(work.number, whole=not work.deal.size)
 
     def _finish(self, work: Work) -> None:
         """Exchange, vote and apply; over as many groups as it takes. Returns without having done so
@@ -316,24 +396,27 @@ class Rounds:
 
     def _exchange(self, work: Work) -> None:
         """The reports and the sum of all ranks. Collective, and can be called again."""
-        job = self._job
-        ctx = job.ctx
-        if work.epoch != ctx.epoch:
-            longest = max(self._arrivals.longest_s, work.seconds)
-            patience = ctx.timeout_s + _PATIENCE * longest
-            reports = ctx.all_gather(work.report().row(), timeout=patience, async_op=True)
-            weight = work.num_samples / max(1, work.deal.size)
-            wait = self.strategy.start(ctx, work.number, weight, patience)
-
-            def both() -> list[Report]:
-                rows = reports.wait().reshape(ctx.world_size, -1)
-                wait()
-                return [Report.of(row) for row in rows]
-
-            work.epoch, work.wait = ctx.epoch, both
+        if work.epoch != self._job.ctx.epoch:
+            self._start(work)
         assert work.wait is not None
         work.reports = work.wait()
         self._compare(work)
+
+    def _start(self, work: Work) -> None:
+        ctx = self._job.ctx
+        longest = max(self._arrivals.longest_s, work.seconds)
+        patience = ctx.timeout_s + _PATIENCE * longest
+        reports = ctx.all_gather(work.report().row(), timeout=patience, async_op=True)
+        size = work.deal.size
+        weight = work.num_samples / size if size else 1 / ctx.world_size
+        wait = self.strategy.start(ctx, work.number, weight, patience)
+
+        def both() -> list[Report]:
+            rows = reports.wait().reshape(ctx.world_size, -1)
+            wait()
+            return [Report.of(row) for row in rows]
+
+        work.epoch, work.wait = ctx.epoch, both
 
     def _compare(self, work: Work) -> None:
         """Diverged if ranks that took equally many steps have unlike learning rates. Ranks that
@@ -368,14 +451,20 @@ class Rounds:
         done = [report.span for report in work.reports]
         num_samples = sum(report.num_samples for report in work.reports)
         progress.settle(done, self._num_steps_of(work), loss)
-        self.strategy.apply(work.number, num_samples / max(1, work.deal.size))
+        size = work.deal.size
+        fraction = num_samples / size if size else 1.0
+        self.strategy.apply(work.number, fraction, delayed=work.is_delayed)
+        progress.is_flushed = not size or self.strategy.num_fragments == 1
         if work.inner is not None:
             self.strategy.restore_inner(work.inner)
         self._works.remove(work)
         self._arrivals.add(report.seconds for report in work.reports)
-        job._agreement.save_due |= any(report.saves for report in work.reports)
+        asked = any(report.saves for report in work.reports)
+        job._agreement.save_due |= asked or (not size and job._agreement.has_store)
         progress.is_stopped |= any(report.stops for report in work.reports)
         if work.num_samples:
             job._pace.add_time(work.num_samples, work.seconds)
         ended = bool(num_samples) and progress.committed % job._progress.schedule.num_samples == 0
-        job._count_round(loss, work.num_samples, work.seconds, work.deal.epoch if ended else None)
+        if size:  # a round without samples is not one of the script's
+            epoch = work.deal.epoch if ended else None
+            job._count_round(loss, work.num_samples, work.seconds, epoch)

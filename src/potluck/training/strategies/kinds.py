@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from potluck.compressors import PowerSGD
 from potluck.compressors import Strategy as Compressor
 
 
@@ -87,16 +88,52 @@ class DiLoCo(Rounds):
     median of the ranks' times in the last rounds plus ``deadline`` times their median absolute
     deviation; later rounds compute the samples that it leaves.
 
-    ValueError for ``every`` below 1.
+    With ``fragments`` the parameters are divided, and every ``every / fragments`` steps, a round,
+    one fragment is reduced, in turn: the same bytes, a part at a time. With ``delay`` the reduction
+    goes on during the next ``delay`` steps; then a rank continues from ``mixing`` times its own
+    parameters and ``1 - mixing`` times the global ones. (Douillard et al., "Streaming DiLoCo with
+    overlapping communication", 2025, sections 2.1 to 2.3.)
+
+    ``compression`` sends the pseudo-gradients in fewer bytes, with error feedback. With
+    ``TopK(0.02, bits=2)`` and ``outer=SGD(1.0)`` this is SparseLoCo, in which error feedback takes
+    the place of the outer momentum. (Sarfi et al., "Communication Efficient LLM Pre-training with
+    SparseLoCo", 2025.)
+
+    ValueError for ``every`` below 1 or no multiple of ``fragments``, and for a ``delay`` of
+    ``every / fragments`` steps or more.
     """
 
     every: int = 100
     outer: SGD = SGD(0.7, momentum=0.9, nesterov=True)
+    fragments: int = 1
+    delay: int = 0
+    mixing: float = 0.5
+    compression: Compressor | None = None
 
     def __post_init__(self) -> None:
         Rounds.__post_init__(self)
         if not isinstance(self.outer, SGD):
             raise TypeError(f"outer is {self.outer!r}: pass potluck.torch.SGD(...)")
+        if not isinstance(self.fragments, int) or self.fragments < 1:
+            raise ValueError(f"fragments is {self.fragments!r}; it must be at least 1")
+        if self.every % self.fragments:
+            raise ValueError(
+                f"every is {self.every} and fragments {self.fragments}: every must be a multiple, "
+                "for one fragment is reduced after each every / fragments steps"
+            )
+        if not isinstance(self.delay, int) or not 0 <= self.delay < self.every // self.fragments:
+            raise ValueError(
+                f"delay is {self.delay!r}; it must be at least 0 and below every / fragments = "
+                f"{self.every // self.fragments} steps, so that one reduction ends before the next"
+            )
+        if not 0 <= self.mixing < 1:
+            raise ValueError(f"mixing is {self.mixing}; it must be at least 0 and below 1")
+        _check_compressor(self.compression)
+        if isinstance(self.compression, PowerSGD):
+            raise ValueError(
+                "compression is PowerSGD, which needs gradients as matrices: take TopK, Random, "
+                "Int, FP16 or BF16"
+            )
 
 
 def _check_compressor(compression: object) -> None:
