@@ -25,6 +25,7 @@
      ├── AgentLost               the agent that started this worker is lost: stop
      ├── FederationError         a federated round has too few clients, and was asked to end the run
      ├── Diverged                replicas no longer hold equal parameters: resume from a checkpoint
+     ├── DataError               a file of the training's data is missing, damaged or does not fit
      ├── CallbackError           a callback of the script raised; the text says which: fix it
      └── CheckpointError         a checkpoint can't be written or read; earlier ones are untouched
 
@@ -210,6 +211,11 @@ class Diverged(PotluckError):
     Raised on every rank. Resume from the last checkpoint, and look for a difference between ranks:
     in seeds, data or versions, or an update that was applied outside of the step.
     """
+
+
+class DataError(PotluckError):
+    """A file of the training's data is missing, damaged, or does not fit the others. The text names
+    the file."""
 
 
 class CallbackError(PotluckError):

@@ -38,7 +38,8 @@ def listed(module: str) -> list[str]:
 def public() -> list[str]:
     """Every public name with its module, as a script spells it."""
     modules = ("potluck.torch", "potluck.torch.pipeline", "potluck.training", "potluck.testing")
-    modules += ("potluck.estimators", "potluck.federated", "potluck.parameter_server")
+    modules += ("potluck.data", "potluck.estimators", "potluck.federated")
+    modules += ("potluck.parameter_server",)
     names = [f"potluck.{name}" for name in potluck._HOME_OF]
     names += [f"{module}.{name}" for module in modules for name in listed(module)]
     errors = vars(potluck.errors).values()

@@ -22,8 +22,8 @@ INTERFACE = [
     if inspect.getdoc(value)
 ]
 MODULES = ("potluck", "potluck.errors", "potluck.torch", "potluck.torch.pipeline")
-MODULES += ("potluck.training", "potluck.testing", "potluck.estimators", "potluck.federated")
-MODULES += ("potluck.parameter_server",)
+MODULES += ("potluck.training", "potluck.testing", "potluck.parameter_server")
+MODULES += ("potluck.data", "potluck.estimators", "potluck.federated")
 SUPPORT = Path(__file__).parents[1] / "support"
 SOURCES = [*sorted(ROOT.rglob("*.py")), *sorted(SUPPORT.rglob("*.py"))]
 

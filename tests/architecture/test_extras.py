@@ -44,6 +44,6 @@ def test_every_extra_that_a_text_names_exists() -> None:
         for extra in extras.split(",")
     }
     assert {"torch", "sklearn"} <= named <= set(EXTRAS)
-    assert {"torch", "mpi", "tensorboard", "ecosystem", "bench", "torchft", "sklearn"} == {
+    assert {"torch", "mpi", "data", "tensorboard", "ecosystem", "bench", "torchft", "sklearn"} == {
         e for _, e in REQUIRED
     }

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -14,14 +13,17 @@ from torch.utils.data import TensorDataset, default_collate
 
 from potluck.checkpoint.store import CheckpointStore
 from potluck.context import DistributedContext, init
+from potluck.data.shards import ShardedDataset
 from potluck.torch.amp import GradScaler
 from potluck.torch.batching import NoiseProbe
 from potluck.torch.ddp import DistributedDataParallel
+from potluck.torch.loading import Loader
 from potluck.torch.outer import OuterStrategy
 from potluck.torch.replica import TorchReplica, parameter_hash
 from potluck.training import elastic
 from potluck.training.policy import Policy
 from potluck.training.sampler import Schedule, Share
+from potluck.training.shard_order import ShardOrder
 from potluck.training.strategies import DataParallel, DiLoCo, LocalSGD
 
 
@@ -44,10 +46,14 @@ class ElasticLoop(elastic.ElasticLoop):
     without an ``optimizer.step()`` is committed at its end. Gradients belong to one block; those of
     an interrupted block are dropped. A block must not communicate after ``optimizer.step()``.
 
-    ``dataset`` is a map-style data set, or a tuple of tensors or arrays with samples along the
-    first axis. ``optimizer`` is an optimizer or a list of optimizers, without closures. ``also``
-    maps names to other objects with state_dict and load_state_dict (schedulers, a GradScaler) that
-    are part of the state. Newcomers receive the state. ``checkpoint`` (a directory, or a
+    ``dataset`` is a map-style data set, a tuple of tensors or arrays with samples along the
+    first axis, or a [ShardedDataset][potluck.data.ShardedDataset] for data that does not fit into
+    memory. ``num_workers`` processes load and transform samples, each ``prefetch`` steps ahead;
+    with 0 they are loaded when they are needed.
+
+    ``optimizer`` is an optimizer or a list of optimizers, without closures. ``also`` maps names to
+    other objects with state_dict and load_state_dict (schedulers, a GradScaler) that are part of
+    the state. Newcomers receive the state. ``checkpoint`` (a directory, or a
     CheckpointStore with options) saves it on disk, with each rank's random state; a training that
     has lost all ranks resumes from there, in a world of any size.
 
@@ -81,6 +87,8 @@ class ElasticLoop(elastic.ElasticLoop):
         checkpoint: str | os.PathLike[str] | CheckpointStore | None = None,
         also: Mapping[str, Any] | None = None,
         collate: Callable[[list[Any]], Any] = default_collate,
+        num_workers: int = 0,
+        prefetch: int = 2,
         policy: Policy | None = None,
         callbacks: Sequence[object] = (),
         ctx: DistributedContext | None = None,
@@ -101,8 +109,12 @@ class ElasticLoop(elastic.ElasticLoop):
         if checkpoint is not None and not isinstance(checkpoint, CheckpointStore):
             checkpoint = CheckpointStore(checkpoint)
         self._model = model
-        self._dataset = dataset
-        self._collate = collate
+        shards = None
+        if isinstance(dataset, ShardedDataset):
+            shards = ShardOrder(dataset.sizes, dataset.lanes)
+        self._loader = Loader(
+            dataset, collate, num_workers=num_workers, prefetch=prefetch, seed=seed
+        )
         self._outer: OuterStrategy | None = None
         if isinstance(strategy, LocalSGD | DiLoCo):
             _check_alone(model)
@@ -112,7 +124,7 @@ class ElasticLoop(elastic.ElasticLoop):
             model.compress(strategy.compression)
         super().__init__(
             ctx,
-            Schedule(len(dataset), batch_size, epochs, seed, shuffle),
+            Schedule(len(dataset), batch_size, epochs, seed, shuffle, shards),
             TorchReplica(model, optimizers, also or {}, self._outer),
             checkpoint=checkpoint,
             policy=policy,
@@ -141,12 +153,13 @@ class ElasticLoop(elastic.ElasticLoop):
                         "potluck.torch.DistributedDataParallel"
                     )
                 try:
-                    samples = self._fetch(share)
+                    samples = self._loader.load(share, self._upcoming)
                 except Exception as error:
                     self.ctx.abort(error)
                     raise
                 yield samples
         finally:
+            self._loader.close()
             if isinstance(model, DistributedDataParallel):
                 model.reduces = True
         if self._probe is not None:
@@ -188,13 +201,16 @@ class ElasticLoop(elastic.ElasticLoop):
         if isinstance(self._model, DistributedDataParallel):
             self._model.compression.undo()
 
-    def _fetch(self, share: Share) -> Any:
-        if isinstance(self._dataset, TensorDataset):
-            return self._dataset[torch.from_numpy(np.array(share.indices))]
-        indices = share.indices.tolist()
-        if hasattr(self._dataset, "__getitems__"):
-            return self._collate(self._dataset.__getitems__(indices))
-        return self._collate([self._dataset[index] for index in indices])
+    def _upcoming(self) -> Iterator[Share]:
+        """This rank's shares after the present step, if it counts and nothing changes; with a
+        strategy of rounds to the end of the round."""
+        if self._rounds is not None:
+            return self._rounds.upcoming()
+        assert self._batch is not None
+        ctx, committed = self.ctx, self.committed + self._batch.size
+        return self.schedule.upcoming(
+            committed, self.batch_size, ctx.rank, ctx.world_size, self._pace.costs
+        )
 
     def _before_optimizer_step(self, _: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._open:
@@ -237,9 +253,12 @@ def _with_length(dataset: Any) -> Any:
         if len(set(sizes)) != 1:
             raise ValueError(f"the data set's tensors have {sizes} samples; they must be equal")
         return TensorDataset(*tensors)
+    if isinstance(dataset, ShardedDataset):
+        return dataset
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise TypeError(
             f"{type(dataset).__name__} is no map-style data set: the loop needs __len__ and "
-            "__getitem__, to train on each sample exactly once per epoch"
+            "__getitem__, to train on each sample exactly once per epoch. For streams use "
+            "potluck.data: ParquetFiles, WebDatasetFiles, or a ShardedDataset of your own"
         )
     return dataset

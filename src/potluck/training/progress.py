@@ -152,6 +152,7 @@ class Progress:
             "num_samples": self.schedule.num_samples,
             "seed": self.schedule.seed,
             "shuffle": self.schedule.shuffle,
+            "shards": self._shards,
             "num_skipped": self.num_skipped,
             "is_stopped": self.is_stopped,
             "batch_size": self.batch_size,
@@ -171,7 +172,7 @@ class Progress:
         try:
             numbers = ("round", "step", "last_step", "committed", "num_skipped")
             found = {name: int(state[name]) for name in numbers}
-            order = (state["num_samples"], state["seed"], state["shuffle"])
+            order = (state["num_samples"], state["seed"], state["shuffle"], state["shards"])
             batch_size = int(state["batch_size"])
             signal, noise, num = state["noise"]
             loss_sum, loss_weight = map(float, state["epoch_loss"])
@@ -179,7 +180,8 @@ class Progress:
             deals = [_spans(spans) for spans in state["deals"]]
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"not the state of an elastic loop: {error!r}") from error
-        mine = (self.schedule.num_samples, self.schedule.seed, self.schedule.shuffle)
+        schedule = self.schedule
+        mine = (schedule.num_samples, schedule.seed, schedule.shuffle, self._shards)
         if order != mine:
             raise ConfigurationError(
                 f"this state belongs to a training on {_describe(*order)}; this training is on "
@@ -196,10 +198,16 @@ class Progress:
             self.batch_size = self.batching.clamp(batch_size)
             self.noise = NoiseEstimate(float(signal), float(noise), int(num))
 
+    @property
+    def _shards(self) -> str:
+        """A fingerprint of how the samples are sharded; empty if they are not."""
+        return "" if self.schedule.shards is None else self.schedule.shards.fingerprint
 
-def _describe(num_samples: Any, seed: Any, shuffle: Any) -> str:
+
+def _describe(num_samples: Any, seed: Any, shuffle: Any, shards: Any) -> str:
     order = f"shuffled with seed {seed}" if shuffle else "in their own order"
-    return f"{num_samples} samples {order}"
+    stored = f", in shards (fingerprint {str(shards)[:8]})" if shards else ""
+    return f"{num_samples} samples {order}{stored}"
 
 
 def _spans(found: Any) -> tuple[Span, ...]:

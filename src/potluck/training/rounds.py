@@ -189,7 +189,6 @@ class Rounds:
 
     def run(self) -> Iterator[Share]:
         """One round: its steps, then its exchange, which may go on during the next round's."""
-        job = self._job
         flying = self._works[0] if self._works and self._works[0].is_closed else None
         if flying is not None and flying.is_urgent:
             self._finish(flying)
@@ -208,8 +207,7 @@ class Rounds:
                 flying = None
             if self._is_over(work):
                 break
-            indices = job._progress.schedule.pick(work.deal.epoch, work.deal.part(start, stop))
-            yield Share(work.deal.epoch, indices, 1.0)
+            yield self._share(work.deal, (start, stop))
             work.num_samples += stop - start
             work.num_steps += 1
             work.seconds = time.monotonic() - began
@@ -231,6 +229,17 @@ class Rounds:
         """Whether rounds were dealt that are not committed, or fragments must be reduced before a
         checkpoint or the end."""
         return bool(self._job._progress.deals) or self._is_flush_due
+
+    def upcoming(self) -> Iterator[Share]:
+        """The shares of the round's steps after the present one."""
+        work = self._present
+        if work is None:
+            return iter(())
+        return (self._share(work.deal, batch) for batch in work.batches[work.num_steps + 1 :])
+
+    def _share(self, deal: Deal, batch: Span) -> Share:
+        schedule = self._job._progress.schedule
+        return Share(deal.epoch, schedule.pick(deal.epoch, deal.part(*batch)), 1.0)
 
     def add_loss(self, loss: float, num_samples: int) -> None:
         """Note the loss of a step of this rank."""

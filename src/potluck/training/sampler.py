@@ -8,7 +8,7 @@ group, covers the same samples: each sample of an epoch is committed exactly onc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from potluck.training.ledger import Span
+from potluck.training.shard_order import ShardOrder
 from potluck.training.shares import EQUAL, Cost, apportion
 
 
@@ -81,7 +82,7 @@ class Schedule:
     """The samples of a whole training: ``epochs`` passes over ``num_samples`` samples.
 
     ``batch_size`` counts the samples of all ranks together. Without ``shuffle`` every epoch keeps
-    the order of the data set.
+    the order of the data set. ``shards``: the samples are stored in shards, and shuffled by them.
     """
 
     num_samples: int
@@ -89,6 +90,7 @@ class Schedule:
     epochs: int = 1
     seed: int = 0
     shuffle: bool = True
+    shards: ShardOrder | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_samples", "batch_size", "epochs", "seed"):
@@ -100,6 +102,10 @@ class Schedule:
             raise ValueError(f"batch_size is {self.batch_size}; it must be at least 1")
         if self.epochs < 0 or self.seed < 0:
             raise ValueError(f"epochs {self.epochs} and seed {self.seed} must not be negative")
+        if self.shards is not None and self.shards.num_samples != self.num_samples:
+            raise ValueError(
+                f"num_samples is {self.num_samples}, but the shards have {self.shards.num_samples}"
+            )
 
     @property
     def total(self) -> int:
@@ -114,20 +120,18 @@ class Schedule:
         epoch, start = divmod(committed, self.num_samples)
         return Batch(epoch, start, min(size or self.batch_size, self.num_samples - start))
 
-    def indices(self, batch: Batch) -> NDArray[np.int64]:
-        """The indices of the samples in ``batch``, int64."""
-        if self.shuffle:
-            whole = order(self.seed, batch.epoch, self.num_samples)
-            return whole[batch.start : batch.start + batch.size]
-        return np.arange(batch.start, batch.start + batch.size, dtype=np.int64)
+    def indices(self, batch: Batch, part: slice = slice(None)) -> NDArray[np.int64]:
+        """The indices of the samples in ``batch``, or in a ``part`` of it; int64."""
+        if not self.shuffle:
+            return np.arange(batch.start, batch.start + batch.size, dtype=np.int64)[part]
+        if self.shards is not None:
+            return self.shards.indices(self.seed, batch.epoch, batch.start, batch.size, part)
+        whole = order(self.seed, batch.epoch, self.num_samples)
+        return whole[batch.start : batch.start + batch.size][part]
 
     def pick(self, epoch: int, spans: Sequence[Span]) -> NDArray[np.int64]:
         """The indices of the samples at ``spans`` of an epoch's permutation, int64."""
-        if self.shuffle:
-            whole = order(self.seed, epoch, self.num_samples)
-            parts = [whole[start:stop] for start, stop in spans]
-        else:
-            parts = [np.arange(start, stop, dtype=np.int64) for start, stop in spans]
+        parts = [self.indices(Batch(epoch, start, stop - start)) for start, stop in spans]
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
     def share(
@@ -135,7 +139,21 @@ class Schedule:
     ) -> Share:
         """The share of ``rank`` in a group of ``world_size``, equal or by ``costs``."""
         start, stop = shares(batch.size, world_size, costs)[rank]
-        samples = self.indices(batch)
         if start == stop:
-            return Share(batch.epoch, samples[:1], 0.0)
-        return Share(batch.epoch, samples[start:stop], (stop - start) / batch.size)
+            return Share(batch.epoch, self.indices(batch, slice(1)), 0.0)
+        part = slice(start, stop)
+        return Share(batch.epoch, self.indices(batch, part), (stop - start) / batch.size)
+
+    def upcoming(
+        self,
+        committed: int,
+        size: int,
+        rank: int,
+        world_size: int,
+        costs: Sequence[Cost] | None = None,
+    ) -> Iterator[Share]:
+        """The shares of ``rank`` after ``committed`` samples to the end, if nothing changes."""
+        while committed < self.total:
+            batch = self.batch(committed, size)
+            yield self.share(batch, rank, world_size, costs)
+            committed += batch.size

@@ -1,0 +1,137 @@
+"""``ShardedDataset``: samples that are stored in pieces, each of which is read as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from potluck.errors import DataError
+
+Samples = list[Any] | dict[str, NDArray[Any]]
+"""Some samples: a list of them, or an array for each column, with samples along the first axis."""
+
+
+class Shard(Protocol):
+    """A shard that has been read."""
+
+    def take(self, rows: NDArray[np.int64]) -> Samples:
+        """The samples at ``rows`` of the shard, int64, in this order."""
+        ...
+
+
+class ShardedDataset:
+    """A data set in shards, for ``ElasticLoop``: its base, for formats of your own.
+
+        class Lines(ShardedDataset):
+            def __init__(self, files):
+                self.files = files
+                super().__init__([count_lines(file) for file in files])
+
+            def read(self, shard):
+                return self.files[shard].read_text().splitlines()
+
+    ``sizes`` are the numbers of samples of the shards. They must be known before the training: a
+    sample that is not counted can't be trained on exactly once. ``transform(sample)`` turns a
+    stored sample into one for the training; it runs in the loader's workers, if there are any.
+    ``lanes``: how many shards a batch mixes (``training/shard_order.py``). A rank holds at most
+    about twice its part of them in memory: ``2 * (lanes / world_size + 1) + 1``.
+
+    Every rank needs all files, at any path.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        *,
+        transform: Callable[[Any], Any] | None = None,
+        lanes: int = 8,
+    ) -> None:
+        self.sizes = tuple(map(int, sizes))
+        self.transform = transform
+        self.lanes = lanes
+        self._starts = np.array([0, *accumulate(self.sizes)], np.int64)
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def read(self, shard: int) -> Shard | Sequence[Any] | Mapping[str, NDArray[Any]]:
+        """The samples of a shard: a sequence of ``sizes[shard]`` samples, or a mapping of columns
+        to arrays of as many rows. Called on a thread of its own, ahead of the shard's use."""
+        raise NotImplementedError(f"{type(self).__name__} must define read(shard)")
+
+    def describe(self, shard: int) -> str:
+        """What an error calls the shard, for example its file."""
+        return f"shard {shard} of {type(self).__name__}"
+
+    def find(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The shard of each sample, and its row there."""
+        shards = np.searchsorted(self._starts, indices, side="right") - 1
+        return shards, indices - self._starts[shards]
+
+    def load(self, shard: int) -> Shard:
+        """``read(shard)``, checked. DataError if it can't be read, or has another number of samples
+        than ``sizes`` says."""
+        try:
+            found = self.read(shard)
+        except DataError:
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise DataError(f"{self.describe(shard)} can't be read: {reason}") from error
+        if isinstance(found, Mapping):
+            columns = {str(name): np.asarray(column) for name, column in found.items()}
+            self._check(shard, {len(column) for column in columns.values()})
+            return _Columns(columns)
+        if isinstance(found, Sequence | np.ndarray):
+            self._check(shard, {len(found)})
+            return _List(found)
+        return found
+
+    def _check(self, shard: int, sizes: set[int]) -> None:
+        if sizes != {self.sizes[shard]}:
+            has = " and ".join(map(str, sorted(sizes)))
+            raise DataError(
+                f"{self.describe(shard)} has {has or 'no'} samples, but {self.sizes[shard]} were "
+                "counted before the training"
+            )
+
+
+class _Columns:
+    def __init__(self, columns: dict[str, NDArray[Any]]) -> None:
+        self._columns = columns
+
+    def take(self, rows: NDArray[np.int64]) -> Samples:
+        return {name: column[rows] for name, column in self._columns.items()}
+
+
+class _List:
+    def __init__(self, samples: Sequence[Any] | NDArray[Any]) -> None:
+        self._samples = samples
+
+    def take(self, rows: NDArray[np.int64]) -> Samples:
+        return [self._samples[row] for row in rows.tolist()]
+
+
+def joined(parts: Sequence[Samples]) -> Samples:
+    """The samples of several shards, one after the other. DataError if columns differ."""
+    if len(parts) == 1:
+        return parts[0]
+    columns = [part for part in parts if isinstance(part, dict)]
+    if not columns:
+        return [sample for part in parts for sample in part]
+    if len(columns) < len(parts) or len({tuple(part) for part in columns}) > 1:
+        names = sorted({", ".join(part) if isinstance(part, dict) else "a list" for part in parts})
+        raise DataError(f"shards of one data set differ in their columns: {'; '.join(names)}")
+    return {name: np.concatenate([part[name] for part in columns]) for name in columns[0]}
+
+
+def one_by_one(samples: Samples) -> list[Any]:
+    """Samples as a list; of columns, a dict for each."""
+    if isinstance(samples, list):
+        return samples
+    names, columns = list(samples), [column.tolist() for column in samples.values()]
+    return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]

@@ -1,0 +1,108 @@
+"""Tar archives in the layout of WebDataset: each archive is a shard."""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from potluck.data.files import Paths, find_files
+from potluck.data.shards import Samples, Shard, ShardedDataset
+from potluck.errors import DataError
+from potluck.waiting import Reminder, reminding
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    key: str
+    parts: dict[str, tuple[int, int]] = field(default_factory=dict)  # offset and size in the file
+
+
+class WebDatasetFiles(ShardedDataset):
+    """Uncompressed tar archives: files with the same name up to the first dot are one sample.
+
+        data = WebDatasetFiles("data/train-*.tar", transform=decode)
+
+    A sample is a dict from extensions to bytes, for the files ``000017.jpg`` and ``000017.cls``
+    ``{"__key__": "000017", "jpg": b"...", "cls": b"3"}``; ``transform`` decodes it. The headers of
+    all archives are read at the start (the archives keep no index), the bytes of a sample when it
+    is needed.
+
+    DataError for an archive that is compressed, cut off or damaged.
+    """
+
+    def __init__(
+        self,
+        paths: Paths,
+        *,
+        transform: Callable[[dict[str, Any]], Any] | None = None,
+        lanes: int = 8,
+    ) -> None:
+        self._files = find_files(paths, ".tar")
+        self._samples: list[list[_Sample]] = []
+        done = self._samples
+        listing = Reminder(lambda: f"listing archives: {len(done)} of {len(self._files)}")
+        with reminding(listing):
+            for path in self._files:
+                self._samples.append(_listed(path))
+        super().__init__(list(map(len, self._samples)), transform=transform, lanes=lanes)
+
+    def read(self, shard: int) -> Shard:
+        return _Archive(self._files[shard], self._samples[shard])
+
+    def describe(self, shard: int) -> str:
+        return str(self._files[shard])
+
+
+class _Archive:
+    def __init__(self, path: Path, samples: list[_Sample]) -> None:
+        self._path, self._samples = path, samples
+
+    def take(self, rows: NDArray[np.int64]) -> Samples:
+        with self._path.open("rb") as file:
+            return [self._sample(file, self._samples[row]) for row in rows.tolist()]
+
+    def _sample(self, file: Any, sample: _Sample) -> dict[str, Any]:
+        found: dict[str, Any] = {"__key__": sample.key}
+        for extension, (offset, size) in sample.parts.items():
+            file.seek(offset)
+            found[extension] = file.read(size)
+            if len(found[extension]) < size:
+                raise DataError(f"{self._path} is cut off in {sample.key}.{extension}")
+        return found
+
+
+def _listed(path: Path) -> list[_Sample]:
+    """The samples of an archive, in its order."""
+    samples: dict[str, _Sample] = {}
+    try:
+        size = path.stat().st_size
+        with tarfile.open(path, "r:") as archive:
+            for member in archive:
+                if not member.isfile():
+                    continue
+                if member.offset_data + member.size > size:
+                    raise DataError(f"{path} is cut off in {member.name}")
+                folder, slash, name = member.name.rpartition("/")
+                stem, dot, extension = name.partition(".")
+                if not stem or not dot:
+                    continue
+                key = folder + slash + stem
+                sample = samples.setdefault(key, _Sample(key))
+                if extension in sample.parts:
+                    raise DataError(f"{path} has {member.name} twice")
+                sample.parts[extension] = (member.offset_data, member.size)
+            # tarfile takes a damaged header for the end, which is a block of zeros.
+            with path.open("rb") as file:
+                file.seek(archive.offset)
+                if file.read(tarfile.BLOCKSIZE).strip(b"\0") or archive.offset >= size:
+                    last = archive.getnames()[-1]
+                    raise DataError(f"{path} is damaged or cut off after {last}")
+    except (tarfile.TarError, OSError) as error:
+        raise DataError(f"{path} can't be read as an uncompressed tar archive: {error}") from error
+    return list(samples.values())

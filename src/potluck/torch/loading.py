@@ -1,0 +1,230 @@
+"""``Loader``: a rank's samples as tensors, loaded ahead by worker processes where asked.
+
+The shares of the next steps are known, so they are loaded before they are needed. If the next share
+is another one than was expected, since the group or the shares have changed, what was loaded ahead
+is thrown away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import sys
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain, tee
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from potluck.data.reader import ShardReader
+from potluck.data.shards import Samples, ShardedDataset, one_by_one
+from potluck.training.sampler import Share
+
+Collate = Callable[[list[Any]], Any]
+
+
+class _Source(Protocol):
+    """How the samples of a share are had, in two parts: ``prepare`` runs in this process, and
+    ``finish`` in a worker process if there are any."""
+
+    look_ahead: int
+
+    @property
+    def finish(self) -> Callable[[Any], Any]: ...
+
+    def expect(self, share: Share) -> None: ...
+    def prepare(self, share: Share) -> Any: ...
+    def forget(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Loader:
+    """The samples of shares. ``num_workers`` processes, each with ``prefetch`` shares ahead."""
+
+    def __init__(
+        self, dataset: Any, collate: Collate, *, num_workers: int, prefetch: int, seed: int
+    ) -> None:
+        for name, value, least in (("num_workers", num_workers, 0), ("prefetch", prefetch, 1)):
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} is {value!r}; it must be a whole number from {least} on")
+        self._source: _Source
+        if isinstance(dataset, ShardedDataset):
+            self._source = _Sharded(dataset, collate)
+        else:
+            self._source = _Mapped(dataset, collate)
+        self._seed = seed
+        self._next: Share | None = None  # the share whose samples come next
+        self._after: Iterator[Share] = iter(())
+        self._ahead: Iterator[Share] = iter(())
+        self._batches: Iterator[Any] = iter(())
+        self._workers: DataLoader[Any] | None = None
+        if num_workers:
+            self._workers = DataLoader(
+                _Finishing(self._source.finish),
+                batch_size=None,
+                sampler=_Requests(self._requests),
+                num_workers=num_workers,
+                prefetch_factor=prefetch,
+                persistent_workers=True,
+                worker_init_fn=_release_connections,
+                # The script needs no `if __name__ == "__main__"` where processes are forked.
+                multiprocessing_context="fork" if sys.platform == "linux" else None,
+                generator=torch.Generator(),  # else each start would take a number of the script's
+            )
+
+    def load(self, share: Share, upcoming: Callable[[], Iterator[Share]]) -> Any:
+        """The samples of ``share``. ``upcoming()`` are the shares after it, as far as is known."""
+        if self._next is None or not _are_equal(self._next, share):
+            self._restart(chain([share], upcoming()))
+        self._next = None  # an error leaves it so, and the next call starts again
+        samples = next(self._batches)
+        self._next = next(self._after, None)
+        return samples
+
+    def close(self) -> None:
+        """End the worker processes and the reading thread."""
+        if self._workers is not None and self._workers._iterator is not None:
+            # Else they end with the last reference, which an error's traceback may hold for long.
+            self._workers._iterator._shutdown_workers()  # type: ignore[attr-defined]
+        self._next, self._batches, self._workers = None, iter(()), None
+        self._source.close()
+
+    def _restart(self, shares: Iterator[Share]) -> None:
+        self._source.forget()
+        self._ahead, self._after = tee(shares)
+        first = next(self._after)
+        if self._workers is None:
+            self._batches = map(self._source.finish, self._requests())
+        else:
+            # Workers that load for other ranks have other random numbers.
+            self._workers.generator.manual_seed(self._seed + int(first.indices[0]))
+            with warnings.catch_warnings():
+                # Workers run no code of this process's other threads.
+                warnings.filterwarnings("ignore", ".*multi-threaded.*fork", DeprecationWarning)
+                self._batches = iter(self._workers)
+
+    def _requests(self) -> Iterator[Any]:
+        """What is to be finished: the samples of the shares ahead, in order."""
+        source, window = self._source, deque[Share]()
+        for share in self._ahead:
+            source.expect(share)
+            window.append(share)
+            if len(window) > source.look_ahead:
+                yield source.prepare(window.popleft())
+        yield from map(source.prepare, window)
+
+
+class _Mapped:
+    """A map-style data set: samples by their index."""
+
+    look_ahead = 0
+
+    def __init__(self, dataset: Any, collate: Collate) -> None:
+        self.finish = partial(_fetched, dataset, collate)
+
+    def expect(self, share: Share) -> None:
+        pass
+
+    def prepare(self, share: Share) -> list[int]:
+        indices: list[int] = share.indices.tolist()
+        return indices
+
+    def forget(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def _fetched(dataset: Any, collate: Collate, indices: list[int]) -> Any:
+    if isinstance(dataset, TensorDataset):
+        return dataset[torch.tensor(indices)]
+    if hasattr(dataset, "__getitems__"):
+        return collate(dataset.__getitems__(indices))
+    return collate([dataset[index] for index in indices])
+
+
+class _Sharded:
+    """A data set in shards, which this process reads."""
+
+    look_ahead = 32
+    """The number of steps whose shards are read ahead."""
+
+    def __init__(self, dataset: ShardedDataset, collate: Collate) -> None:
+        self.finish = partial(_transformed, dataset.transform, collate)
+        self._reader = ShardReader(dataset)
+
+    def expect(self, share: Share) -> None:
+        self._reader.expect(share.indices)
+
+    def prepare(self, share: Share) -> Samples:
+        return self._reader.take(share.indices)
+
+    def forget(self) -> None:
+        self._reader.forget()
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+def _transformed(transform: Callable[[Any], Any] | None, collate: Collate, samples: Samples) -> Any:
+    if transform is not None:
+        return collate([transform(sample) for sample in one_by_one(samples)])
+    if isinstance(samples, dict):
+        return {name: _as_tensor(column) for name, column in samples.items()}
+    return collate(samples)
+
+
+class _Finishing(Dataset[Any]):
+    """What workers run: torch's loader calls it with each of ``_Requests``."""
+
+    def __init__(self, finish: Callable[[Any], Any]) -> None:
+        self._finish = finish
+
+    def __getitem__(self, request: Any) -> Any:
+        return self._finish(request)
+
+
+class _Requests:
+    """The requests of a ``Loader``, as torch's loader wants them: anew at each of its starts."""
+
+    def __init__(self, start: Callable[[], Iterator[Any]]) -> None:
+        self._start = start
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._start()
+
+
+def _are_equal(share: Share, other: Share) -> bool:
+    return (share.epoch, share.weight) == (other.epoch, other.weight) and np.array_equal(
+        share.indices, other.indices
+    )
+
+
+def _as_tensor(column: NDArray[Any]) -> Any:
+    """A tensor; a list of the values if they are no numbers."""
+    if column.dtype.kind in "biuf":
+        return torch.from_numpy(np.ascontiguousarray(column))
+    return column.tolist()
+
+
+def _release_connections(_: int) -> None:
+    """Close this worker's copies of connections: they would outlive the process that loads, and its
+    peers would not see that it has ended."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for name in os.listdir("/dev/fd"):
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                with socket.socket(fileno=os.dup(int(name))) as copy:
+                    is_connection = copy.family in (socket.AF_INET, socket.AF_INET6)
+                if is_connection:
+                    os.dup2(null, int(name))  # its owner, a copy of an object, may close it again
+    os.close(null)

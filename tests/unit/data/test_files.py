@@ -1,0 +1,223 @@
+"""Files of data: what each format gives, and what is said of files that are torn."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from potluck.data import ArrowFiles, NumpyFiles, ParquetFiles, ShardedDataset, WebDatasetFiles
+from potluck.data.reader import ShardReader
+from potluck.errors import DataError
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+
+
+def samples_of(dataset: ShardedDataset, *rows: int) -> Any:
+    reader = ShardReader(dataset)
+    try:
+        return reader.take(np.array(rows or range(len(dataset)), np.int64))
+    finally:
+        reader.close()
+
+
+def table(start: int, stop: int, **columns: Any) -> Any:
+    numbers = list(range(start, stop))
+    given = {
+        "id": pa.array(numbers, pa.int64()),
+        "x": pa.array([[n, n + 0.5] for n in numbers], pa.list_(pa.float32(), 2)),
+        "name": pa.array([f"n{n}" for n in numbers]),
+    }
+    return pa.table(given | columns)
+
+
+def write_parquet(path: Path, start: int, stop: int) -> Path:
+    pq.write_table(table(start, stop), path, row_group_size=3)
+    return path
+
+
+def write_arrow(path: Path, start: int, stop: int) -> Path:
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table(0, 1).schema) as writer:
+        for batch in table(start, stop).to_batches(max_chunksize=3):
+            writer.write_batch(batch)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "write", "ending"),
+    [(ParquetFiles, write_parquet, "parquet"), (ArrowFiles, write_arrow, "arrow")],
+)
+class TestColumns:
+    def test_pieces_of_files_are_shards(
+        self, kind: Any, write: Any, ending: str, tmp_path: Path
+    ) -> None:
+        write(tmp_path / f"b.{ending}", 7, 9)
+        write(tmp_path / f"a.{ending}", 0, 7)
+        for paths in (
+            tmp_path,
+            f"{tmp_path}/*.{ending}",
+            [tmp_path / f"a.{ending}", tmp_path / f"b.{ending}"],
+        ):
+            dataset = kind(paths)
+            assert dataset.sizes == (3, 3, 1, 2)
+        found = samples_of(dataset, 8, 0, 4)
+        assert found["id"].tolist() == [8, 0, 4]
+        assert found["x"].tolist() == [[8, 8.5], [0, 0.5], [4, 4.5]]
+        assert found["x"].dtype == np.float32
+        assert found["name"].tolist() == ["n8", "n0", "n4"]
+
+    def test_only_the_columns_that_are_wanted(
+        self, kind: Any, write: Any, ending: str, tmp_path: Path
+    ) -> None:
+        write(tmp_path / f"a.{ending}", 0, 4)
+        assert list(samples_of(kind(tmp_path, columns=["id"]), 1)) == ["id"]
+        with pytest.raises(DataError, match=r"has no column age; it has: id, x, name"):
+            kind(tmp_path, columns=["id", "age"])
+
+    def test_a_transform_gets_rows(
+        self, kind: Any, write: Any, ending: str, tmp_path: Path
+    ) -> None:
+        write(tmp_path / f"a.{ending}", 0, 4)
+        [row] = samples_of(kind(tmp_path, transform=lambda row: row), 3)
+        assert row == {"id": 3, "x": [3.0, 3.5], "name": "n3"}
+
+    def test_a_torn_file_is_named(self, kind: Any, write: Any, ending: str, tmp_path: Path) -> None:
+        path = write(tmp_path / f"a.{ending}", 0, 9)
+        path.write_bytes(path.read_bytes()[:-30])
+        with pytest.raises(DataError, match=rf"a\.{ending} can't be read"):
+            kind(tmp_path)
+
+
+def test_a_parquet_file_with_a_damaged_page_is_named_when_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(table(0, 9), path, compression="gzip", write_page_checksum=True)
+    raw = bytearray(path.read_bytes())
+    raw[40:60] = bytes(20)
+    path.write_bytes(raw)
+    with pytest.raises(DataError, match=r"a\.parquet, piece 0 can't be read"):
+        samples_of(ParquetFiles(path), 0)
+
+
+@pytest.mark.parametrize(
+    ("column", "why"),
+    [
+        (pa.array([1, None, 3]), "column 'bad' .int64. has nulls"),
+        (pa.array([[1], [1, 2], [3]]), "lists of unlike lengths"),
+        (pa.array([[1], [None], [3]]), "has nulls"),
+    ],
+)
+def test_what_a_tensor_can_not_hold_is_refused(column: Any, why: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(table(0, 3, bad=column), path)
+    with pytest.raises(DataError, match=rf"a\.parquet, piece 0: .*{why}"):
+        samples_of(ParquetFiles(path))
+    assert len(samples_of(ParquetFiles(path, transform=lambda row: row))) == 3
+
+
+def test_lists_of_equal_length_are_rows(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(table(0, 3, y=pa.array([[1, 2], [3, 4], [5, 6]])), path)
+    assert samples_of(ParquetFiles(path), 2, 1)["y"].tolist() == [[5, 6], [3, 4]]
+
+
+def test_paths_that_name_no_file(tmp_path: Path) -> None:
+    for paths in (tmp_path, tmp_path / "none.parquet", f"{tmp_path}/*.parquet", []):
+        with pytest.raises(DataError, match=r"there is no such file|no files are given"):
+            ParquetFiles(paths)
+
+
+# ---------------------------------------------------------------- NumPy
+
+
+def test_numpy_files_are_mapped_and_cut_into_shards(tmp_path: Path) -> None:
+    for number, rows in enumerate((5, 3)):
+        np.save(tmp_path / f"x-{number}.npy", np.arange(rows * 2).reshape(rows, 2) + 100 * number)
+        np.save(tmp_path / f"y-{number}.npy", np.arange(rows, dtype=np.float32))
+    dataset = NumpyFiles({"x": f"{tmp_path}/x-*.npy", "y": f"{tmp_path}/y-*.npy"}, rows_per_shard=2)
+    assert dataset.sizes == (2, 2, 1, 2, 1)
+    found = samples_of(dataset, 4, 7)
+    assert found["x"].tolist() == [[8, 9], [104, 105]]
+    assert found["y"].tolist() == [4, 2]
+
+
+def test_numpy_files_that_do_not_fit_together(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.zeros((3, 2)))
+    np.save(tmp_path / "x2.npy", np.zeros((3, 4)))
+    np.save(tmp_path / "y.npy", np.zeros(4))
+    np.save(tmp_path / "one.npy", np.float64(1))
+    np.save(tmp_path / "objects.npy", np.array([{}, 1], dtype=object))
+    (tmp_path / "torn.npy").write_bytes((tmp_path / "x.npy").read_bytes()[:100])
+    x, y = tmp_path / "x.npy", tmp_path / "y.npy"
+    for columns, why in (
+        ({"x": x, "y": y}, r"differ in their rows: .*x\.npy 3, .*y\.npy 4"),
+        ({"x": [x, x], "y": y}, r"differ in their number of files: x 2, y 1"),
+        ({"x": [x, tmp_path / "x2.npy"]}, r"x2\.npy has rows of float64 \[4\], the first"),
+        ({"x": tmp_path / "one.npy"}, "single number"),
+        ({"x": tmp_path / "objects.npy"}, r"objects\.npy can't be read"),
+        ({"x": tmp_path / "torn.npy"}, r"torn\.npy can't be read"),
+        ({}, "at least one column"),
+    ):
+        with pytest.raises(DataError, match=why):
+            NumpyFiles(columns)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- WebDataset
+
+
+def write_tar(path: Path, names: list[str], mode: Any = "w") -> Path:
+    with tarfile.open(path, mode) as archive:
+        for name in names:
+            data = f"<{name}>".encode()
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return path
+
+
+def test_files_with_one_name_are_one_sample(tmp_path: Path) -> None:
+    write_tar(tmp_path / "0.tar", ["a.jpg", "a.cls", "dir/b.seg.png", "dir/b.cls", "README", ".x"])
+    write_tar(tmp_path / "1.tar", ["c.jpg"])
+    dataset = WebDatasetFiles(tmp_path)
+    assert dataset.sizes == (2, 1)
+    assert samples_of(dataset, 2, 1, 0) == [
+        {"__key__": "c", "jpg": b"<c.jpg>"},
+        {"__key__": "dir/b", "seg.png": b"<dir/b.seg.png>", "cls": b"<dir/b.cls>"},
+        {"__key__": "a", "jpg": b"<a.jpg>", "cls": b"<a.cls>"},
+    ]
+
+
+def test_archives_that_are_torn_are_named(tmp_path: Path) -> None:
+    whole = write_tar(tmp_path / "a.tar", ["a.jpg", "b.jpg"]).read_bytes()
+    for name, data, why in (
+        ("cut.tar", whole[: 512 + 3], r"cut\.tar is cut off in a\.jpg"),
+        ("none.tar", b"not an archive at all" * 100, r"none\.tar can't be read"),
+        (
+            "damaged.tar",
+            whole[:1024] + b"x" * 300 + whole[1324:],
+            r"damaged\.tar is damaged .* after a\.jpg",
+        ),
+        ("short.tar", whole[:1024], r"short\.tar is damaged or cut off after a\.jpg"),
+        ("empty.tar", b"", r"empty\.tar can't be read"),
+    ):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(DataError, match=why):
+            WebDatasetFiles(tmp_path / name)
+    write_tar(tmp_path / "packed.tar", ["a.jpg"], "w:gz")
+    with pytest.raises(DataError, match=r"packed\.tar can't be read as an uncompressed tar"):
+        WebDatasetFiles(tmp_path / "packed.tar")
+    write_tar(tmp_path / "twice.tar", ["a.jpg", "a.jpg"])
+    with pytest.raises(DataError, match=r"twice\.tar has a\.jpg twice"):
+        WebDatasetFiles(tmp_path / "twice.tar")
+
+
+def test_an_archive_that_shrinks_after_it_was_listed_is_named(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "a.tar", ["a.jpg", "b.jpg"])
+    dataset = WebDatasetFiles(path)
+    path.write_bytes(path.read_bytes()[:1030])
+    with pytest.raises(DataError, match=r"a\.tar is cut off in b\.jpg"):
+        samples_of(dataset, 1)
