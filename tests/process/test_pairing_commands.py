@@ -108,6 +108,11 @@ def test_a_second_machine_joins_and_a_wrong_code_voids_the_next_one(environment:
     assert secrets[0] == secrets[1]
     assert secrets[0].strip() not in stdout + stderr
 
+    # A cluster of one machine, as `potluck up` makes it, is left for another without a word.
+    assert "no code came on stdin" in types(third, "", "join").stderr
+    potluck(third, "init")
+    assert "no code came on stdin" in types(third, "", "join").stderr
+
     # A machine that has a secret is asked first; a wrong code ends the run on both sides.
     refused = types(second, "111-222-333\n", "join", "--yes")
     assert refused.returncode == 2
@@ -122,7 +127,7 @@ def test_a_second_machine_joins_and_a_wrong_code_voids_the_next_one(environment:
     assert (wrong.returncode, pairing.returncode) == (2, 2)
     assert "wrong" in wrong.stderr
     assert "void now" in said
-    assert not (third / "cluster_secret").exists()
+    assert (third / "cluster_secret").read_text() not in secrets
     assert code not in said + wrong.stderr
 
     # Who is in, and the ban of the machine by its name; a member has no say.
@@ -134,6 +139,7 @@ def test_a_second_machine_joins_and_a_wrong_code_voids_the_next_one(environment:
     powerless = potluck(second, "ban", "first")
     assert powerless.returncode == 2
     assert "founded the cluster" in powerless.stderr
+    assert "founded the cluster" in potluck(first, "ban", "first").stderr, "it knows its own name"
     banned = potluck(first, "ban", "second", "--reason", "sold")
     assert banned.returncode == 0, banned.stderr
     assert f"second (node {second_node[:12]}) is banned." in banned.stdout

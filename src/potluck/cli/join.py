@@ -42,8 +42,8 @@ def join(
     screens then show the same three words; say yes on both if they do. The secret and the list of
     admitted keys are stored in ~/.potluck, where only you can read them.
 
-    If this machine already belongs to a cluster, --replace is needed; its former secret is
-    removed.
+    If this machine already belongs to a cluster with other machines, --replace is needed; its
+    former secret is removed.
 
     With --json: {"version": 1, "node", "name", "namespace"}: id and name of the machine that
     admitted this one, and the cluster's public name.
@@ -97,11 +97,22 @@ def _check(settings: Settings, replace: bool) -> None:
             "over another; unset the variable first"
         )
     path = settings.home / SECRET_FILE
-    if path.exists() and not replace:
+    if path.exists() and not replace and not _is_alone(settings):
         raise ConfigurationError(
             f"this machine already has a cluster secret ({path}). To leave that cluster and join "
             "the other: potluck join --replace"
         )
+
+
+def _is_alone(settings: Settings) -> bool:
+    """Whether this machine's cluster is one that it founded, without another machine: `potluck up`
+    or `potluck nodes` made it, and nothing is lost with it."""
+    from potluck.cluster.trust.credentials import load_admissions
+    from potluck.cluster.trust.identity import load_or_create_identity
+    from potluck.transport.credentials import node_id_of
+
+    me = node_id_of(load_or_create_identity(settings.home).public_key())
+    return load_admissions(settings).roster.entries.keys() == {me}
 
 
 async def _ask(
@@ -139,4 +150,10 @@ async def _ask(
 
     finders = [] if place is not None else all_finders(settings)
     typer.echo("Looking for the machine that shows it ...", err=True)
-    return await take_over(code, me, finders, confirm, address=place, timeout_s=wait_s)
+
+    def wrong(text: str) -> None:
+        typer.echo(f"{text}. Still looking (Ctrl-C ends it) ...", err=True)
+
+    return await take_over(
+        code, me, finders, confirm, address=place, timeout_s=wait_s, on_wrong=wrong
+    )

@@ -81,6 +81,8 @@ def ban(
         )
     if find_agent(settings.home) is None:
         typer.echo("The other machines learn of it when `potluck up` runs here.")
+    else:
+        typer.echo("Machines that are switched off learn of it when they come back.")
 
 
 def unban(node: _Node) -> None:
@@ -232,11 +234,14 @@ def find_known(settings: Settings, text: str) -> str:
     """The id of the machine that ``text`` names: a name, an id, or the beginning of an id.
     ConfigurationError if that is none of the machines that are known here, or several."""
     from potluck.cluster.trust.credentials import load_admissions
+    from potluck.cluster.trust.identity import load_or_create_identity
     from potluck.cluster.trust.known_nodes import KnownNodes, find_node
+    from potluck.transport.credentials import node_id_of
 
     named = {node: each.name for node, each in load_admissions(settings).roster.entries.items()}
     for each in KnownNodes(settings.home).nodes():
         named[each.node] = each.name or named.get(each.node, "")
+    named[node_id_of(load_or_create_identity(settings.home).public_key())] = settings.machine_name
     return find_node(text, named.items())
 
 

@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from potluck.background import Tasks, stop, why
-from potluck.errors import ConfigurationError, PotluckError
+from potluck.errors import ConfigurationError, PotluckError, Refused
 from potluck.transport import broker
 from potluck.transport.binding import listened_on
 from potluck.transport.broker import BrokeredSocket
 from potluck.transport.failures import translated
 from potluck.transport.handshake import WRITE, Steps
-from potluck.transport.rate import RateLimitedLog
+from potluck.transport.rate import REFUSAL_S, RateLimitedLog
 from potluck.transport.tcp import tune
 
 T = TypeVar("T")
@@ -107,6 +107,7 @@ class Acceptor:
         self._limits = limits
         self._awaits = awaits
         self._complain = RateLimitedLog(_log)
+        self._complain_of_refusal = RateLimitedLog(_log, interval_s=REFUSAL_S)
         self._tasks = Tasks()
         self._unauthenticated: Unauthenticated = {} if crowd is None else crowd
 
@@ -181,6 +182,8 @@ class Acceptor:
                 self._dropped(caller, f"no {self._awaits} within {seconds:g} s")
             elif isinstance(error, OSError):
                 self._dropped(caller, str(translated(error, caller.peer, "greeting it")))
+            elif isinstance(error, Refused):
+                self._complain_of_refusal.warning(f"dropped {caller.peer}: {error}")
             else:
                 self._dropped(caller, str(error))
         except Exception as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
@@ -31,6 +32,8 @@ from potluck.transport.handshake import check_identity, hear_knock, knock, objec
 from potluck.transport.tcp import tune
 from potluck.wire.format import PREFIX_BYTES, MessageFormat
 from potluck.wire.greeting import GREETING, Greeting, Hello, Welcome
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Received = TypeVar("Received")
@@ -197,7 +200,11 @@ class Server:
                 raise Refused(
                     f"node {client.node[:12]} was refused: {refusal.reason}", refusal.code
                 )
-            hello = await read_greeting(reader)
+            try:
+                hello = await read_greeting(reader)
+            except LinkError as error:  # a member that has a link to here by another address
+                _log.debug("%s: %s", caller.peer, error)
+                return
             if not isinstance(hello, Hello):
                 raise ProtocolError("the peer began with something else than HELLO")
             refusal = objection(hello, client, self._credentials)

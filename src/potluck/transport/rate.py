@@ -9,6 +9,9 @@ from collections.abc import Callable
 
 from potluck.printable import plain
 
+REFUSAL_S = 60.0
+"""Between lines about machines that are refused: a banned machine calls again every second."""
+
 
 class RateLimitedLog:
     """Writes at most one line per ``interval_s``; the next line counts those left out."""

@@ -225,6 +225,8 @@ def test_a_ban_takes_a_node_out_everywhere_with_its_links_and_the_secret(tmp_pat
             assert node.agent.report.status().banned == (carl.id,)
         await carl.says("this node is banned from the cluster")
         assert carl.agent.credentials.namespace == namespace_of(OLD)
+        with pytest.raises(Refused, match=r"out of its cluster: .* \(sold\)\. An admin"):
+            await ask_agent(Settings(home=carl.home), local.NodesRequest(), timeout_s=WAIT_S)
         # It calls again and again: nobody talks to it, and it never hears of the new secret.
         tells(carl, ada)
         tells(carl, bob)

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from potluck.background import Tasks, stop
 from potluck.cluster.home.node_state import AgentRecord, find_agent
-from potluck.cluster.trust.credentials import load_node_credentials
-from potluck.errors import ConfigurationError, LinkError
+from potluck.cluster.trust.credentials import load_admissions, load_node_credentials
+from potluck.errors import ConfigurationError, LinkError, Refused
 from potluck.settings import Settings
 from potluck.transport import aio
 from potluck.wire import local
@@ -103,11 +103,18 @@ async def call_agent(
     settings: Settings, agent: AgentRecord | None = None
 ) -> aio.MessageLink[local.Reply, local.Request]:
     """A connection to ``agent``, by default this machine's. ConfigurationError if none runs here,
-    or if another node answers at its port."""
+    or if another node answers at its port; Refused if this machine is banned."""
     record = agent or find_agent(settings.home)
     if record is None:
         raise ConfigurationError("no agent runs on this machine; start it with: potluck up")
     credentials = load_node_credentials(settings)
+    if reason := load_admissions(settings).objects_to(credentials.node_id):
+        raise Refused(
+            f"this machine is out of its cluster: {reason}. An admin takes a ban back with "
+            f"`potluck unban {credentials.node_id[:12]}`; to enter another cluster: potluck join "
+            "--replace",
+            "revoked",
+        )
     hello = Hello(CLIENT)
     try:
         reader, writer, _ = await aio.connect(

@@ -27,7 +27,7 @@ from potluck.cluster.discovery.interfaces import interface_of
 from potluck.errors import LinkError, PotluckError, ProtocolError, Refused, WrongSecret
 from potluck.transport import aio
 from potluck.transport.credentials import Credentials, node_id_of_bytes
-from potluck.transport.rate import RateLimitedLog
+from potluck.transport.rate import REFUSAL_S, RateLimitedLog
 from potluck.wire import peers
 from potluck.wire.greeting import Hello, Refusal, Welcome
 
@@ -98,6 +98,7 @@ class PeerLinks:
         self._calling: dict[str, asyncio.Task[None]] = {}
         self._tasks = Tasks()
         self._complain = RateLimitedLog(_log)
+        self._complain_of_refusal = RateLimitedLog(_log, interval_s=REFUSAL_S)
         self._is_closed = False
         self._caller = start_task(self._calls.run, name="calling peers", on_broken=on_broken)
 
@@ -276,7 +277,7 @@ class PeerLinks:
         where = f"{hint.host}:{hint.port} (found by {hint.source})"
         if isinstance(error, Refused):
             if error.code not in _PASSING:
-                self._complain.warning(f"{error}")
+                self._complain_of_refusal.warning(f"{error}")
         elif isinstance(error, WrongSecret):
             self._complain.warning(f"{where} is not of this cluster: {error}")
         else:

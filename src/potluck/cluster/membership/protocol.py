@@ -53,6 +53,11 @@ from potluck.cluster.membership.view import describe, first_view
 from potluck.wire import nodes as wire
 from potluck.wire.nodes import StableRecord, View, ViewMember
 
+_BANNED = (
+    "this node is banned from the cluster: `potluck unban` on an admin takes that back, `potluck "
+    "join --replace` here enters another cluster"
+)
+
 
 class MembershipProtocol:
     """The control plane's decisions on one node, in one incarnation of its agent.
@@ -385,7 +390,7 @@ class MembershipProtocol:
         if new:
             self._outbox.act(Note(f"banned: {', '.join(sorted(new))}"))
         if self.me in new:
-            self._agreement.leave(now, "this node is banned from the cluster")
+            self._agreement.leave(now, _BANNED)
             return
         self._renew(now)
 

@@ -212,4 +212,4 @@ def _seniors(admissions: Admissions) -> str:
     """The admins, for the text of an error."""
     admins = [e for e in admissions.roster.entries.values() if e.role in ("founder", "admin")]
     names = [f"{each.name} ({each.node[:12]})" if each.name else each.node[:12] for each in admins]
-    return "an admin: " + ", ".join(names)
+    return "an admin: " + ", ".join(names) + " (`potluck nodes` shows them)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -38,17 +38,19 @@ async def take_over(
     *,
     address: tuple[str, int] | None = None,
     timeout_s: float = 60.0,
+    on_wrong: Callable[[str], None] = lambda text: None,
 ) -> wire.Handover:
     """What the host that shows ``code`` gives to this machine, once both people said yes.
 
-    The host is found by ``finders``, or is at ``address``. Tries at most ``MAX_GUESSES`` hosts;
-    WrongCode if none of them has this code, or if the person said no. LinkError if no host was
+    The host is found by ``finders``, or is at ``address``. ``on_wrong`` is told at once that a host
+    has another code, while others are looked for. Tries at most ``MAX_GUESSES`` hosts; WrongCode if
+    none of them has this code, or if the person said no. LinkError if no host was
     found within ``timeout_s`` seconds, or if the connection failed.
     """
     if address is not None:
         async with _connected(*address) as streams:
             return await _ask(streams, code, me, confirm)
-    search = _Search(code, me, confirm)
+    search = _Search(code, me, confirm, on_wrong)
     presence = Presence(lambda: [code.advert_key], 0, new_instance())
     try:
         async with running_finders(finders, presence, search.heard):
@@ -56,6 +58,8 @@ async def take_over(
                 await first(search.found, search.outcome)
             return await search.outcome
     except TimeoutError:
+        if search.wrong is not None:
+            raise search.wrong from None
         reached = f" ({search.failure})" if search.failure else ""
         raise LinkError(
             f"no machine that shows this code was found in {timeout_s:g} s{reached}. Is `potluck "
@@ -70,13 +74,18 @@ class _Search:
     """The search for the host: connects to all hosts found, and tries them one after the other,
     each host once."""
 
-    def __init__(self, code: Code, me: Me, confirm: Confirm) -> None:
+    def __init__(
+        self, code: Code, me: Me, confirm: Confirm, on_wrong: Callable[[str], None]
+    ) -> None:
         self.failure = ""
+        self.wrong: WrongCode | None = None
+        """What the last host with another code led to."""
         self.found: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """A host with this code was found; the people are asked."""
         self._code = code
         self._me = me
         self._confirm = confirm
+        self._on_wrong = on_wrong
         self.outcome: asyncio.Future[wire.Handover] = asyncio.get_running_loop().create_future()
         self._calls: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._asking = asyncio.Lock()
@@ -126,8 +135,11 @@ class _Search:
                 raise
             elif isinstance(error, WrongCode):
                 self._wrong.add(hint.instance)
+                self.wrong = error
                 if len(self._wrong) >= MAX_GUESSES:
                     self.outcome.set_exception(error)
+                else:
+                    self._on_wrong(str(error))
 
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
