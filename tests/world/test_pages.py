@@ -32,6 +32,7 @@ def test_the_compressor_on_the_page_of_compression(capsys: pytest.CaptureFixture
 
 
 def test_the_script_on_the_page_of_strategies(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch")
     names = run("strategies.md")
     names["model"].ctx.close()
     assert names["job"].step_number == 80
