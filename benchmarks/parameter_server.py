@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -21,6 +20,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from potluck.bench.machine import load
 
 FAST_S, SLOW_S = 0.040, 0.160
 WORKERS = 4
@@ -129,7 +130,7 @@ def main() -> None:
     for number in range(arguments.rounds):
         for way in WAYS[number % len(WAYS) :] + WAYS[: number % len(WAYS)]:
             figures[way].append(measure(way, arguments.rate, arguments.seconds))
-    print(f"{arguments.rounds} rounds of {arguments.seconds:g} s; load {os.getloadavg()[0]:.1f}")
+    print(f"{arguments.rounds} rounds of {arguments.seconds:g} s; load {load()}")
     print("way                  part of the sum of speeds   test accuracy")
     for way, rows in figures.items():
         speed = statistics.median(row["speed"] for row in rows)
