@@ -14,7 +14,7 @@ import numpy as np
 from potluck.errors import FederationError
 from potluck.federated.clients import Clients, Reply
 from potluck.federated.history import History, RoundReport
-from potluck.federated.parameters import Parameters, checked, difference, flat, unflat
+from potluck.federated.parameters import Parameters, checked, difference, fitted, flat, unflat
 from potluck.federated.patience import Deadlines, Gathering, Patience
 from potluck.federated.privacy import DifferentialPrivacy, PrivateMean, clipped_sum
 from potluck.federated.secure.rounds import secure_sum
@@ -27,6 +27,7 @@ from potluck.waiting import to_stderr
 Evaluate = Callable[[int, Parameters], Mapping[str, float]]
 
 _LINE_EVERY_S = 1.0
+_MAX_REASON = 1000
 
 
 @dataclass(slots=True)
@@ -287,7 +288,7 @@ class Federation:
         why = difference(found, now.parameters)
         if why:
             raise ValueError(f"{what}: {why}")
-        return found
+        return checked(fitted(found, now.parameters), f"the result of {what}")
 
     def gather(
         self,
@@ -316,7 +317,7 @@ class Federation:
                     break
                 answer, reason = reply.answer, reply.reason
                 if answer is not None and not reason:
-                    reason = str(answer.get("refused", ""))
+                    reason = str(answer.get("refused", ""))[:_MAX_REASON]
                 if not reason:
                     try:
                         answer = understand(reply.client, answer)

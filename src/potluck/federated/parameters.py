@@ -85,6 +85,15 @@ def difference(found: Parameters, expected: Parameters) -> str:
     return ""
 
 
+def fitted(parameters: Parameters, expected: Parameters) -> Parameters:
+    """``parameters`` with the dtypes of ``expected`` and, of a dict, in its order: means and sums
+    go by position. ``difference`` has found none."""
+    if isinstance(parameters, dict) and isinstance(expected, dict):
+        parameters = {name: parameters[name] for name in expected}
+    with np.errstate(over="ignore"):
+        return like(expected, arrays_of(parameters))
+
+
 def flat(parameters: Parameters) -> NDArray[np.float64]:
     """All values in one float64 vector."""
     return np.concatenate([each.ravel().astype(np.float64) for each in arrays_of(parameters)])

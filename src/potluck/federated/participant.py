@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from potluck.federated.definition import ClientFunction, Site, at
 from potluck.federated.parameters import Parameters, arrays_of, checked, like
 from potluck.federated.secure.participant import SecureParticipant
 from potluck.federated.updates import Update, checked_update
+
+_OWN = Path(__file__).parent
 
 Answer = dict[str, Any]
 """What a client answers: ``{"refused": why}``, or what the method is to return."""
@@ -41,7 +44,7 @@ class Participant:
             if method not in self._methods:
                 return {"refused": f"this client has no method {method!r}"}
             return self._methods[method](**arguments)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self.complain("".join(traceback.format_exception(error)))
             return {"refused": self._told(error)}
 
@@ -59,11 +62,11 @@ class Participant:
             "metrics": dict(update.metrics),
         }
 
-    def _told(self, error: Exception) -> str:
+    def _told(self, error: Exception | SystemExit) -> str:
         """What the server is told of ``error``: the text of an error of potluck's own checks, else
         the type and the innermost place outside of potluck."""
         frames = traceback.extract_tb(error.__traceback__)
-        theirs = [each for each in frames if "/potluck/federated/" not in each.filename]
+        theirs = [each for each in frames if not Path(each.filename).is_relative_to(_OWN)]
         kind = type(error).__name__
         if not theirs:
             return f"{kind}: {error}"

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from potluck.federated.parameters import Parameters, checked, difference
+from potluck.federated.parameters import Parameters, checked, difference, fitted
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,8 @@ def checked_update(found: object, expected: Parameters, client: str = "") -> Upd
     why = difference(parameters, expected)
     if why:
         raise ValueError(f"parameters do not fit the global ones: {why}")
+    # A value that the global dtype can't hold is the client's fault, not the aggregate's.
+    parameters = checked(fitted(parameters, expected), "parameters")
     metrics = {}
     for name, value in dict(found.metrics).items():
         try:

@@ -74,7 +74,7 @@ def be_client(
     else:
         try:
             function = load(file, "client")
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             text = f": {error}" if tells else ""
             unfit = f"{file.name} can't be loaded: {type(error).__name__}{text}"
             traceback.print_exception(error)

@@ -171,7 +171,7 @@ class Host:
             raise ValueError("there is no directory for checkpoints: pass checkpoint=DIRECTORY")
         with self._changed:
             self._save(max((each.version for each in self._models.values()), default=0))
-        self._writer.wait()
+            self._writer.wait()  # held: else a push begins a second write
 
     def stats(self) -> dict[str, Any]:
         """Versions, and counts of gradients by what became of them."""

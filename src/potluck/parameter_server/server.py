@@ -15,7 +15,7 @@ import numpy as np
 
 from potluck.checkpoint import CheckpointStore
 from potluck.context import DistributedContext
-from potluck.errors import HandlerError, ServiceLost, ServiceTimeout
+from potluck.errors import HandlerError, ServiceLost, ServiceTimeout, UnknownService
 from potluck.parameter_server.host import Host
 from potluck.parameter_server.model import LIFE_BITS
 from potluck.parameter_server.modes import (
@@ -344,6 +344,10 @@ class ParameterServer:
                     kind = ValueError if error.type == "ValueError" else TypeError
                     raise kind(error.text) from error
                 raise
+            except UnknownService:  # it was started again, and does not serve yet
+                if not self.ctx.elastic or time.monotonic() >= deadline:
+                    raise
+                time.sleep(_PAUSE_S)
             except ServiceLost:
                 # Every call may be made twice: pushes have numbers, all others change nothing then.
                 if not self._enter_next_group(deadline):

@@ -6,7 +6,8 @@ gradient, and the oldest applied first, the gradient in place ``j`` (from 0) of 
 outstanding is applied at version ``now + j`` at best. So a set of outstanding versions is feasible
 if and only if ``now + j - u_j <= max_staleness`` for the ``j``-th oldest ``u_j`` (earliest deadline
 first, which meets all deadlines if any order does). Pulls and updates that keep the set feasible go
-on; others wait. The oldest gradient may always be applied, so some worker always goes on.
+on; others wait. The oldest gradient may always be applied, so some worker always goes on; also
+where the bound has shrunk since, with the number of workers, and the set is feasible no more.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class Leases:
         which ends its lease; None if it must wait. KeyError without a lease."""
         mine = self.held[worker]
         others = [lease.version for name, lease in self.held.items() if name != worker]
-        if not is_feasible(now + 1, others, self.max_staleness):
+        is_oldest = mine.version <= min(others, default=now)
+        if not is_oldest and not is_feasible(now + 1, others, self.max_staleness):
             return None
         del self.held[worker]
         return now - mine.version

@@ -88,11 +88,13 @@ class Table:
                 )
             if given[name].dtype.kind == "c" and tensor.dtype.kind != "c":
                 raise ValueError(f"{what} is complex in {name!r}, which is {tensor.dtype}")
-            if not np.isfinite(given[name]).all():
-                raise ValueError(f"{what} has NaN or infinite numbers in {name!r}")
-        return {
-            name: np.asarray(given[name], tensor.dtype) for name, tensor in self.tensors.items()
-        }
+        found = {}
+        for name, tensor in self.tensors.items():
+            with np.errstate(over="ignore"):  # a number that this dtype can't hold is infinite
+                found[name] = np.asarray(given[name], tensor.dtype)
+            if not np.isfinite(found[name]).all():
+                raise ValueError(f"{what} has NaN or infinite numbers in {name!r} ({tensor.dtype})")
+        return found
 
     # -- for checkpoints
 

@@ -112,7 +112,7 @@ class Server:
         """``rank_of(worker)`` is the worker's present rank, -1 if it has none. ``max_bytes``: the
         arrays of one call, and of all calls under way together. A client that stops in the middle
         of a request or reply for ``stall_s`` is dropped. ``objects_to(node)`` says why the clients
-        of a node must go, or None; it is asked every second."""
+        of a node must go, or None; it is asked every second, and at each call."""
         self._objects_to = objects_to
         self._rank_of = rank_of
         self._max_bytes = max_bytes
@@ -334,6 +334,7 @@ class Server:
         rank = self._rank_of(caller.worker)
         call = Call(caller.node, caller.worker, rank, head.service, head.method, head.timeout_s)
         try:
+            self._check_welcome(client)
             return run(queue.service.methods[head.method], call, arguments)
         finally:
             after = queue.leave()
@@ -349,7 +350,13 @@ class Server:
 
         future.add_done_callback(ended)
 
+    def _check_welcome(self, client: _Client) -> None:
+        """SecurityError if the client's node was banned since it connected."""
+        if reason := self._objects_to(client.caller.node):
+            raise SecurityError(reason)
+
     def _reply(self, client: _Client, answer: Answer) -> None:
+        self._check_welcome(client)
         try:
             packed = pack(answer.result, "result")
             if packed.nbytes > self._max_bytes:

@@ -297,3 +297,41 @@ def test_files_are_run_as_on_the_cluster_and_each_client_has_its_folder(tmp_path
         federated.simulate(code / "fed_client.py", code / "fed_client.py", num_clients=3)
     with pytest.raises(ConfigurationError, match="does not exist"):
         federated.simulate(code / "none.py", code / "fed_client.py", num_clients=3)
+
+
+def test_a_dict_counts_by_its_names_whatever_their_order() -> None:
+    def train(parameters: Any, config: Mapping[str, Any]) -> Update:
+        found = {"a": parameters["a"] + 1, "b": parameters["b"] + 10}
+        return Update(found if site().index % 2 else dict(reversed(found.items())), 1)
+
+    def main(federation: Federation) -> History:
+        return federation.run({"a": np.zeros(2), "b": np.zeros(2)}, rounds=1)
+
+    found = federated.simulate(main, train, num_clients=4).parameters
+    assert {name: array.tolist() for name, array in found.items()} == {"a": [1, 1], "b": [10, 10]}
+
+
+def test_a_number_that_the_models_dtype_can_not_hold_is_refused() -> None:
+    def train(parameters: Any, config: Mapping[str, Any]) -> Update:
+        return Update([parameters[0] + (1e300 if site().index == 1 else 1.0)], 1)
+
+    def main(federation: Federation) -> History:
+        return federation.run([np.zeros(2, np.float32)], rounds=1)
+
+    with np.errstate(over="ignore"):
+        [report] = federated.simulate(main, wide(train), num_clients=4).rounds
+    assert report.arrived == ("0", "2", "3")
+    assert "infinite" in report.missing["1"]
+
+
+def wide(train: Callable[..., Update]) -> Callable[..., Update]:
+    """The client's function computes in float64."""
+    return lambda parameters, config: train([each.astype(float) for each in parameters], config)
+
+
+def test_a_function_that_exits_is_a_client_that_fails() -> None:
+    def leave(parameters: Any) -> Update:
+        raise SystemExit("row 17")
+
+    report = unhurt(exits=leave).rounds[0]
+    assert "SystemExit" in report.missing["1"]

@@ -51,3 +51,9 @@ def test_a_step_changes_neither_the_parameters_nor_the_state_before() -> None:
     SGD(0.1, momentum=0.9).step(parameter, gradient, {"velocity": gradient}, 2, 0.1)
     for array in (parameter, gradient, *state.values()):
         assert array.tolist() == [1.0, 1.0]
+
+
+def test_a_gradient_that_the_parameters_dtype_can_not_hold_is_refused() -> None:
+    table = Table({"w": np.zeros(1, np.float16)}, SGD(1.0))
+    with pytest.raises(ValueError, match=r"NaN or infinite numbers in 'w' \(float16\)"):
+        table.checked({"w": np.array([1e6])}, "the gradient")

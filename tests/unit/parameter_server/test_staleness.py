@@ -154,3 +154,12 @@ def test_feasible_agrees_with_trying_every_order(
 
     check: Callable[[int, list[int], int], bool] = is_feasible
     assert check(now, outstanding, bound) == possible(now, outstanding)
+
+
+def test_a_bound_that_shrinks_with_the_workers_stops_nobody() -> None:
+    """Two leases older than the new bound: the oldest goes first, then the other."""
+    leases = Leases(24)
+    assert leases.pull("0", 0, NEVER)
+    assert leases.pull("1", 0, NEVER)
+    leases.max_staleness = 16
+    assert [leases.apply(worker, 22) for worker in ("0", "1")] == [22, 22]

@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,35 @@ def test_a_banned_node_loses_its_connections_and_others_keep_theirs() -> None:
         with pytest.raises(LinkError):
             call(stolen, "rank")
         assert call(honest, "rank") == 1
+
+
+def test_a_banned_nodes_calls_that_are_under_way_get_no_reply() -> None:
+    banned, secret = threading.Event(), Future[str]()
+
+    @service("s", concurrent=True)
+    def wait(call: Call) -> Any:
+        return secret
+
+    def objects_to(node: str) -> str | None:
+        return "it is banned" if banned.is_set() else None
+
+    with offering(wait, objects_to=objects_to) as offer:
+        client = offer.client("1")
+        ends: list[BaseException] = []
+
+        def ask() -> None:
+            try:
+                call(client, "wait")
+            except LinkError as error:
+                ends.append(error)
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        eventually(lambda: bool(secret._done_callbacks), "the call did not begin")
+        banned.set()
+        secret.set_result("the parameters")
+        thread.join(LATE_S)
+        assert len(ends) == 1
 
 
 @pytest.mark.parametrize("num_clients", [300, pytest.param(1000, marks=pytest.mark.long)])

@@ -19,6 +19,8 @@ from potluck.federated.secure import shamir
 from potluck.federated.secure.masking import Words, derived, mask
 
 MIN_THRESHOLD = 2
+SEALED_BYTES = 12 + 2 * shamir.SHARE_BYTES + 16
+"""Two shares for one client: a nonce, the shares encrypted, and a tag."""
 
 
 class MaskingClient:

@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from potluck.federated.parameters import arrays_of
-from potluck.federated.secure.client import as_words
+from potluck.federated.secure.client import SEALED_BYTES, as_words
 from potluck.federated.secure.masking import NUM_EXTRA, Scale, Words
 from potluck.federated.secure.server import MaskingServer
 from potluck.federated.secure.settings import Range, SecureAggregation
+from potluck.federated.secure.shamir import SHARE_BYTES
 from potluck.federated.strategies.base import Round
 
 Ask = Callable[[str, dict[str, dict[str, Any]], bool, Callable[[str, Any], Any]], dict[str, Any]]
@@ -79,15 +80,20 @@ def _to_all(clients: Mapping[str, Any], question: dict[str, Any]) -> dict[str, d
     return dict.fromkeys(clients, question)
 
 
+def _bytes(value: object, length: int) -> bytes:
+    """A client's bytes. ``bytes(number)`` would take as much memory as the client says."""
+    if not isinstance(value, bytes) or len(value) != length:
+        raise ValueError(f"{length} bytes are needed")
+    return value
+
+
 def _keys(client: str, answer: Any) -> dict[str, bytes]:
-    keys = {name: bytes(answer["keys"][name]) for name in ("mask", "channel")}
-    if any(len(key) != 32 for key in keys.values()):
-        raise ValueError("a public key has 32 bytes")
-    return keys
+    return {name: _bytes(answer["keys"][name], 32) for name in ("mask", "channel")}
 
 
 def _shares(client: str, answer: Any) -> dict[str, bytes]:
-    return {str(name): bytes(share) for name, share in answer["shares"].items()}
+    shares = answer["shares"].items()
+    return {str(name): _bytes(share, SEALED_BYTES) for name, share in shares}
 
 
 def _words_of(length: int) -> Callable[[str, Any], Words]:
@@ -102,6 +108,6 @@ def _words_of(length: int) -> Callable[[str, Any], Words]:
 
 def _opened(client: str, answer: Any) -> dict[str, dict[str, bytes]]:
     return {
-        kind: {str(name): bytes(share) for name, share in answer[kind].items()}
+        kind: {str(name): _bytes(share, SHARE_BYTES) for name, share in answer[kind].items()}
         for kind in ("seeds", "keys")
     }
