@@ -4,6 +4,7 @@ here questions go out and answers come in."""
 from __future__ import annotations
 
 import queue
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -132,7 +133,10 @@ class Federation:
             privacy,
             None if privacy is None else PrivateMean(privacy, strategy),
         )
-        seeds = np.random.SeedSequence(self.seed).generate_state(max(rounds, 1), np.uint64)
+        entropy = self.seed
+        if privacy is not None and privacy.seed is None:
+            entropy = secrets.randbits(128)  # the bound holds for clients that none knows of
+        seeds = np.random.SeedSequence(entropy).generate_state(max(rounds, 1), np.uint64)
         reports: list[RoundReport] = []
         for number in range(1, rounds + 1):
             now = Round(number, rounds, parameters, int(seeds[number - 1] >> np.uint64(1)))

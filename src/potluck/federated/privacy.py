@@ -33,7 +33,9 @@ class DifferentialPrivacy:
     without noise: of each client, or with SecureAggregation their sum. Metrics of clients and
     evaluations are outside of it. A ``fraction`` of clients needs ``sampling="poisson"``. A
     strategy of another kind must have its ``sampling_probability`` here, at least that of any
-    client. Noise is NumPy's, of the system's entropy unless ``seed`` is given (for tests).
+    client. Which clients are asked in a round, and the noise (NumPy's), come from the system's
+    entropy unless ``seed`` is given (for tests); the federation's own seed has no part in it. The
+    bound does not cover the reports' lists of clients: keep those to yourself.
     """
 
     noise_multiplier: float

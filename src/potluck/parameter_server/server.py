@@ -378,6 +378,7 @@ class ParameterServer:
             rest = host.await_others(me, until if deadline is None else min(until, deadline))
             if not rest or (deadline is not None and time.monotonic() >= deadline):
                 return
+            self._reform_if_due()  # a worker that was killed meanwhile comes back
             reminder.tick()
 
 

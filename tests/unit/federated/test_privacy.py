@@ -117,3 +117,16 @@ def test_strategies_that_do_not_fit(options: Any, text: str) -> None:
 def test_arguments_that_do_not_fit(options: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         DifferentialPrivacy(**{"noise_multiplier": 1.0, "clip": 1.0, **options})
+
+
+def test_which_clients_are_asked_does_not_follow_from_the_federations_seed() -> None:
+    pytest.importorskip("dp_accounting", reason="pip install dp-accounting")
+    settings = {"num_clients": 30, "strategy": FedAvg(0.5, sampling="poisson")}
+    settings["patience"] = Patience(min_updates=1)
+
+    def asked(privacy: DifferentialPrivacy) -> list[tuple[str, ...]]:
+        return [report.asked for report in run(privacy, rounds=4, **settings).rounds]
+
+    assert asked(DifferentialPrivacy(1.1, 1.0)) != asked(DifferentialPrivacy(1.1, 1.0))
+    seeded = DifferentialPrivacy(1.1, 1.0, seed=3)
+    assert asked(seeded) == asked(seeded)
