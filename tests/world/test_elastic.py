@@ -36,6 +36,7 @@ class Counter:
     schedule: Schedule
     store: CheckpointStore | None = None
     on_step: Callable[[ElasticLoop], None] = lambda job: None
+    policy: Policy = EVERY_STEP
     seen: np.ndarray = field(init=False)
     job: ElasticLoop = field(init=False)
 
@@ -43,7 +44,7 @@ class Counter:
         self.seen = np.zeros(self.schedule.num_samples, np.int64)
         replica = StateReplica(lambda: {"seen": self.seen}, self.restore)
         self.job = ElasticLoop(
-            self.ctx, self.schedule, replica, checkpoint=self.store, policy=EVERY_STEP
+            self.ctx, self.schedule, replica, checkpoint=self.store, policy=self.policy
         )
 
     def restore(self, state: Any) -> None:
@@ -67,6 +68,30 @@ def assert_complete(results: dict[str, Counter] | list[Counter], epochs: int) ->
     for counter in found:
         assert counter.job.done
         assert (counter.seen == epochs).all()
+
+
+def test_ranks_that_know_the_outcome_of_a_vote_and_ranks_that_do_not_compare_hashes_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With ``hash_every`` above 1: worker 2 dies in the vote, and worker 1 does not learn how it
+    ended. At the next vote both must send a hash, or they seem to differ."""
+    vote = MortalContext.commit
+
+    def commit(ctx: MortalContext, step: int, **facts: Any) -> Any:
+        outcome = vote(ctx, step, **facts)
+        if step == 2 and ctx.world_size == 3:
+            if ctx.backend.worker == "2":
+                ctx.die()
+            if ctx.backend.worker == "1":
+                ctx.recv(np.zeros(1), 2)  # raises what the vote would have raised
+        return outcome
+
+    monkeypatch.setattr(MortalContext, "commit", commit)
+    schedule = Schedule(num_samples=24, batch_size=4, epochs=2, seed=3)
+    policy = Policy(hash_every=50, save_every=1000, recovery_s=30)
+    results = ElasticWorld(3, lambda ctx: Counter(ctx, schedule, policy=policy).run()).run()
+    assert sorted(results) == ["0", "1"]
+    assert_complete(results, epochs=2)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])

@@ -120,7 +120,11 @@ class ElasticLoop(elastic.ElasticLoop):
             _check_alone(model)
             inner = model.module if isinstance(model, DistributedDataParallel) else model
             self._outer = OuterStrategy(strategy, inner, optimizers, also or {})
-        elif strategy is not None and isinstance(model, DistributedDataParallel):
+        elif (
+            strategy is not None
+            and strategy.compression is not None
+            and isinstance(model, DistributedDataParallel)
+        ):
             model.compress(strategy.compression)
         super().__init__(
             ctx,

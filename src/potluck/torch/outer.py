@@ -82,7 +82,8 @@ class OuterStrategy:
             (name, p) for name, p in model.named_parameters() if p.requires_grad
         ]
         self._num_trained = len(named)
-        named += [(n, buffer) for n, buffer in model.named_buffers() if buffer.is_floating_point()]
+        kept = model.state_dict().keys()  # other buffers do not travel with the state
+        named += [(n, b) for n, b in model.named_buffers() if b.is_floating_point() and n in kept]
         self._names = [name for name, _ in named]
         self._tensors: list[Tensor] = [tensor for _, tensor in named]
         place = {id(tensor): index for index, tensor in enumerate(self._tensors)}

@@ -303,6 +303,8 @@ class ElasticLoop(Record):
             global_loss = outcome.loss
             self._agreement.newcomers = outcome.reform
             self._agreement.history = self.ctx.epoch
+            # Not where the next group told the outcome: its members may differ in what they know.
+            self._agreement.hash_due = False
         self._count(global_loss, skipped)
 
     def stop(self) -> None:
@@ -380,7 +382,6 @@ class ElasticLoop(Record):
             self._notify("on_epoch_end", ended, self._progress.epoch_loss)
 
     def _note_commit(self, loss: float, num_samples: int, seconds: float) -> None:
-        self._agreement.hash_due = False
         self._agreement.last_loss = loss
         self.losses.append(loss)
         self._attempts = 0

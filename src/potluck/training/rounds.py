@@ -387,6 +387,7 @@ class Rounds:
                     raise RuntimeError(f"round {work.number} does not count: {outcome.reason}")
                 agreement.newcomers = outcome.reform
                 agreement.history = job.ctx.epoch
+                agreement.hash_due = False
                 self._count(work, outcome.loss)
             except LOST as error:
                 job._lost(error)
