@@ -277,6 +277,28 @@ def test_buffers_are_averaged_and_gradients_are_reduced_again_after_the_loop() -
     assert reduces
 
 
+class Counting(nn.Module):
+    """A buffer that is in no state_dict, and that each rank changes in its own way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = copy.deepcopy(_START)
+        self.register_buffer("seen", torch.zeros(1, dtype=torch.float64), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += x.sum().double()
+        out: Tensor = self.inner(x)
+        return out
+
+
+def test_a_buffer_that_does_not_travel_with_the_state_is_each_ranks_own() -> None:
+    def work(ctx: DistributedContext) -> Tensor:
+        return Training(ctx, LocalSGD(every=2), inner=Counting().double()).run().model.module.seen
+
+    first, second = run_world(2, work)
+    assert not torch.equal(first, second)
+
+
 class Tied(nn.Module):
     """Two names of one parameter, and a submodule with the name that a wrapper gives."""
 
@@ -435,6 +457,16 @@ def test_data_parallel_sets_the_compression_of_its_model() -> None:
         training.run()
 
     run_world(2, work)
+
+
+def test_data_parallel_without_a_compression_leaves_that_of_the_model() -> None:
+    with DistributedContext(LocalBackend()) as ctx:
+        model = DDP(copy.deepcopy(_START), ctx, compression=TopK(0.5), dense_below=1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = model.compression
+        assert any(before.strategies)
+        ElasticLoop(model, optimizer, (X, Y), batch_size=8, strategy=DataParallel())
+        assert model.compression is before
 
 
 @pytest.mark.parametrize(
