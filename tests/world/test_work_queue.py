@@ -52,6 +52,7 @@ def test_a_slow_worker_is_overtaken_by_a_copy_and_its_result_is_refused() -> Non
                 assert queue.finish(task, "first")
             is_over.set()
             assert queue.results() == ["first"] * 3
+            ctx.barrier()  # the late result was refused
             return queue.stats()
 
     stats, _ = run_world(2, slow_first)
