@@ -78,3 +78,47 @@ def test_only_the_server_may_call_a_client() -> None:
         return ""
 
     assert "only the federation's server may call its clients" in run_world(3, run)[0]
+
+
+def test_a_client_that_missed_its_deadline_is_asked_again_when_it_is_free() -> None:
+    is_free = threading.Event()
+    seen: list[list[str]] = []
+
+    class AsksAll(Step):
+        def configure(self, round: Any, clients: Any) -> Mapping[str, Any]:
+            seen.append(list(clients))
+            return super().configure(round, clients)
+
+    def slow(parameters: Any, config: Mapping[str, Any]) -> Update:
+        if config["round"] == 1:
+            assert is_free.wait(30)
+        return train(parameters, config)
+
+    def run(ctx: DistributedContext) -> History | None:
+        if ctx.rank == 0:
+            clients = RemoteClients(ctx)
+            assert clients.wait(2, 20.0) == ["1", "2"]
+
+            def evaluate(number: int, parameters: Any) -> Mapping[str, float]:
+                if number == 2:
+                    is_free.set()
+                    assert clients.wait(2, 20.0) == ["1", "2"]
+                return {}
+
+            patience = Patience(min_clients=1, deadline=3.0, min_updates=1)
+            federation = Federation(clients, say=lambda text: None)
+            options = {"rounds": 3, "strategy": AsksAll(), "patience": patience}
+            history = federation.run([np.zeros(5)], evaluate=evaluate, **options)
+            clients.stop()
+            return history
+        name = ctx.group.me.worker
+        function = train if ctx.rank == 1 else slow
+        participant = Participant(function, Site(name, ctx.rank, 0, None), tells=True)
+        serve_client(ctx, participant, threading.Event())
+        return None
+
+    history = run_world(3, run)[0]
+    assert history is not None
+    assert seen == [["1", "2"], ["1"], ["1", "2"]]
+    assert history.rounds[0].missing == {"2": "no answer within 3.0 s"}
+    assert history.rounds[2].arrived == ("1", "2")

@@ -3,6 +3,7 @@ here questions go out and answers come in."""
 
 from __future__ import annotations
 
+import math
 import queue
 import secrets
 import time
@@ -15,10 +16,23 @@ import numpy as np
 from potluck.errors import FederationError
 from potluck.federated.clients import Clients, Reply
 from potluck.federated.history import History, RoundReport
-from potluck.federated.parameters import Parameters, checked, difference, fitted, flat, unflat
-from potluck.federated.patience import Deadlines, Gathering, Patience
-from potluck.federated.privacy import DifferentialPrivacy, PrivateMean, clipped_sum
-from potluck.federated.secure.rounds import secure_sum
+from potluck.federated.parameters import (
+    NotFinite,
+    Parameters,
+    checked,
+    difference,
+    fitted,
+    flat,
+    unflat,
+)
+from potluck.federated.patience import Deadlines, Gathering, Patience, exchange_s
+from potluck.federated.privacy import (
+    DifferentialPrivacy,
+    PrivacyLoss,
+    PrivateMean,
+    clipped_sum,
+)
+from potluck.federated.secure.rounds import Phase, secure_sum
 from potluck.federated.secure.settings import Range, SecureAggregation
 from potluck.federated.strategies.averaging import FedAvg
 from potluck.federated.strategies.base import Config, Round, Strategy
@@ -54,7 +68,7 @@ class _Plan:
     private: PrivateMean | None
 
     def fewest(self, num_asked: int) -> int:
-        """How few updates still make a model. A sum is one update for the strategy."""
+        """How few updates still make a model."""
         return self.patience.fewest(num_asked, int(getattr(self.strategy, "min_updates", 1)))
 
 
@@ -85,6 +99,7 @@ class Federation:
         self._clients = clients
         self._say = say
         self._said_at = time.monotonic()
+        self._loss = PrivacyLoss()
 
     def run(
         self,
@@ -122,6 +137,11 @@ class Federation:
                 f"{type(strategy).__name__} needs each single update, which secure aggregation and "
                 "differential privacy do not give: take FedAvg, FedProx, FedAdam or FedYogi"
             )
+        if privacy and patience.min_updates is not None:
+            raise ValueError(
+                "with privacy= every round is released, however few updates came: leave "
+                "Patience's min_updates out"
+            )
         parameters = checked(initial, "initial")
         deadlines = Deadlines(patience)
         plan = _Plan(
@@ -131,7 +151,7 @@ class Federation:
             secure,
             None if secure is None else Range(secure.limit, secure.max_samples),
             privacy,
-            None if privacy is None else PrivateMean(privacy, strategy),
+            None if privacy is None else PrivateMean(privacy, strategy, self._loss),
         )
         entropy = self.seed
         if privacy is not None and privacy.seed is None:
@@ -174,7 +194,10 @@ class Federation:
         made = make(now, plan, asked, deadline_s, len(there))
         parameters = now.parameters
         if made.updates:
-            parameters = self._aggregated(now, plan.strategy, made.updates)
+            try:
+                parameters = self._aggregated(now, plan.strategy, made.updates)
+            except NotFinite as error:
+                made.note = f"{error}; the parameters stay"
         return parameters, RoundReport(
             number=now.number,
             num_available=len(there),
@@ -209,15 +232,15 @@ class Federation:
             plan.deadlines.note(gathered.times, gathered.num_late, deadline_s)
         updates: list[Update] = list(gathered.answers.values())
         made = _Made(tuple(gathered.answers), gathered.missing, metrics=mean_metrics(updates))
-        if len(updates) < fewest:
-            made.note = f"{len(updates)} of at least {fewest} updates came; the parameters stay"
-        elif plan.private is None or plan.privacy is None:
-            made.updates = updates
-        else:
+        if plan.private is not None and plan.privacy is not None:
             before = flat(now.parameters)
-            changes = [flat(each.parameters) - before for each in updates]
-            total = clipped_sum(changes, plan.privacy.clip)
+            changes = (flat(each.parameters) - before for each in updates)
+            total = clipped_sum(changes, plan.privacy.clip, len(before))
             made.updates = [_moved(now, plan.private.mean(total, num_available))]
+        elif len(updates) < fewest:
+            made.note = f"{len(updates)} of at least {fewest} updates came; the parameters stay"
+        else:
+            made.updates = updates
         return made
 
     def _secure_updates(
@@ -236,34 +259,44 @@ class Federation:
             plan.range.limit, plan.range.max_samples = clip, 1
         missing: dict[str, str] = {}
 
+        began = time.monotonic()
+
         def ask(
+            phase: Phase,
             method: str,
             arguments: dict[str, dict[str, Any]],
-            is_training: bool,
             understand: Callable[[str, Any], Any],
+            enough: int | None = None,
         ) -> dict[str, Any]:
-            enough = plan.patience.enough(len(arguments)) if is_training else len(arguments)
-            gathered = self.gather(method, arguments, enough, deadline_s, understand)
-            if is_training and deadline_s is not None:
+            if enough is None:
+                enough = min(plan.patience.enough(len(asked)), len(arguments))
+            left_s = deadline_s
+            if deadline_s is not None:
+                left_s = exchange_s(phase, deadline_s, time.monotonic() - began)
+            gathered = self.gather(method, arguments, enough, left_s, understand)
+            if phase == "training" and deadline_s is not None:
                 plan.deadlines.note(gathered.times, gathered.num_late, deadline_s)
-            missing.update(gathered.missing)
+            if phase != "after":  # then its change is in the sum
+                missing.update(gathered.missing)
             return gathered.answers
 
         try:
             summed = secure_sum(now, asked, plan.secure, plan.range, ask, clip)
         except (FederationError, ValueError) as error:
-            return _Made((), missing, note=f"{error}; the parameters stay")
+            if plan.private is None:
+                return _Made((), missing, note=f"{error}; the parameters stay")
+            nothing = np.zeros(flat(now.parameters).size)
+            noise = plan.private.mean(nothing, num_available)
+            return _Made((), missing, [_moved(now, noise)])
         made = _Made(summed.arrived, missing, saturation=summed.saturation)
-        fewest = plan.fewest(len(asked))
-        if len(summed.arrived) < fewest:
-            made.note = (
-                f"{len(summed.arrived)} of at least {fewest} updates came; the parameters stay"
-            )
-            return made
-        change = summed.change
+        num_arrived, fewest = len(summed.arrived), plan.fewest(len(asked))
         if plan.private is not None:
-            change = plan.private.mean(change * len(summed.arrived), num_available)
-        made.updates = [_moved(now, change, max(1, round(summed.num_samples)))]
+            change = plan.private.mean(summed.change * num_arrived, num_available)
+            made.updates = [_moved(now, change)]
+        elif num_arrived < fewest:
+            made.note = f"{num_arrived} of at least {fewest} updates came; the parameters stay"
+        else:
+            made.updates = [_moved(now, summed.change, max(1, round(summed.num_samples)))]
         return made
 
     def _configured(
@@ -287,6 +320,8 @@ class Federation:
         }
 
     def _aggregated(self, now: Round, strategy: Strategy, updates: Sequence[Update]) -> Parameters:
+        """What ``strategy`` makes of ``updates``. NotFinite can be a client's fault; TypeError and
+        ValueError for another structure are the strategy's."""
         what = f"{type(strategy).__name__}.aggregate"
         found = checked(strategy.aggregate(now, updates), f"the result of {what}")
         why = difference(found, now.parameters)
@@ -348,10 +383,13 @@ class Federation:
 
 
 def mean_metrics(updates: Sequence[Update]) -> dict[str, float]:
-    """The means of the metrics, each over the clients that have it, by numbers of samples."""
+    """The means of the metrics, by numbers of samples, each over the clients that have a finite
+    value of it."""
     found: dict[str, tuple[float, int]] = {}
     for update in updates:
         for name, value in update.metrics.items():
+            if not math.isfinite(value):
+                continue  # one client's NaN is not the mean of all
             total, weight = found.get(name, (0.0, 0))
             found[name] = (total + value * update.num_samples, weight + update.num_samples)
     return {name: total / weight for name, (total, weight) in found.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -60,5 +61,13 @@ class History:
     rounds: tuple[RoundReport, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """The reports, ready for JSON; without the parameters."""
-        return {"rounds": [asdict(each) for each in self.rounds]}
+        """The reports, ready for JSON, which has no NaN: such figures are None. Without the
+        parameters."""
+        return {"rounds": [_as_dict(each) for each in self.rounds]}
+
+
+def _as_dict(report: RoundReport) -> dict[str, Any]:
+    found = asdict(report)
+    for kind in ("metrics", "evaluation"):
+        found[kind] = {k: v if math.isfinite(v) else None for k, v in found[kind].items()}
+    return found

@@ -12,9 +12,13 @@ Array: TypeAlias = NDArray[Any]
 Parameters: TypeAlias = list[Array] | dict[str, Array]
 
 
+class NotFinite(ValueError):
+    """Some values are NaN or infinite."""
+
+
 def checked(parameters: object, what: str) -> Parameters:
     """``parameters`` with its arrays as NumPy arrays; TypeError or ValueError, beginning with
-    ``what``, unless it is a list (or tuple) or a dict of real, finite arrays."""
+    ``what``, unless it is a list (or tuple) or a dict of real arrays; NotFinite for values."""
     if isinstance(parameters, dict):
         named: dict[str, Array] = {}
         for name, value in parameters.items():
@@ -39,7 +43,7 @@ def _array(value: object, place: str) -> Array:
         raise TypeError(f"{place} has dtype {array.dtype}; real numbers are needed")
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         num_bad = int(array.size - np.isfinite(array).sum())
-        raise ValueError(f"{place} has {num_bad} of {array.size} values that are NaN or infinite")
+        raise NotFinite(f"{place} has {num_bad} of {array.size} values that are NaN or infinite")
     return array
 
 

@@ -50,7 +50,7 @@ class Participant:
 
     def update(self, parameters: Parameters, config: Mapping[str, Any]) -> Update:
         """Train; the update is checked. The function gets a copy of ``parameters``."""
-        given = like(parameters, [each.copy() for each in arrays_of(parameters)])
+        given = like(parameters, arrays_of(parameters))
         found = at(self._site, lambda: self._function(given, config))
         return checked_update(found, parameters, self._site.client)
 

@@ -11,6 +11,7 @@ from typing import Literal
 
 _WINDOW = 256
 _LATE = 2.0
+_EXCHANGE = 0.25
 _LEAST_MAD = 0.1
 
 
@@ -28,7 +29,9 @@ class Patience:
     times the median absolute deviation of the last 256 answer times, where a client that missed
     its deadline counts with twice that deadline; the deviation counts with at least a tenth of the
     median, and the deadline is at least ``least_s``. Until a first client has answered it is
-    ``first_deadline_s``.
+    ``first_deadline_s``. With secure aggregation each of the two exchanges before the training has
+    a quarter of the deadline at most, and the one after it, when the masks are opened, a quarter
+    more.
     """
 
     min_clients: int = 2
@@ -97,6 +100,14 @@ class Deadlines:
         """A round is over: the answer times of its clients, and how many missed ``deadline_s``."""
         self._seconds.extend(seconds)
         self._seconds.extend([_LATE * deadline_s] * num_late)
+
+
+def exchange_s(phase: str, deadline_s: float, elapsed_s: float) -> float:
+    """How long an exchange of secure aggregation may take, when ``elapsed_s`` of a round with
+    ``deadline_s`` are over; its ``phase`` is ``"before"``, ``"training"`` or ``"after"``."""
+    if phase == "training":
+        return max(0.0, deadline_s - elapsed_s)
+    return _EXCHANGE * deadline_s
 
 
 class Gathering:

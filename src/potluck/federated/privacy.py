@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Sequence
+import os
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -27,15 +29,18 @@ class DifferentialPrivacy:
     Gaussian noise of standard deviation ``noise_multiplier * clip`` to their sum, and divides by
     the expected number of clients. Each round reports ``epsilon`` for ``delta``, so far, as the
     library dp-accounting computes it (Renyi accountant; one client's change is added or removed):
-    ``pip install dp-accounting``. Clients that drop out count as changes of zero.
+    ``pip install dp-accounting``. It covers all private runs of a federation together. Clients that
+    drop out count as changes of zero, and every round is released, with noise alone if no update
+    came: a round that is left out would tell who was not asked.
 
     The bound holds for what the server publishes, the parameters; the server itself sees changes
     without noise: of each client, or with SecureAggregation their sum. Metrics of clients and
     evaluations are outside of it. A ``fraction`` of clients needs ``sampling="poisson"``. A
     strategy of another kind must have its ``sampling_probability`` here, at least that of any
-    client. Which clients are asked in a round, and the noise (NumPy's), come from the system's
-    entropy unless ``seed`` is given (for tests); the federation's own seed has no part in it. The
-    bound does not cover the reports' lists of clients: keep those to yourself.
+    client. The noise is the system's secure random numbers, and they seed the choice of the clients
+    of a round, unless ``seed`` is given (for tests); the federation's own seed has no part in it.
+    The bound does not cover how many clients are there, nor the reports' lists of clients: keep
+    those to yourself.
     """
 
     noise_multiplier: float
@@ -55,38 +60,79 @@ class DifferentialPrivacy:
             raise ValueError(f"sampling_probability is {self.sampling_probability!r}")
 
 
-class PrivateMean:
-    """The noisy means of one run, and their privacy loss."""
+class PrivacyLoss:
+    """What a federation has released with noise, in all of its runs."""
 
-    def __init__(self, settings: DifferentialPrivacy, strategy: Any) -> None:
+    def __init__(self) -> None:
+        self._released: Counter[tuple[float, float]] = Counter()
+
+    def note(self, noise_multiplier: float, probability: float) -> None:
+        """One release, of clients that were asked with ``probability``."""
+        self._released[noise_multiplier, probability] += 1
+
+    def epsilon(self, delta: float) -> float:
+        """The privacy loss so far, for ``delta``."""
+        if not self._released:
+            return 0.0
+        library = _accounting()
+        accountant = library.rdp.RdpAccountant()
+        for (noise_multiplier, probability), num in self._released.items():
+            event = library.GaussianDpEvent(noise_multiplier)
+            if probability < 1:
+                event = library.PoissonSampledDpEvent(probability, event)
+            accountant.compose(event, num)
+        return float(accountant.get_epsilon(delta))
+
+
+class PrivateMean:
+    """The noisy means of one run."""
+
+    def __init__(self, settings: DifferentialPrivacy, strategy: Any, loss: PrivacyLoss) -> None:
         """ValueError if the probability that ``strategy`` asks a client is not known;
         MissingDependency without dp-accounting."""
         self._settings = settings
         self._probability = probability_of(settings, strategy)
-        self._library = _accounting()
-        self._num_released = 0
-        self._random = np.random.default_rng(settings.seed)
+        self._loss = loss
+        self._noise = Noise(settings.seed)
+        _accounting()
 
     def mean(self, total: Vector, num_available: int) -> Vector:
         """``total``, the sum of clipped changes, with noise, as the mean of the clients that were
         to be expected. Counts as released."""
-        self._num_released += 1
-        deviation = self._settings.noise_multiplier * self._settings.clip
-        noise = self._random.normal(0.0, deviation, total.shape)
+        settings = self._settings
+        self._loss.note(settings.noise_multiplier, self._probability)
+        noise = self._noise.normal(len(total)) * (settings.noise_multiplier * settings.clip)
         return np.asarray((total + noise) / max(1.0, self._probability * num_available))
 
     @property
     def epsilon(self) -> float:
-        """The privacy loss so far."""
-        if not self._num_released:
-            return 0.0
-        library = self._library
-        event = library.GaussianDpEvent(self._settings.noise_multiplier)
-        if self._probability < 1:
-            event = library.PoissonSampledDpEvent(self._probability, event)
-        accountant = library.rdp.RdpAccountant()
-        accountant.compose(event, self._num_released)
-        return float(accountant.get_epsilon(self._settings.delta))
+        """The privacy loss of the federation so far."""
+        return self._loss.epsilon(self._settings.delta)
+
+
+class Noise:
+    """Standard normal values from the system's secure random numbers; with a ``seed``, from a
+    generator that anybody can repeat."""
+
+    def __init__(self, seed: int | None) -> None:
+        self._bytes = os.urandom if seed is None else np.random.default_rng(seed).bytes
+
+    def normal(self, size: int) -> Vector:
+        """``size`` values, each half of the sum of four.
+
+        A float64 that was made of one pair of random numbers can only be one of 2**53 values, and
+        its last bits may show what it was added to; the sum of four has no such pattern (Holohan
+        and Braghin 2021, "Secure random sampling in differential privacy").
+        """
+        return sum((self._one(size) for _ in range(4)), np.zeros(size)) / 2
+
+    def _one(self, size: int) -> Vector:
+        """Box and Muller 1958."""
+        half = (size + 1) // 2
+        words = np.frombuffer(self._bytes(16 * half), np.uint64) >> np.uint64(11)
+        first, second = (words[:half] + np.uint64(1)) * 2.0**-53, words[half:] * 2.0**-53
+        radius, angle = np.sqrt(-2 * np.log(first)), 2 * np.pi * second
+        return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:size]
 
 
 def _accounting() -> ModuleType:
@@ -110,9 +156,9 @@ def clipped(change: Vector, clip: float) -> Vector:
     return change if norm <= clip else change * (clip / norm)
 
 
-def clipped_sum(changes: Sequence[Vector], clip: float) -> Vector:
-    """The sum of the ``changes``, each clipped."""
-    return np.asarray(np.sum([clipped(each, clip) for each in changes], axis=0))
+def clipped_sum(changes: Iterable[Vector], clip: float, size: int) -> Vector:
+    """The sum of the ``changes``, of ``size`` values, each clipped; of none it is 0."""
+    return sum((clipped(each, clip) for each in changes), np.zeros(size))
 
 
 def probability_of(settings: DifferentialPrivacy, strategy: Any) -> float:

@@ -41,6 +41,8 @@ class RemoteClients:
         self._unfit: dict[str, str] = {}
         self._calls: dict[str, str] = {}
         """The method that each busy client is at."""
+        self._late: set[str] = set()
+        """Clients whose answer was not waited for to the end; they say when they are free."""
         self._is_over = False
         ctx.serve(_Registry(self))
 
@@ -71,6 +73,8 @@ class RemoteClients:
                 reason = "" if isinstance(answer, dict) else "its answer is no dict"
             except ServiceTimeout:
                 reason = f"no answer within {timeout_s:g} s"
+                with self._changed:
+                    self._late.add(client)
             except ServiceLost:
                 reason = "it ended, or can't be reached"
                 self._forget(client, remote)
@@ -105,9 +109,10 @@ class RemoteClients:
 
     # -- what clients call
 
-    def register(self, call: Call, epoch: int, unfit: str) -> str:
-        """A client is there; ``unfit`` says why it can't take part. Returns ``KNOWN``; ``AGAIN`` if
-        it is to call again soon, since its group is not this worker's yet; ``OVER``."""
+    def register(self, call: Call, epoch: int, unfit: str, is_busy: bool) -> str:
+        """A client is there; ``unfit`` says why it can't take part, ``is_busy`` whether it is at an
+        answer. Returns ``KNOWN``; ``AGAIN`` if it is to call again soon, since its group is not
+        this worker's yet; ``OVER``."""
         client = call.worker
         if self._is_over:
             return OVER
@@ -124,6 +129,8 @@ class RemoteClients:
             self._unfit = {name: why for name, why in self._unfit.items() if name != client}
             if unfit:
                 self._unfit[client] = unfit
+            if not is_busy:
+                self._late.discard(client)
             self._changed.notify_all()
         if is_new:
             self._ctx.report(event=f"client {client} takes no part: {unfit}")
@@ -145,7 +152,7 @@ class RemoteClients:
 
     def _idle(self) -> list[str]:
         present = {member.worker for member in self._ctx.members}
-        free = present - self._unfit.keys() - self._calls.keys()
+        free = present - self._unfit.keys() - self._calls.keys() - self._late
         there = [each for each in self._remotes if each in free]
         return sorted(there, key=lambda each: (len(each), each))
 
@@ -167,8 +174,8 @@ class _Registry:
     def __init__(self, clients: RemoteClients) -> None:
         self._clients = clients
 
-    def register(self, call: Call, epoch: int, unfit: str) -> str:
-        return self._clients.register(call, int(epoch), str(unfit)[:1000])
+    def register(self, call: Call, epoch: int, unfit: str, is_busy: bool) -> str:
+        return self._clients.register(call, int(epoch), str(unfit)[:1000], bool(is_busy))
 
 
 @service(CLIENT_SERVICE, concurrent=True)
@@ -196,6 +203,11 @@ class _ClientService:
         finally:
             self._lock.release()
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether an answer is being made."""
+        return self._lock.locked()
+
     def stop(self, call: Call) -> None:
         self._check(call)
         self._ended.set()
@@ -218,7 +230,8 @@ def serve_client(
     while (leader := _node_of_leader(ctx)) is None:
         if ended.wait(_FIRST_EVERY_S):
             return
-    ctx.serve(_ClientService(me, leader, participant, ended))
+    mine = _ClientService(me, leader, participant, ended)
+    ctx.serve(mine)
     server: Remote | None = None
     heard_at, pause_s = time.monotonic(), 0.0
     while not ended.wait(pause_s) and time.monotonic() < heard_at + _GIVE_UP_S:
@@ -230,7 +243,7 @@ def serve_client(
         try:
             if server is None:
                 server = ctx.connect(SERVER_SERVICE, rank=rank, timeout=_CONNECT_S)
-            said = server.register(group.epoch, unfit, timeout=2 * _CONNECT_S)
+            said = server.register(group.epoch, unfit, mine.is_busy, timeout=2 * _CONNECT_S)
         except PotluckError:
             server = None
             continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from potluck.federated import Patience
-from potluck.federated.patience import Deadlines, Gathering
+from potluck.federated.patience import Deadlines, Gathering, exchange_s
 
 
 def test_a_deadline_follows_the_answers_so_far() -> None:
@@ -70,6 +70,14 @@ def test_a_gathering_ends_when_enough_have_answered_or_nobody_else_can() -> None
     assert not broken.answered("b", "killed")
     assert broken.is_over
     assert broken.num_arrived == 0
+
+
+def test_the_exchanges_of_secure_aggregation_share_a_rounds_deadline() -> None:
+    assert exchange_s("before", 8.0, 0.0) == 2.0
+    assert exchange_s("before", 8.0, 2.0) == 2.0
+    assert exchange_s("training", 8.0, 3.5) == 4.5
+    assert exchange_s("training", 8.0, 9.0) == 0.0
+    assert exchange_s("after", 8.0, 8.0) == 2.0
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from potluck import federated
 from potluck.errors import MissingDependency
@@ -22,7 +24,9 @@ from potluck.federated import (
     Update,
     site,
 )
-from potluck.federated.privacy import clipped, clipped_sum
+from potluck.federated.privacy import Noise, clipped, clipped_sum
+from potluck.federated.secure.masking import Scale
+from potluck.federated.secure.participant import SecureParticipant
 
 ZEROS = {"w": np.zeros(2000)}
 
@@ -44,8 +48,56 @@ def run(privacy: DifferentialPrivacy, num_clients: int = 10, **options: Any) -> 
 def test_clipping_bounds_the_norm_and_keeps_the_direction() -> None:
     np.testing.assert_allclose(clipped(np.array([3.0, 4.0]), 1.0), [0.6, 0.8])
     np.testing.assert_array_equal(clipped(np.array([0.3, 0.4]), 1.0), [0.3, 0.4])
-    total = clipped_sum([np.array([30.0, 40.0]), np.array([0.3, 0.4])], 1.0)
+    total = clipped_sum([np.array([30.0, 40.0]), np.array([0.3, 0.4])], 1.0, 2)
     np.testing.assert_allclose(total, [0.9, 1.2])
+    np.testing.assert_array_equal(clipped_sum([], 1.0, 2), [0.0, 0.0])
+
+
+@pytest.mark.parametrize("seed", [5, None])
+def test_noise_is_standard_normal(seed: int | None) -> None:
+    found = Noise(seed).normal(200_001)
+    assert abs(found.mean()) < 0.02
+    assert abs(found.std() - 1) < 0.02
+    for width, share in [(1, 0.6827), (2, 0.9545), (3, 0.9973)]:
+        assert abs((np.abs(found) < width).mean() - share) < 0.01
+    assert abs(np.corrcoef(found[:100_000], found[100_001:])[0, 1]) < 0.02
+
+
+def test_noise_without_a_seed_is_the_systems_secure_random_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("os.urandom", bytes)  # zeros
+    radius = np.sqrt(-2 * np.log(2.0**-53))  # of the numbers 2**-53 and 0
+    np.testing.assert_allclose(Noise(None).normal(2), [2 * radius, 0.0])
+
+
+@settings(max_examples=50)
+@given(num_clients=st.integers(3, 1000), size=st.integers(1, 300), seed=st.integers(0, 2**32))
+def test_a_clipped_change_stays_in_its_bound_when_it_is_rounded(
+    num_clients: int, size: int, seed: int
+) -> None:
+    clip, session = 1.5, bytes(16)
+    after = np.random.default_rng(seed).normal(size=size) * 100
+    client = SecureParticipant("a", lambda before, config: Update([after], 7))
+    client.keys(session)
+    client._masks = NoMask()  # type: ignore[assignment]
+    scale = Scale(clip, 1, num_clients)
+    question = {"limit": clip, "max_samples": 1, "num_clients": num_clients, "clip": clip}
+    words = client.masked(session, {}, [np.zeros(size)], {}, **question)["words"]
+    assert np.linalg.norm(scale.decode(words).mean) <= clip
+
+
+class NoMask:
+    def masked(self, sealed: Any, words: Any) -> Any:
+        return words
+
+
+def test_more_parameters_than_the_rounding_allows_are_refused() -> None:
+    client = SecureParticipant("a", lambda before, config: Update([np.ones(100_000)], 7))
+    client.keys(b"1")
+    question = {"limit": 1.0, "max_samples": 1, "num_clients": 2**24, "clip": 1.0}
+    with pytest.raises(ValueError, match="100000 parameters of 16777216 clients are too many"):
+        client.masked(b"1", {}, [np.zeros(100_000)], {}, **question)  # type: ignore[arg-type]
 
 
 def test_without_the_library_nothing_starts_and_the_error_names_it(
@@ -77,20 +129,55 @@ def test_epsilon_is_the_librarys() -> None:
         accountant.compose(library.GaussianDpEvent(1.1))
         assert report.epsilon == accountant.get_epsilon(1e-6)
     strategy = FedAvg(0.4, sampling="poisson")
-    patience = Patience(min_updates=1)
-    settings = {"num_clients": 30, "strategy": strategy, "patience": patience}
-    history = run(DifferentialPrivacy(1.1, 1.0), rounds=3, **settings)
+    history = run(DifferentialPrivacy(1.1, 1.0), rounds=3, num_clients=30, strategy=strategy)
     accountant = library.rdp.RdpAccountant()
     event = library.PoissonSampledDpEvent(0.4, library.GaussianDpEvent(1.1))
     accountant.compose(event, 3)
     assert history.rounds[-1].epsilon == accountant.get_epsilon(1e-5)
 
 
-def test_a_round_that_publishes_nothing_costs_nothing() -> None:
+def test_all_private_runs_of_a_federation_are_one_account() -> None:
+    library = pytest.importorskip("dp_accounting", reason="pip install dp-accounting")
+
+    def twice(federation: Federation) -> History:
+        federation.run(ZEROS, rounds=2, privacy=DifferentialPrivacy(1.1, 1.0))
+        return federation.run(ZEROS, rounds=1, privacy=DifferentialPrivacy(2.0, 1.0))
+
+    history = federated.simulate(twice, train, num_clients=3)
+    accountant = library.rdp.RdpAccountant()
+    accountant.compose(library.GaussianDpEvent(1.1), 2)
+    accountant.compose(library.GaussianDpEvent(2.0), 1)
+    assert history.rounds[0].epsilon == accountant.get_epsilon(1e-5)
+
+
+@pytest.mark.parametrize("secure", [None, SecureAggregation()])
+def test_a_round_is_released_with_noise_even_if_no_update_came(
+    secure: SecureAggregation | None,
+) -> None:
+    """Otherwise a round that was left out would tell that few were asked."""
     pytest.importorskip("dp_accounting", reason="pip install dp-accounting")
-    history = run(DifferentialPrivacy(1.0, 1.0), patience=Patience(min_updates=11))
-    assert history.rounds[0].epsilon == 0
-    np.testing.assert_array_equal(history.parameters["w"], ZEROS["w"])
+
+    def fails(parameters: Any, config: Mapping[str, Any]) -> Update:
+        raise RuntimeError("no")
+
+    def main(federation: Federation) -> History:
+        privacy = DifferentialPrivacy(1.0, 1.0)
+        return federation.run(ZEROS, rounds=1, privacy=privacy, secure=secure)
+
+    history = federated.simulate(main, fails, num_clients=10)
+    [report] = history.rounds
+    assert (report.arrived, report.note) == ((), "")
+    assert report.epsilon is not None
+    assert report.epsilon > 0
+    assert 0.9 < history.parameters["w"].std() * 10 < 1.1
+
+
+def test_a_poisson_round_that_asks_nobody_is_released_as_well() -> None:
+    pytest.importorskip("dp_accounting", reason="pip install dp-accounting")
+    strategy = FedAvg(1e-9, sampling="poisson")
+    history = run(DifferentialPrivacy(1.0, 1.0), strategy=strategy)
+    assert history.rounds[0].asked == ()
+    assert (history.parameters["w"] != 0).all()
 
 
 @pytest.mark.parametrize(
@@ -98,6 +185,7 @@ def test_a_round_that_publishes_nothing_costs_nothing() -> None:
     [
         ({"strategy": Median()}, "Median needs each single update"),
         ({"strategy": FedAvg(0.5)}, r"FedAvg\(0.5, sampling='poisson'\)"),
+        ({"patience": Patience(min_updates=3)}, "leave Patience's min_updates out"),
     ],
 )
 def test_strategies_that_do_not_fit(options: Any, text: str) -> None:
@@ -121,11 +209,10 @@ def test_arguments_that_do_not_fit(options: Any, text: str) -> None:
 
 def test_which_clients_are_asked_does_not_follow_from_the_federations_seed() -> None:
     pytest.importorskip("dp_accounting", reason="pip install dp-accounting")
-    settings = {"num_clients": 30, "strategy": FedAvg(0.5, sampling="poisson")}
-    settings["patience"] = Patience(min_updates=1)
+    options = {"num_clients": 30, "strategy": FedAvg(0.5, sampling="poisson")}
 
     def asked(privacy: DifferentialPrivacy) -> list[tuple[str, ...]]:
-        return [report.asked for report in run(privacy, rounds=4, **settings).rounds]
+        return [report.asked for report in run(privacy, rounds=4, **options).rounds]
 
     assert asked(DifferentialPrivacy(1.1, 1.0)) != asked(DifferentialPrivacy(1.1, 1.0))
     seeded = DifferentialPrivacy(1.1, 1.0, seed=3)

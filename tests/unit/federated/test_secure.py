@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from potluck.errors import FederationError
+from potluck.federated import SecureAggregation
 from potluck.federated.secure import shamir
 from potluck.federated.secure.client import MaskingClient
 from potluck.federated.secure.masking import Scale, mask
@@ -150,14 +151,22 @@ def test_a_threshold_that_two_halves_could_reach_is_refused() -> None:
         client.shares(keys, 2)
 
 
+def test_two_clients_are_refused_since_each_could_tell_the_others_change() -> None:
+    clients = {name: MaskingClient(name, SESSION) for name in "ab"}
+    keys = {name: each.keys() for name, each in clients.items()}
+    with pytest.raises(ValueError, match=r"a threshold of 2 for 2 clients.*and at least 3"):
+        clients["a"].shares(keys, 2)
+    assert SecureAggregation().shares_needed(2) == 3
+
+
 def test_a_server_that_changes_keys_or_shares_is_noticed() -> None:
     clients = {name: MaskingClient(name, SESSION) for name in "abc"}
     keys = {name: each.keys() for name, each in clients.items()}
     with pytest.raises(ValueError, match="does not have this client's"):
-        clients["a"].shares({**keys, "a": keys["b"]}, 2)
+        clients["a"].shares({**keys, "a": keys["b"]}, 3)
     clients = {name: MaskingClient(name, SESSION) for name in "abc"}
     keys = {name: each.keys() for name, each in clients.items()}
-    sealed = {name: each.shares(keys, 2) for name, each in clients.items()}
+    sealed = {name: each.shares(keys, 3) for name, each in clients.items()}
     broken = bytearray(sealed["b"]["a"])
     broken[20] ^= 1
     mine = {source: sealed[source]["a"] for source in "abc"} | {"b": bytes(broken)}

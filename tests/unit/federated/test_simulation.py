@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -98,6 +100,34 @@ def test_metrics_are_means_by_samples_and_the_server_evaluates() -> None:
         {"accuracy": 0.1},
         {"accuracy": 0.2},
     ]
+
+
+def test_one_clients_nan_in_a_metric_is_not_the_mean_of_all_and_json_has_no_nan() -> None:
+    def train(parameters: Any, config: Mapping[str, Any]) -> Update:
+        is_first = site().index == 0
+        return Update(parameters, 1, {"loss": math.nan if is_first else 2.0, "auc": math.inf})
+
+    def evaluate(number: int, parameters: Any) -> Mapping[str, float]:
+        return {"accuracy": math.nan}
+
+    history = federated.simulate(lead(evaluate=evaluate), train, num_clients=3)
+    assert history.rounds[0].metrics == {"loss": 2.0}
+    found = json.loads(json.dumps(history.as_dict(), allow_nan=False))
+    assert found["rounds"][0]["evaluation"] == {"accuracy": None}
+
+
+def test_an_aggregate_that_is_infinite_ends_its_round_and_not_the_run() -> None:
+    class Careless(FedAvg):
+        def aggregate(self, round: federated.Round, updates: Any) -> Any:
+            found = super().aggregate(round, updates)
+            return [each / (0.0 if round.number == 1 else 1.0) for each in found]
+
+    with np.errstate(divide="ignore"):
+        history = federated.simulate(lead(strategy=Careless()), counting, num_clients=4)
+    assert "Careless.aggregate[0] has 3 of 3 values that are NaN or" in history.rounds[0].note
+    assert history.rounds[0].note.endswith("the parameters stay")
+    assert history.rounds[1].note == ""
+    np.testing.assert_array_equal(history.parameters[0], [2.5] * 3)
 
 
 def test_a_strategy_of_ones_own_has_two_methods_and_no_base_class() -> None:

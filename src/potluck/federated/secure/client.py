@@ -18,7 +18,8 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from potluck.federated.secure import shamir
 from potluck.federated.secure.masking import Words, derived, mask
 
-MIN_THRESHOLD = 2
+MIN_THRESHOLD = 3
+"""The sum of two changes tells each of the two clients the other's."""
 SEALED_BYTES = 12 + 2 * shamir.SHARE_BYTES + 16
 """Two shares for one client: a nonce, the shares encrypted, and a tag."""
 

@@ -42,6 +42,12 @@ class Scale:
         half: int = 2**31 - 1
         return half // max(self.num_clients, 1)
 
+    @property
+    def step(self) -> float:
+        """The distance of two values of weight ``max_samples`` that become neighbouring whole
+        numbers: rounding moves each by less."""
+        return self.limit / self.levels
+
     def encode(
         self, values: NDArray[np.float64], num_samples: int, random: np.random.Generator
     ) -> Words:

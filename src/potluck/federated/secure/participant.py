@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -50,15 +51,21 @@ class SecureParticipant:
         clip: float | None,
     ) -> dict[str, Any]:
         """Train, and mask the change of the parameters. With ``clip`` the change is clipped to that
-        norm, and has weight 1."""
+        norm, rounding included, and has weight 1."""
         masks = self._now(session)
         before = checked(parameters, "the global parameters")
         update = self._train(before, config)
         change = flat(update.parameters) - flat(before)
         num_samples = update.num_samples
-        if clip is not None:
-            change, num_samples = clipped(change, clip), 1
         scale = Scale(float(limit), float(max_samples), int(num_clients))
+        if clip is not None:
+            bound = clip - scale.step * math.sqrt(len(change))
+            if bound <= 0:
+                raise ValueError(
+                    f"{len(change)} parameters of {num_clients} clients are too many: their "
+                    f"rounding alone can be as long as clip={clip:g}"
+                )
+            change, num_samples = clipped(change, bound), 1
         random = np.random.default_rng()
         words = scale.encode(change, num_samples, random)
         return {"words": masks.masked(sealed, words)}

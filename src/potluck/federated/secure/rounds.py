@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +18,21 @@ from potluck.federated.secure.settings import Range, SecureAggregation
 from potluck.federated.secure.shamir import SHARE_BYTES
 from potluck.federated.strategies.base import Round
 
-Ask = Callable[[str, dict[str, dict[str, Any]], bool, Callable[[str, Any], Any]], dict[str, Any]]
-"""``ask(method, arguments, is_training, understand)`` gives the answers of those that answered."""
+Phase = Literal["before", "training", "after"]
+
+
+class Ask(Protocol):
+    """How a phase's question is asked; gives the answers of those that answered in time.
+    ``enough`` answers end the phase; without, as many as the round's patience asks for."""
+
+    def __call__(
+        self,
+        phase: Phase,
+        method: str,
+        arguments: dict[str, dict[str, Any]],
+        understand: Callable[[str, Any], Any],
+        enough: int | None = None,
+    ) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +57,12 @@ def secure_sum(
     """Run one round with the clients in ``asked``, each with its config. FederationError if too few
     of them stay in one of its phases, ValueError if their answers do not fit together."""
     session = secrets.token_bytes(16)
-    keys = ask("secure_keys", _to_all(asked, {"session": session}), False, _keys)
+    keys = ask("before", "secure_keys", _to_all(asked, {"session": session}), _keys)
     threshold = settings.shares_needed(len(keys))
     server = MaskingServer(threshold, session)
     server.take_keys(keys)
     question = {"session": session, "keys": dict(keys), "threshold": threshold}
-    server.take_shares(ask("secure_shares", _to_all(keys, question), False, _shares))
+    server.take_shares(ask("before", "secure_shares", _to_all(keys, question), _shares))
     length = sum(each.size for each in arrays_of(now.parameters)) + NUM_EXTRA
     scale = Scale(present.limit, present.max_samples, len(server.sharing))
     train = {
@@ -64,10 +77,10 @@ def secure_sum(
         name: {**train, "config": dict(asked[name]), "sealed": server.shares_for(name)}
         for name in server.sharing
     }
-    server.take_masked(ask("secure_masked", questions, True, _words_of(length)))
+    server.take_masked(ask("training", "secure_masked", questions, _words_of(length)))
     survivors = list(server.masked)
     unmask = {"session": session, "survivors": survivors}
-    opened = ask("secure_unmask", _to_all(server.masked, unmask), False, _opened)
+    opened = ask("after", "secure_unmask", _to_all(server.masked, unmask), _opened, threshold)
     found = scale.decode(server.total(opened))
     saturation = found.num_cut / (len(survivors) * (length - NUM_EXTRA))
     if clip is None:

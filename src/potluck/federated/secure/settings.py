@@ -17,7 +17,8 @@ class SecureAggregation:
     for a server that is curious but follows the protocol).
 
     ``threshold``: this fraction of the clients that take part, above half of them, must stay to the
-    end of a round; the others may drop out at any time. Fewer learn nothing together with the
+    end of a round, and at least three: of a sum of two, each of the two clients could tell the
+    other's change. The others may drop out at any time. Fewer learn nothing together with the
     server. Single values of a change are cut off at ``limit``, and numbers of samples at
     ``max_samples``. For the next round ``limit`` doubles when more than a thousandth of the values
     were cut off, ``max_samples`` when any was: the sums say so. Each round reports the fraction of
