@@ -14,9 +14,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
+import networkx as nx
 import numpy as np
 import pytest
 
+from potluck import graphs
 from potluck.collectives import doubling
 from potluck.collectives.plan import Algorithm, Operation
 from potluck.collectives.registry import algorithms_for
@@ -568,6 +570,55 @@ def test_what_a_message_cannot_hold_harms_nobody(world: World) -> None:
     world.run(check)
 
 
+def test_averages_of_neighbours_are_the_product_with_the_mixing_matrix(world: World) -> None:
+    def check(ctx: DistributedContext) -> None:
+        size, rank = ctx.world_size, ctx.rank
+        one_way = nx.gnp_random_graph(size, 0.5, seed=size, directed=True)
+        star = nx.star_graph(size - 1).to_directed()
+        choices = (graphs.ring(size), graphs.exponential(size), one_way, star)
+        for graph, shape in itertools.product(choices, SHAPES):
+            matrix = graphs.Graph.of(graph).matrix()
+            arrays = everyones(size, shape, "float64")
+            mine = arrays[rank].copy()
+            assert ctx.neighbor_all_reduce(mine, graph) is mine
+            wanted = np.tensordot(matrix[rank], np.stack(arrays), 1)
+            np.testing.assert_allclose(mine, wanted, rtol=1e-14)
+        for dtype in FLOATS:
+            arrays = everyones(size, (101,), dtype)
+            works = [
+                ctx.neighbor_all_reduce(arrays[rank] * dtype.type(2), choices[1], async_op=True),
+                ctx.neighbor_all_reduce(arrays[rank].copy(), choices[0], async_op=True),
+            ]
+            for work, graph, factor in zip(works, (choices[1], choices[0]), (2, 1), strict=True):
+                matrix = graph.matrix()[rank]
+                wanted = sum(
+                    w * each.astype("complex128") for w, each in zip(matrix, arrays, strict=True)
+                )
+                got = work.wait()
+                assert got.dtype == dtype
+                np.testing.assert_allclose(
+                    got.astype("complex128"), factor * wanted, rtol=2 * ml_dtypes.finfo(dtype).eps
+                )
+
+    world.run(check)
+
+
+def test_base_graphs_bring_all_ranks_to_the_mean_in_finitely_many_calls(world: World) -> None:
+    def check(ctx: DistributedContext) -> None:
+        size, rank = ctx.world_size, ctx.rank
+        arrays = everyones(size, (5, 7), "float64")
+        mine = arrays[rank].copy()
+        for graph in graphs.base(size):
+            ctx.neighbor_all_reduce(mine, graph)
+        np.testing.assert_allclose(mine, np.mean(arrays, axis=0), rtol=1e-14)
+        strided = np.asfortranarray(arrays[rank])
+        ctx.neighbor_all_reduce(strided, graphs.ring(size))
+        wanted = np.tensordot(graphs.ring(size).matrix()[rank], np.stack(arrays), 1)
+        np.testing.assert_allclose(strided, wanted, rtol=1e-14)
+
+    world.run(check)
+
+
 def test_torch_tensors_are_reduced_in_place_without_a_copy(world: World) -> None:
     torch = pytest.importorskip("torch")
 
@@ -621,6 +672,12 @@ def test_arguments_that_make_no_sense_are_the_callers_mistake_and_harm_nobody(wo
             ctx.all_gather_uneven(np.zeros(()))
         with pytest.raises(ValueError, match="outside a world"):
             ctx.gather_uneven(np.zeros(1), root=size)
+        with pytest.raises(ValueError, match=f"has {size + 1} nodes, but there are {size} ranks"):
+            ctx.neighbor_all_reduce(np.zeros(1), graphs.ring(size + 1))
+        with pytest.raises(TypeError, match="pass a networkx"):
+            ctx.neighbor_all_reduce(np.zeros(1), np.eye(size))
+        with pytest.raises(TypeError, match="the mean of int64"):
+            ctx.neighbor_all_reduce(np.zeros(1, np.int64), graphs.ring(size))
         assert ctx.all_reduce(np.ones(1))[0] == size
 
     world.run(check)

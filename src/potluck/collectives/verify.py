@@ -47,8 +47,16 @@ class _Transfer(NamedTuple):
     action: Action
 
 
-def verify(plans: Sequence[Plan], *, seed: int | None = None) -> None:
+def verify(
+    plans: Sequence[Plan],
+    *,
+    seed: int | None = None,
+    outputs: Sequence[Sequence[int]] | None = None,
+) -> None:
     """Prove that ``plans``, one per rank and in rank order, fulfil their operation.
+
+    ``outputs``: the chunks with which each rank is to end, where data only moves; by default those
+    that the operation promises.
 
     Raises :class:`VerificationError` where sends and receives do not match, where ranks wait for
     each other in a circle, where a rank sends or combines what it does not have, where a
@@ -61,7 +69,8 @@ def verify(plans: Sequence[Plan], *, seed: int | None = None) -> None:
     if plans[0].operation is Operation.BARRIER:
         _run_barrier(plans, transfers, order)
     else:
-        _check_results(plans, _run(plans, transfers, order))
+        wanted = outputs if outputs is not None else [_outputs(plan) for plan in plans]
+        _check_results(plans, _run(plans, transfers, order), wanted)
 
 
 def _is_doubling(plans: Sequence[Plan]) -> bool:
@@ -261,12 +270,14 @@ def _run(
     return held
 
 
-def _check_results(plans: Sequence[Plan], held: list[dict[int, _Value]]) -> None:
+def _check_results(
+    plans: Sequence[Plan], held: list[dict[int, _Value]], outputs: Sequence[Sequence[int]]
+) -> None:
     everyone = (1 << len(plans)) - 1
     results: dict[int, tuple[int, _Value]] = {}
-    for plan, mine in zip(plans, held, strict=True):
+    for plan, mine, wanted in zip(plans, held, outputs, strict=True):
         if plan.operation in _REDUCTIONS:
-            for chunk in _outputs(plan):
+            for chunk in wanted:
                 value = mine[chunk]
                 if value.ranks != everyone:
                     raise VerificationError(
@@ -281,7 +292,7 @@ def _check_results(plans: Sequence[Plan], held: list[dict[int, _Value]]) -> None
                     )
             continue
         # Where data only moves, a chunk has one source, so what is not garbage is the source's.
-        for chunk in _outputs(plan):
+        for chunk in wanted:
             if chunk not in mine:
                 raise VerificationError(f"{_head(plan)}: ends with garbage in chunk {chunk}")
 

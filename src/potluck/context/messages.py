@@ -13,8 +13,8 @@ import numpy as np
 
 from potluck.backends.base import NUM_ASIDE_TAGS, Communicator
 from potluck.context.checks import checked_rank, checked_tag
-from potluck.context.collectives import Collectives
-from potluck.context.uneven import UNEVEN_TAG, left_until
+from potluck.context.neighbors import LAST_NEIGHBOR_TAG, NeighborCollectives
+from potluck.context.uneven import left_until
 from potluck.engine.work import Together
 from potluck.errors import Desync, PotluckError
 from potluck.wire.payload import MAX_HEADER_BYTES, pack, unpack
@@ -22,7 +22,7 @@ from potluck.wire.payload import MAX_HEADER_BYTES, pack, unpack
 MAX_MESSAGE_BYTES = 1 << 30
 MAX_WAITING = 1024
 
-_ENVELOPE_TAG = UNEVEN_TAG + 1
+_ENVELOPE_TAG = LAST_NEIGHBOR_TAG + 1
 _FIRST_BODY_TAG = _ENVELOPE_TAG + 1
 _NUM_BODY_TAGS = NUM_ASIDE_TAGS - _FIRST_BODY_TAG
 assert _NUM_BODY_TAGS > 2 * MAX_WAITING, "no two messages that wait may have the same tag"
@@ -63,7 +63,7 @@ class _Inbox:
         return None
 
 
-class Messages(Collectives):
+class Messages(NeighborCollectives):
     """Sending and receiving of payloads whose size only the sender knows."""
 
     _inbox: _Inbox | None = None
