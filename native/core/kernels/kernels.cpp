@@ -3,16 +3,20 @@
 #include <atomic>
 #include <stdexcept>
 
+#include "core/kernels/cpu.hpp"
+
 namespace potluck {
 
 namespace {
 
 // The tables that run on this machine, the best last.
 std::vector<const Kernels*> sets() {
-    std::vector<const Kernels*> found;
-    for (const Kernels* table : {kernels_base(), kernels_avx2(), kernels_avx512()}) {
+    std::vector<const Kernels*> found{kernels_base()};
+    const auto add = [&found](const Kernels* table) {
         if (table != nullptr) found.push_back(table);
-    }
+    };
+    if (cpu().avx2) add(kernels_avx2());
+    if (cpu().avx512) add(kernels_avx512());
     return found;
 }
 

@@ -78,7 +78,7 @@ const Kernels& kernels();
 std::vector<std::string> kernel_sets();
 void use_kernel_set(const std::string& name);
 
-// nullptr where the compiler or the processor lacks the instructions.
+// nullptr where the compiler lacks the instructions. To be called where cpu() has them.
 const Kernels* kernels_base();
 const Kernels* kernels_avx2();
 const Kernels* kernels_avx512();

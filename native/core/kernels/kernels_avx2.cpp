@@ -1,15 +1,12 @@
 // The kernels for processors with AVX2. The build compiles this file with their flags, so nothing
-// of it may run before cpu() has been asked.
+// of it, not even its one function, may run before cpu() has been asked.
 #if defined(__AVX2__)
 
 #include "core/kernels/kernels_impl.hpp"
 
-#include "core/kernels/cpu.hpp"
-
 namespace potluck {
 
 const Kernels* kernels_avx2() {
-    if (!cpu().avx2) return nullptr;
     static const Kernels table = fill("avx2");
     return &table;
 }

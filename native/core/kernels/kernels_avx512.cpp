@@ -1,15 +1,12 @@
 // The kernels for processors with AVX-512. The build compiles this file with their flags, so
-// nothing of it may run before cpu() has been asked.
+// nothing of it, not even its one function, may run before cpu() has been asked.
 #if defined(__AVX512BW__)
 
 #include "core/kernels/kernels_impl.hpp"
 
-#include "core/kernels/cpu.hpp"
-
 namespace potluck {
 
 const Kernels* kernels_avx512() {
-    if (!cpu().avx512) return nullptr;
     static const Kernels table = fill("avx512");
     return &table;
 }
