@@ -19,7 +19,7 @@ import pytest
 
 from potluck.checkpoint.store import CheckpointStore
 from potluck.context import DistributedContext
-from potluck.errors import Diverged
+from potluck.errors import Diverged, PeerLost
 from potluck.testing.elastic import ElasticWorld, MortalContext
 from potluck.testing.world import WorldError, run_world
 from potluck.training.elastic import ElasticLoop, Policy
@@ -42,6 +42,8 @@ class Counts:
     rate: int = 1
     delay: int = 0
     num_fragments: int = 1
+    needs_whole_weights: bool = False
+    callbacks: list[object] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.delay = min(self.delay, self.every - 1)
@@ -53,7 +55,7 @@ class Counts:
         replica = StateReplica(lambda: {"seen": self.seen}, self.restore)
         self.job = ElasticLoop(
             self.ctx, self.schedule, replica, checkpoint=self.store, policy=self.policy,
-            strategy=self,
+            strategy=self, callbacks=self.callbacks,
         )  # fmt: skip
 
     def restore(self, state: Any) -> None:
@@ -271,12 +273,104 @@ def test_a_newcomer_with_a_stale_learning_rate_is_found() -> None:
             if counts.num_taken == 7 and ctx.backend.worker == "0" and not joined.is_set():
                 joined.set()
                 world.join()
+            counts.rate = 1 + (ctx.backend.worker == "2")  # as a script that counts its own steps
 
-        return Counts(ctx, schedule, on_step=on_step, rate=1 + (ctx.backend.worker == "2")).run()
+        return Counts(ctx, schedule, on_step=on_step).run()
 
     world = ElasticWorld(2, work)
     with pytest.raises(Diverged, match="rank 2 has other hyperparameters than rank 0"):
         world.run()
+
+
+def test_means_in_callbacks_after_a_loss_inside_a_round_are_those_of_all_members() -> None:
+    """A newcomer has seen no loss; it makes the same calls as the members that have."""
+    schedule = Schedule(num_samples=60, batch_size=4, epochs=4)
+    joined = threading.Event()
+    world: ElasticWorld[tuple[str, list[float]]]
+
+    class Means:
+        def __init__(self) -> None:
+            self.found: list[float] = []
+
+        def on_step_end(self, step: int, loss: float) -> None:
+            self.found.append(counts_of[threading.get_ident()].job.average(step=step)["step"])
+
+    counts_of: dict[int, Counts] = {}
+
+    def work(ctx: MortalContext) -> tuple[str, list[float]]:
+        def on_step(counts: Counts) -> None:
+            if counts.num_taken == 4 and ctx.backend.worker == "0":
+                joined.set()
+                world.join()
+            if counts.num_taken == 4 and ctx.backend.worker == "1":
+                assert joined.wait(30)
+                ctx.die()
+
+        means = Means()
+        counts = Counts(ctx, schedule, on_step=on_step, callbacks=[means])
+        counts_of[threading.get_ident()] = counts
+        counts.run()
+        assert_complete([counts], 4)
+        return ctx.backend.worker, means.found
+
+    world = ElasticWorld(2, work)
+    found = dict(world.run().values())
+    assert sorted(found) == ["0", "2"]
+    assert len(found["2"]) > 1
+    assert found["0"][-len(found["2"]) :] == found["2"]
+
+
+def test_losses_far_apart_in_one_round_are_recoveries_of_their_own() -> None:
+    """With a ``recovery_s`` of 0 any two losses are far apart."""
+    schedule = Schedule(num_samples=60, batch_size=4, epochs=1)
+    all_have_begun, has_recovered = threading.Barrier(3), threading.Event()
+
+    def work(ctx: MortalContext) -> Counts:
+        def sees_the_loss_of(rank: int) -> None:
+            with pytest.raises(PeerLost):
+                ctx.recv(np.zeros(1), rank)
+
+        def on_step(counts: Counts) -> None:
+            me, num_taken = ctx.backend.worker, counts.num_taken
+            if num_taken == 0:
+                all_have_begun.wait(30)  # so that all have steps of this round
+            if (me, num_taken) == ("0", 5):
+                has_recovered.set()
+            if (me, num_taken) == ("2", 6):
+                assert has_recovered.wait(30)
+            if (me, num_taken) in (("1", 2), ("2", 6)):
+                ctx.die()
+            if (num_taken, ctx.world_size) in ((3, 3), (7, 2)):  # else it was seen before the step
+                sees_the_loss_of(1)
+
+        policy = Policy(recovery_s=0.0, max_attempts=1)
+        return Counts(ctx, schedule, 15, on_step=on_step, policy=policy).run()
+
+    results = ElasticWorld(3, work).run()
+    assert list(results) == ["0"]
+    assert_complete(results, 1)
+
+
+def test_a_newcomer_is_let_in_between_two_steps_of_a_round() -> None:
+    """Rounds can take longer than anyone waits to get in."""
+    schedule = Schedule(num_samples=60, batch_size=4, epochs=1)
+    world: ElasticWorld[Counts]
+
+    def work(ctx: MortalContext) -> Counts:
+        def on_step(counts: Counts) -> None:
+            sizes.append(ctx.world_size)
+            if counts.num_taken == 2:
+                world.join()
+
+        return Counts(ctx, schedule, 15, on_step=on_step).run()
+
+    sizes: list[int] = []
+    world = ElasticWorld(1, work)
+    results = world.run()
+    assert sorted(results) == ["0", "1"]
+    assert_complete(results, 1)
+    assert sizes == [1] * 3 + [2] * 12
+    assert results["1"].num_taken == 0, "it has the parameters, and no steps of this round"
 
 
 def test_stop_and_save_take_effect_at_the_end_of_the_round(tmp_path: Path) -> None:

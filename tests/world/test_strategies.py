@@ -236,6 +236,48 @@ def test_what_is_applied_and_what_is_kept_is_what_changed(
     assert len({training.job.parameter_hash() for training in results}) == 1
 
 
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("deadline", [None, 0.0])
+def test_what_is_kept_is_paid_once_also_when_a_part_of_a_round_is_missing(
+    delay: int, deadline: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker dies inside a round, or ends its rounds early: the others' weights add up to 1, and
+    what was applied is what changed, less what is still kept."""
+    went: dict[tuple[str, int], float] = {}
+
+    def noting(ctx: Any, array: Any, strategy: Any, residual: Any, call: int, **rest: Any) -> Any:
+        went[ctx.backend.worker, call] = float(array.astype("float64").sum())  # the last try counts
+        return start_compressed(ctx, array, strategy, residual, call, **rest)
+
+    def kept(training: Training) -> float:
+        residuals = training.job._outer.capture_residuals().values()
+        return sum(float(each.astype("float64").sum()) for each in residuals)
+
+    monkeypatch.setattr(outer, "start_compressed", noting)
+    lost: list[float] = []
+
+    def work(ctx: MortalContext) -> Training:
+        def on_step(training: Training) -> None:
+            if ctx.backend.worker == "2" and training.num_steps == 5:
+                lost.append(kept(training))
+                ctx.die()
+
+        return Training(ctx, strategy, on_step=on_step).run()
+
+    strategy = DiLoCo(
+        every=3, outer=SGD(1.0), compression=TopK(0.2, bits=2), delay=delay, mixing=0.0,
+        deadline=deadline,
+    )  # fmt: skip
+    results = ElasticWorld(3, work).run()
+    assert sorted(results) == ["0", "1"]
+    start = sum(p.detach().sum().item() for p in _START.parameters())
+    ends = [sum(p.sum().item() for p in each.parameters()) for each in results.values()]
+    total = sum(went.values()) - sum(kept(each) for each in results.values()) - lost[0]
+    assert ends[0] == ends[1]
+    assert start - ends[0] == pytest.approx(total, abs=1e-6)
+    assert len(lost) == 1
+
+
 @pytest.mark.parametrize("adam", [False, True])
 def test_alone_local_sgd_is_plain_training(adam: bool) -> None:
     with DistributedContext(LocalBackend()) as ctx:

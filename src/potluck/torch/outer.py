@@ -76,6 +76,7 @@ class OuterStrategy:
         self.delay = config.delay if isinstance(config, DiLoCo) else 0
         self._mixing = config.mixing if isinstance(config, DiLoCo) else 0.0
         self._compression = config.compression if isinstance(config, DiLoCo) else None
+        self.needs_whole_weights = self._compression is not None
         self._optimizers = list(optimizers)
         self._also = dict(also)
         named: list[tuple[str, Tensor]] = [
@@ -168,6 +169,7 @@ class OuterStrategy:
         if self._anchors is None:  # this rank has no steps of its own yet
             self._anchors = [_host(tensor) for tensor in self._tensors]
         if fraction:
+            self._residuals |= self._trials
             for index, gradient in self._gradients():
                 self._move(index, gradient / fraction if fraction != 1 else gradient)
         for index in kept:
@@ -178,7 +180,6 @@ class OuterStrategy:
                 )
             else:
                 tensor.copy_(anchor)
-        self._residuals |= self._trials
         self._sums, self._trials = [], {}
 
     def _gradients(self) -> Iterator[tuple[int, Tensor]]:

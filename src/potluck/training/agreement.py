@@ -61,9 +61,11 @@ class Agreement:
     ``history`` is the epoch of the last committed vote. ``cause`` is the error that ended the
     group, None while it is intact. ``newcomers``: workers wait to join. ``hash_due``: parameters
     must be compared at the next vote. ``save_due``: the script, on any rank, called for a
-    checkpoint that is not written yet. ``lost_at`` is the time of the loss, until the next commit.
+    checkpoint that is not written yet. ``lost_at`` is the time of the loss, until training goes on.
     ``num_dealt``: the number of rounds that some member was dealt. ``is_restored``: this rank has
     received the state of another one. ``steps_run_again``: after a loss; not in rounds.
+    ``longest_s``: the longest time that a rank took for the steps of one of the last rounds, 0 if
+    no member knows it.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Agreement:
         self.num_dealt = 0
         self.is_restored = False
         self.steps_run_again = True
+        self.longest_s = 0.0
         self._ctx = ctx
         self._progress = progress
         self._replica = replica
@@ -110,7 +113,7 @@ class Agreement:
 
         ``pending`` is the epoch of the vote whose outcome this rank does not know, 0 for none. Also
         returns the loss of the last step that counts, NaN if no member knows it. Cost: one
-        all_gather of 80 bytes per rank.
+        all_gather of 88 bytes per rank.
         """
         began = time.monotonic()
         reformed = self.cause is not None or self.newcomers
@@ -125,7 +128,7 @@ class Agreement:
         mine = [
             *(progress.round if self.has_state else -1, self.history, pending, self.last_loss),
             *(progress.batch_size, noise.signal, noise.noise, noise.num, self.save_due),
-            progress.round + len(progress.deals),
+            *(progress.round + len(progress.deals), self.longest_s),
         ]
         rows = self._ctx.all_gather(np.array(mine, np.float64)).reshape(-1, len(mine))
         resolution = reconcile([Standing(*map(int, row[:3])) for row in rows])
@@ -135,6 +138,7 @@ class Agreement:
         self.save_due = bool(rows[:, 8].any())
         ready = [row for rank, row in enumerate(rows) if rank not in resolution.receivers]
         self.num_dealt = max((int(row[9]) for row in ready), default=0)
+        self.longest_s = float(rows[:, 10].max())
         self._tried_at = self._saved_at = -1  # members may have seen different outcomes of a save
         if reformed and self.has_state:
             since = began if self.lost_at is None else self.lost_at
@@ -145,6 +149,11 @@ class Agreement:
                 event += f", step {resolution.committed} run again"
             _log.info("%s: %s", event, resolution.reason)
         return resolution, next(iter(losses), math.nan)
+
+    def end_recovery(self) -> list[float]:
+        """Training goes on: the seconds since the loss, if there was one."""
+        lost_at, self.lost_at = self.lost_at, None
+        return [] if lost_at is None else [time.monotonic() - lost_at]
 
     def bring_up_to_date(self) -> None:
         """Send the state of a member that is up to date to the members that are not."""

@@ -385,10 +385,7 @@ class ElasticLoop(Record):
         self._agreement.last_loss = loss
         self.losses.append(loss)
         self._attempts = 0
-        now = time.monotonic()
-        if self._agreement.lost_at is not None:
-            self.recoveries.append(now - self._agreement.lost_at)
-            self._agreement.lost_at = None
+        self.recoveries += self._agreement.end_recovery()
         rate = num_samples / max(seconds, 1e-9)
         known = self.samples_per_s
         self.samples_per_s = 0.9 * known + 0.1 * rate if known else rate

@@ -15,7 +15,8 @@ class Policy:
 
     Every ``hash_every`` steps the ranks compare hashes of their parameters. Every ``save_every``
     steps, and at the end, they write a checkpoint, if the loop has a ``checkpoint``. After a loss
-    the next step must be committed within ``recovery_s`` seconds and ``max_attempts`` groups.
+    the next step must be committed within ``recovery_s`` seconds and ``max_attempts`` groups; with
+    a strategy of rounds a group must be formed, in which the round goes on.
 
     With ``shares`` faster ranks get more samples; with ``batching`` the batch size follows the
     gradient noise scale. For both, ranks exchange measurements every ``adapt_every`` steps, and

@@ -42,6 +42,9 @@ _log = logging.getLogger(__name__)
 _PATIENCE = 10
 """A rank that has not arrived is waited for so many times the longest steps of a rank."""
 
+_FIRST_PATIENCE_S = 3600.0
+"""How long it is waited for in the first round, when nobody knows how fast the slowest rank is."""
+
 
 class RoundStrategy(Protocol):
     """What a strategy exchanges at the end of a round, and how it changes the replica."""
@@ -53,6 +56,9 @@ class RoundStrategy(Protocol):
     num_fragments: int
     """The number of rounds in which all parameters are exchanged once."""
     deadline: float | None
+    needs_whole_weights: bool
+    """Whether weights must add up to 1 even if a part of the round is missing, as error feedback
+    needs it: a residual is paid with the weight that it was kept with."""
 
     def begin(self, number: int) -> None:
         """The steps of round ``number`` begin."""
@@ -68,8 +74,8 @@ class RoundStrategy(Protocol):
         that waits for it. Called again for the same round in the next group after a loss."""
 
     def apply(self, number: int, fraction: float, *, delayed: bool) -> None:
-        """Apply the sum to the replica. ``fraction``: the sum of all weights, 0 for no work.
-        ``delayed``: this rank has begun its next round."""
+        """Apply the sum to the replica. ``fraction``: the sum of all weights; 0 for no work, then
+        nothing that was sent counts. ``delayed``: this rank has begun its next round."""
 
     def inner_hash(self) -> int:
         """52 bits of the values by which a step depends on its number, such as a learning rate;
@@ -123,7 +129,8 @@ class Work:
 
     ``batches`` are the offsets of its steps, empty if others were dealt the round before this rank
     was a member. ``is_urgent``: the group has changed since it was dealt, so its exchange is not
-    delayed. ``epoch`` is the group in which the exchange was started, 0 before.
+    delayed. ``epoch`` is the group in which the exchange was started, 0 before. ``is_weighed``: the
+    weights in it add up to 1.
     """
 
     number: int
@@ -141,6 +148,7 @@ class Work:
     saves: bool = False
     stops: bool = False
     epoch: int = 0
+    is_weighed: bool = False
     wait: Callable[[], list[Report]] | None = None
     reports: list[Report] = field(default_factory=list)
     inner: State = None
@@ -164,6 +172,9 @@ class Loop(Protocol):
     _progress: Progress
     _agreement: Agreement
     _pace: Pace
+    _interrupted: GroupError | None
+    _attempts: int
+    recoveries: list[float]
 
     def _lost(self, error: GroupError) -> None: ...
 
@@ -197,7 +208,6 @@ class Rounds:
         work = open_[0] if open_ else self._deal()
         self.strategy.begin(work.number)
         self._present = work
-        began = time.monotonic()
         limit = None
         if self.strategy.deadline is not None:
             limit = self._arrivals.deadline_s(self.strategy.deadline)
@@ -207,10 +217,11 @@ class Rounds:
                 flying = None
             if self._is_over(work):
                 break
+            began = time.monotonic()
             yield self._share(work.deal, (start, stop))
+            work.seconds += time.monotonic() - began  # without waits for other ranks
             work.num_samples += stop - start
             work.num_steps += 1
-            work.seconds = time.monotonic() - began
             self._look()
             if self._is_over(work) or (limit is not None and work.seconds > limit):
                 break
@@ -346,16 +357,21 @@ class Rounds:
         return work
 
     def _look(self) -> None:
-        """Between two steps: form the next group at once if the present one is over, so that the
-        others need not wait for the end of this rank's round."""
-        error = getattr(self._job.ctx.communicator, "error", None)
-        if error is None or not isinstance(error, LOST):
+        """Between two steps: form the next group at once if the present one is over, or a worker
+        waits to join, so that nobody waits for the end of this rank's round."""
+        job = self._job
+        error = getattr(job.ctx.communicator, "error", None)
+        if isinstance(error, LOST):
+            job._lost(error)
+        elif error is None and job.ctx.has_next_group:
+            job._agreement.newcomers = True
+        else:
             return
-        self._job._lost(error)
         try:
             self._regroup(0)
+            job._attempts = 0  # the steps between two losses are progress
         except LOST as another:
-            self._job._lost(another)
+            job._lost(another)
 
     def _close(self, work: Work) -> None:
         if not work.is_closed:
@@ -382,6 +398,7 @@ class Rounds:
                     state_hash=job._state_hash(num_steps=self._num_steps_of(work)),
                     loss=work.loss,
                     weight=float(work.num_samples),
+                    timeout=self._patience_s(work),
                 )
                 if not outcome:
                     raise RuntimeError(f"round {work.number} does not count: {outcome.reason}")
@@ -403,6 +420,8 @@ class Rounds:
             self._count(self._works[0], loss)
         agreement.bring_up_to_date()
         self.catch_up()
+        job._interrupted = None  # from here on all members make the same calls, newcomers too
+        job.recoveries += agreement.end_recovery()  # the round goes on
 
     def _exchange(self, work: Work) -> None:
         """The reports and the sum of all ranks. Collective, and can be called again."""
@@ -414,19 +433,38 @@ class Rounds:
 
     def _start(self, work: Work) -> None:
         ctx = self._job.ctx
-        longest = max(self._arrivals.longest_s, work.seconds)
-        patience = ctx.timeout_s + _PATIENCE * longest
-        reports = ctx.all_gather(work.report().row(), timeout=patience, async_op=True)
-        size = work.deal.size
-        weight = work.num_samples / size if size else 1 / ctx.world_size
+        patience = self._patience_s(work)
+        gathered = ctx.all_gather(work.report().row(), timeout=patience, async_op=True)
+
+        def reports() -> list[Report]:
+            return [Report.of(row) for row in gathered.wait().reshape(ctx.world_size, -1)]
+
+        size = present = work.deal.size
+        work.is_weighed = self._must_weigh(work)
+        if work.is_weighed:
+            present = sum(report.num_samples for report in reports())
+        weight = 1 / ctx.world_size if not size else work.num_samples / max(present, 1)
         wait = self.strategy.start(ctx, work.number, weight, patience)
 
         def both() -> list[Report]:
-            rows = reports.wait().reshape(ctx.world_size, -1)
+            found = reports()
             wait()
-            return [Report.of(row) for row in rows]
+            return found
 
         work.epoch, work.wait = ctx.epoch, both
+
+    def _patience_s(self, work: Work) -> float:
+        """How long the slowest rank is waited for: it may still be at its steps."""
+        longest = self._job._agreement.longest_s
+        if not longest:
+            return _FIRST_PATIENCE_S
+        return self._job.ctx.timeout_s + _PATIENCE * max(longest, work.seconds)
+
+    def _must_weigh(self, work: Work) -> bool:
+        """Whether the exchange starts when all reports are there, which a part of the round may be
+        missing in. Equal on all members, for it follows from the group's history."""
+        may_lack = work.is_urgent or self.strategy.deadline is not None
+        return self.strategy.needs_whole_weights and may_lack and work.deal.size > 0
 
     def _compare(self, work: Work) -> None:
         """Diverged if ranks that took equally many steps have unlike learning rates. Ranks that
@@ -462,13 +500,15 @@ class Rounds:
         num_samples = sum(report.num_samples for report in work.reports)
         progress.settle(done, self._num_steps_of(work), loss)
         size = work.deal.size
-        fraction = num_samples / size if size else 1.0
+        is_whole = not size or (work.is_weighed and num_samples > 0)
+        fraction = 1.0 if is_whole else num_samples / size
         self.strategy.apply(work.number, fraction, delayed=work.is_delayed)
         progress.is_flushed = not size or self.strategy.num_fragments == 1
         if work.inner is not None:
             self.strategy.restore_inner(work.inner)
         self._works.remove(work)
         self._arrivals.add(report.seconds for report in work.reports)
+        job._agreement.longest_s = self._arrivals.longest_s
         asked = any(report.saves for report in work.reports)
         job._agreement.save_due |= asked or (not size and job._agreement.has_store)
         progress.is_stopped |= any(report.stops for report in work.reports)
