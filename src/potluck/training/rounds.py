@@ -17,11 +17,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Protocol
 
 from potluck.checkpoint.state import State
 from potluck.errors import Diverged, GroupError
@@ -29,6 +25,7 @@ from potluck.training.agreement import LOST, Agreement
 from potluck.training.ledger import Deal, Span, cut
 from potluck.training.pace import Pace
 from potluck.training.progress import Progress
+from potluck.training.round_report import Report, Work
 from potluck.training.sampler import Share
 from potluck.training.shares import EQUAL, apportion
 from potluck.training.strategies.deadline import Arrivals
@@ -86,83 +83,6 @@ class RoundStrategy(Protocol):
 
     def restore_inner(self, state: State) -> None:
         """Set these values to those of another rank."""
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What one rank did in a round: ``num_samples`` from offset ``start`` in ``num_steps``."""
-
-    number: int
-    start: int
-    num_samples: int
-    num_steps: int
-    seconds: float
-    inner_hash: int
-    saves: bool
-    stops: bool
-
-    def row(self) -> NDArray[np.float64]:
-        return np.array(
-            [
-                *(self.number, self.start, self.num_samples, self.num_steps, self.seconds),
-                *(self.inner_hash, self.saves, self.stops),
-            ],
-            np.float64,
-        )
-
-    @classmethod
-    def of(cls, row: Any) -> Report:
-        number, start, num_samples, num_steps, seconds, inner_hash, saves, stops = row.tolist()
-        return cls(
-            *(int(number), int(start), int(num_samples), int(num_steps), seconds),
-            *(int(inner_hash), bool(saves), bool(stops)),
-        )
-
-    @property
-    def span(self) -> Span:
-        return self.start, self.start + self.num_samples
-
-
-@dataclass(eq=False, slots=True)
-class Work:
-    """This rank's part of a round that is not committed yet.
-
-    ``batches`` are the offsets of its steps, empty if others were dealt the round before this rank
-    was a member. ``is_urgent``: the group has changed since it was dealt, so its exchange is not
-    delayed. ``epoch`` is the group in which the exchange was started, 0 before. ``is_weighed``: the
-    weights in it add up to 1.
-    """
-
-    number: int
-    deal: Deal
-    batches: list[Span] = field(default_factory=list)
-    num_samples: int = 0
-    num_steps: int = 0
-    seconds: float = 0.0
-    loss_sum: float = 0.0
-    loss_weight: int = 0
-    is_closed: bool = False
-    is_urgent: bool = False
-    is_delayed: bool = False
-    inner_hash: int = 0
-    saves: bool = False
-    stops: bool = False
-    epoch: int = 0
-    is_weighed: bool = False
-    wait: Callable[[], list[Report]] | None = None
-    reports: list[Report] = field(default_factory=list)
-    inner: State = None
-
-    @property
-    def loss(self) -> float:
-        return self.loss_sum / self.loss_weight if self.loss_weight else math.nan
-
-    def report(self) -> Report:
-        start = self.batches[0][0] if self.batches else 0
-        return Report(
-            *(self.number, start, self.num_samples, self.num_steps, self.seconds),
-            *(self.inner_hash, self.saves, self.stops),
-        )
 
 
 class Loop(Protocol):
