@@ -130,3 +130,19 @@ def test_the_compressors_are_measured_next_to_torch(tmp_path: Path) -> None:
     compared = [row for row in result["rows"] if row["torch"]]
     assert len(compared) == 7
     assert all(row["median_s"] > 0 and row["torch"]["median_s"] > 0 for row in compared)
+
+
+@pytest.mark.long
+@pytest.mark.needs_root_netns
+def test_strategies_are_measured_over_a_slow_network(tmp_path: Path) -> None:
+    figures, picture = tmp_path / "figures.json", tmp_path / "picture.png"
+    script = [sys.executable, str(BENCHMARKS / "slow_networks.py"), "--json", str(figures)]
+    cells = ["--networks", "wifi", "--hosts", "2", "--strategies", "powersgd", "gloo-powersgd"]
+    with Command([*script, *cells, "--steps", "1", "--plot", str(picture)]) as command:
+        assert command.finish(200) in (0, 1), command.text
+    result = json.loads(figures.read_text())
+    assert [row["strategy"] for row in result["rows"]] == ["powersgd", "gloo-powersgd"]
+    for row in result["rows"]:
+        assert row["step_s"] > row["compute_s"] >= result["asked_compute_s"]
+        assert 0 < row["wire_bytes_per_step"] < 4 * result["num_parameters"] / 50
+    assert picture.read_bytes().startswith(b"\x89PNG")

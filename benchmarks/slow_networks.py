@@ -1,0 +1,255 @@
+"""Training over slow networks: how much of a step is computation, by strategy, beside Gloo.
+
+    python benchmarks/slow_networks.py --save              # about ten minutes; needs root
+    python benchmarks/slow_networks.py --quick             # does it work at all?
+    python benchmarks/slow_networks.py --networks 100mbit --hosts 2 --strategies int4 sparse
+    python benchmarks/slow_networks.py --read benchmarks/results/DATE-slow_networks.json
+
+25 million parameters, 200 ms of computation in a step; the computation is timed waits, layer by
+layer (``common/timed.py``), the communication is real: TLS between hosts in network namespaces of
+this machine, whose links have a rate (a token bucket), a delay and a jitter (every frame waits in a
+program, and each path has both). *Efficiency* is the time of a step that communicates nothing over
+the time of a step. A strategy of rounds is measured over whole rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common import claims, results, script, slow_plot, timed, wire
+from common.claims import Claim
+from common.placements import InHosts
+
+from potluck.bench.crew import Crew
+from potluck.bench.machine import heading, load, machine
+from potluck.bench.peers import PEERS
+from support import hosts
+from support.delay import Delay
+
+ALL = (*timed.OURS, *timed.GLOO)
+_ENOUGH_S = 4.0
+"""A cell takes further steps until it has taken this long."""
+_SLOWEST_QUICK_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of network: every path's rate, its delay each way, and the asked efficiency."""
+
+    name: str
+    rate: str
+    bits_per_s: float
+    delay_s: float
+    jitter_s: float
+    reach: float
+
+
+KINDS = {
+    "1gbit": Kind("1 Gbit/s", "1gbit", 1e9, 0.0, 0.0, 0.90),
+    "wifi": Kind("Wi-Fi-like, 300 Mbit/s, 3 ± 3 ms", "300mbit", 3e8, 0.003, 0.003, 0.85),
+    "100mbit": Kind("100 Mbit/s", "100mbit", 1e8, 0.0, 0.0, 0.85),
+    "20mbit": Kind("20 Mbit/s, 50 ± 20 ms", "20mbit", 2e7, 0.050, 0.020, 0.80),
+}
+
+
+def measure(quick: bool, say: script.Say) -> script.Measured:
+    """All cells, for ``make bench``."""
+    return run(list(KINDS), [2] if quick else [2, 4], ALL, 2 if quick else 10, quick, say)
+
+
+def run(
+    kinds: Sequence[str],
+    num_hosts: Sequence[int],
+    strategies: Sequence[str],
+    steps: int,
+    quick: bool,
+    say: script.Say,
+) -> script.Measured:
+    """The cells of these networks, hosts and strategies, with at most ``steps`` steps or rounds."""
+    facts = machine()
+    rows: list[dict[str, Any]] = []
+    if reason := hosts.missing():
+        say(f"skipped: {reason}")
+        return {"machine": facts, "rows": rows}, []
+    began = time.monotonic()
+    head = f"{'network':<34}{'hosts':>5}  {'strategy':<14}"
+    say(f"{head}{'step':>10}{'efficiency':>12}{'MB/step':>10}")
+    for count in num_hosts:
+        with hosts.Network(count) as network:
+            for peer in ("potluck-tls", "gloo"):
+                named = [each for each in strategies if (each in timed.GLOO) == (peer == "gloo")]
+                if named:
+                    for row in of_peer(peer, network, named, kinds, steps, quick):
+                        rows.append(row)
+                        say(line(row))
+    facts["load_after"] = load()
+    rows.sort(key=lambda row: (row["hosts"], list(KINDS).index(row["network"])))
+    say(f"\n{time.monotonic() - began:.0f} s, load after: {facts['load_after']}")
+    result = {
+        "machine": facts,
+        "num_parameters": timed.NUM_PARAMETERS,
+        "asked_compute_s": timed.COMPUTE_S,
+        "rows": rows,
+    }
+    return result, what_follows(rows)
+
+
+def of_peer(
+    peer: str,
+    network: hosts.Network,
+    strategies: Sequence[str],
+    kinds: Sequence[str],
+    steps: int,
+    quick: bool,
+) -> Iterator[dict[str, Any]]:
+    """The rows of one library: its processes live through all networks, and each strategy is made
+    and warmed up while the links are fast."""
+    program = (sys.executable, __file__)
+    with tempfile.TemporaryDirectory(prefix="potluck-slow-") as folder:
+        place = InHosts(network)
+        with Crew(
+            PEERS[peer], len(network), Path(folder), placement=place, program=program
+        ) as crew:
+            crew.join()
+            compute_s = max(answer["seconds"] for answer in crew.ask("alone"))
+            for name in strategies:
+                crew.ask("make", strategy=name)
+                for key in kinds:
+                    if quick and too_slow(name, KINDS[key]):
+                        continue
+                    with slowed(network, KINDS[key]):
+                        row = cell(crew, network, name, steps)
+                    yield {
+                        "network": key,
+                        "hosts": len(network),
+                        "strategy": name,
+                        **row,
+                        "compute_s": compute_s,
+                        "efficiency": compute_s / row["step_s"],
+                    }
+
+
+def cell(crew: Crew, network: hosts.Network, name: str, steps: int) -> dict[str, Any]:
+    """The seconds of a step, the median of several (of several rounds divided by their steps)."""
+    per_round = timed.round_steps(name)
+    samples: list[float] = []
+    sent = 0
+    while not samples or (len(samples) < steps and sum(samples) * per_round < _ENOUGH_S):
+        before = wire.sent_bytes(network[0])
+        answers = [answer["seconds"] for answer in crew.ask("time", steps=per_round)]
+        sent += wire.sent_bytes(network[0]) - before
+        samples.append(max(map(sum, answers)) / per_round)
+    num_steps = len(samples) * per_round
+    return {
+        "step_s": statistics.median(samples),
+        "samples_s": samples,
+        "steps_each": per_round,
+        "wire_bytes_per_step": sent / num_steps,
+    }
+
+
+@contextlib.contextmanager
+def slowed(network: hosts.Network, kind: Kind) -> Iterator[None]:
+    """``network`` as slow as ``kind`` for the block. Each path leads over two cables, and each of
+    these has half of the delay."""
+    with contextlib.ExitStack() as stack:
+        if kind.delay_s:
+            for host in network:
+                delay = Delay(host, kind.delay_s / 2, jitter_s=kind.jitter_s / 2, seed=host.index)
+                stack.enter_context(delay)
+        for host in network:
+            host.shape(kind.rate)
+            stack.callback(host.shape, None)
+        yield
+
+
+def too_slow(name: str, kind: Kind) -> bool:
+    """Whether a step certainly takes too long for a quick look."""
+    part = {"plain": 1, "gloo": 1, "gloo-fp16": 0.5, "int8": 0.25, "local-sgd": 1}.get(name, 0)
+    return timed.NUM_PARAMETERS * 32 * part / kind.bits_per_s > _SLOWEST_QUICK_S
+
+
+def line(row: dict[str, Any]) -> str:
+    kind = KINDS[row["network"]]
+    return (
+        f"{kind.name:<34}{row['hosts']:>5}  {row['strategy']:<14}{row['step_s'] * 1e3:>7.0f} ms"
+        f"{row['efficiency']:>12.1%}{row['wire_bytes_per_step'] / 1e6:>10.2f}"
+    )
+
+
+def what_follows(rows: Sequence[dict[str, Any]]) -> list[Claim]:
+    """The asked efficiency of each network: by ``auto``, else by the best strategy measured."""
+    found = []
+    for key, kind in KINDS.items():
+        best = []
+        for count in sorted({row["hosts"] for row in rows}):
+            mine = {
+                row["strategy"]: row["efficiency"] * 100
+                for row in rows
+                if (row["network"], row["hosts"]) == (key, count) and row["strategy"] in timed.OURS
+            }
+            if mine:
+                name = "auto" if "auto" in mine else max(mine, key=lambda each: mine[each])
+                best.append((f"{count} hosts by {name}", mine[name]))
+        if best:
+            what = f"25 M parameters, 200 ms of computation, {kind.name}: efficiency"
+            reach = kind.reach * 100
+            found.append(claims.at_least(what, f">= {reach:g}%", reach, best, "%"))
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--networks", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--hosts", nargs="+", type=int, default=[2, 4])
+    parser.add_argument("--strategies", nargs="+", choices=ALL, default=list(ALL))
+    parser.add_argument("--steps", type=int, default=10, help="at most, for each cell (or rounds)")
+    parser.add_argument("--quick", action="store_true", help="without cells of 10 s a step")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them")
+    parser.add_argument("--save", action="store_true", help="write both to benchmarks/results/")
+    parser.add_argument("--read", type=Path, metavar="FILE", help="draw a kept result instead")
+    arguments = parser.parse_args()
+    if arguments.read:
+        kept = json.loads(arguments.read.read_text())
+        slow_plot.draw(kept, KINDS, arguments.plot or arguments.read.with_suffix(".png"))
+        return 0
+    page = script.Page()
+    page.say(heading(machine()))
+    result, found = run(
+        arguments.networks,
+        arguments.hosts,
+        arguments.strategies,
+        arguments.steps,
+        arguments.quick,
+        page.say,
+    )
+    result["benchmark"] = "slow_networks"
+    result["claims"] = claims.as_dicts(found)
+    page.say("\n" + claims.markdown(found))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    if arguments.plot:
+        slow_plot.draw(result, KINDS, arguments.plot)
+    if arguments.save:
+        path = results.save(result, page.lines)
+        slow_plot.draw(result, KINDS, path.with_suffix(".png"))
+        print(f"saved: {path}")
+    return 0 if all(claim.met is not False for claim in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(timed.worker(sys.argv[1]) if "BENCH_TOKEN" in os.environ else main())
