@@ -47,6 +47,9 @@ class MortalContext(DistributedContext):
     def broadcast(self, array: Any, *args: Any, **kwargs: Any) -> Any:
         return self._mortal("broadcast", array, *args, **kwargs)
 
+    def neighbor_all_reduce(self, array: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._mortal("neighbor_all_reduce", array, *args, **kwargs)
+
     def die(self) -> None:
         """Kill this worker: cut its links and raise Killed."""
         self.backend.hub.kill(self.backend.worker)

@@ -20,7 +20,7 @@ from potluck.torch.sampler import DistributedSampler  # noqa: E402
 from potluck.training import NoiseBatching, Policy, ProportionalShares  # noqa: E402
 from potluck.training.progress_bar import ProgressBar  # noqa: E402
 from potluck.training.scaling import LossScale  # noqa: E402
-from potluck.training.strategies import SGD, DataParallel, DiLoCo, LocalSGD  # noqa: E402
+from potluck.training.strategies import SGD, DataParallel, DiLoCo, Gossip, LocalSGD  # noqa: E402
 from potluck.training.tensorboard import TensorBoardLogger  # noqa: E402
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "DistributedDataParallel",
     "DistributedSampler",
     "ElasticLoop",
+    "Gossip",
     "GradScaler",
     "GradientInterceptor",
     "LocalSGD",

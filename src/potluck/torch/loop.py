@@ -17,6 +17,7 @@ from potluck.data.shards import ShardedDataset
 from potluck.torch.amp import GradScaler
 from potluck.torch.batching import NoiseProbe
 from potluck.torch.ddp import DistributedDataParallel
+from potluck.torch.gossip import GossipStrategy
 from potluck.torch.loading import Loader
 from potluck.torch.outer import OuterStrategy
 from potluck.torch.replica import TorchReplica, parameter_hash
@@ -24,7 +25,7 @@ from potluck.training import elastic
 from potluck.training.policy import Policy
 from potluck.training.sampler import Schedule, Share
 from potluck.training.shard_order import ShardOrder
-from potluck.training.strategies import DataParallel, DiLoCo, LocalSGD
+from potluck.training.strategies import DataParallel, DiLoCo, Gossip, LocalSGD
 
 
 class ElasticLoop(elastic.ElasticLoop):
@@ -63,7 +64,8 @@ class ElasticLoop(elastic.ElasticLoop):
 
     ``strategy`` says how often ranks agree. ``DataParallel()``: in every step, as above. With
     ``LocalSGD(every=8)`` or ``DiLoCo(every=100)`` each rank takes that many steps alone, and the
-    round of these steps is committed; the block stays as it is, but does not communicate.
+    round of these steps is committed; the block stays as it is, but does not communicate. With
+    ``Gossip("exponential")`` each rank then averages with its neighbours in a graph only.
 
     The context is ``ctx``; if None, that of a DistributedDataParallel ``model``, else
     ``potluck.init()``.
@@ -92,11 +94,12 @@ class ElasticLoop(elastic.ElasticLoop):
         policy: Policy | None = None,
         callbacks: Sequence[object] = (),
         ctx: DistributedContext | None = None,
-        strategy: DataParallel | LocalSGD | DiLoCo | None = None,
+        strategy: DataParallel | LocalSGD | DiLoCo | Gossip | None = None,
     ) -> None:
-        if not isinstance(strategy, DataParallel | LocalSGD | DiLoCo | None):
+        if not isinstance(strategy, DataParallel | LocalSGD | DiLoCo | Gossip | None):
             raise TypeError(
-                f"strategy is {strategy!r}: pass DataParallel(), LocalSGD(...) or DiLoCo(...)"
+                f"strategy is {strategy!r}: pass DataParallel(), LocalSGD(...), DiLoCo(...) or "
+                "Gossip(...)"
             )
         if ctx is None:
             ctx = model.ctx if isinstance(model, DistributedDataParallel) else init()
@@ -116,10 +119,13 @@ class ElasticLoop(elastic.ElasticLoop):
             dataset, collate, num_workers=num_workers, prefetch=prefetch, seed=seed
         )
         self._outer: OuterStrategy | None = None
-        if isinstance(strategy, LocalSGD | DiLoCo):
+        if isinstance(strategy, LocalSGD | DiLoCo | Gossip):
             _check_alone(model)
             inner = model.module if isinstance(model, DistributedDataParallel) else model
-            self._outer = OuterStrategy(strategy, inner, optimizers, also or {})
+            if isinstance(strategy, Gossip):
+                self._outer = GossipStrategy(strategy, inner, optimizers, also or {})
+            else:
+                self._outer = OuterStrategy(strategy, inner, optimizers, also or {})
         elif (
             strategy is not None
             and strategy.compression is not None

@@ -25,14 +25,14 @@ from potluck.checkpoint.state import State, fingerprint
 from potluck.context.compressed import start_compressed
 from potluck.errors import CheckpointError
 from potluck.torch.buckets import Bucket, Slot, assign
-from potluck.training.strategies import DiLoCo, LocalSGD
+from potluck.training.strategies import DiLoCo, Gossip, LocalSGD
 from potluck.training.strategies.fragments import fragment_of, partition
 
 if TYPE_CHECKING:
     from potluck.context import DistributedContext
 
 _BUCKET_BYTES = 25 << 20
-_LEAST_BYTES_PER_S = 100_000
+LEAST_BYTES_PER_S = 100_000
 """A reduction may take as long as on a network of this rate."""
 
 
@@ -63,7 +63,7 @@ class OuterStrategy:
 
     def __init__(
         self,
-        config: LocalSGD | DiLoCo,
+        config: LocalSGD | DiLoCo | Gossip,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         also: Mapping[str, Any],
@@ -132,7 +132,7 @@ class OuterStrategy:
         for part in (part for parts in self._fragments for part in parts):
             if part.bucket.parameters[0] in kept:
                 self._sums.append((part, part.flat(kept, weight)))
-        timeout_s += sum(flat.nbytes for _, flat in self._sums) / _LEAST_BYTES_PER_S
+        timeout_s += sum(flat.nbytes for _, flat in self._sums) / LEAST_BYTES_PER_S
         waits = [self._start(ctx, number, part, flat, timeout_s) for part, flat in self._sums]
 
         def wait() -> None:

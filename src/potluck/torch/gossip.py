@@ -1,0 +1,87 @@
+"""Gossip: parameters of each rank's own, averaged with those of its neighbours after each round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from potluck.checkpoint.state import State, fingerprint
+from potluck.torch.outer import LEAST_BYTES_PER_S, OuterStrategy
+from potluck.training.strategies import Gossip
+
+if TYPE_CHECKING:
+    from potluck.context import DistributedContext
+
+
+class GossipStrategy(OuterStrategy):
+    """Gossip on one model: a ``training.rounds.RoundStrategy`` without global parameters.
+
+    Ranks are equal only after a round without samples, in which they take the mean over all ranks.
+    The loop makes such a round before each checkpoint and at the end. A newcomer gets the
+    parameters of the most senior member.
+    """
+
+    def __init__(
+        self,
+        config: Gossip,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        also: Mapping[str, Any],
+    ) -> None:
+        super().__init__(config, model, optimizers, also)
+        self.num_fragments = 2  # more than one round: all are equal after one without samples only
+        self._gossip = config
+        self._are_equal = False
+        self._whole: dict[int, bool] = {}
+
+    def begin(self, number: int) -> None:
+        self._are_equal = False
+
+    def close(self, number: int, *, whole: bool) -> None:
+        self._whole[number] = whole
+
+    @torch.no_grad()
+    def start(
+        self, ctx: DistributedContext, number: int, weight: float, timeout_s: float
+    ) -> Callable[[], None]:
+        now = {index: tensor.detach().cpu() for index, tensor in enumerate(self._tensors)}
+        parts = [part for parts in self._fragments for part in parts]
+        self._sums = [(part, part.flat(now, 1.0)) for part in parts]
+        timeout_s += sum(flat.nbytes for _, flat in self._sums) / LEAST_BYTES_PER_S
+        options: dict[str, Any] = {"timeout": timeout_s, "async_op": True}
+        if self._whole[number]:
+            works = [ctx.all_reduce(flat, "mean", **options) for _, flat in self._sums]
+        else:
+            sequence = self._gossip.graphs(ctx.world_size)
+            graph = sequence[number % len(sequence)]
+            works = [ctx.neighbor_all_reduce(flat, graph, **options) for _, flat in self._sums]
+
+        def wait() -> None:
+            for work in works:
+                work.wait()
+
+        return wait
+
+    @torch.no_grad()
+    def apply(self, number: int, fraction: float, *, delayed: bool) -> None:
+        for index, mean in self._gradients():
+            self._tensors[index].copy_(mean)
+        self._are_equal = self._whole.pop(number)
+        self._sums = []
+
+    # ------------------------------------------------------------ the state
+
+    def capture(self) -> State:
+        return {"strategy": f"Gossip(every={self._gossip.every})", "are_equal": self._are_equal}
+
+    def restore(self, state: State) -> None:
+        self._are_equal = bool(state["are_equal"])
+        self._whole.clear()
+
+    def fingerprint(self) -> str:
+        """Of the parameters where they are equal on all ranks; else of their names."""
+        return fingerprint(list(self._tensors) if self._are_equal else self._names)

@@ -1,0 +1,105 @@
+"""Gossip: averaging with the neighbours in a graph only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from potluck import graphs
+from potluck.graphs import Graph
+from potluck.training.strategies.kinds import SGD, Rounds
+
+_NAMED: dict[str, Callable[[int], Any]] = {
+    "base": graphs.base,
+    "exponential": graphs.exponential,
+    "ring": graphs.ring,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Gossip(Rounds):
+    """Each rank keeps parameters of its own, and averages them with those of its neighbours.
+
+    (Decentralized parallel SGD: Lian et al., "Can Decentralized Algorithms Outperform Centralized
+    Algorithms?", NeurIPS 2017; here a rank averages after its steps.) After every ``every`` steps
+    a rank's parameters become the weighted mean of its own and its neighbours', as
+    [neighbor_all_reduce][potluck.DistributedContext.neighbor_all_reduce] computes it. Before a
+    checkpoint and at the end all ranks take the mean over all of them.
+
+    ``graph`` is ``"exponential"``, ``"base"`` (the Base-2 graphs, one after the other) or
+    ``"ring"``; a ``networkx.DiGraph`` or a sequence of them, of which each round takes the next; or
+    a function of the world size that returns one of these. In a world of another size than that of
+    a DiGraph the exponential graph takes its place.
+
+    Cost of a round: each rank sends its parameters to each of its out-neighbours. Votes and
+    reports, of some hundred bytes, are those of all strategies, between all ranks. ``deadline``
+    ends a slow rank's steps as in [DiLoCo][potluck.torch.DiLoCo].
+
+    ValueError for other words, and for graphs that change the mean (their mixing matrix is not
+    doubly stochastic) or fall into parts.
+    """
+
+    graph: Any = "exponential"
+    every: int = field(default=1, kw_only=True)
+
+    def __post_init__(self) -> None:
+        Rounds.__post_init__(self)
+        if isinstance(self.graph, str):
+            if self.graph not in _NAMED:
+                raise ValueError(
+                    f"graph is {self.graph!r}; the graphs with a name are {', '.join(_NAMED)}"
+                )
+        elif not callable(self.graph):
+            made = _sequence(self.graph)
+            _check(made, made[0].num_nodes)
+
+    @property
+    def outer(self) -> SGD:
+        """None of its own: what is applied are the means."""
+        return SGD(1.0)
+
+    def graphs(self, world_size: int) -> tuple[Graph, ...]:
+        """The graphs of the rounds in a world of this size, in turn."""
+        if isinstance(self.graph, str):
+            return _sequence(_NAMED[self.graph](world_size))
+        if callable(self.graph):
+            made = _sequence(self.graph(world_size))
+            _check(made, world_size)
+            return made
+        made = _sequence(self.graph)
+        fits = made[0].num_nodes == world_size
+        return made if fits else (graphs.exponential(world_size),)
+
+
+def _sequence(graph: Any) -> tuple[Graph, ...]:
+    several = isinstance(graph, Sequence)
+    made = tuple(map(Graph.of, graph)) if several else (Graph.of(graph),)
+    if not made:
+        raise ValueError("graph is an empty sequence; it must have at least one graph")
+    return made
+
+
+def _check(made: tuple[Graph, ...], world_size: int) -> None:
+    """ValueError unless the mean stays as it is, and every rank's array comes to all others."""
+    reached = np.eye(world_size, dtype=bool)
+    for graph in made:
+        if graph.num_nodes != world_size:
+            raise ValueError(
+                f"a graph has {graph.num_nodes} nodes, and {world_size} are wanted: its nodes are "
+                "the ranks"
+            )
+        if not graph.is_doubly_stochastic:
+            raise ValueError(
+                "the columns of the graph's mixing matrix have other sums than 1, so that the mean "
+                "of the parameters would drift: pass weights whose rows and columns have the sum 1"
+            )
+        reached |= graph.matrix() > 0
+    for _ in range(world_size.bit_length()):
+        reached = reached @ reached
+    if not reached.all():
+        raise ValueError(
+            "the graph falls into parts: what some ranks learn would never come to the others"
+        )
