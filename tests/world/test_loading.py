@@ -22,6 +22,7 @@ from potluck.errors import ConfigurationError, DataError, RemoteError
 from potluck.testing.elastic import ElasticWorld, MortalContext
 from potluck.testing.world import WorldError, run_world
 from potluck.torch import DDP, ElasticLoop
+from potluck.torch.loading import _as_tensor
 from potluck.training.elastic import Policy
 from potluck.training.strategies import LocalSGD
 
@@ -101,6 +102,32 @@ class Training:
                 self.seen.counts += mine
                 self.orders.append(indices.tolist())
         return self
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("dataset", [Numbers, Shards])
+def test_a_loop_that_is_iterated_again_after_a_break_has_its_loader(
+    dataset: Any, num_workers: int
+) -> None:
+    with DistributedContext(LocalBackend()) as ctx:
+        training = Training(ctx, dataset(), num_workers=num_workers)
+        job = training.job
+        for _ in job:
+            with job.step():
+                job.commit()
+            break
+        training.run()
+        assert job.done
+        assert job.committed == 2 * NUM_SAMPLES
+        assert len(training.orders) == job.step_number - 1
+        if num_workers and training.pids:
+            assert os.getpid() not in training.pids
+
+
+def test_arrays_of_another_byte_order_are_tensors() -> None:
+    column = np.arange(6, dtype=">f4").reshape(3, 2)
+    np.testing.assert_array_equal(_as_tensor(column).numpy(), column)
+    assert _as_tensor(column[::2, ::-1]).tolist() == [[1, 0], [5, 4]]
 
 
 def alone(dataset: Any, **options: Any) -> Training:

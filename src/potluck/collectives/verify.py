@@ -92,6 +92,12 @@ def _check_heads(plans: Sequence[Plan]) -> None:
     if not plans:
         raise VerificationError("there are no plans")
     first = plans[0]
+    parts = _num_parts(first)
+    if parts is not None and first.num_chunks != parts:
+        raise VerificationError(
+            f"{_head(first)}: has {first.num_chunks} chunks; the parts of this operation are "
+            f"{parts}, one chunk each"
+        )
     same = (first.operation, first.algorithm, len(plans), first.num_chunks, first.root)
     for rank, plan in enumerate(plans):
         if plan.rank != rank:
@@ -203,6 +209,17 @@ def _circle(
     ]
     waits = [_at(plans[rank], step) for rank, step in ends]
     return "deadlock: " + "; which waits for ".join(waits)
+
+
+def _num_parts(plan: Plan) -> int | None:
+    """How many chunks the operation has; None where an array may be cut into any number."""
+    match plan.operation:
+        case Operation.ALL_GATHER | Operation.GATHER | Operation.SCATTER | Operation.REDUCE_SCATTER:
+            return plan.world_size
+        case Operation.ALL_TO_ALL:
+            return plan.world_size**2
+        case _:
+            return None
 
 
 def _inputs(plan: Plan) -> list[int]:

@@ -152,7 +152,7 @@ def _numbers(column: Any, name: str) -> Any:
     if types.is_fixed_size_list(kind):
         widths, values = {kind.list_size}, column.flatten()
         shape.append(kind.list_size)
-    elif types.is_list(kind):
+    elif types.is_list(kind) or types.is_large_list(kind):
         widths, values = set(np.diff(column.offsets.to_numpy()).tolist()), column.flatten()
         shape.append(max(widths, default=0))
     if column.null_count or values.null_count or len(widths) > 1:

@@ -1,4 +1,4 @@
-"""Arrays in ``.npy`` files, mapped into memory: shards are ranges of their rows."""
+"""Arrays in ``.npy`` files: shards are ranges of their rows."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from potluck.data.files import Paths, find_files
 from potluck.data.shards import ShardedDataset
 from potluck.errors import DataError
 
+_SHARD_BYTES = 16 << 20
+
 
 class NumpyFiles(ShardedDataset):
     """Columns that are stored as ``.npy`` files, with samples along the first axis.
@@ -20,8 +22,8 @@ class NumpyFiles(ShardedDataset):
         data = NumpyFiles({"x": "data/x-*.npy", "y": "data/y-*.npy"})
 
     Each column has one or more files; the n-th files of all columns have equally many rows. A batch
-    is a dict of tensors. Files are mapped, not read: memory is what a batch takes. A shard is
-    ``rows_per_shard`` rows.
+    is a dict of tensors. A shard is ``rows_per_shard`` rows, by default as many as take 16 MiB; the
+    files may be larger than memory.
 
     DataError for files that do not fit together, are damaged, or hold Python objects.
     """
@@ -30,13 +32,13 @@ class NumpyFiles(ShardedDataset):
         self,
         columns: Mapping[str, Paths],
         *,
-        rows_per_shard: int = 16384,
+        rows_per_shard: int | None = None,
         transform: Callable[[dict[str, Any]], Any] | None = None,
         lanes: int = 8,
     ) -> None:
         if not columns:
             raise DataError("NumpyFiles needs at least one column")
-        if rows_per_shard < 1:
+        if rows_per_shard is not None and rows_per_shard < 1:
             raise ValueError(f"rows_per_shard is {rows_per_shard}; it must be at least 1")
         files = {name: find_files(paths, ".npy") for name, paths in columns.items()}
         if len({len(found) for found in files.values()}) > 1:
@@ -48,8 +50,10 @@ class NumpyFiles(ShardedDataset):
             arrays = {name: _mapped(found[number]) for name, found in files.items()}
             self._check_file(arrays, {name: found[number] for name, found in files.items()})
             num_rows = len(next(iter(arrays.values())))
-            for start in range(0, num_rows, rows_per_shard):
-                end = min(start + rows_per_shard, num_rows)
+            row_bytes = sum(array[:1].nbytes for array in arrays.values())
+            step = rows_per_shard or max(1, _SHARD_BYTES // max(1, row_bytes))
+            for start in range(0, num_rows, step):
+                end = min(start + step, num_rows)
                 self._pieces.append((number, start, end))
             self._arrays.append(arrays)
         sizes = [end - start for _, start, end in self._pieces]
@@ -57,7 +61,8 @@ class NumpyFiles(ShardedDataset):
 
     def read(self, shard: int) -> Mapping[str, NDArray[Any]]:
         number, start, end = self._pieces[shard]
-        return {name: array[start:end] for name, array in self._arrays[number].items()}
+        arrays = self._arrays[number].items()
+        return {name: np.array(array[start:end]) for name, array in arrays}  # read, not mapped
 
     def describe(self, shard: int) -> str:
         number, start, end = self._pieces[shard]

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
+from potluck.background import start_thread
 from potluck.data.shards import Samples, Shard, ShardedDataset, joined
+
+_CLOSE_S = 5.0
 
 
 class ShardReader:
@@ -22,7 +26,7 @@ class ShardReader:
 
     def __init__(self, dataset: ShardedDataset) -> None:
         self._dataset = dataset
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="potluck-shards")
+        self._pool: ThreadPoolExecutor | None = None
         self._held: OrderedDict[int, Future[Shard]] = OrderedDict()  # the latest used at the end
         self._wanted: OrderedDict[int, None] = OrderedDict()
         self._fresh: set[int] = set()  # read ahead, and not used yet
@@ -53,14 +57,22 @@ class ShardReader:
         self._fresh.clear()
 
     def close(self) -> None:
-        """End the thread, once it has read the shard that it reads now."""
-        self._pool.shutdown(cancel_futures=True)
+        """End the thread, once it has read the shard that it reads now; that is waited for, but not
+        longer than ``_CLOSE_S``. The next ``expect`` or ``take`` starts another one."""
+        pool = self._pool
+        if pool is not None:
+            end = partial(pool.shutdown, cancel_futures=True)
+            start_thread(end, name="potluck-shards-end", on_broken=lambda error: None).join(
+                _CLOSE_S
+            )
+        self._pool = None
         self._held.clear()
+        self.forget()
 
     def _get(self, shard: int) -> Shard:
         if shard not in self._held:
             self._make_room()
-            self._held[shard] = self._pool.submit(self._dataset.load, shard)
+            self._held[shard] = self._start(shard)
         self._held.move_to_end(shard)
         try:
             return self._held[shard].result()
@@ -68,12 +80,17 @@ class ShardReader:
             self._held.pop(shard, None)  # the next attempt reads again
             raise
 
+    def _start(self, shard: int) -> Future[Shard]:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="potluck-shards")
+        return self._pool.submit(self._dataset.load, shard)
+
     def _read_ahead(self) -> None:
         for shard in list(self._wanted):
             if shard not in self._held:
                 if not self._make_room():
                     return
-                self._held[shard] = self._pool.submit(self._dataset.load, shard)
+                self._held[shard] = self._start(shard)
                 self._fresh.add(shard)
             del self._wanted[shard]
 

@@ -15,6 +15,17 @@ Samples = list[Any] | dict[str, NDArray[Any]]
 """Some samples: a list of them, or an array for each column, with samples along the first axis."""
 
 
+class Deferred:
+    """A sample that is not read yet. It is read where it is transformed: in a loader's worker, if
+    there is one."""
+
+    __slots__ = ()
+
+    def read(self) -> Any:
+        """The sample. DataError if it can't be read."""
+        raise NotImplementedError
+
+
 class Shard(Protocol):
     """A shard that has been read."""
 
@@ -130,8 +141,9 @@ def joined(parts: Sequence[Samples]) -> Samples:
 
 
 def one_by_one(samples: Samples) -> list[Any]:
-    """Samples as a list; of columns, a dict for each."""
+    """Samples as a list; of columns, a dict for each, of Python's numbers or of arrays."""
     if isinstance(samples, list):
-        return samples
-    names, columns = list(samples), [column.tolist() for column in samples.values()]
+        return [each.read() if isinstance(each, Deferred) else each for each in samples]
+    names = list(samples)
+    columns = [c.tolist() if c.ndim == 1 else list(c) for c in samples.values()]
     return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]

@@ -2,25 +2,50 @@
 
 from __future__ import annotations
 
+import os
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any, BinaryIO
 
 from potluck.data.files import Paths, find_files
-from potluck.data.shards import Samples, Shard, ShardedDataset
+from potluck.data.shards import Deferred, ShardedDataset
 from potluck.errors import DataError
 from potluck.waiting import Reminder, reminding
 
 
 @dataclass(frozen=True, slots=True)
-class _Sample:
+class _Archive:
+    path: Path
+    stamp: tuple[int, int, int]  # of the file whose headers were read
+
+    def check(self, file: BinaryIO) -> None:
+        """DataError if ``file`` is not the one whose headers were read."""
+        if _stamp(file) != self.stamp:
+            raise DataError(f"{self.path} was changed or replaced after the data set was made")
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample(Deferred):
+    archive: _Archive
     key: str
     parts: dict[str, tuple[int, int]] = field(default_factory=dict)  # offset and size in the file
+
+    def read(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"__key__": self.key}
+        path = self.archive.path
+        try:
+            with path.open("rb") as file:
+                self.archive.check(file)
+                for extension, (offset, size) in self.parts.items():
+                    file.seek(offset)
+                    found[extension] = file.read(size)
+                    if len(found[extension]) < size:
+                        raise DataError(f"{path} is cut off in {self.key}.{extension}")
+        except OSError as error:
+            raise DataError(f"{path} can't be read: {error}") from error
+        return found
 
 
 class WebDatasetFiles(ShardedDataset):
@@ -33,7 +58,7 @@ class WebDatasetFiles(ShardedDataset):
     all archives are read at the start (the archives keep no index), the bytes of a sample when it
     is needed.
 
-    DataError for an archive that is compressed, cut off or damaged.
+    DataError for an archive that is compressed, cut off or damaged, or changed later.
     """
 
     def __init__(
@@ -52,37 +77,25 @@ class WebDatasetFiles(ShardedDataset):
                 self._samples.append(_listed(path))
         super().__init__(list(map(len, self._samples)), transform=transform, lanes=lanes)
 
-    def read(self, shard: int) -> Shard:
-        return _Archive(self._files[shard], self._samples[shard])
+    def read(self, shard: int) -> Sequence[Deferred]:
+        return self._samples[shard]
 
     def describe(self, shard: int) -> str:
         return str(self._files[shard])
 
 
-class _Archive:
-    def __init__(self, path: Path, samples: list[_Sample]) -> None:
-        self._path, self._samples = path, samples
-
-    def take(self, rows: NDArray[np.int64]) -> Samples:
-        with self._path.open("rb") as file:
-            return [self._sample(file, self._samples[row]) for row in rows.tolist()]
-
-    def _sample(self, file: Any, sample: _Sample) -> dict[str, Any]:
-        found: dict[str, Any] = {"__key__": sample.key}
-        for extension, (offset, size) in sample.parts.items():
-            file.seek(offset)
-            found[extension] = file.read(size)
-            if len(found[extension]) < size:
-                raise DataError(f"{self._path} is cut off in {sample.key}.{extension}")
-        return found
+def _stamp(file: BinaryIO) -> tuple[int, int, int]:
+    found = os.fstat(file.fileno())
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _listed(path: Path) -> list[_Sample]:
     """The samples of an archive, in its order."""
     samples: dict[str, _Sample] = {}
     try:
-        size = path.stat().st_size
-        with tarfile.open(path, "r:") as archive:
+        with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as archive:
+            source = _Archive(path, _stamp(file))
+            size = source.stamp[1]
             for member in archive:
                 if not member.isfile():
                     continue
@@ -93,16 +106,15 @@ def _listed(path: Path) -> list[_Sample]:
                 if not stem or not dot:
                     continue
                 key = folder + slash + stem
-                sample = samples.setdefault(key, _Sample(key))
+                sample = samples.setdefault(key, _Sample(source, key))
                 if extension in sample.parts:
                     raise DataError(f"{path} has {member.name} twice")
                 sample.parts[extension] = (member.offset_data, member.size)
             # tarfile takes a damaged header for the end, which is a block of zeros.
-            with path.open("rb") as file:
-                file.seek(archive.offset)
-                if file.read(tarfile.BLOCKSIZE).strip(b"\0") or archive.offset >= size:
-                    last = archive.getnames()[-1]
-                    raise DataError(f"{path} is damaged or cut off after {last}")
+            file.seek(archive.offset)
+            if file.read(tarfile.BLOCKSIZE).strip(b"\0") or archive.offset >= size:
+                last = archive.getnames()[-1]
+                raise DataError(f"{path} is damaged or cut off after {last}")
     except (tarfile.TarError, OSError) as error:
         raise DataError(f"{path} can't be read as an uncompressed tar archive: {error}") from error
     return list(samples.values())

@@ -65,20 +65,8 @@ class Loader:
         self._after: Iterator[Share] = iter(())
         self._ahead: Iterator[Share] = iter(())
         self._batches: Iterator[Any] = iter(())
+        self._num_workers, self._prefetch = num_workers, prefetch
         self._workers: DataLoader[Any] | None = None
-        if num_workers:
-            self._workers = DataLoader(
-                _Finishing(self._source.finish),
-                batch_size=None,
-                sampler=_Requests(self._requests),
-                num_workers=num_workers,
-                prefetch_factor=prefetch,
-                persistent_workers=True,
-                worker_init_fn=_release_connections,
-                # The script needs no `if __name__ == "__main__"` where processes are forked.
-                multiprocessing_context="fork" if sys.platform == "linux" else None,
-                generator=torch.Generator(),  # else each start would take a number of the script's
-            )
 
     def load(self, share: Share, upcoming: Callable[[], Iterator[Share]]) -> Any:
         """The samples of ``share``. ``upcoming()`` are the shares after it, as far as is known."""
@@ -90,7 +78,7 @@ class Loader:
         return samples
 
     def close(self) -> None:
-        """End the worker processes and the reading thread."""
+        """End the worker processes and the reading thread. The next ``load`` starts them again."""
         if self._workers is not None and self._workers._iterator is not None:
             # Else they end with the last reference, which an error's traceback may hold for long.
             self._workers._iterator._shutdown_workers()  # type: ignore[attr-defined]
@@ -101,15 +89,31 @@ class Loader:
         self._source.forget()
         self._ahead, self._after = tee(shares)
         first = next(self._after)
-        if self._workers is None:
+        if not self._num_workers:
             self._batches = map(self._source.finish, self._requests())
         else:
+            if self._workers is None:
+                self._workers = self._new_workers()
             # Workers that load for other ranks have other random numbers.
             self._workers.generator.manual_seed(self._seed + int(first.indices[0]))
             with warnings.catch_warnings():
                 # Workers run no code of this process's other threads.
                 warnings.filterwarnings("ignore", ".*multi-threaded.*fork", DeprecationWarning)
                 self._batches = iter(self._workers)
+
+    def _new_workers(self) -> DataLoader[Any]:
+        return DataLoader(
+            _Finishing(self._source.finish),
+            batch_size=None,
+            sampler=_Requests(self._requests),
+            num_workers=self._num_workers,
+            prefetch_factor=self._prefetch,
+            persistent_workers=True,
+            worker_init_fn=_release_connections,
+            # The script needs no `if __name__ == "__main__"` where processes are forked.
+            multiprocessing_context="fork" if sys.platform == "linux" else None,
+            generator=torch.Generator(),  # else each start would take a number of the script's
+        )
 
     def _requests(self) -> Iterator[Any]:
         """What is to be finished: the samples of the shares ahead, in order."""
@@ -176,11 +180,10 @@ class _Sharded:
 
 
 def _transformed(transform: Callable[[Any], Any] | None, collate: Collate, samples: Samples) -> Any:
-    if transform is not None:
-        return collate([transform(sample) for sample in one_by_one(samples)])
-    if isinstance(samples, dict):
+    if isinstance(samples, dict) and transform is None:
         return {name: _as_tensor(column) for name, column in samples.items()}
-    return collate(samples)
+    found = one_by_one(samples)
+    return collate(found if transform is None else [transform(sample) for sample in found])
 
 
 class _Finishing(Dataset[Any]):
@@ -210,9 +213,10 @@ def _are_equal(share: Share, other: Share) -> bool:
 
 
 def _as_tensor(column: NDArray[Any]) -> Any:
-    """A tensor; a list of the values if they are no numbers."""
+    """A tensor, in this machine's byte order; a list of the values if they are no numbers."""
     if column.dtype.kind in "biuf":
-        return torch.from_numpy(np.ascontiguousarray(column))
+        native = column.dtype.newbyteorder("=")
+        return torch.from_numpy(np.ascontiguousarray(column, native))
     return column.tolist()
 
 

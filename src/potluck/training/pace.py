@@ -44,7 +44,7 @@ class Pace:
         self._signals: list[float] = []
         self._noises: list[float] = []
         self._since: int | None = None  # the step at which this group began
-        self._exchanged = -1
+        self._num_due = 0  # how many exchanges were due before the latest one
 
     @property
     def costs(self) -> tuple[Cost, ...] | None:
@@ -64,7 +64,7 @@ class Pace:
 
     def new_group(self) -> None:
         """Forget the agreement of the previous group."""
-        self.plan, self._since, self._exchanged = None, None, -1
+        self.plan, self._since, self._num_due = None, None, 0
 
     def exchange(self, ctx: DistributedContext, progress: Progress) -> None:
         """Exchange measurements if an exchange is due. A collective call between two steps.
@@ -72,7 +72,10 @@ class Pace:
         Not after the last step: if a peer is lost at the end, ranks that have left would keep
         another batch size than those that form one more group.
         """
-        if not self._is_on or progress.done or not self._due(progress.step):
+        if not self._is_on or progress.done:
+            return
+        num_due = self._count_due(progress.step)
+        if num_due == self._num_due:
             return
         cost = fit(self._steps) or Cost(0.0, 0.0)
         mine = [
@@ -82,7 +85,7 @@ class Pace:
             math.fsum(self._noises),
         ]
         rows = ctx.all_gather(np.array(mine, np.float64)).reshape(-1, len(mine))
-        self._exchanged = progress.step
+        self._num_due = num_due
         self._signals, self._noises = [], []
         costs = [Cost(float(row[0]), float(row[1])) if row[1] else None for row in rows]
         for change in (
@@ -94,12 +97,12 @@ class Pace:
                 if ctx.is_master:
                     ctx.report(event=change)
 
-    def _due(self, step: int) -> bool:
+    def _count_due(self, step: int) -> int:
+        """How many exchanges are due in this group until ``step``. A round passes many steps."""
         if self._since is None:
             self._since = step
         since = step - self._since
-        often = since in EARLY_STEPS or since % self._policy.adapt_every == 0
-        return often and step != self._exchanged
+        return since // self._policy.adapt_every + sum(since >= early for early in EARLY_STEPS)
 
     def _deal(self, costs: Sequence[Cost | None], progress: Progress) -> str:
         """Split batches by ``costs``; the change in words, empty if there is none."""

@@ -200,6 +200,18 @@ def test_ending_with_garbage_is_refused() -> None:
         verify(plans)
 
 
+@pytest.mark.parametrize(
+    ("operation", "parts"), [(Operation.SCATTER, 2), (Operation.ALL_TO_ALL, 4)]
+)
+def test_chunks_that_are_not_the_operations_parts_are_refused(
+    operation: Operation, parts: int
+) -> None:
+    """A plan that moves too few of them would leave the rest of the result as it was."""
+    plans = make_world(operation, 1, [Step(SEND, 1, 0)], [Step(COPY, 0, 0)])
+    with pytest.raises(VerificationError, match=rf"has 1 chunks; the parts.* are {parts}, one"):
+        verify(plans)
+
+
 def test_a_contribution_that_is_lost_is_refused() -> None:
     plans = make_world(Operation.REDUCE, 1, [Step(COPY, 1, 0)], [Step(SEND, 0, 0)])
     text = r"rank 0: ends with chunk 0 lacking the contribution of rank 0"

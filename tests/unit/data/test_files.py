@@ -12,6 +12,7 @@ import pytest
 
 from potluck.data import ArrowFiles, NumpyFiles, ParquetFiles, ShardedDataset, WebDatasetFiles
 from potluck.data.reader import ShardReader
+from potluck.data.shards import Deferred, one_by_one
 from potluck.errors import DataError
 
 pa = pytest.importorskip("pyarrow")
@@ -21,7 +22,8 @@ pq = pytest.importorskip("pyarrow.parquet")
 def samples_of(dataset: ShardedDataset, *rows: int) -> Any:
     reader = ShardReader(dataset)
     try:
-        return reader.take(np.array(rows or range(len(dataset)), np.int64))
+        found = reader.take(np.array(rows or range(len(dataset)), np.int64))
+        return one_by_one(found) if isinstance(found, list) else found
     finally:
         reader.close()
 
@@ -215,9 +217,40 @@ def test_archives_that_are_torn_are_named(tmp_path: Path) -> None:
         WebDatasetFiles(tmp_path / "twice.tar")
 
 
-def test_an_archive_that_shrinks_after_it_was_listed_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", ["cut off", "replaced", "gone"])
+def test_an_archive_that_changes_after_it_was_listed_is_named(tmp_path: Path, change: str) -> None:
     path = write_tar(tmp_path / "a.tar", ["a.jpg", "b.jpg"])
     dataset = WebDatasetFiles(path)
-    path.write_bytes(path.read_bytes()[:1030])
-    with pytest.raises(DataError, match=r"a\.tar is cut off in b\.jpg"):
+    if change == "cut off":
+        path.write_bytes(path.read_bytes()[:1030])
+    elif change == "replaced":  # by one of the same size
+        write_tar(tmp_path / "b.tar", ["c.jpg", "d.jpg"]).replace(path)
+    else:
+        path.unlink()
+    text = r"a\.tar can't be read" if change == "gone" else r"a\.tar was changed or replaced"
+    with pytest.raises(DataError, match=text):
         samples_of(dataset, 1)
+
+
+def test_samples_of_archives_are_read_where_they_are_transformed(tmp_path: Path) -> None:
+    """In a worker, if there is one; so what travels there is where they are."""
+    dataset = WebDatasetFiles(write_tar(tmp_path / "a.tar", ["a.jpg", "b.jpg"]))
+    [taken] = dataset.load(0).take(np.array([1]))
+    assert isinstance(taken, Deferred)
+    assert taken.read() == {"__key__": "b", "jpg": b"<b.jpg>"}
+
+
+def test_large_lists_of_numbers_are_arrays(tmp_path: Path) -> None:
+    column = pa.array([[1.0, 2.0], [3.0, 4.0]], pa.large_list(pa.float32()))
+    pq.write_table(pa.table({"x": column}), tmp_path / "a.parquet")
+    found = samples_of(ParquetFiles(tmp_path / "a.parquet"))["x"]
+    np.testing.assert_array_equal(found, np.array([[1, 2], [3, 4]], np.float32))
+
+
+def test_a_shard_of_npy_files_is_read_as_a_whole_and_of_about_16_mib(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.zeros((10, 1 << 20), np.float32))
+    dataset = NumpyFiles({"x": tmp_path / "x.npy"})
+    assert dataset.sizes == (4, 4, 2)
+    found = dataset.read(2)["x"]
+    assert not isinstance(found, np.memmap)
+    assert found.flags.owndata

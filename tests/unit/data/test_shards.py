@@ -11,6 +11,7 @@ import pytest
 
 from potluck.data import ShardedDataset
 from potluck.data.reader import ShardReader
+from potluck.data.shards import one_by_one
 from potluck.errors import DataError
 
 
@@ -135,3 +136,36 @@ def test_closing_ends_the_thread_and_what_waits_to_be_read(numbers: Any) -> None
     reader.close()
     assert not [each for each in threading.enumerate() if each.name.startswith("potluck-shards")]
     assert dataset.reads == [0]
+
+
+def test_a_transform_gets_numbers_and_arrays() -> None:
+    [first, second] = one_by_one({"y": np.array([1, 2]), "x": np.eye(2)})
+    assert type(first["y"]) is int
+    assert isinstance(second["x"], np.ndarray)
+    np.testing.assert_array_equal(second["x"], [0.0, 1.0])
+
+
+def test_a_reader_that_was_closed_reads_again() -> None:
+    reader = ShardReader(Numbers([2, 1]))
+    assert reader.take(indices(2, 0)) == [2, 0]
+    reader.close()
+    assert reader.take(indices(1)) == [1]
+    reader.close()
+    reader.close()
+
+
+def test_a_read_that_hangs_is_not_waited_for_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("potluck.data.reader._CLOSE_S", 0.05)
+    goes_on, is_reading = threading.Event(), threading.Event()
+
+    class Hangs(Numbers):
+        def read(self, shard: int) -> list[int]:
+            is_reading.set()
+            assert goes_on.wait(30)
+            return super().read(shard)
+
+    reader = ShardReader(Hangs([1]))
+    reader.expect(indices(0))
+    assert is_reading.wait(30)
+    reader.close()
+    goes_on.set()
