@@ -1,6 +1,6 @@
 """Training over slow networks: how much of a step is computation, by strategy, beside Gloo.
 
-    python benchmarks/slow_networks.py --save              # about ten minutes; needs root
+    python benchmarks/slow_networks.py --save --docs       # about ten minutes; needs root
     python benchmarks/slow_networks.py --quick             # does it work at all?
     python benchmarks/slow_networks.py --networks 100mbit --hosts 2 --strategies int4 sparse
     python benchmarks/slow_networks.py --read benchmarks/results/DATE-slow_networks.json
@@ -9,7 +9,8 @@
 layer (``common/timed.py``), the communication is real: TLS between hosts in network namespaces of
 this machine, whose links have a rate (a token bucket), a delay and a jitter (every frame waits in a
 program, and each path has both). *Efficiency* is the time of a step that communicates nothing over
-the time of a step. A strategy of rounds is measured over whole rounds.
+the time of a step. A strategy of rounds is measured over whole rounds. *Predicted* is what
+``potluck plan`` says of the strategy, by measurements in the same network; *auto* marks its choice.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from common.placements import InHosts
 from potluck.bench.crew import Crew
 from potluck.bench.machine import heading, load, machine
 from potluck.bench.peers import PEERS
+from potluck.training.planner import Plan, decode, make_plan
 from support import hosts
 from support.delay import Delay
 
@@ -41,6 +43,8 @@ ALL = (*timed.OURS, *timed.GLOO)
 _ENOUGH_S = 4.0
 """A cell takes further steps until it has taken this long."""
 _SLOWEST_QUICK_S = 10.0
+DOCS = Path(__file__).parents[1] / "docs" / "slow-networks.md"
+MARK, END_MARK = "<!-- measured -->", "<!-- end of measured -->"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +88,7 @@ def run(
         return {"machine": facts, "rows": rows}, []
     began = time.monotonic()
     head = f"{'network':<34}{'hosts':>5}  {'strategy':<14}"
-    say(f"{head}{'step':>10}{'efficiency':>12}{'MB/step':>10}")
+    say(f"{head}{'step':>10}{'predicted':>11}{'efficiency':>12}{'MB/step':>10}")
     for count in num_hosts:
         with hosts.Network(count) as network:
             for peer in ("potluck-tls", "gloo"):
@@ -123,6 +127,13 @@ def of_peer(
         ) as crew:
             crew.join()
             compute_s = max(answer["seconds"] for answer in crew.ask("alone"))
+            plans = {}
+            for key in kinds if peer != "gloo" else ():
+                with slowed(network, KINDS[key]):
+                    [text, *_] = [
+                        each["measured"] for each in crew.ask("plan", compute_s=compute_s)
+                    ]
+                plans[key] = make_plan(decode(text))
             for name in strategies:
                 crew.ask("make", strategy=name)
                 for key in kinds:
@@ -130,6 +141,8 @@ def of_peer(
                         continue
                     with slowed(network, KINDS[key]):
                         row = cell(crew, network, name, steps)
+                    if key in plans:
+                        row |= predicted(plans[key], name)
                     yield {
                         "network": key,
                         "hosts": len(network),
@@ -138,6 +151,12 @@ def of_peer(
                         "compute_s": compute_s,
                         "efficiency": compute_s / row["step_s"],
                     }
+
+
+def predicted(plan: Plan, name: str) -> dict[str, Any]:
+    """What a plan made in the same network has said of a strategy, before it was measured."""
+    [found] = [each for each in plan.predictions if each.candidate.name == name]
+    return {"predicted_s": found.step_s, "is_choice": plan.choice.name == name}
 
 
 def cell(crew: Crew, network: hosts.Network, name: str, steps: int) -> dict[str, Any]:
@@ -182,14 +201,16 @@ def too_slow(name: str, kind: Kind) -> bool:
 
 def line(row: dict[str, Any]) -> str:
     kind = KINDS[row["network"]]
+    said = f"{row['predicted_s'] * 1e3:.0f} ms" if "predicted_s" in row else "-"
     return (
         f"{kind.name:<34}{row['hosts']:>5}  {row['strategy']:<14}{row['step_s'] * 1e3:>7.0f} ms"
-        f"{row['efficiency']:>12.1%}{row['wire_bytes_per_step'] / 1e6:>10.2f}"
+        f"{said:>11}{row['efficiency']:>12.1%}{row['wire_bytes_per_step'] / 1e6:>10.2f}"
+        f"{'  auto' if row.get('is_choice') else ''}"
     )
 
 
 def what_follows(rows: Sequence[dict[str, Any]]) -> list[Claim]:
-    """The asked efficiency of each network: by ``auto``, else by the best strategy measured."""
+    """The asked efficiency of each network, by the strategy that the plan has chosen there."""
     found = []
     for key, kind in KINDS.items():
         best = []
@@ -197,16 +218,70 @@ def what_follows(rows: Sequence[dict[str, Any]]) -> list[Claim]:
             mine = {
                 row["strategy"]: row["efficiency"] * 100
                 for row in rows
-                if (row["network"], row["hosts"]) == (key, count) and row["strategy"] in timed.OURS
+                if (row["network"], row["hosts"]) == (key, count) and row.get("is_choice")
             }
-            if mine:
-                name = "auto" if "auto" in mine else max(mine, key=lambda each: mine[each])
-                best.append((f"{count} hosts by {name}", mine[name]))
+            best += [(f"{count} hosts by {name}", value) for name, value in mine.items()]
         if best:
             what = f"25 M parameters, 200 ms of computation, {kind.name}: efficiency"
             reach = kind.reach * 100
             found.append(claims.at_least(what, f">= {reach:g}%", reach, best, "%"))
+    return found + of_predictions(rows)
+
+
+def of_predictions(rows: Sequence[dict[str, Any]]) -> list[Claim]:
+    """How many cells were predicted within 15%, and how often the choice was within 5% of the
+    fastest."""
+    ours = [row for row in rows if "predicted_s" in row]
+    if not ours:
+        return []
+    near = [abs(row["predicted_s"] / row["step_s"] - 1) <= 0.15 for row in ours]
+    what = "200 ms of computation, all cells: steps predicted within 15%"
+    shown = [(f"{sum(near)} of {len(near)} cells", sum(near) / len(near) * 100)]
+    found = [claims.at_least(what, ">= 90%", 90.0, shown, "%")]
+    best: dict[tuple[str, int], float] = {}
+    for row in ours:
+        key = row["network"], row["hosts"]
+        best[key] = min(best.get(key, row["step_s"]), row["step_s"])
+    chosen = [row for row in ours if row["is_choice"]]
+    good = [row["step_s"] <= 1.05 * best[row["network"], row["hosts"]] for row in chosen]
+    if good:
+        what = "200 ms of computation, all networks: choices within 5% of the fastest measured"
+        shown = [(f"{sum(good)} of {len(good)} networks", sum(good) / len(good) * 100)]
+        found.append(claims.at_least(what, ">= 90%", 90.0, shown, "%"))
     return found
+
+
+def into_docs(result: dict[str, Any]) -> None:
+    """Replace what stands between the marks of docs/slow-networks.md by the efficiencies."""
+    rows = result["rows"]
+    columns = [
+        (key, count)
+        for key in KINDS
+        for count in sorted({row["hosts"] for row in rows})
+        if any((row["network"], row["hosts"]) == (key, count) for row in rows)
+    ]
+    heads = [f"{KINDS[key].name}, {count} hosts" for key, count in columns]
+    lines = [f"| strategy | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+    for name in dict.fromkeys(row["strategy"] for row in rows):
+        code = f"`{timed.OURS[name].code}`" if name in timed.OURS else timed.GLOO[name]
+        cells = []
+        for key, count in columns:
+            at = (key, count, name)
+            found = [r for r in rows if (r["network"], r["hosts"], r["strategy"]) == at]
+            shown = f"{found[0]['efficiency']:.0%}" if found else "-"
+            cells.append(f"**{shown}**" if found and found[0].get("is_choice") else shown)
+        lines.append(f"| {code} | {' | '.join(cells)} |")
+    where = "\n".join(f"    {line}" for line in heading(result["machine"]).splitlines())
+    said = "\n".join(
+        f"- {claim['what'].split(': ')[-1]}: {claim['measured']}"
+        for claim in result["claims"]
+        if "all" in claim["what"]
+    )
+    page = DOCS.read_text()
+    start, end = page.index(MARK) + len(MARK), page.index(END_MARK)
+    table = "\n".join(lines)
+    DOCS.write_text(f"{page[:start]}\n{where}\n\n{table}\n\n{said}\n{page[end:]}")
+    print(f"written into {DOCS.name}")
 
 
 def main() -> int:
@@ -222,10 +297,13 @@ def main() -> int:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them")
     parser.add_argument("--save", action="store_true", help="write both to benchmarks/results/")
     parser.add_argument("--read", type=Path, metavar="FILE", help="draw a kept result instead")
+    parser.add_argument("--docs", action="store_true", help="write into docs/slow-networks.md")
     arguments = parser.parse_args()
     if arguments.read:
         kept = json.loads(arguments.read.read_text())
         slow_plot.draw(kept, KINDS, arguments.plot or arguments.read.with_suffix(".png"))
+        if arguments.docs:
+            into_docs(kept)
         return 0
     page = script.Page()
     page.say(heading(machine()))
@@ -248,6 +326,8 @@ def main() -> int:
         path = results.save(result, page.lines)
         slow_plot.draw(result, KINDS, path.with_suffix(".png"))
         print(f"saved: {path}")
+    if arguments.docs:
+        into_docs(result)
     return 0 if all(claim.met is not False for claim in found) else 1
 
 

@@ -37,6 +37,7 @@ _FIGURE = re.compile(r"(?:^|, )([^,]*?[a-zA-Z]) ([\d.e+-]+)(x| MiB| us|%)(?=, |$
 _LIMIT = re.compile(r"(>=|<=) ([\d.]+)(?:x|%| MiB| us)?$")
 HEAD = "| call | figure | of | measured | asked | met |\n|---|---|---|---|---|---|"
 QUESTIONS = (
+    ("How much of a step is computation on a slow network?", r"200 ms of computation"),
     ("How much CPU time and memory does a call take?", r"CPU seconds|memory above"),
     ("How fast is it when the main thread is busy?", r"main thread"),
     ("How fast is a step of PyTorch's DDP?", r"DDP|scaling efficiency"),

@@ -9,7 +9,7 @@ from typing import Any
 from common.timed import GLOO
 from potluck.bench.machine import heading
 
-OURS_COLOR, GLOO_COLOR, AUTO_COLOR = "#c2410c", "#1d4ed8", "#7c2d12"
+OURS_COLOR, GLOO_COLOR, AUTO_COLOR = "#e2a27e", "#1d4ed8", "#c2410c"
 
 
 def draw(result: Mapping[str, Any], kinds: Mapping[str, Any], file: Path) -> None:
@@ -25,14 +25,12 @@ def draw(result: Mapping[str, Any], kinds: Mapping[str, Any], file: Path) -> Non
     panels = figure.subplots(len(counts), len(networks), squeeze=False, sharex=True, sharey=True)
     for panel, count in zip(panels, counts, strict=True):
         for axes, key in zip(panel, networks, strict=True):
-            here = {
-                row["strategy"]: row["efficiency"] * 100
-                for row in rows
-                if (row["network"], row["hosts"]) == (key, count)
-            }
+            found = [row for row in rows if (row["network"], row["hosts"]) == (key, count)]
+            here = {row["strategy"]: row["efficiency"] * 100 for row in found}
+            chosen = {row["strategy"] for row in found if row.get("is_choice")}
             values = [here.get(name, 0.0) for name in names]
             colors = [
-                GLOO_COLOR if name in GLOO else AUTO_COLOR if name == "auto" else OURS_COLOR
+                GLOO_COLOR if name in GLOO else AUTO_COLOR if name in chosen else OURS_COLOR
                 for name in names
             ]
             bars = axes.barh(names, values, color=colors, height=0.7)
@@ -44,6 +42,6 @@ def draw(result: Mapping[str, Any], kinds: Mapping[str, Any], file: Path) -> Non
             axes.tick_params(labelsize=8)
             axes.set_title(f"{kinds[key].name}\n{count} hosts", fontsize=8)
             axes.spines[["top", "right"]].set_visible(False)
-    note = "efficiency in % (computation is timed waits); dotted: what was asked"
+    note = "efficiency in % (computation is timed waits); strong: the plan's choice; dotted: asked"
     figure.supxlabel(f"{note}\n{heading(result['machine'])}", fontsize=6, color="#555555")
     figure.savefig(file, dpi=130)

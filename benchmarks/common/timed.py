@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from torch import Tensor, nn
 import potluck
 import potluck.torch as pt
 from potluck.bench.channel import Channel
+from potluck.torch.planning import measure
+from potluck.training.planner import CANDIDATES, encode
 
 COMPUTE_S = 0.2
 WIDTH, DEPTH = 1024, 24
@@ -28,33 +30,8 @@ NUM_PARAMETERS = DEPTH * WIDTH * WIDTH
 _TIMEOUT_S = 290.0
 _MANY = 1 << 24
 
-OURS: dict[str, Callable[[], tuple[Any, Any]]] = {
-    "plain": lambda: (None, None),
-    "int8": lambda: (potluck.Int(8), None),
-    "int4": lambda: (potluck.Int(4), None),
-    "topk": lambda: (potluck.TopK(0.01, bits=2), None),
-    "powersgd": lambda: (potluck.PowerSGD(4), None),
-    "local-sgd": lambda: (None, pt.LocalSGD(every=8)),
-    "diloco": lambda: (
-        None,
-        pt.DiLoCo(every=100, fragments=4, delay=5, compression=potluck.Int(4)),
-    ),
-    "sparse": lambda: (
-        None,
-        pt.DiLoCo(every=40, outer=pt.SGD(1.0), compression=potluck.TopK(0.02, bits=2)),
-    ),
-}
-"""Compression of gradients, and strategy of rounds, by the name of a row."""
-GLOO = ("gloo", "gloo-fp16", "gloo-powersgd")
-ABOUT = {
-    "plain": "DataParallel()",
-    "int8": "compression=Int(8)",
-    "int4": "compression=Int(4)",
-    "topk": "compression=TopK(0.01, bits=2)",
-    "powersgd": "compression=PowerSGD(4)",
-    "local-sgd": "LocalSGD(every=8)",
-    "diloco": "DiLoCo(every=100, fragments=4, delay=5, compression=Int(4))",
-    "sparse": "DiLoCo(every=40, outer=SGD(1.0), compression=TopK(0.02, bits=2))",
+OURS = {candidate.name: candidate for candidate in CANDIDATES}
+GLOO = {
     "gloo": "torch's DDP over Gloo, float32",
     "gloo-fp16": "the same with torch's fp16 hook",
     "gloo-powersgd": "the same with torch's PowerSGD hook, rank 4, in one bucket",
@@ -134,15 +111,14 @@ class _Ours:
         self.ctx.barrier()
 
     def steps(self, name: str, model: TimedModel) -> Iterator[None]:
-        compression, strategy = OURS[name]()
-        parallel = pt.DDP(model, self.ctx, compression=compression)
+        parallel = pt.DDP(model, self.ctx)
         optimizer = model.optimizer()
         dataset = (torch.zeros(_MANY, dtype=torch.uint8),)
         job = pt.ElasticLoop(
             *(parallel, optimizer, dataset),
             batch_size=self.world_size,
             shuffle=False,
-            strategy=strategy,
+            strategy=OURS[name].strategy,
         )
         model.time_updates(optimizer)
         for _ in job:
@@ -199,8 +175,10 @@ def round_steps(name: str) -> int:
     """The number of steps between two exchanges."""
     if name not in OURS:
         return 1
-    strategy = OURS[name]()[1]
-    return strategy.every // getattr(strategy, "fragments", 1) if strategy else 1
+    strategy = OURS[name].strategy
+    if isinstance(strategy, pt.DataParallel):
+        return 1
+    return strategy.every // (strategy.fragments if isinstance(strategy, pt.DiLoCo) else 1)
 
 
 def alone_s(model: TimedModel, steps: int = 3) -> float:
@@ -235,6 +213,9 @@ def worker(peer: str) -> int:
                 model = TimedModel(group.rank)
                 model.compute_s = COMPUTE_S
                 channel.send(seconds=alone_s(model))
+            case {"do": "plan", "compute_s": float(compute_s)}:
+                shapes = ((WIDTH, WIDTH),) * DEPTH
+                channel.send(measured=encode(measure(group.ctx, shapes, compute_s)))
             case {"do": "make", "strategy": str(name)}:
                 model = TimedModel(group.rank)
                 training = group.steps(name, model)

@@ -31,6 +31,13 @@ def test_the_compressor_on_the_page_of_compression(capsys: pytest.CaptureFixture
     assert capsys.readouterr().out == "53971 bytes, 74 times fewer\n"
 
 
+def test_the_model_on_the_page_of_slow_networks(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = run("slow-networks.md")["plan"]
+    rows = capsys.readouterr().out.splitlines()
+    assert rows[-1].startswith(f"{plan.choice.code} because ")
+    assert [row.split()[0] for row in rows[:-1]] == [p.candidate.name for p in plan.predictions]
+
+
 def test_the_script_on_the_page_of_strategies(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")
     names = run("strategies.md")

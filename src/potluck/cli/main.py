@@ -20,6 +20,7 @@ from potluck.cli.init import init
 from potluck.cli.job_display import silence
 from potluck.cli.join import join
 from potluck.cli.pair import pair
+from potluck.cli.plan import plan
 from potluck.cli.roster import nodes
 from potluck.cli.run import run
 from potluck.cli.sharing import allow, deny, pause, resume
@@ -95,6 +96,15 @@ app.command(
         'potluck run --workers 4 --chaos "kill rank 2 at step 60" train.py'
     ),
 )(run)
+app.command(
+    context_settings={"allow_interspersed_args": False},
+    epilog=(
+        "Examples:\n\n"
+        "potluck plan train.py\n\n"
+        "potluck plan --workers 2 --json plan.json train.py --lr 0.1\n\n"
+        "potluck plan --json - train.py"
+    ),
+)(plan)
 app.command(
     epilog=(
         "Examples:\n\n"

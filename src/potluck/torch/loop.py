@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from potluck.torch.ddp import DistributedDataParallel
 from potluck.torch.gossip import GossipStrategy
 from potluck.torch.loading import Loader
 from potluck.torch.outer import OuterStrategy
+from potluck.torch.planning import Rehearsal, is_planning, planned
 from potluck.torch.replica import TorchReplica, parameter_hash
 from potluck.training import elastic
 from potluck.training.policy import Policy
@@ -66,6 +67,7 @@ class ElasticLoop(elastic.ElasticLoop):
     ``LocalSGD(every=8)`` or ``DiLoCo(every=100)`` each rank takes that many steps alone, and the
     round of these steps is committed; the block stays as it is, but does not communicate. With
     ``Gossip("exponential")`` each rank then averages with its neighbours in a graph only.
+    ``"auto"`` is the choice of ``potluck plan``, from the file that it wrote beside the script.
 
     The context is ``ctx``; if None, that of a DistributedDataParallel ``model``, else
     ``potluck.init()``.
@@ -94,15 +96,21 @@ class ElasticLoop(elastic.ElasticLoop):
         policy: Policy | None = None,
         callbacks: Sequence[object] = (),
         ctx: DistributedContext | None = None,
-        strategy: DataParallel | LocalSGD | DiLoCo | Gossip | None = None,
+        strategy: DataParallel | LocalSGD | DiLoCo | Gossip | Literal["auto"] | None = None,
     ) -> None:
-        if not isinstance(strategy, DataParallel | LocalSGD | DiLoCo | Gossip | None):
+        kinds = DataParallel | LocalSGD | DiLoCo | Gossip | None
+        if strategy != "auto" and not isinstance(strategy, kinds):
             raise TypeError(
-                f"strategy is {strategy!r}: pass DataParallel(), LocalSGD(...), DiLoCo(...) or "
-                "Gossip(...)"
+                f"strategy is {strategy!r}: pass DataParallel(), LocalSGD(...), DiLoCo(...), "
+                'Gossip(...), or "auto", the choice of `potluck plan`'
             )
         if ctx is None:
             ctx = model.ctx if isinstance(model, DistributedDataParallel) else init()
+        self._rehearsal = Rehearsal(ctx, model) if is_planning() else None
+        if self._rehearsal is not None:
+            strategy, checkpoint, callbacks = None, None, ()  # nothing is trained or written
+        elif strategy == "auto":
+            strategy = planned(ctx)
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         for each in optimizers:
             if not isinstance(each, Optimizer):
@@ -156,7 +164,12 @@ class ElasticLoop(elastic.ElasticLoop):
         is_wrapped = isinstance(model, DistributedDataParallel)
         try:
             for share in super().__iter__():
-                if self.ctx.world_size > 1 and not is_wrapped and self._outer is None:
+                rehearsal = self._rehearsal
+                if rehearsal is not None:
+                    rehearsal.begin()
+                    if isinstance(model, DistributedDataParallel):
+                        model.reduces = False
+                elif self.ctx.world_size > 1 and not is_wrapped and self._outer is None:
                     raise ValueError(
                         f"{self.ctx.world_size} workers train {type(model).__name__}, but its "
                         "gradients are not reduced: wrap it in "
@@ -168,6 +181,10 @@ class ElasticLoop(elastic.ElasticLoop):
                     self.ctx.abort(error)
                     raise
                 yield samples
+                if rehearsal is not None and rehearsal.end():
+                    break
+            if self._rehearsal is not None:
+                self._rehearsal.finish()
         finally:
             self._loader.close()
             if isinstance(model, DistributedDataParallel):

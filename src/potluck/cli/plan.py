@@ -1,0 +1,163 @@
+"""``potluck plan``: which strategy is fast enough for a script on these machines."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from potluck.cli.files import as_json, check_writable, print_json
+from potluck.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from potluck.training.planner import Measured, Plan
+
+SCHEMA_VERSION = 1
+_STDOUT = Path("-")
+
+
+def plan(
+    script: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SCRIPT", help="A Python script with an ElasticLoop.", show_default=False
+        ),
+    ],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="ARGS", help="Everything after SCRIPT is the script's.", show_default=False
+        ),
+    ] = None,
+    workers: Annotated[
+        int,
+        typer.Option("--workers", "-n", help="Workers on each machine, as for potluck run."),
+    ] = 1,
+    nodes: Annotated[
+        int, typer.Option(min=0, help="On how many machines of the cluster; 0: on all.")
+    ] = 0,
+    json: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the plan to this file, as JSON ('-' is stdout).", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Measure SCRIPT for a few steps on all machines, and say which strategy would be fastest.
+
+    Nothing is trained: every worker takes 5 steps alone and ends inside its ElasticLoop; no
+    callback is called, and no checkpoint is read or written. What SCRIPT does before its loop is
+    done. Then come the links, in both directions, and what compressing costs on each machine.
+
+    The table has a row for each strategy, those that change the least first: the predicted time of
+    a step, how much of it is computation (the efficiency), the bytes that a worker sends, and what
+    it changes in the mathematics of the training. The plan takes the first row whose efficiency is
+    95% or more, else the first that is about as fast as the fastest.
+
+    The choice is kept beside SCRIPT, in a file such as train.plan.json. A script that asks for it,
+    by ElasticLoop(..., strategy="auto"), trains so; no other script is changed. Plan again when the
+    network, the machines or the model change.
+    """
+    from potluck.cli.job_display import print_summary, watcher_for
+    from potluck.cluster.home.node_state import find_agent
+    from potluck.cluster.jobs.environment import given_variables
+    from potluck.cluster.run import checked, run_job
+    from potluck.settings import load_settings
+    from potluck.training.planner import decode, make_plan
+    from potluck.wire.local import RunRequest
+
+    settings = load_settings()
+    kept = script.with_suffix(".plan.json")
+    if json != _STDOUT:
+        check_writable("--json", json)
+    request = checked(
+        RunRequest(
+            script=str(script),
+            arguments=tuple(arguments or ()),
+            per_node=workers,
+            max_nodes=nodes,
+            max_restarts=0,
+            restarts_worlds=False,
+            min_nodes=settings.min_peers + 1,
+            peer_timeout_s=max(settings.peer_timeout_s, 300.0),
+            environment=given_variables(["POTLUCK_PLAN=1"], os.environ),
+        )
+    )
+    check_writable("the plan", kept)
+    agent = find_agent(settings.home)
+    output = sys.stderr if json == _STDOUT else sys.stdout
+    summary = run_job(request, settings, watcher_for(output, plain=True), agent)
+    if summary.exit_code:
+        print_summary(summary)
+        raise typer.Exit(summary.exit_code)
+    text = summary.facts.get("plan")
+    if not isinstance(text, str):
+        raise ConfigurationError(
+            f"{script.name} ended without a step of an ElasticLoop, so nothing was measured: "
+            "plans are for scripts that train with potluck.torch.ElasticLoop"
+        )
+    measured = decode(text)
+    made = make_plan(measured)
+    facts = {
+        "version": SCHEMA_VERSION,
+        "choice": made.choice.name,
+        "code": made.choice.code,
+        "reason": made.reason,
+        "without_workers": made.without,
+        "without_step_s": made.without_s,
+        "strategies": [
+            {
+                "name": each.candidate.name,
+                "code": each.candidate.code,
+                "changes": each.candidate.changes,
+                "predicted_step_s": each.step_s,
+                "efficiency": each.efficiency,
+                "bytes_per_step": each.bytes_per_step,
+            }
+            for each in made.predictions
+        ],
+        "measured": measured,
+    }
+    kept.write_bytes(as_json(facts) + b"\n")
+    if json == _STDOUT:
+        print_json(facts)
+        return
+    if json is not None:
+        json.write_bytes(as_json(facts) + b"\n")
+    for line in _lines(measured, made, kept):
+        typer.echo(line)
+
+
+def _lines(measured: Measured, made: Plan, kept: Path) -> Iterator[str]:
+    size = 4 * measured.num_elements / 1e6
+    computes = _s(max(measured.compute_s))
+    yield (
+        f"\n{measured.world_size} workers, gradients of {size:.3g} MB; the computation of a step "
+        f"takes {computes}"
+    )
+    if made.predictions:
+        rate = min(measured.bytes_per_s) * 8 / 1e6
+        yield f"slowest link: {rate:,.4g} Mbit/s, {_s(measured.latency_s)} one way"
+        yield f"\n  {'predicted':>10}{'efficiency':>12}{'MB a step':>11}  strategy"
+    for each in made.predictions:
+        mark = "*" if each.candidate is made.choice else " "
+        row = f"{_s(each.step_s):>10}{each.efficiency:>12.0%}{each.bytes_per_step / 1e6:>11.3g}"
+        yield f"{mark} {row}  {each.candidate.code}"
+        yield f"  {'':>33}  changes: {each.candidate.changes}"
+    yield f"\nchoice: {made.choice.code}: {made.reason}"
+    if made.without:
+        names = ", ".join(f"{rank} (on {measured.nodes[rank][:8]})" for rank in made.without)
+        assert made.chosen is not None
+        yield (
+            f"Without worker {names} a step would take {_s(made.without_s)} instead of "
+            f"{_s(made.chosen.step_s)}. It takes part unless you leave it out (--nodes)."
+        )
+    yield f'\nkept in {kept}, for scripts with ElasticLoop(..., strategy="auto")'
+
+
+def _s(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -1,0 +1,80 @@
+"""What ``strategy="auto"`` finds beside a script."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from potluck.backends.local import LocalBackend
+from potluck.context import DistributedContext
+from potluck.torch import DDP, DataParallel, ElasticLoop, LocalSGD, planning
+
+X = torch.ones(8, 3)
+
+
+@pytest.fixture
+def ctx() -> Iterator[DistributedContext]:
+    with DistributedContext(LocalBackend()) as made:
+        yield made
+
+
+@pytest.fixture
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The plan file of the running script, which is in a folder of its own."""
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "__file__", str(tmp_path / "train.py"), raising=False)
+    return tmp_path / "train.plan.json"
+
+
+def test_a_plan_is_taken_by_its_name_for_a_strategy(ctx: DistributedContext, plan: Path) -> None:
+    plan.write_text('{"choice": "local-sgd"}')
+    assert planning.planned(ctx) == LocalSGD(every=8)
+    model = DDP(nn.Linear(3, 1), ctx)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    job = ElasticLoop(model, optimizer, (X,), batch_size=1, strategy="auto")
+    for (x,) in job:
+        with job.step():
+            optimizer.zero_grad()
+            torch.autograd.backward(model(x).sum())
+            optimizer.step()
+    assert len(job.losses) == 1  # one round of 8 steps
+
+
+def test_without_a_plan_auto_is_data_parallelism_where_nothing_is_sent(
+    ctx: DistributedContext, plan: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not plan.exists()
+    assert planning.planned(ctx) == DataParallel()
+    monkeypatch.setattr(LocalBackend, "elastic", True)  # others may join
+    with pytest.raises(ValueError, match=r"make one with `potluck plan train\.py`"):
+        planning.planned(ctx)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "Input data was truncated"),
+        ("[]", "list indices"),
+        ("{}", "'choice'"),
+        ('{"choice": "zip"}', "no strategy is called 'zip'; a plan knows plain, bf16"),
+        ('{"choice": ["plain"]}', "no strategy is called"),
+    ],
+)
+def test_a_plan_that_is_none(ctx: DistributedContext, plan: Path, text: str, said: str) -> None:
+    plan.write_text(text)
+    with pytest.raises(ValueError, match=r"train\.plan\.json is no plan") as raised:
+        planning.planned(ctx)
+    assert said in str(raised.value)
+    assert "make it anew with `potluck plan`" in str(raised.value)
+
+
+def test_another_word_than_auto(ctx: DistributedContext) -> None:
+    model = DDP(nn.Linear(3, 1), ctx)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="'fast': pass DataParallel"):
+        ElasticLoop(model, optimizer, (X,), batch_size=1, strategy="fast")
