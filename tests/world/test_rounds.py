@@ -82,7 +82,8 @@ class Counts:
     def start(
         self, ctx: DistributedContext, number: int, weight: float, timeout_s: float
     ) -> Callable[[], None]:
-        self.total = self.kept[number].copy()
+        self.total = self.kept[number] if weight else np.zeros_like(self.seen)
+        self.total = self.total.copy()
         work = ctx.all_reduce(self.total, async_op=True)
         return lambda: work.wait()
 
@@ -349,6 +350,49 @@ def test_losses_far_apart_in_one_round_are_recoveries_of_their_own() -> None:
     results = ElasticWorld(3, work).run()
     assert list(results) == ["0"]
     assert_complete(results, 1)
+
+
+def test_who_comes_back_with_a_deal_that_others_have_made_anew_drops_it() -> None:
+    """Worker 2 was dealt a round, and cut off before the others were. They deal it among
+    themselves; when worker 2 is back, its part of the round is another one's."""
+    schedule = Schedule(num_samples=72, batch_size=6, epochs=2)
+    is_cut, is_dealt_anew, is_back = (threading.Event() for _ in range(3))
+    world: ElasticWorld[Counts]
+
+    class Waits:
+        def on_step_end(self, step: int, loss: float) -> None:
+            counts = here[threading.get_ident()]
+            if step == 6 and counts.ctx.world_size == 3 and counts.ctx.rank != 2:
+                assert is_cut.wait(30)
+                counts.job.average(step=step)  # sees the loss, before the next round is dealt
+
+    here: dict[int, Counts] = {}
+
+    def work(ctx: MortalContext) -> Counts:
+        me = ctx.backend.worker
+
+        def on_step(counts: Counts) -> None:
+            if counts.job.step_number != 6 or is_back.is_set():
+                return
+            if me == "2":
+                world.hub.cut_off("2")
+                is_cut.set()
+                assert is_dealt_anew.wait(30)
+                world.hub.return_("2")
+                is_back.set()
+            else:
+                is_dealt_anew.set()
+                assert is_back.wait(30)
+
+        counts = Counts(ctx, schedule, on_step=on_step, callbacks=[Waits()])
+        here[threading.get_ident()] = counts
+        return counts.run()
+
+    world = ElasticWorld(3, work)
+    results = world.run()
+    assert sorted(results) == ["0", "1", "2"]
+    assert_complete(results, 2)
+    assert is_back.is_set()
 
 
 def test_a_newcomer_is_let_in_between_two_steps_of_a_round() -> None:

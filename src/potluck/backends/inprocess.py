@@ -59,6 +59,22 @@ class Hub:
         for connector, rank in waiting:
             connector.fail(rank, LinkError(f"worker {worker} was killed"))
 
+    def cut_off(self, worker: str) -> None:
+        """End the links of ``worker``; the next group is without it. It lives, and can ``return_``.
+        To be called while it makes no call."""
+        with self._changed:
+            self._alive.remove(worker)
+            links = self._links.pop(worker, [])
+            self._announce()
+        for link in links:
+            link.close()
+
+    def return_(self, worker: str) -> None:
+        """Take a worker that was cut off into the next group, as its last rank."""
+        with self._changed:
+            self._alive.append(worker)
+            self._announce()
+
     def leave(self, worker: str) -> None:
         """Remove ``worker``, which has finished; later groups are without it."""
         self.doors.shut(worker)

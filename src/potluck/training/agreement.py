@@ -43,6 +43,9 @@ _log = logging.getLogger(__name__)
 LOST = (PeerLost, OperationTimeout, Evicted)
 """The errors after which the survivors form the next group and go on."""
 
+_MAX_OPEN = 2
+"""Rounds that are not committed: the exchange of one, and the steps of the next."""
+
 
 @contextlib.contextmanager
 def telling_others(ctx: DistributedContext) -> Iterator[None]:
@@ -62,7 +65,9 @@ class Agreement:
     group, None while it is intact. ``newcomers``: workers wait to join. ``hash_due``: parameters
     must be compared at the next vote. ``save_due``: the script, on any rank, called for a
     checkpoint that is not written yet. ``lost_at`` is the time of the loss, until training goes on.
-    ``num_dealt``: the number of rounds that some member was dealt. ``is_restored``: this rank has
+    ``num_dealt``: the number of rounds that some member was dealt. ``dealt_in``: the epochs in
+    which the open rounds were dealt on this rank, oldest first, 0 for a round without work;
+    ``valid_deals``: by number of the round, the one that counts. ``is_restored``: this rank has
     received the state of another one. ``steps_run_again``: after a loss; not in rounds.
     ``longest_s``: the longest time that a rank took for the steps of one of the last rounds, 0 if
     no member knows it.
@@ -85,6 +90,8 @@ class Agreement:
         self.lost_at: float | None = None
         self.last_loss = math.nan
         self.num_dealt = 0
+        self.dealt_in: list[int] = []
+        self.valid_deals: dict[int, int] = {}
         self.is_restored = False
         self.steps_run_again = True
         self.longest_s = 0.0
@@ -113,7 +120,7 @@ class Agreement:
 
         ``pending`` is the epoch of the vote whose outcome this rank does not know, 0 for none. Also
         returns the loss of the last step that counts, NaN if no member knows it. Cost: one
-        all_gather of 88 bytes per rank.
+        all_gather of 104 bytes per rank.
         """
         began = time.monotonic()
         reformed = self.cause is not None or self.newcomers
@@ -129,6 +136,7 @@ class Agreement:
             *(progress.round if self.has_state else -1, self.history, pending, self.last_loss),
             *(progress.batch_size, noise.signal, noise.noise, noise.num, self.save_due),
             *(progress.round + len(progress.deals), self.longest_s),
+            *(*self.dealt_in, 0, 0)[:_MAX_OPEN],
         ]
         rows = self._ctx.all_gather(np.array(mine, np.float64)).reshape(-1, len(mine))
         resolution = reconcile([Standing(*map(int, row[:3])) for row in rows])
@@ -139,6 +147,11 @@ class Agreement:
         ready = [row for rank, row in enumerate(rows) if rank not in resolution.receivers]
         self.num_dealt = max((int(row[9]) for row in ready), default=0)
         self.longest_s = float(rows[:, 10].max())
+        self.valid_deals = {}
+        for row in ready:  # the most senior member's deal of a round counts
+            for number, epoch in enumerate(map(int, row[11:]), int(row[0])):
+                if epoch:
+                    self.valid_deals.setdefault(number, epoch)
         self._tried_at = self._saved_at = -1  # members may have seen different outcomes of a save
         if reformed and self.has_state:
             since = began if self.lost_at is None else self.lost_at

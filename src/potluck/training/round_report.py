@@ -55,8 +55,8 @@ class Work:
 
     ``batches`` are the offsets of its steps, empty if others were dealt the round before this rank
     was a member. ``is_urgent``: the group has changed since it was dealt, so its exchange is not
-    delayed. ``epoch`` is the group in which the exchange was started, 0 before. ``is_weighed``: the
-    weights in it add up to 1.
+    delayed. ``epoch`` is the group in which the exchange was started, 0 before; ``dealt_in`` is the
+    one in which ``batches`` were dealt. ``is_weighed``: the weights in it add up to 1.
     """
 
     number: int
@@ -74,6 +74,7 @@ class Work:
     saves: bool = False
     stops: bool = False
     epoch: int = 0
+    dealt_in: int = 0
     is_weighed: bool = False
     wait: Callable[[], list[Report]] | None = None
     reports: list[Report] = field(default_factory=list)
@@ -82,6 +83,12 @@ class Work:
     @property
     def loss(self) -> float:
         return self.loss_sum / self.loss_weight if self.loss_weight else math.nan
+
+    def drop(self) -> None:
+        """Forget what this rank has computed, for its samples are others'."""
+        self.batches, self.dealt_in = [], 0
+        self.num_samples = self.num_steps = self.loss_weight = 0
+        self.seconds = self.loss_sum = 0.0
 
     def report(self) -> Report:
         start = self.batches[0][0] if self.batches else 0

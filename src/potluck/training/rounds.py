@@ -207,8 +207,12 @@ class Rounds:
             self._works.append(self._dealt())
         for work in self._works[:-1]:
             self._close(work)
-        for work in self._works:
-            work.is_urgent |= has_changed
+        for work in self._works if has_changed else ():
+            work.is_urgent = True
+            if work.batches and work.dealt_in != agreement.valid_deals.get(work.number):
+                self._close(work)
+                work.drop()  # this rank was cut off, and the others were dealt the round anew
+        self._note_deals()
 
     # ------------------------------------------------------------ inside
 
@@ -274,7 +278,12 @@ class Rounds:
         if costs is not None:
             num_steps = max(1, round(num_steps * mine * world / size))
         work.batches = list(cut(start, start + mine, num_steps))
+        work.dealt_in = job.ctx.epoch
+        self._note_deals()
         return work
+
+    def _note_deals(self) -> None:
+        self._job._agreement.dealt_in = [work.dealt_in for work in self._works]
 
     def _look(self) -> None:
         """Between two steps: form the next group at once if the present one is over, or a worker
@@ -427,6 +436,7 @@ class Rounds:
         if work.inner is not None:
             self.strategy.restore_inner(work.inner)
         self._works.remove(work)
+        self._note_deals()
         self._arrivals.add(report.seconds for report in work.reports)
         job._agreement.longest_s = self._arrivals.longest_s
         asked = any(report.saves for report in work.reports)
