@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ from potluck.torch.ddp import DistributedDataParallel
 from potluck.torch.gossip import GossipStrategy
 from potluck.torch.loading import Loader
 from potluck.torch.outer import OuterStrategy
-from potluck.torch.planning import Rehearsal, is_planning, planned
+from potluck.torch.planning import Rehearsal, Suggestion, is_planning, planned
 from potluck.torch.replica import TorchReplica, parameter_hash
 from potluck.training import elastic
 from potluck.training.policy import Policy
@@ -155,6 +156,11 @@ class ElasticLoop(elastic.ElasticLoop):
         self._scaler = scalers[0] if scalers else None
         for scaler in scalers:
             scaler.attach(optimizers, self._skip)
+        is_plain = isinstance(model, DistributedDataParallel) and not any(
+            model.compression.strategies
+        )
+        may_suggest = is_plain and self._outer is None and self._rehearsal is None
+        self._suggestion = Suggestion(ctx) if may_suggest else None
         self._hooks = [
             each.register_step_pre_hook(self._before_optimizer_step) for each in optimizers
         ]
@@ -227,6 +233,12 @@ class ElasticLoop(elastic.ElasticLoop):
         """After a step without an update: what it has sent was applied by no rank."""
         if isinstance(self._model, DistributedDataParallel):
             self._model.compression.undo()
+
+    def _measure(self) -> None:
+        super()._measure()
+        if self._is_typical and self._suggestion is not None:
+            waited_s = self.ctx.waited_s - self._waited_s
+            self._suggestion.add(time.monotonic() - self._began, waited_s)
 
     def _upcoming(self) -> Iterator[Share]:
         """This rank's shares after the present step, if it counts and nothing changes; with a

@@ -7,6 +7,7 @@ reports all that, and ends the script.
 
 from __future__ import annotations
 
+import logging
 import os
 import statistics
 import sys
@@ -37,6 +38,11 @@ _FIRST_BYTES, _MOST_BYTES = 1 << 16, 1 << 25
 _PINGS, _TRIES = 8, 2
 _SAMPLE = (1024, 1024)
 _WAIT_S = 300.0
+_LOOKED_AT = 5
+"""Steps, before anything is suggested."""
+_LONG_STEP_S = 0.25
+
+_log = logging.getLogger(__name__)
 
 
 def is_planning() -> bool:
@@ -70,6 +76,31 @@ def planned(ctx: DistributedContext) -> DataParallel | LocalSGD | DiLoCo:
         raise ValueError(
             f"{path.name} is no plan ({error}): make it anew with `potluck plan`"
         ) from None
+
+
+class Suggestion:
+    """Says once that steps wait for the network, where a plan would help. It changes nothing."""
+
+    def __init__(self, ctx: DistributedContext) -> None:
+        self._ctx = ctx
+        self._steps: list[tuple[float, float]] = []
+
+    def add(self, step_s: float, waited_s: float) -> None:
+        """A step, of which this rank has waited ``waited_s``, is committed."""
+        if len(self._steps) == _LOOKED_AT:
+            return
+        self._steps.append((step_s, waited_s))
+        if len(self._steps) < _LOOKED_AT or self._ctx.rank != 0:
+            return
+        step_s, waited_s = (statistics.median(each) for each in zip(*self._steps, strict=True))
+        several = len({member.node for member in self._ctx.members}) > 1
+        if several and step_s >= _LONG_STEP_S and waited_s > step_s / 2:
+            _log.warning(
+                "a step takes %.1f s, and %.0f%% of that is waiting for other machines: "
+                "`potluck plan` says which strategy sends less, and what it changes",
+                step_s,
+                waited_s / step_s * 100,
+            )
 
 
 class Rehearsal:

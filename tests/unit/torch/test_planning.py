@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from potluck.backends.local import LocalBackend
 from potluck.context import DistributedContext
 from potluck.torch import DDP, DataParallel, ElasticLoop, LocalSGD, planning
+from potluck.types import Member
 
 X = torch.ones(8, 3)
 
@@ -78,3 +80,33 @@ def test_another_word_than_auto(ctx: DistributedContext) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(TypeError, match="'fast': pass DataParallel"):
         ElasticLoop(model, optimizer, (X,), batch_size=1, strategy="fast")
+
+
+class Pair:
+    """What a suggestion asks of a context: rank 0 of workers on these machines."""
+
+    rank = 0
+
+    def __init__(self, *nodes: str) -> None:
+        self.members = tuple(Member(str(rank), node) for rank, node in enumerate(nodes))
+
+
+def warnings_after(
+    caplog: pytest.LogCaptureFixture, ctx: Any, step_s: float, waited_s: float, steps: int = 20
+) -> list[str]:
+    caplog.clear()
+    suggestion = planning.Suggestion(ctx)
+    for _ in range(steps):
+        suggestion.add(step_s, waited_s)
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_waiting_for_other_machines_suggests_a_plan_once(caplog: pytest.LogCaptureFixture) -> None:
+    apart, together = Pair("one", "other"), Pair("one", "one")
+    [said] = warnings_after(caplog, apart, 2.0, 1.5)
+    assert said.startswith("a step takes 2.0 s, and 75% of that is waiting for other machines")
+    assert "`potluck plan`" in said
+    assert warnings_after(caplog, apart, 2.0, 1.5, steps=4) == []
+    assert warnings_after(caplog, apart, 2.0, 0.9) == []
+    assert warnings_after(caplog, apart, 0.1, 0.09) == []
+    assert warnings_after(caplog, together, 2.0, 1.5) == []
