@@ -33,6 +33,14 @@ FITS: dict[str, Callable[[MortalContext, Any, Any], Any]] = {
     "MLPClassifier": lambda ctx, x, y: (
         estimators.MLPClassifier((10,), max_iter=4, ctx=ctx, **SEED).fit(x / 16, y).coefs_[0]
     ),
+    "MiniBatchKMeans": lambda ctx, x, y: (
+        estimators.MiniBatchKMeans(20, batch_size=100, ctx=ctx, **SEED).fit(x).cluster_centers_
+    ),
+    "SGDClassifier": lambda ctx, x, y: (
+        estimators.SGDClassifier(batch_size=200, max_iter=4, tol=None, ctx=ctx, **SEED)
+        .fit(x / 16, y)
+        .coef_
+    ),
     "RandomForestClassifier": lambda ctx, x, y: (
         estimators.RandomForestClassifier(5, max_depth=3, ctx=ctx, **SEED)
         .fit(x, y)

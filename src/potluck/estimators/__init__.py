@@ -9,9 +9,11 @@ require("sklearn", "sklearn")
 from potluck.estimators.forest import RandomForestClassifier, RandomForestRegressor
 from potluck.estimators.kmeans import KMeans
 from potluck.estimators.logistic import LogisticRegression
+from potluck.estimators.mini_batch_kmeans import MiniBatchKMeans
 from potluck.estimators.mlp import MLPClassifier, MLPRegressor
 from potluck.estimators.pca import PCA
 from potluck.estimators.scaling import StandardScaler
+from potluck.estimators.sgd import SGDClassifier
 
 __all__ = [
     "PCA",
@@ -19,7 +21,9 @@ __all__ = [
     "LogisticRegression",
     "MLPClassifier",
     "MLPRegressor",
+    "MiniBatchKMeans",
     "RandomForestClassifier",
     "RandomForestRegressor",
+    "SGDClassifier",
     "StandardScaler",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from typing import Any, NoReturn, Self
 
 import numpy as np
@@ -13,12 +12,13 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.neural_network._base import ACTIVATIONS, DERIVATIVES
 from sklearn.neural_network._stochastic_optimizers import AdamOptimizer, SGDOptimizer
 from sklearn.preprocessing import LabelBinarizer
-from sklearn.utils import check_random_state, column_or_1d, gen_batches, shuffle
+from sklearn.utils import check_random_state, column_or_1d, shuffle
 from sklearn.utils._param_validation import StrOptions
 from sklearn.utils.validation import validate_data
 
 from potluck.context import DistributedContext
 from potluck.estimators import classes
+from potluck.estimators.batches import place_of, restored, saved
 from potluck.estimators.rounds import DONE, State, context_of, refused, run_rounds
 from potluck.estimators.shards import (
     Array,
@@ -129,7 +129,7 @@ class _Fit:
         last = run_rounds(
             self.ctx,
             type(model).__name__,
-            {"random": _saved(random)},
+            {"random": saved(random)},
             stages,
         )
         self._adopt(last)
@@ -157,7 +157,7 @@ class _Fit:
             return refused(state, problem)
         model, features = self.model, rows[0]["features"]
         outputs = len(known) if len(known) > 2 else 1
-        random = _restored(state["random"])
+        random = restored(state["random"])
         self._set_classes(known, label_dtype)
         sizes = [int(size) for size in np.atleast_1d(model.hidden_layer_sizes)]
         model._random_state = random
@@ -169,7 +169,7 @@ class _Fit:
             "classes": known,
             "label_dtype": label_dtype,
             "num": sum(row["num"] for row in rows),
-            "random": _saved(random),
+            "random": saved(random),
             "weights": [*model.coefs_, *model.intercepts_],
             "optimizer": {},
             "order": np.arange(0),
@@ -183,24 +183,25 @@ class _Fit:
         """One pass over the samples of all ranks."""
         model, ctx = self.model, self.ctx
         self._adopt(state)
-        counts = ctx.all_gather(np.array([len(self._samples()[1])], np.int64)).ravel()
-        start = int(counts[: ctx.rank].sum())
-        num = int(counts.sum())  # fewer than at the start if a worker was lost
+        place = place_of(ctx, len(self._samples()[1]))
+        num = place.num  # fewer than at the start if a worker was lost
         params = [*model.coefs_, *model.intercepts_]
         optimizer = _optimizer(model, params, state["optimizer"])
-        random = _restored(state["random"])
+        random = restored(state["random"])
         total = 0.0
         order = state["order"] if len(state["order"]) == num else np.arange(num)
         if model.shuffle:
             order = shuffle(order, random_state=random)
-        for size, mine in self._batches(order, start, int(counts[ctx.rank])):
+        wanted = model.batch_size
+        batch_size = min(200, num) if wanted == "auto" else int(np.clip(wanted, 1, num))
+        for size, mine in place.batches(order, batch_size):
             loss, gradients = self._gradients(mine, size)
             optimizer.update_params(params, gradients)
             total += loss * size
         curve = [*state["curve"], total / num]
         after = {
             **state,
-            "random": _saved(random),
+            "random": saved(random),
             "order": order,
             "curve": curve,
             "loss": curve[-1],
@@ -216,17 +217,6 @@ class _Fit:
         after["converged"] = is_over
         is_last = is_over or len(curve) >= model.max_iter
         return {**after, "stage": DONE if is_last else "epoch"}
-
-    def _batches(self, order: Array, start: int, own: int) -> Iterator[tuple[int, Array]]:
-        """Each mini-batch: its size, and this rank's samples in it.
-
-        ``order`` has the samples of all ranks; this rank's ``own`` samples begin at ``start``.
-        """
-        num, size = len(order), self.model.batch_size
-        size = min(200, num) if size == "auto" else int(np.clip(size, 1, num))
-        for batch in gen_batches(num, size):
-            chosen = order[batch] - start
-            yield batch.stop - batch.start, chosen[(chosen >= 0) & (chosen < own)]
 
     def _gradients(self, mine: Array, size: int) -> tuple[float, list[Array]]:
         """Loss and gradients of a batch of ``size`` samples, of which this rank has ``mine``."""
@@ -323,18 +313,6 @@ def _backward(model: Any, X: Array, y: Array) -> tuple[float, list[Array]]:
             delta = delta @ model.coefs_[layer].T
             DERIVATIVES[model.activation](outputs[layer], delta)
     return float(loss), [*coefs, *intercepts]
-
-
-def _saved(random: Any) -> State:
-    name, keys, position, _, _ = random.get_state()
-    assert name == "MT19937"
-    return {"keys": keys, "position": int(position)}
-
-
-def _restored(saved: State) -> Any:
-    random = np.random.RandomState()
-    random.set_state(("MT19937", saved["keys"], saved["position"], 0, 0.0))
-    return random
 
 
 _KEPT = {"adam": ("t", "ms", "vs", "learning_rate"), "sgd": ("velocities", "learning_rate")}
