@@ -154,6 +154,17 @@ def test_pca_finds_the_components_of_scikit_learn(wanted: Any) -> None:
         assert model.transform(data) == pytest.approx(expected.transform(data), abs=1e-8)
 
 
+def test_a_fit_reports_its_rounds_and_no_number_of_samples_that_it_will_take() -> None:
+    def fit(ctx: DistributedContext, shard: Any) -> Any:
+        model = estimators.KMeans(10, random_state=0, ctx=ctx).fit(shard)
+        return model.n_iter_, ctx._backend.reports  # type: ignore[attr-defined]
+
+    for num_iterations, reports in on_shards(np.array_split(X, 2), fit):
+        steps = [facts for facts in reports if "step" in facts]
+        assert len(steps) > num_iterations
+        assert {facts["total_samples"] for facts in steps} == {0}
+
+
 def test_without_a_context_it_is_that_of_init_or_a_world_of_one() -> None:
     with rounds.context_of(None) as alone:
         assert alone.world_size == 1

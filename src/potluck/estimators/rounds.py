@@ -144,7 +144,7 @@ def _loop(
             history.finished[:] = state["finished"]
 
     fit = _Fit(capture, restore, "cpu", history.next, {"fit": what, "stage": INPUT, **first}, heavy)
-    schedule = Schedule(num_samples=1, batch_size=1, epochs=_MOST_ROUNDS, shuffle=False)
+    schedule = Schedule(1, 1, epochs=_MOST_ROUNDS, shuffle=False, is_open=True)
     job = ElasticLoop(ctx, schedule, fit)
     return fit, job, iter(job)
 

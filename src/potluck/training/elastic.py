@@ -394,7 +394,7 @@ class ElasticLoop(Record):
         self.ctx.report(
             step=self.step_number,
             committed_samples=self.committed,
-            total_samples=self.schedule.total,
+            total_samples=0 if self.schedule.is_open else self.schedule.total,
             samples_per_s=self.samples_per_s,
             device=self._replica.device,
             **{name: _plain(value) for name, value in self._facts.items()},

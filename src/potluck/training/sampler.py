@@ -83,6 +83,7 @@ class Schedule:
 
     ``batch_size`` counts the samples of all ranks together. Without ``shuffle`` every epoch keeps
     the order of the data set. ``shards``: the samples are stored in shards, and shuffled by them.
+    ``is_open``: the script ends the training by ``stop``; ``epochs`` is a bound, not shown as aim.
     """
 
     num_samples: int
@@ -91,6 +92,7 @@ class Schedule:
     seed: int = 0
     shuffle: bool = True
     shards: ShardOrder | None = None
+    is_open: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_samples", "batch_size", "epochs", "seed"):
