@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from potluck.federated.privacy import (
     PrivateMean,
     clipped_sum,
 )
+from potluck.federated.resuming import Kept
 from potluck.federated.secure.rounds import Phase, secure_sum
 from potluck.federated.secure.settings import Range, SecureAggregation
 from potluck.federated.strategies.averaging import FedAvg
@@ -111,16 +113,21 @@ class Federation:
         evaluate: Evaluate | None = None,
         secure: SecureAggregation | None = None,
         privacy: DifferentialPrivacy | None = None,
+        checkpoint: Path | str | None = None,
     ) -> History:
         """Train for ``rounds`` rounds from the parameters ``initial``.
 
         ``strategy`` is FedAvg() by default. ``evaluate(number, parameters)`` returns metrics of the
         global parameters after a round. ``secure`` hides single updates from the server,
-        ``privacy`` bounds what the parameters tell of a client. Every wait has a bound, see
-        [Patience][potluck.federated.Patience]. A client that fails, or whose update is refused,
-        is missing in its round; the others' updates count. FederationError if a round has too few
-        clients and ``patience.too_few`` is ``"stop"``. TypeError or ValueError for arguments that
-        do not fit, and for what a strategy returns.
+        ``privacy`` bounds what the parameters tell of a client. With ``checkpoint``, a directory of
+        this machine, a server that was killed goes on after its last whole round; a strategy of
+        another kind that learns from rounds needs ``state_dict`` and ``load_state_dict``.
+
+        Every wait has a bound, see [Patience][potluck.federated.Patience]. A client that fails, or
+        whose update is refused, is missing in its round; the others' updates count. FederationError
+        if a round has too few clients and ``patience.too_few`` is ``"stop"``; CheckpointError for
+        the checkpoint of another federation, or a disk that is full. TypeError or ValueError for
+        arguments that do not fit, and for what a strategy returns.
         """
         if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 0:
             raise ValueError(f"rounds is {rounds!r}; a whole number, 0 or more, is needed")
@@ -157,14 +164,21 @@ class Federation:
         if privacy is not None and privacy.seed is None:
             entropy = secrets.randbits(128)  # the bound holds for clients that none knows of
         seeds = np.random.SeedSequence(entropy).generate_state(max(rounds, 1), np.uint64)
-        reports: list[RoundReport] = []
-        for number in range(1, rounds + 1):
+        kept, reports = None, list[RoundReport]()
+        if checkpoint is not None:
+            kept = Kept(checkpoint, strategy, deadlines, plan.range, self._loss)
+            parameters, reports = kept.load(parameters)
+            if reports:
+                self._say(f"going on after round {len(reports)} of {rounds}, from {checkpoint}")
+        for number in range(len(reports) + 1, rounds + 1):
             now = Round(number, rounds, parameters, int(seeds[number - 1] >> np.uint64(1)))
             parameters, report = self._round(now, plan)
             if evaluate is not None:
                 found = {name: float(v) for name, v in evaluate(number, parameters).items()}
                 report = replace(report, evaluation=found)
             reports.append(report)
+            if kept is not None:
+                kept.save(parameters, reports)
             self._tell(report, rounds)
             if report.note and patience.too_few == "stop":
                 raise FederationError(f"round {number} of {rounds}: {report.note}")

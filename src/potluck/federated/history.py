@@ -63,10 +63,11 @@ class History:
     def as_dict(self) -> dict[str, Any]:
         """The reports, ready for JSON, which has no NaN: such figures are None. Without the
         parameters."""
-        return {"rounds": [_as_dict(each) for each in self.rounds]}
+        return {"rounds": [as_plain(each) for each in self.rounds]}
 
 
-def _as_dict(report: RoundReport) -> dict[str, Any]:
+def as_plain(report: RoundReport) -> dict[str, Any]:
+    """``report`` as JSON can hold it: figures that are no finite numbers are None."""
     found = asdict(report)
     for kind in ("metrics", "evaluation"):
         found[kind] = {k: v if math.isfinite(v) else None for k, v in found[kind].items()}

@@ -96,6 +96,16 @@ class Deadlines:
         margin = patience.spread * max(deviation, _LEAST_MAD * median)
         return max(patience.least_s, median + margin)
 
+    @property
+    def seconds(self) -> list[float]:
+        """The answer times that are remembered."""
+        return list(self._seconds)
+
+    @seconds.setter
+    def seconds(self, seconds: Iterable[float]) -> None:
+        self._seconds.clear()
+        self._seconds.extend(map(float, seconds))
+
     def note(self, seconds: Iterable[float], num_late: int, deadline_s: float) -> None:
         """A round is over: the answer times of its clients, and how many missed ``deadline_s``."""
         self._seconds.extend(seconds)

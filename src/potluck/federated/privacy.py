@@ -70,6 +70,16 @@ class PrivacyLoss:
         """One release, of clients that were asked with ``probability``."""
         self._released[noise_multiplier, probability] += 1
 
+    def state_dict(self) -> list[list[float]]:
+        """Noise multiplier, probability and number of each kind of release."""
+        return [[noise, chance, float(num)] for (noise, chance), num in self._released.items()]
+
+    def load_state_dict(self, state: Iterable[Iterable[float]]) -> None:
+        """Count these releases, and no others."""
+        self._released.clear()
+        for noise, chance, num in state:
+            self._released[noise, chance] = int(num)
+
     def epsilon(self, delta: float) -> float:
         """The privacy loss so far, for ``delta``."""
         if not self._released:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from potluck.federated.secure.client import MIN_THRESHOLD
@@ -67,3 +68,11 @@ class Range:
             self.limit /= 2
         if is_heavy:
             self.max_samples *= 2
+
+    def state_dict(self) -> dict[str, float]:
+        """The present range."""
+        return {"limit": float(self.limit), "max_samples": float(self.max_samples)}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on with another one."""
+        self.limit, self.max_samples = state["limit"], state["max_samples"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,15 @@ class FedAdam(FedAvg):
             for m, v in zip(self._first, self._second, strict=True)
         ]
         return like(round.parameters, [was + step for was, step in zip(old, steps, strict=True)])
+
+    def state_dict(self) -> dict[str, list[Array]]:
+        """The moments."""
+        return {"first": self._first, "second": self._second}
+
+    def load_state_dict(self, state: Mapping[str, list[Array]]) -> None:
+        """Go on from these moments."""
+        self._first = [np.array(each) for each in state["first"]]
+        self._second = [np.array(each) for each in state["second"]]
 
     def _next(self, second: Array, squared: Array) -> Array:
         return np.asarray(self.beta2 * second + (1 - self.beta2) * squared)
