@@ -176,7 +176,7 @@ class _Network:
         several = 1 < len(set(self.nodes)) < self.world_size
         best = math.inf
         for algorithm in (
-            *((Algorithm.DIRECT,) if share else (Algorithm.RING,)),
+            *((Algorithm.DIRECT,) if share else (Algorithm.RING, Algorithm.DIRECT)),
             *((Algorithm.HIERARCHICAL,) if several else ()),
         ):
             plan = build_plan(
@@ -191,8 +191,11 @@ class _Network:
         return best
 
     def _gather_s(self, nbytes: int) -> float:
-        plan = build_plan(Operation.ALL_GATHER, Algorithm.RING, self.world_size, 0)
-        return estimate(plan, nbytes * self.world_size, self.links)
+        plans = (
+            build_plan(Operation.ALL_GATHER, algorithm, self.world_size, 0)
+            for algorithm in (Algorithm.RING, Algorithm.DIRECT)
+        )
+        return min(estimate(plan, nbytes * self.world_size, self.links) for plan in plans)
 
     def _vote_s(self) -> float:
         return self._gather_s(_VOTE_BYTES)
