@@ -28,15 +28,15 @@ MANY = 60
     [
         {},
         {"n_init": 3, "init_size": 300},
-        {"init": "random", "tol": 1e-4},
-        {"init": X[:MANY], "n_init": 1, "max_no_improvement": None, "max_iter": 20},
+        {"init": "random", "tol": 1e-4, "max_iter": 4},
+        {"init": X[:MANY], "n_init": 1, "max_no_improvement": None, "max_iter": 3},
         {"batch_size": 5000, "max_iter": 5, "compute_labels": False},
-        {"reassignment_ratio": 0.5, "max_iter": 10},
+        {"reassignment_ratio": 0.5, "max_iter": 3},
     ],
     ids=lambda options: ", ".join(options),
 )
-@pytest.mark.parametrize("cuts", [[], [600, 600, 1200]], ids=["alone", "shards"])
-def test_the_centers_are_those_of_scikit_learn(options: dict[str, Any], cuts: list[int]) -> None:
+def test_the_centers_are_those_of_scikit_learn(options: dict[str, Any]) -> None:
+    cuts = [600, 600, 1200]  # the second rank has no samples
     options = {"batch_size": 200, "random_state": 3} | options
     expected = cluster.MiniBatchKMeans(MANY, **options).fit(X, sample_weight=WEIGHTS)
 
@@ -77,9 +77,9 @@ def test_partial_fit_takes_the_samples_of_all_ranks_as_one_batch() -> None:
 
 def test_shards_in_float32_give_centers_in_float32() -> None:
     def fit(ctx: DistributedContext, shard: Any) -> Any:
-        return estimators.MiniBatchKMeans(10, random_state=0, ctx=ctx).fit(shard)
+        return estimators.MiniBatchKMeans(10, random_state=0, max_iter=5, ctx=ctx).fit(shard)
 
-    theirs = cluster.MiniBatchKMeans(10, random_state=0).fit(X).inertia_
+    theirs = cluster.MiniBatchKMeans(10, random_state=0, max_iter=5).fit(X).inertia_
     for model in on_shards(np.array_split(X.astype(np.float32), 2), fit):
         assert model.cluster_centers_.dtype == np.float32
         assert model.inertia_ < 1.1 * theirs
