@@ -56,7 +56,8 @@ def worker(tmp_path: Path, *others: Member) -> Iterator[tuple[Services, TcpBase]
     me = Member("server", base.credentials.node_id, "127.0.0.1", base.port)
     group = Group(1, 0, (me, *others), job="job")
     door = TcpDoor(base.switchboard)
-    access = Services(door, lambda: group, timeout_s=LATE_S, max_bytes=1 << 30)
+    again = Member("me")  # is in the next group
+    access = Services(door, lambda: group, lambda: (again,), timeout_s=LATE_S, max_bytes=1 << 30)
     try:
         yield access, base
     finally:

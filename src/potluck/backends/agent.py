@@ -33,7 +33,7 @@ from potluck.errors import (
     RemoteError,
 )
 from potluck.settings import Settings, load_settings
-from potluck.types import Group
+from potluck.types import Group, Member
 from potluck.wire import worker_link
 
 FIRST_GROUP_S = 600.0
@@ -131,6 +131,10 @@ class AgentBackend:
     def next_epoch(self) -> int:
         with self._changed:
             return 0 if self._newest is None else self._newest.epoch
+
+    def next_members(self) -> tuple[Member, ...]:
+        with self._changed:
+            return () if self._newest is None else tuple(self._newest.members)
 
     def begin_step(self, step: int) -> None:
         """Keep the step for reports. If a fault is ordered for the step, wait until the agent has

@@ -19,7 +19,7 @@ from potluck.engine.request import FastPath, Request
 from potluck.engine.work import Work
 from potluck.errors import GroupError, PotluckError
 from potluck.metrics import Metrics
-from potluck.types import Group
+from potluck.types import Group, Member
 
 NUM_ASIDE_TAGS = 4096
 
@@ -114,6 +114,9 @@ class Backend(Protocol):
         """The highest epoch of a group that this worker was told of so far; if it is above the
         present epoch, a new group waits."""
 
+    def next_members(self) -> tuple[Member, ...]:
+        """The members of that group; none if no group was told of beside the first."""
+
     def begin_step(self, step: int) -> None:
         """Note the start of a training step, where a launcher may inject a fault."""
 
@@ -138,6 +141,9 @@ class StaticBackend:
 
     def next_epoch(self) -> int:
         return 0
+
+    def next_members(self) -> tuple[Member, ...]:
+        return ()
 
     def begin_step(self, step: int) -> None:
         return None

@@ -112,6 +112,14 @@ class Hub:
         with self._changed:
             return self._epoch
 
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The members of the newest group."""
+        with self._changed:
+            return tuple(
+                Member(name, node="in-process", engine=Engine.PYTHON) for name in self._members
+            )
+
     def group(self, worker: str, after_epoch: int, timeout_s: float) -> Group:
         """The newest group after ``after_epoch``, for ``worker``. OperationTimeout without one in
         time; Evicted if the worker was killed."""
@@ -122,10 +130,8 @@ class Hub:
                 raise OperationTimeout(f"no group after epoch {after_epoch} within {timeout_s} s")
             if worker not in self._alive:
                 raise Evicted(f"worker {worker} was killed")
-            members = tuple(
-                Member(name, node="in-process", engine=Engine.PYTHON) for name in self._members
-            )
-            return Group(self._epoch, self._members.index(worker), members, job="in-process")
+            rank = self._members.index(worker)
+            return Group(self._epoch, rank, self.members, job="in-process")
 
     # -- links
 
@@ -260,6 +266,9 @@ class InProcessBackend:
 
     def next_epoch(self) -> int:
         return self.hub.epoch
+
+    def next_members(self) -> tuple[Member, ...]:
+        return self.hub.members
 
     def begin_step(self, step: int) -> None:
         if self.on_step is not None:

@@ -79,6 +79,7 @@ class DistributedContext(UnevenCollectives, Messages):
         self._services = Services(
             backend.door,
             lambda: self.communicator.group,
+            backend.next_members,
             timeout_s=timeout_s,
             max_bytes=load_settings().max_call_bytes,
         )

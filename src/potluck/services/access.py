@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from potluck.backends.doors import Caller, Door
@@ -20,17 +20,27 @@ from potluck.wire.services import Request
 
 _PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 0.5
+_ANSWER_S = 2.0
+"""A rank among several that is silent for so long is asked again after the others."""
 
 
 class Services:
     """The services that one worker offers, and its remotes. For any number of threads."""
 
     def __init__(
-        self, door: Door | None, group: Callable[[], Group], *, timeout_s: float, max_bytes: int
+        self,
+        door: Door | None,
+        group: Callable[[], Group],
+        next_members: Callable[[], Sequence[Member]] = tuple,
+        *,
+        timeout_s: float,
+        max_bytes: int,
     ) -> None:
-        """``door`` is None on links of other libraries, where there are no services."""
+        """``door`` is None on links of other libraries, where there are no services. Workers of
+        the present ``group()`` and of the one that waits, ``next_members()``, may call."""
         self._door = door
         self._group = group
+        self._next_members = next_members
         self._timeout_s = timeout_s
         self._max_bytes = max_bytes
         self._memory = Blocks()
@@ -106,10 +116,13 @@ class Services:
         group = self._group()
         if caller.job != group.job:
             return f"this worker is in job {group.job!r}, not {caller.job!r}"
-        rank = group.rank_of(caller.worker)
-        expected = group.members[rank].node if rank >= 0 else ""
-        if expected and expected != caller.node:
-            return f"worker {caller.worker} is on node {expected[:12]}, not on {caller.node[:12]}"
+        # A worker that was started again may be in the next group before this one is.
+        members = (*group.members, *self._next_members())
+        nodes = [each.node for each in members if each.worker == caller.worker]
+        if not nodes:
+            return f"job {group.job!r} has no worker {caller.worker!r:.80} that is known here yet"
+        if "" not in nodes and caller.node not in nodes:
+            return f"worker {caller.worker} is on node {nodes[-1][:12]}, not on {caller.node[:12]}"
         return self._server.objection()
 
     def _find(self, door: Door, name: str, rank: int | None, timeout_s: float) -> str:
@@ -119,9 +132,12 @@ class Services:
             group = self._group()
             members = group.members if rank is None else (group.members[rank],)
             seen: dict[str, str] = {}
-            for member in members:
+            for position, member in enumerate(members):
+                left = deadline - time.monotonic()
+                share = min(_ANSWER_S, left / (len(members) - position))
+                until = time.monotonic() + (left if len(members) == 1 else share)
                 try:
-                    names = self._names_at(door, group, member, deadline)
+                    names = self._names_at(door, group, member, until)
                 except (PotluckError, TimeoutError) as error:
                     seen[str(member)] = f"can't be asked ({error or 'it does not answer'})"
                     continue

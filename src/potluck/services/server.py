@@ -124,6 +124,8 @@ class Server:
         self._budget: Budget[_Client] = Budget(max_bytes)
         self._lock = threading.Lock()
         self._leading = threading.Lock()
+        self._parking = threading.Lock()
+        """Held while a connection enters or leaves the selector, with its ``is_waiting``."""
         self._clients: set[_Client] = set()
         self._ready: deque[_Client] = deque()
         self._swept_at = time.monotonic()
@@ -265,8 +267,9 @@ class Server:
     def _wait(self, client: _Client, event: int) -> None:
         if self._is_closed:
             return client.channel.close()
-        client.is_waiting = True  # before: from then on the leader has it
-        self._selector.register(client.channel.link.fileno(), event, client)
+        with self._parking:  # from then on the leader has it
+            self._selector.register(client.channel.link.fileno(), event, client)
+            client.is_waiting = True
 
     def _flows(self, client: _Client, event: int) -> bool:
         """Whether the bytes of a call go on at once. While they do, its thread stays with it: the
@@ -275,8 +278,9 @@ class Server:
         return wait_ready(fd, write=event == _WRITE, timeout_s=_FLOW_S)
 
     def _unregister(self, client: _Client) -> None:
-        client.is_waiting = False
-        self._selector.unregister(client.channel.link.fileno())
+        with self._parking:
+            client.is_waiting = False
+            self._selector.unregister(client.channel.link.fileno())
 
     def _resume(self, clients: Iterable[_Client]) -> None:
         for client in clients:

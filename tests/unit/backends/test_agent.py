@@ -212,6 +212,7 @@ def test_the_first_group_is_the_first_view(agent: ScriptedAgent, backend: AgentB
     assert [member.worker for member in communicator.group.members] == ["0", "1", "2"]
     assert agent.hear(worker_link.Entered).epoch == 7
     assert backend.next_epoch() == 7
+    assert [member.worker for member in backend.next_members()] == ["0", "1", "2"]
     communicator.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import resource
+import selectors
 import struct
 import threading
 import time
@@ -139,6 +140,38 @@ def test_a_banned_nodes_calls_that_are_under_way_get_no_reply() -> None:
         secret.set_result("the parameters")
         thread.join(LATE_S)
         assert len(ends) == 1
+
+
+def test_a_sweep_leaves_a_connection_that_is_not_in_the_selector_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    banned: set[str] = set()
+
+    def objects_to(node: str) -> str | None:
+        return "it is banned" if node in banned else None
+
+    server = Server(
+        rank_of=int, max_bytes=MIB, memory=Blocks(0), num_threads=0, objects_to=objects_to
+    )
+    mine, theirs = socket_pair("client", "client 2")
+    server.take(theirs, Caller("thief", "2", "job"))
+    [client] = server._clients
+    server._unregister(client)
+    banned.add("thief")
+    register = server._selector.register
+
+    def after_a_sweep(*args: Any) -> Any:
+        server._sweep()
+        return register(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(server._selector, "register", after_a_sweep)
+        server._wait(client, selectors.EVENT_READ)
+    assert server._clients == {client}
+    server._sweep()
+    assert not server._clients
+    for each in (mine, server._selector, server._wakes, server._woken):
+        each.close()  # ``close`` does it when there are threads
 
 
 @pytest.mark.parametrize("num_clients", [300, pytest.param(1000, marks=pytest.mark.long)])

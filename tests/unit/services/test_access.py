@@ -1,0 +1,94 @@
+"""Who may connect to a worker's services, and how one is found among workers that are silent."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from potluck.backends.doors import Caller, LocalDoor, LocalDoors, Objection, Take
+from potluck.errors import UnknownService
+from potluck.services import Call, Services, service
+from potluck.transport.bulk import BulkLink, socket_pair
+from potluck.types import Group, Member
+
+
+@service("s")
+def rank(call: Call) -> int:
+    return call.rank
+
+
+def group_of(me: str, *workers: str) -> Group:
+    """Each worker on a node named after it."""
+    members = tuple(Member(each, node=f"node {each}") for each in workers)
+    return Group(1, workers.index(me), members, "job")
+
+
+def services(doors: LocalDoors, group: Group, *more: Member) -> Services:
+    door = LocalDoor(doors, group.me.worker)
+    return Services(door, lambda: group, lambda: more, timeout_s=20.0, max_bytes=1 << 20)
+
+
+def test_a_worker_that_is_in_no_group_is_refused() -> None:
+    doors = LocalDoors()
+    server = services(doors, group_of("0", "0", "1"))
+    server.serve(rank)
+    stranger = services(doors, group_of("9", "0", "9"))
+    with pytest.raises(UnknownService, match=r"no worker '9' that is known here"):
+        stranger.connect("s", 0, 0.2)
+    member = services(doors, group_of("1", "0", "1"))
+    assert member.connect("s", 0, 5.0).rank() == 1
+    for each in (stranger, member, server):
+        each.close()
+
+
+@pytest.mark.parametrize("node", ["node 9", ""], ids=["its node is told", "it is not"])
+def test_a_worker_of_the_group_that_waits_is_heard_before_that_is_entered(node: str) -> None:
+    doors = LocalDoors()
+    server = services(doors, group_of("0", "0", "1"), Member("9", node=node))
+    server.serve(rank)
+    again = services(doors, group_of("9", "0", "9"))
+    assert again.connect("s", 0, 5.0).rank() == -1
+    again.close()
+    server.close()
+
+
+def test_a_worker_that_was_started_again_on_another_node_is_heard() -> None:
+    doors, group = LocalDoors(), group_of("0", "0", "1")
+    found: list[Objection] = []
+
+    class Door(LocalDoor):
+        def open(self, objection: Objection, take: Take) -> None:
+            found.append(objection)
+
+    moved = Member("1", node="another")
+    Services(Door(doors, "0"), lambda: group, lambda: (moved,), timeout_s=1.0, max_bytes=1)
+    [objection] = found
+    assert objection(Caller("another", "1", "job")) is None
+    assert objection(Caller("node 1", "1", "job")) is None
+    assert "is on node another, not on thief" in str(objection(Caller("thief", "1", "job")))
+    assert "in job 'job', not 'other'" in str(objection(Caller("node 1", "1", "other")))
+
+
+def test_a_silent_rank_leaves_time_to_ask_the_others() -> None:
+    doors = LocalDoors()
+    server = services(doors, group_of("1", "0", "1", "2"))
+    server.serve(rank)
+    held: list[BulkLink] = []
+
+    class Door(LocalDoor):
+        def connect(self, group: Group, member: Member, deadline: float) -> BulkLink:
+            if member.worker == "0":  # takes connections, and says nothing
+                mine, theirs = socket_pair("caller", "silent")
+                held.append(theirs)
+                return mine
+            return super().connect(group, member, deadline)
+
+    group = group_of("2", "0", "1", "2")
+    caller = Services(Door(doors, "2"), lambda: group, timeout_s=20.0, max_bytes=1 << 20)
+    began = time.monotonic()
+    remote = caller.connect("s", None, 3.0)
+    assert time.monotonic() < began + 3.0, "asked at the deadline"
+    assert remote.rank() == 2
+    for each in (*held, caller, server):
+        each.close()
