@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import potluck
+from potluck.backends.inprocess import InProcessBackend
 from potluck.context import DistributedContext
 from potluck.errors import ServiceTimeout
 from potluck.parameter_server import (
@@ -20,6 +21,7 @@ from potluck.parameter_server import (
     ElasticAveraging,
     ParameterServer,
     Synchronous,
+    server,
 )
 from potluck.testing.world import run_world
 from support.worlds import open_world
@@ -300,3 +302,52 @@ def test_more_workers_wait_than_the_server_has_threads() -> None:
             return ps.get_parameters("m").version
 
     assert run_world(12, run) == [3] * 12
+
+
+def test_a_worker_that_leaves_during_a_save_is_not_held_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_LEAVE_S", 0.2)
+    left = threading.Event()
+
+    def run(ctx: DistributedContext) -> None:
+        ps = ParameterServer(ctx)
+        ctx.barrier()
+        if ps._host is None:
+            ps.close()
+            left.set()
+            return
+        with ps._host._changed:  # as a save does
+            assert left.wait(20)
+        ps.close()
+
+    run_world(2, run)
+
+
+def test_a_push_that_comes_before_the_server_has_entered_the_group_waits_for_it() -> None:
+    """A worker that was started again is in the next group at once."""
+    [backend] = InProcessBackend.world(1)
+    first = DistributedContext(backend)
+    ps = ParameterServer(first, optimizer=SGD(1.0))
+    ps.set_parameters("m", {"w": np.zeros(2)})
+    refused = threading.Event()
+    counted: list[bool] = []
+    second = DistributedContext(backend.hub.join())
+    with ParameterServer(second, optimizer=SGD(1.0)) as other:
+
+        def push() -> None:
+            other.get_parameters("m")
+            other._reform_if_due = refused.set  # type: ignore[assignment,method-assign]
+            counted.append(other.accumulate_gradient("m", {"w": np.ones(2)}))
+
+        thread = threading.Thread(target=push)
+        thread.start()
+        assert refused.wait(20)
+        assert first.world_size == 1
+        ps.get_parameters("m")
+        assert first.world_size == 2
+        ps.accumulate_gradient("m", {"w": np.ones(2)})
+        thread.join(20)
+        assert counted == [True]
+        assert ps.get_parameters("m").version == 1
+    ps.close()
+    second.close()
+    first.close()

@@ -136,3 +136,14 @@ def test_what_does_not_fit_the_mode_is_an_error() -> None:
         ps.close()
 
     run_world(1, run)
+
+
+def test_a_model_of_another_dtype_than_the_servers_is_refused_by_name() -> None:
+    def run(ctx: DistributedContext) -> None:
+        with ParameterServer(ctx) as ps:
+            ParameterServerStrategy(small(torch.float64), ps)
+            for dtype in (torch.float32, torch.bfloat16):
+                with pytest.raises(ValueError, match=r"'0\.weight' is \w+ here and float64 on"):
+                    ParameterServerStrategy(small(dtype), ps)
+
+    run_world(1, run)

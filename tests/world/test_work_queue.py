@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections import Counter
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 import potluck
 from potluck.context import DistributedContext
+from potluck.errors import ServiceTimeout
 from potluck.testing.world import run_world
 from support.worlds import open_world
 
@@ -115,7 +117,7 @@ def test_mistakes_are_one_clear_error_each() -> None:
                 queue.finish(3)
             with pytest.raises(TypeError, match="is of type set"):
                 queue.finish(0, {1})
-            with pytest.raises(TimeoutError, match="tasks that no worker takes"):
+            with pytest.raises(ServiceTimeout, match="tasks that no worker takes"):
                 queue.results(timeout=0.1)
             assert [task.number for task in queue if queue.finish(task)] == [0]
 
@@ -129,3 +131,18 @@ def test_no_tasks_are_no_results() -> None:
             return queue.results()
 
     assert run_world(2, run) == [[], []]
+
+
+def test_a_queue_that_is_never_closed_leaves_no_thread() -> None:
+    def threads() -> list[threading.Thread]:
+        return [each for each in threading.enumerate() if each.name == "potluck-queue-forgotten"]
+
+    def run(ctx: DistributedContext) -> None:
+        queue = potluck.WorkQueue(ctx, [1], name="forgotten")
+        [thread] = threads()
+        del queue
+        gc.collect()
+        thread.join(20)
+        assert not threads()
+
+    run_world(1, run)

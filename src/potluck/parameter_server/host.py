@@ -24,8 +24,8 @@ from potluck.parameter_server.model import Gradient, Model, Outcome
 from potluck.parameter_server.modes import Mode, Synchronous
 from potluck.parameter_server.optimizers import Optimizer
 from potluck.parameter_server.table import Table, Tensors
+from potluck.services.presence import Presence
 from potluck.services.waits import WaitingCalls
-from potluck.types import Group
 
 MAX_MODELS = 1024
 
@@ -39,18 +39,18 @@ class Host:
         self,
         mode: Mode,
         optimizer: Optimizer,
-        group: Callable[[], Group],
+        presence: Presence,
         *,
         store: CheckpointStore | None,
         save_every: int,
         worker_timeout_s: float,
     ) -> None:
-        """``group()`` is the present group, whose members are the workers. A lease of a worker that
+        """``presence`` knows the workers. A lease of a worker that
         pushes nothing ends after ``worker_timeout_s``. CheckpointError if ``store`` has checkpoints
         and none is intact."""
         self._mode = mode
         self._optimizer = optimizer
-        self._group = group
+        self._presence = presence
         self._store = store
         self._save_every = save_every
         self._worker_timeout_s = worker_timeout_s
@@ -60,9 +60,6 @@ class Host:
         self._writer = BackgroundWriter("parameter-server-writer")
         self._changed = threading.Condition(threading.RLock())
         self._waits = WaitingCalls(self._changed, self._on_time, thread="potluck-parameter-server")
-        self._gone: set[str] = set()
-        self._heard_at: dict[str, float] = {}
-        self._began = time.monotonic()
         self.num_failed_saves = 0
         self._load()
 
@@ -73,18 +70,9 @@ class Host:
 
     # -- calls
 
-    def heard(self, worker: str) -> None:
-        """A call of ``worker`` has come."""
-        self._heard_at[worker] = time.monotonic()
-        self._gone.discard(worker)
-
-    def workers(self) -> list[str]:
-        """The names of the workers of the present group, without those that have left."""
-        members = self._group().members
-        return [each.worker for each in members if each.worker not in self._gone]
-
-    def create(self, name: str, tensors: Tensors, *, replace: bool) -> int:
-        """Take the first parameters of a model, or with ``replace`` others; its version."""
+    def create(self, name: str, tensors: Tensors, *, replace: tuple[str, int] | None = None) -> int:
+        """Take the first parameters of a model, or others if ``replace`` is the worker that gives
+        them, and a push number; its version."""
         with self._changing():
             model = self._models.get(name)
             if model is None:
@@ -92,10 +80,14 @@ class Host:
                     raise ValueError(f"a parameter server has at most {MAX_MODELS} models")
                 model = Model(name, Table(tensors, self._optimizer), self._mode, self._optimizer)
                 self._models[name] = model
+                if replace is not None:
+                    model.note(*replace)
                 self._save(model.version)
-            elif replace:
-                model.replace(tensors)
-                self._save(model.version)
+            elif replace is not None:
+                if model.outcome(*replace) is None:
+                    model.replace(tensors)
+                    model.note(*replace)
+                    self._save(model.version)
             else:
                 model.check(tensors)
             return model.version
@@ -108,7 +100,7 @@ class Host:
                 if model.outcome(gradient.worker, gradient.push) is None:
                     model.drop(gradient.worker, gradient.push, "restarted")
             else:
-                model.push(gradient, self.workers())
+                model.push(gradient, self._presence.workers())
             return model.outcome(gradient.worker, gradient.push)
 
     def outcome(self, name: str, worker: str, push: int, wait_s: float) -> Any:
@@ -136,7 +128,7 @@ class Host:
                 if after is not None and after[0] > model.version and after[1] == self.incarnation:
                     return None
                 expires_at = time.monotonic() + self._worker_timeout_s
-                if not model.may_pull(worker, self.workers(), expires_at):
+                if not model.may_pull(worker, self._presence.workers(), expires_at):
                     return None
             return {
                 "version": model.version,
@@ -150,13 +142,13 @@ class Host:
         """Whether the update of the present step can be made."""
         with self._changed:
             model = self._model(name)
-            return isinstance(self._mode, Synchronous) and model.is_ready(self.workers())
+            return isinstance(self._mode, Synchronous) and model.is_ready(self._presence.workers())
 
     def apply(self, name: str, step: int, rate: float | None) -> int:
         """Make the update of ``step`` by hand, once; the version after it."""
         with self._changing():
             model = self._model(name)
-            model.apply(step, rate, self.workers())
+            model.apply(step, rate, self._presence.workers())
             return model.version
 
     def clear(self, name: str, step: int) -> None:
@@ -186,24 +178,14 @@ class Host:
     def leave(self, worker: str) -> None:
         """``worker`` calls no more."""
         with self._changing():
-            self._gone.add(worker)
+            self._presence.leave(worker)
             for model in self._models.values():
                 model.leave(worker)
 
     def await_others(self, worker: str, deadline: float) -> list[str]:
-        """Wait until the workers of the group but ``worker`` have left, or were silent for
-        ``worker_timeout_s``; the names of those that have not."""
-
-        def left() -> list[str]:
-            silent_since = time.monotonic() - self._worker_timeout_s
-            return [
-                each
-                for each in self.workers()
-                if each != worker and self._heard_at.get(each, self._began) > silent_since
-            ]
-
+        """Wait until the others have left or are silent; the names of those that have not."""
         with self._changed:
-            while (rest := left()) and time.monotonic() < deadline:
+            while (rest := self._presence.others(worker)) and time.monotonic() < deadline:
                 self._changed.wait(0.2)
             return rest
 
@@ -225,7 +207,7 @@ class Host:
         return model
 
     def _waits_for(self, model: Model) -> dict[str, Any]:
-        return {"waits_for": model.waits_for(self.workers())}
+        return {"waits_for": model.waits_for(self._presence.workers())}
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
@@ -242,7 +224,7 @@ class Host:
         """End the waits that are over, and make the updates that these make possible."""
         while True:
             self._waits.look()
-            workers = self.workers()
+            workers = self._presence.workers()
             made = [model.progress(workers) for model in self._models.values()]
             if not any(made):
                 break

@@ -108,6 +108,11 @@ class Model:
         self.counts[reason] += 1
         self._outcomes[worker] = push, Outcome(False, self.version, reason)
 
+    def note(self, worker: str, push: int) -> None:
+        """Remember that the present version has what ``push`` brought, so that a repeat of it
+        changes nothing."""
+        self._outcomes[worker] = push, Outcome(True, self.version)
+
     def _push_to_round(self, gradient: Gradient, what: str) -> None:
         assert isinstance(self.mode, Synchronous)
         if gradient.step == self.version:

@@ -16,6 +16,10 @@ MAX_WAIT_S = 10.0
 """Of one call: a caller that waits longer asks again."""
 
 
+class NotInGroup(Exception):
+    """The caller is in the next group, which this server has not entered yet: to be asked again."""
+
+
 class Offer:
     """Each public method is one call. What callers send is checked here: they are other
     programs."""
@@ -24,7 +28,6 @@ class Offer:
         self._host = host
 
     def agree(self, call: Call, mode: str, optimizer: str) -> None:
-        self._host.heard(call.worker)
         for what, theirs, mine in zip(
             ("mode", "optimizer"), (mode, optimizer), self._host.arguments, strict=True
         ):
@@ -34,44 +37,38 @@ class Offer:
                     f"{theirs:.200} on worker {call.worker} and {mine} on the server"
                 )
 
-    def create(self, call: Call, model: str, tensors: Any, replace: bool) -> int:
-        self._host.heard(call.worker)
+    def create(self, call: Call, model: str, tensors: Any, number: int, replace: bool) -> int:
         if not isinstance(model, str) or not model.isprintable() or not 0 < len(model) <= MAX_NAME:
             raise ValueError(f"a model's name is 1 to {MAX_NAME} printable characters")
-        return self._host.create(model, _tensors(tensors), replace=bool(replace))
+        given = (call.worker, int(number)) if replace else None
+        return self._host.create(model, _tensors(tensors), replace=given)
 
     def push(
         self, call: Call, model: str, tensors: Any, step: int, push: int, incarnation: int
     ) -> Any:
-        self._host.heard(call.worker)
         if call.rank < 0:
-            raise ValueError(f"worker {call.worker} is not in the group of this parameter server")
+            raise NotInGroup(f"worker {call.worker} is not in the group of this parameter server")
         gradient = Gradient(call.worker, call.rank, int(push), int(step), _tensors(tensors))
         outcome = self._host.push(model, gradient, int(incarnation))
         return None if outcome is None else as_reply(outcome)
 
     def outcome(self, call: Call, model: str, push: int, wait_s: float) -> Any:
-        self._host.heard(call.worker)
         return self._host.outcome(model, call.worker, int(push), _seconds(wait_s))
 
     def pull(
         self, call: Call, model: str, after: tuple[int, int] | None, wait_s: float, compute: bool
     ) -> Any:
-        self._host.heard(call.worker)
         if after is not None:
             after = int(after[0]), int(after[1])
         return self._host.pull(model, call.worker, after, _seconds(wait_s), compute=bool(compute))
 
     def ready(self, call: Call, model: str) -> bool:
-        self._host.heard(call.worker)
         return self._host.is_ready(model)
 
     def apply(self, call: Call, model: str, step: int, rate: float | None) -> int:
-        self._host.heard(call.worker)
         return self._host.apply(model, int(step), None if rate is None else float(rate))
 
     def clear(self, call: Call, model: str, step: int) -> None:
-        self._host.heard(call.worker)
         self._host.clear(model, int(step))
 
     def stats(self, call: Call) -> dict[str, Any]:

@@ -24,14 +24,13 @@ from potluck.parameter_server.modes import (
     Mode,
     Synchronous,
 )
-from potluck.parameter_server.offer import Offer
+from potluck.parameter_server.offer import NotInGroup, Offer
 from potluck.parameter_server.optimizers import SGD, Array, Optimizer
 from potluck.services import Remote, service
+from potluck.services.asking import SLICE_S, await_reply, raise_local
+from potluck.services.presence import Presence
 from potluck.waiting import Reminder, checked_seconds
 from potluck.wire.tensors import host_bytes, is_tensor
-
-_SLICE_S = 1.0
-"""A call that waits for other workers is asked again so often, to see whether the group changed."""
 
 _PAUSE_S = 0.05
 _LEAVE_S = 5.0
@@ -115,15 +114,17 @@ class ParameterServer:
         if ctx.group.me.worker == self._worker:
             if checkpoint is not None and not isinstance(checkpoint, CheckpointStore):
                 checkpoint = CheckpointStore(Path(checkpoint))
+            presence = Presence(lambda: ctx.group, ctx.timeout_s)
             self._host = Host(
                 mode,
                 optimizer,
-                lambda: ctx.group,
+                presence,
                 store=checkpoint,
                 save_every=save_every,
                 worker_timeout_s=ctx.timeout_s,
             )
-            ctx.serve(service(name, concurrent=True)(Offer(self._host)))
+            offer = Offer(self._host)
+            ctx.serve(service(name, concurrent=True, before=presence.hear)(offer))
         self._remote: Remote = ctx.connect(name, rank=ctx.group.rank_of(self._worker))
         self._ask("agree", repr(mode), repr(optimizer))
 
@@ -143,7 +144,7 @@ class ParameterServer:
         for name, array in arrays.items():
             if array.dtype.kind not in "fcV":
                 raise TypeError(f"parameters are floats, but {name!r} is {array.dtype}")
-        version = self._ask("create", model, arrays, bool(replace))
+        version = self._ask("create", model, arrays, next(self._pushes), bool(replace))
         return int(version)
 
     def get_parameters(
@@ -263,7 +264,8 @@ class ParameterServer:
         if self._is_closed:
             return
         self._is_closed = True
-        with contextlib.suppress(ServiceLost):  # it has ended, and waits for nobody
+        # Lost: it has ended, and waits for nobody. Late: it writes a checkpoint, and hears it then.
+        with contextlib.suppress(ServiceLost, ServiceTimeout):
             self._ask("leave", timeout=min(self.ctx.timeout_s, _LEAVE_S))
         if self._host is None:
             return
@@ -316,21 +318,7 @@ class ParameterServer:
     ) -> dict[str, Any]:
         """The reply of a call that waits for other workers on the server."""
         seconds = self.ctx.timeout_s if timeout is None else checked_seconds(timeout)
-        deadline = time.monotonic() + seconds
-        waits_for = "the server"
-        reminder = Reminder(lambda: f"{what}: waiting for {waits_for}", deadline)
-        while True:
-            self._reform_if_due()
-            left = deadline - time.monotonic()
-            reply = ask(min(_SLICE_S, max(0.0, left)))
-            if "waits_for" not in reply:
-                return reply
-            waits_for = str(reply["waits_for"])
-            if left <= 0:
-                raise ServiceTimeout(
-                    f"{what} did not come within {seconds:g} s: it waits for {waits_for}"
-                )
-            reminder.tick()
+        return await_reply(ask, what, seconds, self._reform_if_due)
 
     def _ask(self, method: str, *args: Any, timeout: float | None = None) -> Any:
         """One call of the server. What it raises for a mistake of this script is raised here."""
@@ -340,10 +328,10 @@ class ParameterServer:
             try:
                 return getattr(self._remote, method)(*args, timeout=timeout)
             except HandlerError as error:
-                if error.type in ("ValueError", "TypeError"):
-                    kind = ValueError if error.type == "ValueError" else TypeError
-                    raise kind(error.text) from error
-                raise
+                if error.type != NotInGroup.__name__ or time.monotonic() >= deadline:
+                    raise_local(error)
+                time.sleep(_PAUSE_S)
+                self._reform_if_due()
             except UnknownService:  # it was started again, and does not serve yet
                 if not self.ctx.elastic or time.monotonic() >= deadline:
                     raise
@@ -374,7 +362,7 @@ class ParameterServer:
             lambda: f"the parameter server waits for worker {', '.join(rest)} to end", deadline
         )
         while True:
-            until = time.monotonic() + _SLICE_S
+            until = time.monotonic() + SLICE_S
             rest = host.await_others(me, until if deadline is None else min(until, deadline))
             if not rest or (deadline is not None and time.monotonic() >= deadline):
                 return

@@ -12,9 +12,7 @@ from potluck.background import start_thread
 from potluck.engine.work import Work
 from potluck.errors import (
     HandlerError,
-    LinkError,
     PotluckError,
-    SecurityError,
     ServiceLost,
     ServiceTimeout,
     UnknownService,
@@ -165,7 +163,7 @@ class Remote:
                     f"{what} gave no result within {request.timeout_s:g} s; it may have run, or "
                     "still run there"
                 ) from None
-            if isinstance(error, LinkError):
+            if isinstance(error, PotluckError):  # also bytes that are no reply
                 raise ServiceLost(f"{what} was cut off, and may have run: {error}") from error
             raise
         self._keep(connection)
@@ -193,7 +191,7 @@ class Remote:
             kept.close()
         try:
             return Connection(self._dial(deadline), self._max_bytes, self._memory)
-        except (LinkError, SecurityError) as error:
+        except PotluckError as error:
             if time.monotonic() >= deadline:
                 raise ServiceTimeout(
                     f"{what} was not called within {seconds:g} s: {error}"

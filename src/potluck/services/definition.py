@@ -35,18 +35,23 @@ class Call:
 class _Mark:
     name: str
     is_concurrent: bool
+    before: Callable[[Call], None] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A named set of methods. Unless ``is_concurrent``, one call runs at a time."""
+    """A named set of methods, each after ``before(call)``. Unless ``is_concurrent``, one call runs
+    at a time."""
 
     name: str
     methods: Mapping[str, Callable[..., Any]]
     is_concurrent: bool
+    before: Callable[[Call], None] | None
 
 
-def service(name: str, *, concurrent: bool = False) -> Callable[[T], T]:
+def service(
+    name: str, *, concurrent: bool = False, before: Callable[[Call], None] | None = None
+) -> Callable[[T], T]:
     """Name the service of a function or class; ``ctx.serve`` offers it to other workers.
 
     A function is one method, called by its own name. A class gives each public method of the
@@ -54,8 +59,10 @@ def service(name: str, *, concurrent: bool = False) -> Callable[[T], T]:
     and returns what a payload can hold, or a ``concurrent.futures.Future`` of it: then the reply
     leaves when the Future has ended, and no thread waits meanwhile. Calls of one service run one
     after the other, in the order in which they are complete; with ``concurrent`` they run at the
-    same time, on the threads of ``ctx.serve``. ValueError for a name that is empty, too long or not
-    printable.
+    same time, on the threads of ``ctx.serve``. ``before(call)`` runs ahead of every method, and may
+    refuse a caller by an error, which the caller gets as a HandlerError.
+
+    ValueError for a name that is empty, too long or not printable.
     """
     if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= MAX_NAME:
         raise ValueError(
@@ -64,7 +71,7 @@ def service(name: str, *, concurrent: bool = False) -> Callable[[T], T]:
         )
 
     def mark(thing: T) -> T:
-        setattr(thing, _MARK, _Mark(name, concurrent))
+        setattr(thing, _MARK, _Mark(name, concurrent, before))
         return thing
 
     return mark
@@ -80,14 +87,19 @@ def services_of(*things: Any) -> list[Service]:
             made = f"an instance, {thing.__name__}()" if mark else "what @potluck.service(...) made"
             raise TypeError(f"serve takes {made}, not {thing!r}")
         if marks.setdefault(mark.name, mark) != mark:
-            raise ValueError(f"the parts of service {mark.name!r} differ in 'concurrent'")
+            raise ValueError(
+                f"the parts of service {mark.name!r} differ in 'concurrent' or 'before'"
+            )
         found = {thing.__name__: thing} if inspect.isfunction(thing) else _methods_of(thing)
         table = methods.setdefault(mark.name, {})
         for name, method in found.items():
             if name in table:
                 raise ValueError(f"service {mark.name!r} has two methods {name!r}")
             table[name] = method
-    return [Service(name, methods[name], marks[name].is_concurrent) for name in marks]
+    return [
+        Service(name, methods[name], mark.is_concurrent, mark.before)
+        for name, mark in marks.items()
+    ]
 
 
 def _methods_of(instance: Any) -> dict[str, Callable[..., Any]]:

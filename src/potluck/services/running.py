@@ -21,10 +21,13 @@ class Answer:
     place: str = ""
 
 
-def run(method: Callable[..., Any], call: Call, arguments: Any) -> Answer:
-    """Call ``method`` with arguments by position (int keys) and by name."""
+def run(service: Service, call: Call, arguments: Any) -> Answer:
+    """Call the method that ``call`` names, with arguments by position (int keys) and by name."""
+    method = service.methods[call.method]
     place = _place_of(method)
     try:
+        if service.before is not None:
+            service.before(call)
         positional = [arguments[key] for key in arguments if isinstance(key, int)]
         named = {key: value for key, value in arguments.items() if isinstance(key, str)}
         return Answer(method(call, *positional, **named), place=place)

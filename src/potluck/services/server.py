@@ -339,7 +339,7 @@ class Server:
         call = Call(caller.node, caller.worker, rank, head.service, head.method, head.timeout_s)
         try:
             self._check_welcome(client)
-            return run(queue.service.methods[head.method], call, arguments)
+            return run(queue.service, call, arguments)
         finally:
             after = queue.leave()
             if after is not None:

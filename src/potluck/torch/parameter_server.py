@@ -104,6 +104,12 @@ class ParameterServerStrategy:
     def _fill(self, parameters: Mapping[str, Any]) -> None:
         with torch.no_grad():
             for name, each in self._trained.items():
+                kept, mine = parameters[name].dtype.name, str(each.dtype).removeprefix("torch.")
+                if kept != mine:
+                    raise ValueError(
+                        f"parameter {name!r} is {mine} here and {kept} on the server: every worker "
+                        "trains a model of the same dtypes"
+                    )
                 data = torch.from_numpy(parameters[name].reshape(-1).view(np.uint8))
                 each.copy_(data.view(each.dtype).reshape(each.shape))
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-import time
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from potluck.background import start_thread
 from potluck.errors import HandlerError, ServiceError
 from potluck.services import Call, Remote, service
+from potluck.services.asking import SLICE_S, await_reply, raise_local
+from potluck.services.presence import Presence
 from potluck.services.waits import WaitingCalls
 from potluck.training.work_ledger import WorkLedger
 from potluck.waiting import Reminder, checked_seconds
@@ -17,7 +20,6 @@ from potluck.waiting import Reminder, checked_seconds
 if TYPE_CHECKING:
     from potluck.context import DistributedContext
 
-_SLICE_S = 1.0
 _MAX_WAIT_S = 10.0
 
 
@@ -78,12 +80,16 @@ class WorkQueue:
             if tasks is None:
                 raise ValueError(f"worker {server} has the list: pass it tasks=[...]")
             ledger = WorkLedger(len(tasks), backups, max_attempts)
-            self._offer = _Offer(ctx, list(tasks), ledger, silence_s)
-            ctx.serve(service(name, concurrent=True)(self._offer))
+            presence = Presence(lambda: ctx.group, silence_s)
+            self._offer = _Offer(list(tasks), ledger, presence)
+            ctx.serve(service(name, concurrent=True, before=presence.hear)(self._offer))
         self._remote: Remote = ctx.connect(name, rank=rank)
         self._is_closed = threading.Event()
+        remote, is_closed = self._remote, self._is_closed
+        # The thread does not keep this object: a queue that is never closed ends with it.
+        weakref.finalize(self, is_closed.set)
         start_thread(
-            lambda: self._keep_heard(silence_s / 4),
+            lambda: _keep_heard(remote, is_closed, silence_s / 4),
             name=f"potluck-queue-{name}"[:60],
             on_broken=lambda error: None,
         )
@@ -91,8 +97,8 @@ class WorkQueue:
     def __iter__(self) -> Iterator[Task]:
         """Tasks for this worker, until all are done. A task that was not finished before the next
         one is handed out again."""
-        while (taken := self._await("take", "a task")) is not _OVER:
-            yield Task(int(taken[0]), taken[1])
+        while "over" not in (reply := self._await("take", "a task")):
+            yield Task(int(reply["task"]), reply["payload"])
 
     def finish(self, task: Task | int, result: Any = None) -> bool:
         """Give the result of a task. Whether it counts: False if another worker was first."""
@@ -103,8 +109,7 @@ class WorkQueue:
         """The results in the order of the tasks, on every worker that asks. Waits until all are
         done; ServiceTimeout after ``timeout`` seconds if one is given. RuntimeError if a task was
         begun too often."""
-        found = self._await("results", "the results", timeout)
-        return list(found)
+        return list(self._await("results", "the results", timeout)["results"])
 
     def stats(self) -> dict[str, int]:
         """``tasks``, ``done``, ``copies`` that were handed out, results ``refused`` since another
@@ -137,59 +142,37 @@ class WorkQueue:
 
     # -- inside
 
-    def _keep_heard(self, every_s: float) -> None:
-        """Tell the queue that this worker lives, while it computes."""
-        while not self._is_closed.wait(every_s):
-            try:
-                self._remote.alive(timeout=max(1.0, every_s))
-            except ServiceError:
-                continue  # the calls of the script say what is wrong
-
-    def _await(self, method: str, what: str, timeout: float | None = None) -> Any:
-        deadline = None if timeout is None else time.monotonic() + checked_seconds(timeout)
-        waits_for = ""
-        reminder = Reminder(lambda: f"{what}: waiting for {waits_for}", deadline)
-        while True:
-            left = _SLICE_S if deadline is None else deadline - time.monotonic()
-            reply = self._ask(method, min(_SLICE_S, max(0.0, left)))
-            if "reply" in reply:
-                return reply["reply"]
-            if "over" in reply:
-                return _OVER
-            waits_for = str(reply["waits_for"])
-            if left <= 0:
-                raise TimeoutError(f"{what} did not come in time: it waits for {waits_for}")
-            reminder.tick()
+    def _await(self, method: str, what: str, timeout: float | None = None) -> dict[str, Any]:
+        seconds = None if timeout is None else checked_seconds(timeout)
+        return await_reply(lambda wait_s: self._ask(method, wait_s), what, seconds)
 
     def _ask(self, method: str, *args: Any) -> Any:
         try:
             return getattr(self._remote, method)(*args)
         except HandlerError as error:
-            kinds = {"ValueError": ValueError, "TaskLost": RuntimeError}
-            if error.type in kinds:
-                raise kinds[error.type](error.text) from error
-            raise
+            raise_local(error, _ERRORS)
 
 
-_OVER = object()
+_ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "TaskLost": RuntimeError}
+
+
+def _keep_heard(remote: Remote, is_closed: threading.Event, every_s: float) -> None:
+    """Tell the queue that this worker lives, while it computes."""
+    while not is_closed.wait(every_s):
+        with contextlib.suppress(ServiceError):  # the calls of the script say what is wrong
+            remote.alive(timeout=max(1.0, every_s))
 
 
 class _Offer:
     """The service: each public method is one call."""
 
-    def __init__(
-        self, ctx: DistributedContext, tasks: list[Any], ledger: WorkLedger, silence_s: float
-    ) -> None:
-        self._ctx = ctx
+    def __init__(self, tasks: list[Any], ledger: WorkLedger, presence: Presence) -> None:
         self._tasks = tasks
         self._ledger = ledger
-        self._silence_s = silence_s
+        self._presence = presence
         self._results: list[Any] = [None] * len(tasks)
         self._failure: Exception | None = None
         self._num_again = 0
-        self._heard_at: dict[str, float] = {}
-        self._began = time.monotonic()
-        self._gone: set[str] = set()
         self._changed = threading.Condition(threading.RLock())
         self._waits = WaitingCalls(self._changed, self._look, thread="potluck-work-queue")
 
@@ -205,13 +188,12 @@ class _Offer:
             except RuntimeError as error:
                 self._failure = error
                 raise
-            return None if task is None else {"reply": [task, self._tasks[task]]}
+            return None if task is None else {"task": task, "payload": self._tasks[task]}
 
-        return self._when(call, attempt, wait_s)
+        return self._when(attempt, wait_s)
 
     def finish(self, call: Call, task: int, result: Any) -> bool:
         with self._changed:
-            self._hear(call)
             counts = self._ledger.finish(call.worker, int(task))
             if counts:
                 self._results[int(task)] = result
@@ -221,17 +203,16 @@ class _Offer:
     def results(self, call: Call, wait_s: float) -> Any:
         def attempt() -> dict[str, Any] | None:
             self._check()
-            return {"reply": self._results} if self._ledger.is_over else None
+            return {"results": self._results} if self._ledger.is_over else None
 
-        return self._when(call, attempt, wait_s)
+        return self._when(attempt, wait_s)
 
     def alive(self, call: Call) -> None:
-        with self._changed:
-            self._hear(call)
+        """The worker computes."""
 
     def leave(self, call: Call) -> None:
         with self._changed:
-            self._gone.add(call.worker)
+            self._presence.leave(call.worker)
             self._look()
             self._changed.notify_all()
 
@@ -251,13 +232,8 @@ class _Offer:
         if self._failure is not None:
             raise type(self._failure)(str(self._failure))
 
-    def _hear(self, call: Call) -> None:
-        self._heard_at[call.worker] = time.monotonic()
-        self._gone.discard(call.worker)
-
-    def _when(self, call: Call, attempt: Any, wait_s: float) -> Any:
+    def _when(self, attempt: Any, wait_s: float) -> Any:
         with self._changed:
-            self._hear(call)
             self._give_up_lost()
             wait_s = min(max(0.0, float(wait_s)), _MAX_WAIT_S)
             return self._waits.add(attempt, self._otherwise, wait_s)
@@ -275,24 +251,16 @@ class _Offer:
 
     def _give_up_lost(self) -> None:
         running = {name for names in self._ledger.running.values() for name in names}
-        lost = [name for name in running if not self._is_heard(name)]
+        lost = [name for name in running if not self._presence.is_there(name)]
         self._num_again += len(self._ledger.give_up(lost))
 
-    def _is_heard(self, worker: str) -> bool:
-        if worker in self._gone or self._ctx.group.rank_of(worker) < 0:
-            return False
-        since = time.monotonic() - self._silence_s
-        return self._heard_at.get(worker, self._began) > since
-
     def _await_others(self, me: str) -> None:
-        def left() -> list[str]:
-            names = [member.worker for member in self._ctx.members]
-            return [name for name in names if name != me and self._is_heard(name)]
-
-        reminder = Reminder(lambda: f"the queue waits for worker {', '.join(left())} to end")
+        rest: list[str] = []
+        reminder = Reminder(lambda: f"the queue waits for worker {', '.join(rest)} to end")
         while True:
             with self._changed:
-                if not left():
+                rest = self._presence.others(me)
+                if not rest:
                     return
-                self._changed.wait(_SLICE_S)
+                self._changed.wait(SLICE_S)
             reminder.tick()

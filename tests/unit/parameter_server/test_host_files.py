@@ -19,6 +19,7 @@ from potluck.errors import CheckpointError
 from potluck.parameter_server import SGD, Synchronous
 from potluck.parameter_server.host import Host
 from potluck.parameter_server.model import Gradient
+from potluck.services.presence import Presence
 from potluck.types import Group, Member
 
 ALONE = Group(1, 0, (Member("0"),))
@@ -28,7 +29,7 @@ def host(folder: Path, save_every: int = 1) -> Host:
     return Host(
         Synchronous(),
         SGD(1.0, momentum=0.5),
-        lambda: ALONE,
+        Presence(lambda: ALONE, 30.0),
         store=CheckpointStore(folder),
         save_every=save_every,
         worker_timeout_s=30.0,
@@ -36,7 +37,7 @@ def host(folder: Path, save_every: int = 1) -> Host:
 
 
 def train(it: Host, num_steps: int) -> None:
-    it.create("m", {"w": np.zeros(3), "b": np.zeros(2)}, replace=False)
+    it.create("m", {"w": np.zeros(3), "b": np.zeros(2)})
     for _ in range(num_steps):
         step = it.stats()["m"]["version"]
         gradient = Gradient("0", 0, step + 1, step, {"w": -np.ones(3), "b": -np.ones(2)})
@@ -155,3 +156,18 @@ def test_training_goes_on_while_the_disk_is_full_and_the_last_checkpoint_says_so
     assert it.num_failed_saves >= 1
     assert "No space left" in caplog.text
     assert version_in(tmp_path) == 1
+
+
+def test_parameters_that_are_set_twice_by_one_call_are_one_version(tmp_path: Path) -> None:
+    """The caller repeats a call whose reply it did not get, also from a server started again."""
+    it = host(tmp_path)
+    tensors = {"w": np.ones(3), "b": np.ones(2)}
+    assert it.create("m", tensors, replace=("0", 7)) == 0
+    assert it.create("m", tensors, replace=("0", 7)) == 0
+    train(it, 1)
+    assert it.create("m", tensors, replace=("0", 8)) == 2
+    it.close()
+    again = host(tmp_path)
+    assert again.create("m", tensors, replace=("0", 8)) == 2
+    assert again.create("m", tensors, replace=("0", 9)) == 3
+    again.close()

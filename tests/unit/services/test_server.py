@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 
 from potluck.backends.doors import Caller
-from potluck.errors import LinkError
+from potluck.errors import LinkError, ServiceLost
 from potluck.services import Call, service
 from potluck.services.budget import Budget
-from potluck.services.client import Connection
+from potluck.services.client import Connection, Remote
 from potluck.services.definition import services_of
 from potluck.services.memory import Blocks
 from potluck.services.server import Server
@@ -92,6 +92,32 @@ def arguments(*args: Any) -> Packed:
 @service("s", concurrent=True)
 def rank(call: Call) -> int:
     return call.rank
+
+
+def test_before_a_method_a_caller_may_be_refused() -> None:
+    def only_two(call: Call) -> None:
+        if call.worker != "2":
+            raise PermissionError(f"worker {call.worker} may not call {call.method}")
+
+    @service("s", before=only_two)
+    def secret(call: Call) -> str:
+        return f"for {call.worker}"
+
+    with offering(secret) as offer:
+        assert call(offer.client("2"), "secret") == "for 2"
+        failure, value = offer.client("1").call(Request("s", "secret", 20.0), arguments(), soon())
+        assert failure is not None
+        assert (failure.type, failure.text) == ("PermissionError", "worker 1 may not call secret")
+        assert value is None
+
+
+def test_a_reply_of_other_bytes_is_the_loss_of_the_service() -> None:
+    mine, theirs = socket_pair("client", "server")
+    theirs.send(memoryview(b"\xff" * 64))
+    remote = Remote("s", "1", lambda deadline: mine, timeout_s=20.0, max_bytes=1, memory=Blocks(0))
+    with pytest.raises(ServiceLost, match="was cut off, and may have run"):
+        remote.method()
+    theirs.close()
 
 
 def test_a_banned_node_loses_its_connections_and_others_keep_theirs() -> None:

@@ -1,0 +1,49 @@
+"""``Presence``: which callers of a service are there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from potluck.services.definition import Call
+from potluck.types import Group
+
+
+class Presence:
+    """When each worker was heard, and which ones have left. For any number of threads.
+
+    A worker is there while it is in the present group, has not left, and was heard in the last
+    ``silence_s`` seconds; one that has not called yet counts as heard when this object was made.
+    """
+
+    def __init__(self, group: Callable[[], Group], silence_s: float) -> None:
+        """``group()`` is the present group."""
+        self._group = group
+        self._silence_s = silence_s
+        self._heard_at: dict[str, float] = {}
+        self._gone: set[str] = set()
+        self._began = time.monotonic()
+
+    def hear(self, call: Call) -> None:
+        """A call has come; its worker is back, if it had left."""
+        self._heard_at[call.worker] = time.monotonic()
+        self._gone.discard(call.worker)
+
+    def leave(self, worker: str) -> None:
+        """``worker`` calls no more."""
+        self._gone.add(worker)
+
+    def workers(self) -> list[str]:
+        """The workers of the group that have not left, also those that are silent."""
+        return [each.worker for each in self._group().members if each.worker not in self._gone]
+
+    def is_there(self, worker: str) -> bool:
+        return worker in self.workers() and self._is_heard(worker)
+
+    def others(self, worker: str) -> list[str]:
+        """The workers that are there, without ``worker``."""
+        return [each for each in self.workers() if each != worker and self._is_heard(each)]
+
+    def _is_heard(self, worker: str) -> bool:
+        since = time.monotonic() - self._silence_s
+        return self._heard_at.get(worker, self._began) > since

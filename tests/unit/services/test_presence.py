@@ -1,0 +1,37 @@
+"""Which callers of a service are there: heard lately, in the group, and not gone."""
+
+from __future__ import annotations
+
+import pytest
+
+from potluck.services import Call
+from potluck.services import presence as module
+from potluck.services.presence import Presence
+from potluck.types import Group, Member
+
+
+def call_of(worker: str) -> Call:
+    return Call("node", worker, 0, "s", "m", 1.0)
+
+
+def test_a_worker_is_there_while_it_is_in_the_group_and_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    groups = [Group(1, 0, (Member("0"), Member("1"), Member("2")))]
+    it = Presence(lambda: groups[-1], silence_s=10.0)
+    assert it.others("0") == ["1", "2"]
+    now[0] = 108.0
+    it.hear(call_of("1"))
+    now[0] = 111.0
+    assert it.others("0") == ["1"]
+    assert it.workers() == ["0", "1", "2"]
+    assert not it.is_there("2")
+    it.leave("1")
+    assert not it.is_there("1")
+    assert it.workers() == ["0", "2"]
+    it.hear(call_of("1"))
+    assert it.is_there("1")
+    groups.append(Group(2, 0, (Member("0"),)))
+    assert not it.is_there("1")
