@@ -30,6 +30,9 @@ class WorkLedger:
     attempts: Counter[int] = field(default_factory=Counter)
     num_copies: int = 0
     num_refused: int = 0
+    num_again: int = 0
+    """Tasks that were given up by all who computed them: their worker was lost, or asked for
+    another one, as a worker does that was started again."""
 
     def __post_init__(self) -> None:
         self.waiting = deque(range(self.num_tasks))
@@ -84,5 +87,6 @@ class WorkLedger:
             if not names:
                 del self.running[task]
                 again.append(task)
+        self.num_again += len(again)
         self.waiting.extendleft(reversed(again))
         return again

@@ -172,7 +172,6 @@ class _Offer:
         self._presence = presence
         self._results: list[Any] = [None] * len(tasks)
         self._failure: Exception | None = None
-        self._num_again = 0
         self._changed = threading.Condition(threading.RLock())
         self._waits = WaitingCalls(self._changed, self._look, thread="potluck-work-queue")
 
@@ -223,7 +222,7 @@ class _Offer:
                 "done": len(self._ledger.done),
                 "copies": self._ledger.num_copies,
                 "refused": self._ledger.num_refused,
-                "again": self._num_again,
+                "again": self._ledger.num_again,
             }
 
     # -- inside
@@ -252,7 +251,7 @@ class _Offer:
     def _give_up_lost(self) -> None:
         running = {name for names in self._ledger.running.values() for name in names}
         lost = [name for name in running if not self._presence.is_there(name)]
-        self._num_again += len(self._ledger.give_up(lost))
+        self._ledger.give_up(lost)
 
     def _await_others(self, me: str) -> None:
         rest: list[str] = []

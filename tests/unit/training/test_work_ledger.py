@@ -105,3 +105,14 @@ def test_a_task_that_ends_its_workers_ends_the_queue() -> None:
 def test_a_result_of_no_task_is_an_error() -> None:
     with pytest.raises(ValueError, match="no task 5; there are 2"):
         ledger(2).finish("a", 5)
+
+
+def test_a_task_counts_as_handed_out_again_however_it_was_given_up() -> None:
+    """A worker that is started again within its silence asks for a task, and has none."""
+    ledger = WorkLedger(3, num_backups=0, max_attempts=3)
+    assert ledger.take("a") == 0
+    assert ledger.take("a") == 0
+    assert ledger.num_again == 1
+    assert ledger.take("b") == 1
+    ledger.give_up(["b"])
+    assert ledger.num_again == 2
