@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
-import networkx as nx
 import numpy as np
 import pytest
 
@@ -571,6 +570,8 @@ def test_what_a_message_cannot_hold_harms_nobody(world: World) -> None:
 
 
 def test_averages_of_neighbours_are_the_product_with_the_mixing_matrix(world: World) -> None:
+    nx = pytest.importorskip("networkx", reason="graphs of networkx are taken; torch brings it")
+
     def check(ctx: DistributedContext) -> None:
         size, rank = ctx.world_size, ctx.rank
         one_way = nx.gnp_random_graph(size, 0.5, seed=size, directed=True)
