@@ -421,13 +421,11 @@ def test_a_checkpoint_holds_model_optimizer_and_scheduler(tmp_path: Path) -> Non
 
 def test_a_rank_with_another_model_is_told_where_it_differs_before_it_takes_a_state() -> None:
     def work(ctx: DistributedContext) -> None:
-        model = nn.Linear(2, 3 + ctx.rank)
+        model = DDP(nn.Linear(2, 3 + ctx.rank), ctx)
+        optimizer = torch.optim.SGD(model.parameters())
         data = (torch.ones(8, 2), torch.ones(8, 1))
-        next(
-            iter(
-                ElasticLoop(model, torch.optim.SGD(model.parameters()), data, batch_size=4, ctx=ctx)
-            )
-        )
+        for _ in ElasticLoop(model, optimizer, data, batch_size=4, ctx=ctx):
+            ctx.barrier()  # rank 0 waits for the other one, and learns of its error
 
     with pytest.raises(WorldError) as caught:
         run_world(2, work)
