@@ -466,8 +466,9 @@ class LocalRunner:
     async def _why_ended(self, worker: str, process: WorkerProcess, code: int) -> str:
         """Why the process ended with ``code``, if the owner's limits were the reason."""
         confinement = self._agent.confinement
-        if code > 0 and confinement.limits.memory_bytes:
-            await process.release()  # its last words may not have been read yet
+        if code != 0 and confinement.limits.memory_bytes:
+            # Its last words may not have been read yet; it may be stopped while it says them.
+            await process.release()
         said_so = worker in self._short_of_memory
         self._short_of_memory.discard(worker)
         return confinement.why_ended(code, said_so=said_so)
