@@ -17,6 +17,7 @@ from potluck.compressors import Strategy
 from potluck.context import DistributedContext
 from potluck.testing.world import run_world
 from potluck.torch import DDP, ElasticLoop, GradScaler, LossScale
+from potluck.torch.encoding import Encoder
 
 DEADLINE_S = 30
 NUM_LAYERS = 4
@@ -118,6 +119,52 @@ def test_an_error_of_a_strategy_comes_out_of_backward_and_leaves_residuals_as_th
 
     run_world(1 + 1, work)
     assert not [t for t in threading.enumerate() if t.name == "potluck-encode"]
+
+
+class Late(Encoder):
+    """An encoder that begins nothing before it is waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late: list[Callable[[], None]] = []
+
+    def add(self, task: Callable[[], None]) -> None:
+        self.late.append(task)
+
+    def drain(self) -> None:
+        for task in self.late:
+            super().add(task)
+        self.late = []
+        super().drain()
+
+    def drop(self) -> None:
+        self.late = []
+        super().drop()
+
+
+def test_a_backward_that_raised_is_forgotten_alike_by_ranks_of_unlike_speed() -> None:
+    """When the script's error comes, a rank has sent three buckets, and the other one none."""
+
+    def fails(_: torch.Tensor) -> None:
+        raise ArithmeticError("of the script")
+
+    def work(ctx: DistributedContext) -> torch.Tensor:
+        model = DDP(layers(), ctx, compression=TopK(0.1), **SMALL_BUCKETS)
+        if ctx.rank == 1:
+            model.compression.encoder = Late()
+        hook = model.module[0].weight.register_hook(fails)
+        with pytest.raises(ArithmeticError, match="of the script"):
+            model(torch.ones(2, 64)).sum().backward()
+        hook.remove()
+        model.zero_grad()
+        model(torch.ones(2, 64)).sum().backward()
+        found = model.module[0].weight.grad
+        assert found is not None
+        return found
+
+    one, two = run_world(2, work)
+    assert torch.equal(one, two)
+    assert one.any()
 
 
 @pytest.mark.parametrize("strategy", [TopK(0.1), PowerSGD(2, start_step=0)], ids=repr)

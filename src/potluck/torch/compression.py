@@ -135,7 +135,6 @@ class Compression:
 
     def begin_backward(self) -> None:
         """Called before the first bucket of a backward."""
-        self.encoder.drop()
         if self._is_in_backward and not self._is_open:
             self.undo()  # the last one has raised, and its gradients were not reduced
         self._is_in_backward = True

@@ -166,7 +166,7 @@ class DistributedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch._C._current_graph_task_id() == -1:
-            self._reducer.reset()  # the last backward may have raised
+            self._reducer.forget()  # the last backward may have raised
         if not self.synchronized:
             self.synchronize()
         elif self.broadcast_buffers and self.training and self._reducer.enabled:

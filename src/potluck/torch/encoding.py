@@ -34,7 +34,7 @@ class Encoder:
         start_thread(self._run, name="potluck-encode", on_broken=self._broke)
 
     def drain(self) -> None:
-        """Wait until all have run; raises what one of them has raised."""
+        """Wait until all have run; raises what a function has raised."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_running)
             error, self._error = self._error, None

@@ -81,13 +81,23 @@ class Reducer:
         self._flats: list[_Flat | None] = [None] * len(self._buckets)
         self._used: set[int] = set()  # since gradients were last reduced
         self._failed = -1
-        self.reset()
+        self._reset()
         for index, parameter in enumerate(self._parameters):
             hook = _hook(weakref.ref(self), index)
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
-    def reset(self) -> None:
-        """Forget a backward that raised."""
+    def forget(self) -> None:
+        """Forget a backward that raised an error of the script's, of which nothing was told here.
+
+        The buckets that it completed are reduced all the same: other ranks may have begun them.
+        """
+        if self._backward == -1:
+            return
+        self._flats = [None] * len(self._buckets)  # the operations still use the old buffers
+        self._reset()
+        self._compression.encoder.drain()
+
+    def _reset(self) -> None:
         self._backward = -1  # autograd's number of the present backward
         self._ready: set[int] = set()
         self._missing = [len(bucket.parameters) for bucket in self._buckets]
@@ -147,7 +157,7 @@ class Reducer:
             raise
         self._compression.end_backward(failed=False)
         self._used.clear()
-        self.reset()
+        self._reset()
 
     def _abandon(self, backward: int) -> None:
         # A failed operation may still use its buffer: later backwards get new buffers.
@@ -155,7 +165,7 @@ class Reducer:
         self._compression.end_backward(failed=True)
         self._flats = [None] * len(self._buckets)
         self._used.clear()
-        self.reset()
+        self._reset()
 
     def _flat(self, number: int) -> _Flat:
         flat = self._flats[number]
