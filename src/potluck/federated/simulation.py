@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,9 @@ class SimulatedClients:
     def __init__(self, participants: Mapping[str, Participant], num_threads: int) -> None:
         self._participants = dict(participants)
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="potluck-client")
+        self._lock = threading.Lock()
+        self._calls: dict[str, deque[Callable[[], None]]] = {each: deque() for each in participants}
+        """The calls of each client, the one that runs first."""
 
     def wait(self, num: int, timeout_s: float) -> Sequence[str]:
         return list(self._participants)
@@ -42,8 +47,22 @@ class SimulatedClients:
                 put(Reply(client, answer))
 
         for client in arguments:
-            self._pool.submit(call, client)
+            self._pool.submit(self._in_turn, client, partial(call, client))
         return is_over.set
+
+    def _in_turn(self, client: str, call: Callable[[], None]) -> None:
+        """Run ``call``, or leave it to the thread in which this client is still called."""
+        with self._lock:
+            calls = self._calls[client]
+            calls.append(call)
+            if len(calls) > 1:
+                return
+        while True:
+            calls[0]()
+            with self._lock:
+                calls.popleft()
+                if not calls:
+                    return
 
     def close(self) -> None:
         """End the threads, after the calls that run."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import queue
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,6 +16,9 @@ import pytest
 from potluck import federated
 from potluck.errors import ConfigurationError, FederationError
 from potluck.federated import FedAvg, Federation, History, Krum, Patience, Update, site
+from potluck.federated.clients import Reply
+from potluck.federated.participant import Participant
+from potluck.federated.simulation import SimulatedClients
 
 
 def counting(parameters: Any, config: Mapping[str, Any]) -> Update:
@@ -75,6 +79,37 @@ def test_a_thousand_clients_take_no_more_threads_than_the_pool() -> None:
     assert len(history.rounds[0].arrived) == 1000
     assert len(seen) <= 3
     np.testing.assert_allclose(history.parameters[0], 1 + 999 / 2)
+
+
+class Slow(Participant):
+    """A client that is ``at`` its first call until it is ``released``."""
+
+    def __init__(self) -> None:
+        self.at, self.released = threading.Event(), threading.Event()
+        self.methods: list[str] = []
+
+    def answer(self, method: str, arguments: Mapping[str, Any]) -> Any:
+        self.methods.append(method)
+        self.at.set()
+        assert self.released.wait(30)
+        return {"method": method}
+
+
+def test_a_client_is_called_when_its_earlier_call_is_over_and_holds_up_no_other_client() -> None:
+    """Two threads: the one that is free takes the second call of the slow client first."""
+    slow, quick = Slow(), Slow()
+    quick.released.set()
+    clients = SimulatedClients({"0": slow, "1": quick}, num_threads=2)
+    replies: queue.Queue[Reply] = queue.Queue()
+    clients.start("first", {"0": {}}, None, replies.put)
+    assert slow.at.wait(30)
+    clients.start("second", {"0": {}, "1": {}}, None, replies.put)
+    assert replies.get(timeout=30) == Reply("1", {"method": "second"})
+    assert slow.methods == ["first"]
+    slow.released.set()
+    found = [replies.get(timeout=30).answer for _ in range(2)]
+    assert found == [{"method": "first"}, {"method": "second"}]
+    clients.close()
 
 
 def test_a_function_may_change_what_it_is_given() -> None:
