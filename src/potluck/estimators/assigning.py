@@ -36,6 +36,13 @@ def assign(X: Array, centers: Array, labels: Array) -> None:
         )
 
 
+def nearest(X: Array, weights: Array, centers: Array) -> tuple[Array, float]:
+    """The number of the nearest center of each row, int32, and the inertia."""
+    labels = np.zeros(len(X), np.int32)
+    assign(X, centers, labels)
+    return labels, float(weights @ distances(X, centers, labels))
+
+
 def assign_and_sum(X: Array, weights: Array, centers: Array, labels: Array) -> Shares:
     """``assign``, and the shares of this shard in the same pass over the samples."""
     k = len(centers)

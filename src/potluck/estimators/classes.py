@@ -9,7 +9,7 @@ import numpy as np
 from sklearn.utils import column_or_1d
 from sklearn.utils.multiclass import check_classification_targets
 
-from potluck.estimators.shards import Array
+from potluck.estimators.shards import Array, Checked
 
 
 def checked_labels(y: Any) -> Array:
@@ -47,6 +47,26 @@ def array_of(classes: list[Any], dtype: str) -> Array:
 def encoded(labels: Array, classes: Array) -> Array:
     """The number of each label's class, int64 of shape (n,)."""
     return np.searchsorted(classes, labels).astype(np.int64)
+
+
+class CodedShard:
+    """A shard's samples, with the numbers of their classes, as soon as those of all ranks are in
+    the fit's state."""
+
+    def __init__(self, checked: Checked) -> None:
+        self._checked = checked
+        self._codes: Array | None = None
+
+    def of(self, state: Mapping[str, Any]) -> tuple[Array, Array, Array]:
+        """The samples, the numbers of their classes, and their weights in float64."""
+        shard = self._checked.shard
+        assert shard is not None
+        assert shard.y is not None
+        assert shard.weights is not None
+        if self._codes is None:
+            known = array_of(state["classes"], state["label_dtype"])
+            self._codes = encoded(shard.y, known)
+        return shard.X, self._codes, shard.weights.astype(np.float64, copy=False)
 
 
 def class_weights(given: Any, classes: Array, totals: Array) -> Array:

@@ -18,10 +18,9 @@ from potluck.context import DistributedContext
 from potluck.estimators import seeding
 from potluck.estimators.assigning import (
     Shares,
-    assign,
     assign_and_sum,
-    distances,
     farthest,
+    nearest,
     relocate,
 )
 from potluck.estimators.rounds import DONE, State, context_of, refused, run_rounds
@@ -165,7 +164,8 @@ class _Fit:
         """The first centers of all runs."""
         X, weights = self._centered(state)
         model, ctx = self.model, self.ctx
-        k, init, num = model.n_clusters, model.init, _num_starts(model)
+        k, init = model.n_clusters, model.init
+        num = seeding.num_starts(init, model.n_init, auto=10)
         starts = np.zeros((num, k, X.shape[1]), X.dtype)
         if not isinstance(init, str):
             starts[0] = np.asarray(init, X.dtype) - self.mean
@@ -229,11 +229,10 @@ class _Fit:
         """The inertia of a run; the next run, or the end."""
         X, weights = self._centered(state)
         run, centers = state["run"], state["centers"]
-        labels = np.full(len(X), -1, np.int32)
-        assign(X, centers, labels)
+        labels, own_inertia = nearest(X, weights, centers)
         k = len(centers)
         message = np.zeros(1 + k)
-        message[0] = weights @ distances(X, centers, labels)
+        message[0] = own_inertia
         message[1:] = np.bincount(labels, minlength=k)
         self.ctx.all_reduce(message)
         inertia = float(message[0])
@@ -262,14 +261,9 @@ class _Fit:
         )
         weights = weights_of(weights, X)
         if not isinstance(model.init, str):
-            self._check_init(np.asarray(model.init), X.shape[1])
+            seeding.check_centers(model.init, model.n_clusters, X.shape[1])
         facts = {"moments": moments(X).packed(), "names": column_names(model)}
         return Shard(X, weights=weights, facts=facts)
-
-    def _check_init(self, init: Array, features: int) -> None:
-        wanted = (self.model.n_clusters, features)
-        if init.shape != wanted:
-            raise ValueError(f"init has shape {init.shape}; for these samples it must be {wanted}")
 
     def _centered(self, state: State) -> tuple[Array, Array]:
         """This rank's samples less the mean of all, which makes distances more accurate."""
@@ -286,15 +280,5 @@ class _Fit:
     def _labels_of(self, last: State) -> Array:
         labels = self.labels.get((last["best_run"], -1))
         if labels is None:  # this rank joined after that run
-            X, _ = self._centered(last)
-            labels = np.full(len(X), -1, np.int32)
-            assign(X, last["best_centers"], labels)
+            labels, _ = nearest(*self._centered(last), last["best_centers"])
         return labels
-
-
-def _num_starts(model: KMeans) -> int:
-    if not isinstance(model.init, str):
-        return 1
-    if model.n_init == "auto":
-        return 10 if model.init == "random" else 1
-    return int(model.n_init)

@@ -92,7 +92,7 @@ class _Fit:
     ) -> None:
         self.model, self.ctx = model, ctx
         self.checked = check(ctx, lambda: self._shard(X, y, weights))
-        self.codes: Array | None = None
+        self.samples = classes.CodedShard(self.checked)
 
     def run(self) -> State:
         stages = {"input": self._compare, "weigh": self._weigh, "search": self._search}
@@ -126,7 +126,7 @@ class _Fit:
 
     def _weigh(self, state: State) -> State:
         """The weight of each class's samples, which "balanced" weights are made of."""
-        _, codes, weights = self._samples(state)
+        _, codes, weights = self.samples.of(state)
         known = classes.array_of(state["classes"], state["label_dtype"])
         totals = totals_of(codes, weights, len(known))
         self.ctx.all_reduce(totals)
@@ -169,7 +169,7 @@ class _Fit:
 
     def _evaluate(self, state: State, at: Array) -> Array:
         """This shard's sums of the losses and of their gradient, in one array."""
-        X, codes, weights = self._samples(state)
+        X, codes, weights = self.samples.of(state)
         weights = weights * state["factors"][codes]
         features = X.shape[1]
         scores = X @ at[:, :features].T.astype(X.dtype)
@@ -192,17 +192,6 @@ class _Fit:
         if self.model.fit_intercept:
             gradient[:, -1] = away.sum(axis=0)
         return np.concatenate([[loss], gradient.ravel()])
-
-    def _samples(self, state: State) -> tuple[Array, Array, Array]:
-        """This rank's samples, the numbers of their classes, and their weights in float64."""
-        shard = self.checked.shard
-        assert shard is not None
-        assert shard.y is not None
-        assert shard.weights is not None
-        if self.codes is None:
-            known = classes.array_of(state["classes"], state["label_dtype"])
-            self.codes = classes.encoded(shard.y, known)
-        return shard.X, self.codes, shard.weights.astype(np.float64, copy=False)
 
     def _shard(self, X: Any, y: Any, weights: Any) -> Shard:
         model = self.model

@@ -14,7 +14,7 @@ from sklearn.utils.validation import validate_data
 
 from potluck.context import DistributedContext
 from potluck.estimators import seeding
-from potluck.estimators.assigning import assign, distances
+from potluck.estimators.assigning import nearest
 from potluck.estimators.batches import Place, place_of, restored, saved
 from potluck.estimators.rounds import (
     DONE,
@@ -156,7 +156,7 @@ class _Fit:
             model._n_features_out = len(model.cluster_centers_)
             model.inertia_ = last["inertia"]
             if model.compute_labels:
-                model.labels_ = self._labels(last["centers"])[1]
+                model.labels_, _ = self._labels(last["centers"])
         return last
 
     # ------------------------------------------------------------ stages
@@ -199,7 +199,8 @@ class _Fit:
         dtype = np.dtype(state["dtype"])
         tested = None if self.is_partial else self._at(random.randint(0, num, size), place)
         best, centers = np.inf, np.zeros((k, X.shape[1]))
-        for _ in range(1 if self.is_partial else _num_starts(model)):
+        num_starts = seeding.num_starts(model.init, model.n_init, auto=3)
+        for _ in range(1 if self.is_partial else num_starts):
             numbers = random.randint(0, num, size) if size < num else np.arange(num)
             chosen = self._at(numbers, place)
 
@@ -262,9 +263,9 @@ class _Fit:
             after, inertia = self._step(after, picked, ones, positions, size, random)
             after["step"] += 1
             shift = float(np.sum((after["centers"].astype(np.float64) - before) ** 2))
-            is_over = self._has_converged(after, shift, inertia / size, size)
-            if is_over or after["step"] >= last_step:
-                is_over = True
+            has_converged = self._has_converged(after, shift, inertia / size, size)
+            is_over = has_converged or after["step"] >= last_step
+            if is_over:
                 break
         stage = "finish" if is_over else "batches"
         return {**after, "stage": stage, "random": saved(random), "loss": after["mean"]}
@@ -290,7 +291,7 @@ class _Fit:
         """The inertia of all samples."""
         if not self.model.compute_labels:
             return {**state, "stage": DONE, "inertia": (state["mean"] or 0.0) * state["weight"]}
-        inertia = self.ctx.all_reduce(np.array([self._labels(state["centers"])[0]]))
+        inertia = self.ctx.all_reduce(np.array([self._labels(state["centers"])[1]]))
         return {**state, "stage": DONE, "inertia": float(inertia[0]), "loss": float(inertia[0])}
 
     # ------------------------------------------------------------ one step
@@ -302,11 +303,10 @@ class _Fit:
         inertia before it. ``X`` are this rank's samples of it, at these ``positions``."""
         centers, model = state["centers"], self.model
         k, features = centers.shape
-        labels = np.zeros(len(X), np.int32)
         X = X.astype(centers.dtype, copy=False)
-        assign(X, centers, labels)
+        labels, inertia = nearest(X, weights, centers)
         message = np.zeros((k + 1, features + 1))
-        message[k, 0] = weights @ distances(X, centers, labels)
+        message[k, 0] = inertia
         np.add.at(message[:k, :features], labels, X * weights[:, None].astype(np.float64))
         message[:k, features] = np.bincount(labels, weights=weights, minlength=k)
         self.ctx.all_reduce(message)
@@ -343,13 +343,10 @@ class _Fit:
 
     # ------------------------------------------------------------ this rank's shard
 
-    def _labels(self, centers: Array) -> tuple[float, Array]:
-        """The inertia and the labels of this rank's samples."""
+    def _labels(self, centers: Array) -> tuple[Array, float]:
+        """The labels of this rank's samples, and their inertia."""
         X, weights = self._samples()
-        labels = np.zeros(len(X), np.int32)
-        X = X.astype(centers.dtype, copy=False)
-        assign(X, centers, labels)
-        return float(weights @ distances(X, centers, labels)), labels
+        return nearest(X.astype(centers.dtype, copy=False), weights, centers)
 
     def _samples(self) -> tuple[Array, Array]:
         shard = self.checked.shard
@@ -370,9 +367,7 @@ class _Fit:
             reset=self.is_first,
         )
         if not isinstance(model.init, str):
-            found, wanted = np.shape(model.init), (model.n_clusters, X.shape[1])
-            if found != wanted:
-                raise ValueError(f"init has shape {found}; for these samples it must be {wanted}")
+            seeding.check_centers(model.init, model.n_clusters, X.shape[1])
         facts: dict[str, Any] = {"names": column_names(model)}
         if model.tol and not self.is_partial:
             facts["moments"] = moments(X).packed()
@@ -389,14 +384,4 @@ def _with_few_samples(counts: Array, ratio: float, size: int) -> Array:
 
 def _inertia(samples: Array, centers: Array, dtype: Any) -> float:
     """The inertia of samples that have their weights in the last column."""
-    X, labels = np.ascontiguousarray(samples[:, :-1], dtype), np.zeros(len(samples), np.int32)
-    assign(X, centers, labels)
-    return float(samples[:, -1] @ distances(X, centers, labels))
-
-
-def _num_starts(model: MiniBatchKMeans) -> int:
-    if not isinstance(model.init, str):
-        return 1
-    if model.n_init == "auto":
-        return 3 if model.init == "random" else 1
-    return int(model.n_init)
+    return nearest(np.ascontiguousarray(samples[:, :-1], dtype), samples[:, -1], centers)[1]

@@ -23,6 +23,23 @@ _OVERSAMPLING = 2.0
 """Rounds, and candidates per round as a multiple of k (Bahmani et al. 2012, section 5.3)."""
 
 
+def num_starts(init: Any, n_init: Any, *, auto: int) -> int:
+    """How many first centers are tried, by scikit-learn's rules; ``auto``: the number for
+    ``n_init="auto"`` where they are drawn at random."""
+    if not isinstance(init, str):
+        return 1
+    if n_init == "auto":
+        return auto if init == "random" else 1
+    return int(n_init)
+
+
+def check_centers(init: Any, k: int, features: int) -> None:
+    """ValueError unless the array ``init`` has ``k`` centers of these samples."""
+    found, wanted = np.shape(init), (k, features)
+    if found != wanted:
+        raise ValueError(f"init has shape {found}; for these samples it must be {wanted}")
+
+
 def gathered(ctx: DistributedContext, X: Array, weights: Array) -> tuple[Array, Array]:
     """All samples and weights in rank order."""
     rows = gather_states(ctx, {"X": X, "weights": weights})

@@ -177,10 +177,10 @@ class _Fit:
     def __init__(self, model: SGDClassifier, ctx: DistributedContext, *, is_partial: bool) -> None:
         self.model, self.ctx, self.is_partial = model, ctx, is_partial
         self.epochs = 1 if is_partial else model.max_iter
-        self.codes: Array | None = None
 
     def run(self) -> State:
         model = self.model
+        self.samples = classes.CodedShard(self.checked)
         seed = model.random_state
         if not isinstance(seed, int | np.integer):
             seed = check_random_state(seed).randint(2**31 - 1)
@@ -224,7 +224,7 @@ class _Fit:
 
     def _weigh(self, state: State) -> State:
         """The weight of each class's samples, which "balanced" weights are made of."""
-        _, codes, _ = self._samples(state)
+        _, codes, _ = self.samples.of(state)
         known = classes.array_of(state["classes"], state["label_dtype"])
         totals = totals_of(codes, np.ones(len(codes)), len(known))
         self.ctx.all_reduce(totals)
@@ -243,7 +243,7 @@ class _Fit:
     def _epoch(self, state: State) -> State:
         """One pass over the samples of all ranks, by the classifiers that still improve."""
         model = self.model
-        place = place_of(self.ctx, len(self._samples(state)[0]))
+        place = place_of(self.ctx, len(self.samples.of(state)[0]))
         at, t, epoch = state["at"].copy(), state["t"], state["epoch"] + 1
         running = state["running"]
         objective = np.zeros(len(at))
@@ -298,7 +298,7 @@ class _Fit:
     def _evaluate(self, state: State, at: Array, mine: Array) -> Array:
         """The sums over this rank's samples of a batch: for each classifier one row, of the losses
         and of their gradient."""
-        X, codes, weights = self._samples(state)
+        X, codes, weights = self.samples.of(state)
         message = np.zeros((len(at), 1 + at.shape[1]))
         if not len(mine):
             return message
@@ -344,17 +344,6 @@ class _Fit:
         ratio = {None: 0.0, "l2": 0.0, "l1": 1.0, "elasticnet": model.l1_ratio}[model.penalty]
         alpha = 0.0 if model.penalty is None else model.alpha
         return alpha * (1 - ratio), alpha * ratio
-
-    def _samples(self, state: State) -> tuple[Array, Array, Array]:
-        """This rank's samples, the numbers of their classes, and their weights in float64."""
-        shard = self.checked.shard
-        assert shard is not None
-        assert shard.y is not None
-        assert shard.weights is not None
-        if self.codes is None:
-            known = classes.array_of(state["classes"], state["label_dtype"])
-            self.codes = classes.encoded(shard.y, known)
-        return shard.X, self.codes, shard.weights.astype(np.float64, copy=False)
 
     def shard(self, X: Any, y: Any, weights: Any, known: Any) -> Shard:
         model = self.model
