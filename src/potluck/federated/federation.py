@@ -24,6 +24,7 @@ from potluck.federated.parameters import (
     difference,
     fitted,
     flat,
+    num_values,
     unflat,
 )
 from potluck.federated.patience import Deadlines, Gathering, Patience, exchange_s
@@ -252,7 +253,7 @@ class Federation:
             total = clipped_sum(changes, plan.privacy.clip, len(before))
             made.updates = [_moved(now, plan.private.mean(total, num_available))]
         elif len(updates) < fewest:
-            made.note = f"{len(updates)} of at least {fewest} updates came; the parameters stay"
+            made.note = _too_few(len(updates), fewest)
         else:
             made.updates = updates
         return made
@@ -272,7 +273,6 @@ class Federation:
         if clip is not None:
             plan.range.limit, plan.range.max_samples = clip, 1
         missing: dict[str, str] = {}
-
         began = time.monotonic()
 
         def ask(
@@ -299,8 +299,7 @@ class Federation:
         except (FederationError, ValueError) as error:
             if plan.private is None:
                 return _Made((), missing, note=f"{error}; the parameters stay")
-            nothing = np.zeros(flat(now.parameters).size)
-            noise = plan.private.mean(nothing, num_available)
+            noise = plan.private.mean(np.zeros(num_values(now.parameters)), num_available)
             return _Made((), missing, [_moved(now, noise)])
         made = _Made(summed.arrived, missing, saturation=summed.saturation)
         num_arrived, fewest = len(summed.arrived), plan.fewest(len(asked))
@@ -308,7 +307,7 @@ class Federation:
             change = plan.private.mean(summed.change * num_arrived, num_available)
             made.updates = [_moved(now, change)]
         elif num_arrived < fewest:
-            made.note = f"{num_arrived} of at least {fewest} updates came; the parameters stay"
+            made.note = _too_few(num_arrived, fewest)
         else:
             made.updates = [_moved(now, summed.change, max(1, round(summed.num_samples)))]
         return made
@@ -407,6 +406,10 @@ def mean_metrics(updates: Sequence[Update]) -> dict[str, float]:
             total, weight = found.get(name, (0.0, 0))
             found[name] = (total + value * update.num_samples, weight + update.num_samples)
     return {name: total / weight for name, (total, weight) in found.items()}
+
+
+def _too_few(num: int, fewest: int) -> str:
+    return f"{num} of at least {fewest} updates came; the parameters stay"
 
 
 def _moved(now: Round, change: Any, num_samples: int = 1) -> Update:

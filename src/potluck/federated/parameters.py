@@ -98,6 +98,11 @@ def fitted(parameters: Parameters, expected: Parameters) -> Parameters:
         return like(expected, arrays_of(parameters))
 
 
+def num_values(parameters: Parameters) -> int:
+    """The number of all values."""
+    return sum(each.size for each in arrays_of(parameters))
+
+
 def flat(parameters: Parameters) -> NDArray[np.float64]:
     """All values in one float64 vector."""
     return np.concatenate([each.ravel().astype(np.float64) for each in arrays_of(parameters)])

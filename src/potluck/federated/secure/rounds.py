@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from potluck.federated.parameters import arrays_of
+from potluck.federated.parameters import num_values
 from potluck.federated.secure.client import SEALED_BYTES, as_words
 from potluck.federated.secure.masking import NUM_EXTRA, Scale, Words
 from potluck.federated.secure.server import MaskingServer
@@ -63,7 +63,7 @@ def secure_sum(
     server.take_keys(keys)
     question = {"session": session, "keys": dict(keys), "threshold": threshold}
     server.take_shares(ask("before", "secure_shares", _to_all(keys, question), _shares))
-    length = sum(each.size for each in arrays_of(now.parameters)) + NUM_EXTRA
+    length = num_values(now.parameters) + NUM_EXTRA
     scale = Scale(present.limit, present.max_samples, len(server.sharing))
     train = {
         "session": session,
