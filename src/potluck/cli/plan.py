@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from potluck.cli.files import as_json, check_writable, print_json
+from potluck.cli.run import ScriptArguments
 from potluck.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -27,12 +28,7 @@ def plan(
             metavar="SCRIPT", help="A Python script with an ElasticLoop.", show_default=False
         ),
     ],
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="ARGS", help="Everything after SCRIPT is the script's.", show_default=False
-        ),
-    ] = None,
+    arguments: ScriptArguments = None,
     workers: Annotated[
         int,
         typer.Option("--workers", "-n", help="Workers on each machine, as for potluck run."),
@@ -67,11 +63,12 @@ def plan(
     from potluck.cluster.jobs.environment import given_variables
     from potluck.cluster.run import checked, run_job
     from potluck.settings import load_settings
+    from potluck.training.plan_file import FACT, VARIABLE, plan_file
     from potluck.training.planner import decode, make_plan
     from potluck.wire.local import RunRequest
 
     settings = load_settings()
-    kept = script.with_suffix(".plan.json")
+    kept = plan_file(script)
     if json != _STDOUT:
         check_writable("--json", json)
     request = checked(
@@ -84,7 +81,7 @@ def plan(
             restarts_worlds=False,
             min_nodes=settings.min_peers + 1,
             peer_timeout_s=max(settings.peer_timeout_s, 300.0),
-            environment=given_variables(["POTLUCK_PLAN=1"], os.environ),
+            environment=given_variables([f"{VARIABLE}=1"], os.environ),
         )
     )
     check_writable("the plan", kept)
@@ -94,7 +91,7 @@ def plan(
     if summary.exit_code:
         print_summary(summary)
         raise typer.Exit(summary.exit_code)
-    text = summary.facts.get("plan")
+    text = summary.facts.get(FACT)
     if not isinstance(text, str):
         raise ConfigurationError(
             f"{script.name} ended without a step of an ElasticLoop, so nothing was measured: "

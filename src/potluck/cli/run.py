@@ -14,6 +14,14 @@ import typer
 from potluck.cli.files import as_json, check_writable
 from potluck.errors import ConfigurationError
 
+ScriptArguments = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="ARGS", help="Everything after SCRIPT is the script's.", show_default=False
+    ),
+]
+"""The last parameter of commands that run a script."""
+
 
 class OnLoss(StrEnum):
     """What follows when a script that is not elastic loses a worker."""
@@ -29,12 +37,7 @@ def run(
             metavar="SCRIPT", help="The Python script that every worker runs.", show_default=False
         ),
     ],
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="ARGS", help="Everything after SCRIPT is the script's.", show_default=False
-        ),
-    ] = None,
+    arguments: ScriptArguments = None,
     workers: Annotated[
         int | None,
         typer.Option(

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from potluck.checkpoint.state import State, fingerprint
+from potluck.graphs import Graph
 from potluck.torch.outer import LEAST_BYTES_PER_S, OuterStrategy
 from potluck.training.strategies import Gossip
 
@@ -37,6 +38,7 @@ class GossipStrategy(OuterStrategy):
         self._gossip = config
         self._are_equal = False
         self._whole: dict[int, bool] = {}
+        self._graphs: dict[int, tuple[Graph, ...]] = {}  # by world size
 
     def begin(self, number: int) -> None:
         self._are_equal = False
@@ -56,7 +58,10 @@ class GossipStrategy(OuterStrategy):
         if self._whole[number]:
             works = [ctx.all_reduce(flat, "mean", **options) for _, flat in self._sums]
         else:
-            sequence = self._gossip.graphs(ctx.world_size)
+            size = ctx.world_size
+            if size not in self._graphs:
+                self._graphs[size] = self._gossip.graphs(size)
+            sequence = self._graphs[size]
             graph = sequence[number % len(sequence)]
             works = [ctx.neighbor_all_reduce(flat, graph, **options) for _, flat in self._sums]
 

@@ -21,16 +21,13 @@ import numpy as np
 from torch import nn
 
 from potluck.compressors import GradientCompressor, Strategy
+from potluck.training.plan_file import FACT, VARIABLE, plan_file
 from potluck.training.planner import METHODS, Measured, encode, named
 from potluck.training.strategies import DataParallel, DiLoCo, LocalSGD
 
 if TYPE_CHECKING:
     from potluck.context import DistributedContext
 
-VARIABLE = "POTLUCK_PLAN"
-"""Set in the environment of workers whose script is only measured."""
-FACT = "plan"
-"""The fact under which rank 0 reports the measurements."""
 NUM_STEPS = 5
 _WARM_STEPS = 1
 _LONG_S = 1.0
@@ -48,11 +45,6 @@ _log = logging.getLogger(__name__)
 def is_planning() -> bool:
     """Whether this script is only measured."""
     return bool(os.environ.get(VARIABLE))
-
-
-def plan_file(script: str | os.PathLike[str]) -> Path:
-    """Where the plan of ``script`` is kept: beside it, so that it travels with its folder."""
-    return Path(script).with_suffix(".plan.json")
 
 
 def planned(ctx: DistributedContext) -> DataParallel | LocalSGD | DiLoCo:

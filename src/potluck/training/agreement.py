@@ -12,7 +12,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -65,7 +65,7 @@ class Agreement:
     group, None while it is intact. ``newcomers``: workers wait to join. ``hash_due``: parameters
     must be compared at the next vote. ``save_due``: the script, on any rank, called for a
     checkpoint that is not written yet. ``lost_at`` is the time of the loss, until training goes on.
-    ``num_dealt``: the number of rounds that some member was dealt. ``dealt_in``: the epochs in
+    ``num_dealt``: the number of rounds that some member was dealt. ``dealt_in()``: the epochs in
     which the open rounds were dealt on this rank, oldest first, 0 for a round without work;
     ``valid_deals``: by number of the round, the one that counts. ``is_restored``: this rank has
     received the state of another one. ``steps_run_again``: after a loss; not in rounds.
@@ -90,7 +90,7 @@ class Agreement:
         self.lost_at: float | None = None
         self.last_loss = math.nan
         self.num_dealt = 0
-        self.dealt_in: list[int] = []
+        self.dealt_in: Callable[[], list[int]] = list
         self.valid_deals: dict[int, int] = {}
         self.is_restored = False
         self.steps_run_again = True
@@ -136,7 +136,7 @@ class Agreement:
             *(progress.round if self.has_state else -1, self.history, pending, self.last_loss),
             *(progress.batch_size, noise.signal, noise.noise, noise.num, self.save_due),
             *(progress.round + len(progress.deals), self.longest_s),
-            *(*self.dealt_in, 0, 0)[:_MAX_OPEN],
+            *(*self.dealt_in(), 0, 0)[:_MAX_OPEN],
         ]
         rows = self._ctx.all_gather(np.array(mine, np.float64)).reshape(-1, len(mine))
         resolution = reconcile([Standing(*map(int, row[:3])) for row in rows])

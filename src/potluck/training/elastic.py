@@ -107,8 +107,8 @@ class ElasticLoop(Record):
                 "batching follows gradients that are reduced in every step: leave it out with a "
                 "strategy of rounds"
             )
-        self._rounds = Rounds(self, strategy) if strategy is not None else None
         self._agreement = Agreement(ctx, self._progress, replica, checkpoint, self._policy)
+        self._rounds = Rounds(self, strategy) if strategy is not None else None
         self._agreement.steps_run_again = strategy is None
         self._pace = Pace(self._policy)
         self._attempts = 0

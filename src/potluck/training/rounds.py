@@ -115,6 +115,7 @@ class Rounds:
         self._arrivals = Arrivals()
         self._present: Work | None = None  # whose steps this rank computes
         self._epoch = 0  # of the group that these works were dealt in
+        job._agreement.dealt_in = lambda: [work.dealt_in for work in self._works]
 
     # ------------------------------------------------------------ steps
 
@@ -212,7 +213,6 @@ class Rounds:
             if work.batches and work.dealt_in != agreement.valid_deals.get(work.number):
                 self._close(work)
                 work.drop()  # this rank was cut off, and the others were dealt the round anew
-        self._note_deals()
 
     # ------------------------------------------------------------ inside
 
@@ -279,11 +279,7 @@ class Rounds:
             num_steps = max(1, round(num_steps * mine * world / size))
         work.batches = list(cut(start, start + mine, num_steps))
         work.dealt_in = job.ctx.epoch
-        self._note_deals()
         return work
-
-    def _note_deals(self) -> None:
-        self._job._agreement.dealt_in = [work.dealt_in for work in self._works]
 
     def _look(self) -> None:
         """Between two steps: form the next group at once if the present one is over, or a worker
@@ -436,7 +432,6 @@ class Rounds:
         if work.inner is not None:
             self.strategy.restore_inner(work.inner)
         self._works.remove(work)
-        self._note_deals()
         self._arrivals.add(report.seconds for report in work.reports)
         job._agreement.longest_s = self._arrivals.longest_s
         asked = any(report.saves for report in work.reports)
