@@ -139,6 +139,31 @@ def test_without_faults_every_sample_is_committed_once_per_epoch(
         assert counts.num_delayed == (9 if delay else 0), "all but the last round of an epoch"
 
 
+@pytest.mark.parametrize("delay", [0, 2])
+def test_a_slow_rank_gets_fewer_steps_of_the_rounds_after_the_first_reports(delay: int) -> None:
+    """Rank 0 is said to take a quarter of rank 1's time for each sample."""
+    schedule = Schedule(num_samples=400, batch_size=10, epochs=1)
+    policy = Policy(hash_every=1, shares=ProportionalShares())
+
+    def work(ctx: DistributedContext) -> Counts:
+        counts = Counts(ctx, schedule, 4, policy=policy, delay=delay)
+        pace = counts.job._pace
+        add_round = pace.add_round
+
+        def told(ctx: DistributedContext, step: int, done: Any) -> None:
+            quick, slow = (num for num, _ in done)
+            add_round(ctx, step, [(quick, quick * 1.0), (slow, slow * 4.0)])
+
+        pace.add_round = told  # type: ignore[method-assign]
+        return counts.run()
+
+    results = run_world(2, work)
+    assert_complete(results, 1)
+    num_equal = 2 if delay else 1  # a round is dealt before the one before it is reported
+    steps = [4 * num_equal + each * (10 - num_equal) for each in (6, 2)]
+    assert [counts.num_taken for counts in results] == steps
+
+
 def test_who_is_lost_inside_a_round_costs_the_others_no_step() -> None:
     """Its samples of the round are owed, and computed by the others in a later one."""
     schedule = Schedule(num_samples=36, batch_size=4, epochs=2)

@@ -466,8 +466,9 @@ class ElasticLoop(Record):
                     if self._rounds is not None:
                         self._rounds.catch_up()
                     failed = None
-                    if not (self._rounds and self._rounds.is_busy):
+                    if self._rounds is None:
                         self._pace.exchange(self.ctx, self._progress)
+                    if not (self._rounds and self._rounds.is_busy):
                         failed = agreement.save()
                         if self.done and at_step:
                             agreement.compare_at_the_end()

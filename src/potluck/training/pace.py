@@ -3,7 +3,8 @@
 Every few steps the ranks exchange their speeds and noise estimates (one all_gather), and all
 compute the same shares and batch size from the same numbers. If a peer is lost during the exchange,
 only some ranks have its result; therefore a new group begins with equal shares, exchanges at once,
-and takes the batch size from the rank whose state counts.
+and takes the batch size from the rank whose state counts. In rounds nothing is exchanged here: the
+reports of a round have the speeds of all ranks.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Pace:
         self._is_on = policy.shares is not None or policy.batching is not None
         window = policy.shares.window if policy.shares is not None else 1
         self._steps: deque[tuple[int, float]] = deque(maxlen=window)
+        self._rounds: deque[Sequence[tuple[int, float]]] = deque(maxlen=window)
         self._signals: list[float] = []
         self._noises: list[float] = []
         self._since: int | None = None  # the step at which this group began
@@ -65,6 +67,16 @@ class Pace:
     def new_group(self) -> None:
         """Forget the agreement of the previous group."""
         self.plan, self._since, self._num_due = None, None, 0
+        self._rounds.clear()
+
+    def add_round(
+        self, ctx: DistributedContext, step: int, done: Sequence[tuple[int, float]]
+    ) -> None:
+        """Adapt shares to a committed round: the samples and seconds of each rank of the present
+        group, in rank order, which all its ranks have heard alike. Not a collective call."""
+        self._rounds.append(done)
+        costs = [fit(rounds) for rounds in zip(*self._rounds, strict=True)]
+        self._tell(ctx, step, self._deal(costs, sum(num for num, _ in done)))
 
     def exchange(self, ctx: DistributedContext, progress: Progress) -> None:
         """Exchange measurements if an exchange is due. A collective call between two steps.
@@ -89,28 +101,31 @@ class Pace:
         self._signals, self._noises = [], []
         costs = [Cost(float(row[0]), float(row[1])) if row[1] else None for row in rows]
         for change in (
-            self._deal(costs, progress),
+            self._deal(costs, progress.batch_size),
             self._resize(rows[:, 2:].sum(axis=0).tolist(), progress),
         ):
-            if change:
-                _log.info("step %d: %s", progress.step, change)
-                if ctx.is_master:
-                    ctx.report(event=change)
+            self._tell(ctx, progress.step, change)
+
+    def _tell(self, ctx: DistributedContext, step: int, change: str) -> None:
+        if change:
+            _log.info("step %d: %s", step, change)
+            if ctx.is_master:
+                ctx.report(event=change)
 
     def _count_due(self, step: int) -> int:
-        """How many exchanges are due in this group until ``step``. A round passes many steps."""
+        """How many exchanges are due in this group until ``step``."""
         if self._since is None:
             self._since = step
         since = step - self._since
         return since // self._policy.adapt_every + sum(since >= early for early in EARLY_STEPS)
 
-    def _deal(self, costs: Sequence[Cost | None], progress: Progress) -> str:
-        """Split batches by ``costs``; the change in words, empty if there is none."""
+    def _deal(self, costs: Sequence[Cost | None], size: int) -> str:
+        """Split ``size`` samples by ``costs``; the change in words, empty if there is none."""
         options = self._policy.shares
         if options is None:
             return ""
         before = self.costs or (EQUAL,) * len(costs)
-        self.plan = replan(self.plan, costs, progress.batch_size, options.threshold)
+        self.plan = replan(self.plan, costs, size, options.threshold)
         if self.plan is None or self.plan.costs == before:
             return ""
         return self.plan.reason

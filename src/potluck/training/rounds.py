@@ -437,8 +437,9 @@ class Rounds:
         asked = any(report.saves for report in work.reports)
         job._agreement.save_due |= asked or (not size and job._agreement.has_store)
         progress.is_stopped |= any(report.stops for report in work.reports)
-        if work.num_samples:
-            job._pace.add_time(work.num_samples, work.seconds)
+        if num_samples and work.epoch == job.ctx.epoch:
+            times = [(report.num_samples, report.seconds) for report in work.reports]
+            job._pace.add_round(job.ctx, progress.step, times)
         ended = bool(num_samples) and progress.committed % job._progress.schedule.num_samples == 0
         if size:  # a round without samples is not one of the script's
             epoch = work.deal.epoch if ended else None

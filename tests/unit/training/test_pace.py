@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from potluck.context import DistributedContext
 from potluck.testing.world import run_world
 from potluck.training.noise import NoiseBatching
@@ -11,7 +9,7 @@ from potluck.training.pace import Pace
 from potluck.training.policy import Policy
 from potluck.training.progress import Progress
 from potluck.training.sampler import Schedule
-from potluck.training.shares import ProportionalShares
+from potluck.training.shares import ProportionalShares, apportion
 
 BATCHING = NoiseBatching(min_batch=4, max_batch=40, smoothing=1.0)
 
@@ -40,38 +38,20 @@ def test_after_the_last_step_a_group_exchanges_nothing() -> None:
     assert exchanges(committed=90) == [0, 0]
 
 
-class Counting:
-    """A context that counts its all_gathers."""
+def test_shares_follow_the_reports_of_a_groups_last_rounds() -> None:
+    def act(ctx: DistributedContext) -> None:
+        pace = Pace(Policy(shares=ProportionalShares(window=3)))
 
-    def __init__(self, ctx: DistributedContext) -> None:
-        self._ctx, self.num = ctx, 0
+        def split() -> tuple[int, ...]:
+            return apportion(80, pace.costs or ())
 
-    def all_gather(self, array: Any) -> Any:
-        self.num += 1
-        return self._ctx.all_gather(array)
+        pace.add_round(ctx, 8, [(40, 4.0), (40, 4.1)])
+        assert split() == (40, 40), "less than the threshold would be gained"
+        pace.add_round(ctx, 16, [(40, 4.0), (40, 16.0)])
+        pace.add_round(ctx, 24, [(40, 4.0), (40, 16.0)])
+        assert split() == (64, 16), "the median of three rounds"
+        pace.new_group()
+        pace.add_round(ctx, 32, [(40, 4.0), (0, 0.0)])
+        assert split() == (40, 40), "the rounds of another group are forgotten"
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._ctx, name)
-
-
-def test_exchanges_are_due_also_when_a_round_passes_their_steps() -> None:
-    def steps_of(size: int) -> list[int]:
-        """The steps at which rank 0 exchanges, with rounds of ``size`` steps."""
-
-        def act(ctx: DistributedContext) -> list[int]:
-            progress = Progress(Schedule(num_samples=1000, batch_size=10, epochs=1, seed=0), None)
-            pace = Pace(Policy(shares=ProportionalShares(), adapt_every=10))
-            counting = Counting(ctx)
-            seen = []
-            for step in range(0, 45, size):
-                progress.step, before = step, counting.num
-                pace.exchange(counting, progress)  # type: ignore[arg-type]
-                if counting.num > before:
-                    seen.append(step)
-            return seen
-
-        return run_world(2, act)[0]
-
-    assert steps_of(1) == [0, 2, 5, 10, 20, 30, 40]
-    assert steps_of(7) == [0, 7, 14, 21, 35, 42]
-    assert steps_of(12) == [0, 12, 24, 36]
+    run_world(2, act)
