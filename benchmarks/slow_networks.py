@@ -5,12 +5,18 @@
     python benchmarks/slow_networks.py --networks 100mbit --hosts 2 --strategies int4 sparse
     python benchmarks/slow_networks.py --read benchmarks/results/DATE-slow_networks.json
 
+The last one measures nothing: it predicts anew, by the model of today, from the measurements that
+a result keeps, and draws and counts again.
+
 25 million parameters, 200 ms of computation in a step; the computation is timed waits, layer by
 layer (``common/timed.py``), the communication is real: TLS between hosts in network namespaces of
 this machine, whose links have a rate (a token bucket), a delay and a jitter (every frame waits in a
 program, and each path has both). *Efficiency* is the time of a step that communicates nothing over
 the time of a step. A strategy of rounds is measured over whole rounds. *Predicted* is what
 ``potluck plan`` says of the strategy, by measurements in the same network; *auto* marks its choice.
+Hosts share the cores of this machine: with more hosts than cores a rank has less than one core for
+encoding, encryption and copying, which the measurements of a plan, taken on all hosts at once, have
+in them, and which makes these cells slower than as many machines would be.
 """
 
 from __future__ import annotations
@@ -28,6 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from common import claims, results, script, slow_plot, timed, wire
 from common.claims import Claim
 from common.placements import InHosts
@@ -35,7 +42,7 @@ from common.placements import InHosts
 from potluck.bench.crew import Crew
 from potluck.bench.machine import heading, load, machine
 from potluck.bench.peers import PEERS
-from potluck.training.planner import Plan, decode, make_plan
+from potluck.training.planner import Measured, Plan, decode, make_plan
 from support import hosts
 from support.delay import Delay
 
@@ -43,6 +50,7 @@ ALL = (*timed.OURS, *timed.GLOO)
 _ENOUGH_S = 2.5
 """A cell takes further steps until it has taken this long."""
 _SLOWEST_QUICK_S = 10.0
+_SETTLE_S = 2.0
 DOCS = Path(__file__).parents[1] / "docs" / "slow-networks.md"
 MARK, END_MARK = "<!-- measured -->", "<!-- end of measured -->"
 
@@ -83,6 +91,7 @@ def run(
     """The cells of these networks, hosts and strategies, with at most ``steps`` steps or rounds."""
     facts = machine()
     rows: list[dict[str, Any]] = []
+    plans: list[dict[str, Any]] = []
     if reason := hosts.missing():
         say(f"skipped: {reason}")
         return {"machine": facts, "rows": rows}, []
@@ -94,9 +103,11 @@ def run(
             for peer in ("potluck-tls", "gloo"):
                 named = [each for each in strategies if (each in timed.GLOO) == (peer == "gloo")]
                 if named:
-                    for row in of_peer(peer, network, named, kinds, steps, quick):
+                    for row in of_peer(peer, network, named, kinds, steps, quick, plans):
                         rows.append(row)
                         say(line(row))
+        if count > facts["cores"]:
+            say(f"({count} hosts share {facts['cores']} cores)")
     facts["load_after"] = load()
     rows.sort(key=lambda row: (row["hosts"], list(KINDS).index(row["network"])))
     say(f"\n{time.monotonic() - began:.0f} s, load after: {facts['load_after']}")
@@ -104,6 +115,7 @@ def run(
         "machine": facts,
         "num_parameters": timed.NUM_PARAMETERS,
         "asked_compute_s": timed.COMPUTE_S,
+        "plans": plans,
         "rows": rows,
     }
     return result, what_follows(rows)
@@ -116,9 +128,10 @@ def of_peer(
     kinds: Sequence[str],
     steps: int,
     quick: bool,
+    kept: list[dict[str, Any]],
 ) -> Iterator[dict[str, Any]]:
     """The rows of one library: its processes live through all networks, and each strategy is made
-    and warmed up while the links are fast."""
+    and warmed up while the links are fast. What plans were made from is added to ``kept``."""
     program = (sys.executable, __file__)
     with tempfile.TemporaryDirectory(prefix="potluck-slow-") as folder:
         place = InHosts(network)
@@ -130,16 +143,19 @@ def of_peer(
             plans = {}
             for key in kinds if peer != "gloo" else ():
                 with slowed(network, KINDS[key]):
+                    settle(crew, KINDS[key])
                     [text, *_] = [
                         each["measured"] for each in crew.ask("plan", compute_s=compute_s)
                     ]
                 plans[key] = make_plan(decode(text))
+                kept.append({"network": key, "hosts": len(network), "measured": json.loads(text)})
             for name in strategies:
                 crew.ask("make", strategy=name)
                 for key in kinds:
                     if quick and too_slow(name, KINDS[key]):
                         continue
                     with slowed(network, KINDS[key]):
+                        settle(crew, KINDS[key])
                         row = cell(crew, network, name, steps)
                     if key in plans:
                         row |= predicted(plans[key], name)
@@ -157,6 +173,31 @@ def predicted(plan: Plan, name: str) -> dict[str, Any]:
     """What a plan made in the same network has said of a strategy, before it was measured."""
     [found] = [each for each in plan.predictions if each.candidate.name == name]
     return {"predicted_s": found.step_s, "is_choice": plan.choice.name == name}
+
+
+def predict_anew(result: dict[str, Any]) -> None:
+    """Replace the predictions and choices in a kept result by those of the model of today.
+
+    ValueError for a result that has not kept what its plans were made from.
+    """
+    if not result.get("plans"):
+        raise ValueError("this result has not kept the measurements that its plans were made from")
+    plans = {
+        (each["network"], each["hosts"]): make_plan(msgspec.convert(each["measured"], Measured))
+        for each in result["plans"]
+    }
+    for row in result["rows"]:
+        plan = plans.get((row["network"], row["hosts"]))
+        if plan is not None and row["strategy"] in timed.OURS:
+            row |= predicted(plan, row["strategy"])
+    result["claims"] = claims.as_dicts(what_follows(result["rows"]))
+
+
+def settle(crew: Crew, kind: Kind) -> None:
+    """Send until the connections have found the rate of a network with a delay: their windows grow
+    once in a round trip, and shrink to what the network before could hold."""
+    if kind.delay_s:
+        crew.ask("send", nbytes=round(kind.bits_per_s / 8 * _SETTLE_S / 4), times=4)
 
 
 def cell(crew: Crew, network: hosts.Network, name: str, steps: int) -> dict[str, Any]:
@@ -297,11 +338,19 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them")
     parser.add_argument("--save", action="store_true", help="write both to benchmarks/results/")
-    parser.add_argument("--read", type=Path, metavar="FILE", help="draw a kept result instead")
+    parser.add_argument(
+        "--read", type=Path, metavar="FILE", help="predict a kept result anew, and draw it"
+    )
     parser.add_argument("--docs", action="store_true", help="write into docs/slow-networks.md")
     arguments = parser.parse_args()
     if arguments.read:
         kept = json.loads(arguments.read.read_text())
+        try:
+            predict_anew(kept)
+        except ValueError as error:
+            print(f"as it was predicted then: {error}")
+        print("\n".join(line(row) for row in kept["rows"]))
+        print("\n" + claims.markdown([Claim(**each) for each in kept["claims"]]))
         slow_plot.draw(kept, KINDS, arguments.plot or arguments.read.with_suffix(".png"))
         if arguments.docs:
             into_docs(kept)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -110,6 +111,9 @@ class _Ours:
     def barrier(self) -> None:
         self.ctx.barrier()
 
+    def send(self, nbytes: int) -> None:
+        self.ctx.all_reduce(np.zeros(nbytes // 4, np.float32))
+
     def steps(self, name: str, model: TimedModel) -> Iterator[None]:
         parallel = pt.DDP(model, self.ctx)
         optimizer = model.optimizer()
@@ -144,6 +148,9 @@ class _Gloo:
     def barrier(self) -> None:
         dist.barrier()
 
+    def send(self, nbytes: int) -> None:
+        dist.all_reduce(torch.zeros(nbytes // 4))
+
     def steps(self, name: str, model: TimedModel) -> Iterator[None]:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
         from torch.nn.parallel import DistributedDataParallel
@@ -172,13 +179,16 @@ class _Gloo:
 
 
 def round_steps(name: str) -> int:
-    """The number of steps between two exchanges."""
+    """The number of steps that are timed together: those between two exchanges; of long rounds as
+    many as it takes for parameters to be compared once."""
     if name not in OURS:
         return 1
     strategy = OURS[name].strategy
     if isinstance(strategy, pt.DataParallel):
         return 1
-    return strategy.every // (strategy.fragments if isinstance(strategy, pt.DiLoCo) else 1)
+    steps = strategy.every // (strategy.fragments if isinstance(strategy, pt.DiLoCo) else 1)
+    compared = pt.Policy().hash_every
+    return compared if compared // 2 <= steps <= compared and compared % steps == 0 else steps
 
 
 def alone_s(model: TimedModel, steps: int = 5) -> float:
@@ -216,13 +226,19 @@ def worker(peer: str) -> int:
                 channel.send(seconds=alone_s(model))
             case {"do": "plan", "compute_s": float(compute_s)}:
                 shapes = ((WIDTH, WIDTH),) * DEPTH
-                channel.send(measured=encode(measure(group.ctx, shapes, compute_s)))
+                cores = len(os.sched_getaffinity(0)) / group.world_size  # shared by all hosts
+                found = measure(group.ctx, shapes, compute_s, cores)
+                channel.send(measured=encode(found))
             case {"do": "make", "strategy": str(name)}:
                 model = TimedModel(group.rank)
                 training = group.steps(name, model)
                 for _ in range(max(3, round_steps(name))):
                     next(training)  # buckets, links, memory; without waits
                 model.compute_s = COMPUTE_S
+                channel.send()
+            case {"do": "send", "nbytes": int(nbytes), "times": int(times)}:
+                for _ in range(times):
+                    group.send(nbytes)
                 channel.send()
             case {"do": "time", "steps": int(count)}:
                 group.barrier()

@@ -8,6 +8,7 @@ reports all that, and ends the script.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import statistics
 import sys
@@ -20,7 +21,10 @@ import msgspec
 import numpy as np
 from torch import nn
 
-from potluck.compressors import GradientCompressor, Strategy
+from potluck.checkpoint.state import fingerprint
+from potluck.compressors import PowerSGD, TopK
+from potluck.compressors.powersgd import LowRankSum
+from potluck.system import usable_cpus
 from potluck.training.plan_file import FACT, VARIABLE, plan_file
 from potluck.training.planner import METHODS, Measured, encode, named
 from potluck.training.strategies import DataParallel, DiLoCo, LocalSGD
@@ -30,10 +34,11 @@ if TYPE_CHECKING:
 
 NUM_STEPS = 5
 _WARM_STEPS = 1
-_LONG_S = 1.0
+_LONG_S = 0.5
 _FIRST_BYTES, _MOST_BYTES = 1 << 16, 1 << 25
-_PINGS, _TRIES = 8, 2
-_SAMPLE = (1024, 1024)
+_PINGS, _TRIES = 8, 3
+_ARRAYS, _SAMPLE, _COLUMNS = 2, 6 << 20, 1024
+"""Two arrays of a bucket's size, with the memory of a method more than a processor caches."""
 _WAIT_S = 300.0
 _LOOKED_AT = 5
 """Steps, before anything is suggested."""
@@ -124,91 +129,160 @@ class Rehearsal:
 
 
 def measure(
-    ctx: DistributedContext, shapes: tuple[tuple[int, ...], ...], compute_s: float
+    ctx: DistributedContext,
+    shapes: tuple[tuple[int, ...], ...],
+    compute_s: float,
+    processors: float | None = None,
 ) -> Measured:
-    """The figures of this group. A collective call; takes some seconds, on slow links more."""
-    latency_s, rate = _links(ctx) if ctx.world_size > 1 else (0.0, 0.0)
-    encoding, decoding = _methods()
-    mine = [compute_s, latency_s, rate, _copy_s(), *encoding.values(), *decoding.values()]
-    rows = ctx.all_gather(np.array([mine])).reshape(ctx.world_size, -1)
+    """The figures of this group. A collective call; takes some seconds, on slow links more.
+
+    ``processors`` is how many a rank has to itself, where the default is wrong: those of its node,
+    divided among the node's workers.
+    """
+    if processors is None:
+        here = ctx.members[ctx.rank].node
+        processors = len(usable_cpus()) / sum(each.node == here for each in ctx.members)
+    latency_s, rate, crossing = _links(ctx) if ctx.world_size > 1 else (0.0, 0.0, 0.0)
+    work = _Work(min(sum(map(math.prod, shapes)), _SAMPLE), processors)
+    encoding, decoding = work.methods()
+    mine = [compute_s, latency_s, rate, crossing, work.copy_s(), work.hash_s(), -processors]
+    mine += [*encoding.values(), *decoding.values()]
+    rows = ctx.all_gather(np.array([mine]), timeout=_WAIT_S).reshape(ctx.world_size, -1)
     slowest = rows.max(axis=0)
-    count = len(encoding)
+    at, count = 7, len(encoding)
     return Measured(
         compute_s=tuple(rows[:, 0].tolist()),
         latency_s=float(slowest[1]),
         bytes_per_s=tuple(rows[:, 2].tolist()) if ctx.world_size > 1 else (),
+        crossing_bytes_per_s=tuple(rows[:, 3].tolist()) if ctx.world_size > 1 else (),
         nodes=tuple(member.node for member in ctx.members),
         shapes=shapes,
-        encode_s=dict(zip(encoding, slowest[4 : 4 + count].tolist(), strict=True)),
-        decode_s=dict(zip(decoding, slowest[4 + count :].tolist(), strict=True)),
-        copy_s=float(slowest[3]),
+        encode_s=dict(zip(encoding, slowest[at : at + count].tolist(), strict=True)),
+        decode_s=dict(zip(decoding, slowest[at + count :].tolist(), strict=True)),
+        copy_s=float(slowest[4]),
+        hash_s=float(slowest[5]),
+        processors=-float(slowest[6]),
     )
 
 
-def _links(ctx: DistributedContext) -> tuple[float, float]:
+def _links(ctx: DistributedContext) -> tuple[float, float, float]:
     """Latency in seconds, and bytes per second, of this rank's links to its neighbours in the ring:
-    all ranks send to the right at the same time, then to the left, and the slower one counts."""
-    latencies, rates = [], []
-    for step in (1, -1):
-        _shift_s(ctx, 8, step, 1)  # the links are made
-        latencies.append(_shift_s(ctx, 8, step, _PINGS) / _PINGS)
-        nbytes, before, took = _FIRST_BYTES, 0.0, 0.0
-        while True:
-            before, took = took, min(_shift_s(ctx, nbytes, step, 1) for _ in range(_TRIES))
-            longest = np.array([took])
-            ctx.all_reduce(longest, "max", timeout=_WAIT_S)
-            if longest[0] >= _LONG_S or nbytes >= _MOST_BYTES:
-                break
-            nbytes *= 2
-        # What a burst or the latency gives to both sizes is in neither.
-        half_s = took - before if before else took / 2
-        rates.append(nbytes / 2 / max(half_s, took / 4))
-    return max(latencies), min(rates)
+    all ranks send to the right at the same time, then to the left, and the slower one counts. And
+    the bytes per second with which all send to all."""
+    right, left, others = (1,), (-1 % ctx.world_size,), tuple(range(1, ctx.world_size))
+    latencies = []
+    for steps in (right, left):
+        _shift_s(ctx, 8, steps, 1)  # the links are made
+        latencies.append(_shift_s(ctx, 8, steps, _PINGS) / _PINGS)
+    rates = [_rate(ctx, steps) for steps in dict.fromkeys((right, left))]
+    crossing = _rate(ctx, others) if len(others) > 1 else min(rates)
+    return max(latencies), min(rates), crossing
 
 
-def _shift_s(ctx: DistributedContext, nbytes: int, step: int, times: int) -> float:
-    """Seconds until this rank has received ``nbytes`` from its neighbour ``times`` times, each of
-    which its neighbour sends when it has what was sent before."""
-    out, into = np.zeros(nbytes, np.uint8), np.empty(nbytes, np.uint8)
-    to, source = (ctx.rank + step) % ctx.world_size, (ctx.rank - step) % ctx.world_size
+def _rate(ctx: DistributedContext, steps: tuple[int, ...]) -> float:
+    """Bytes per second by ``_shift_s``: of sizes that double until one takes long enough, the
+    line through the least times of the largest and of a quarter of it, so that what a burst or the
+    latency gives to both is in neither."""
+    nbytes, least = _FIRST_BYTES, list[float]()
+    while True:
+        took = [_shift_s(ctx, nbytes, steps, 1) for _ in range(_TRIES)]
+        longest = np.array([min(took)])
+        ctx.all_reduce(longest, "max", timeout=_WAIT_S)
+        least.append(min(took))
+        if longest[0] >= _LONG_S or nbytes >= _MOST_BYTES:
+            break
+        nbytes *= 2
+    if len(least) < 3:
+        return nbytes / least[-1]
+    return nbytes * 3 / 4 / max(least[-1] - least[-3], least[-1] / 4)
+
+
+def _shift_s(ctx: DistributedContext, nbytes: int, steps: tuple[int, ...], times: int) -> float:
+    """Seconds until this rank has sent ``nbytes``, in equal parts to the ranks that are ``steps``
+    to its right, and has received as many, ``times`` times one after the other."""
+    rank, world_size = ctx.rank, ctx.world_size
+    out = np.zeros(-(-nbytes // len(steps)), np.uint8)
+    parts = [(np.empty_like(out), (rank - step) % world_size) for step in steps]
     ctx.barrier(timeout=_WAIT_S)
     began = time.perf_counter()
     for _ in range(times):
-        sent = ctx.send(out, to, timeout=_WAIT_S, async_op=True)
-        ctx.recv(into, source, timeout=_WAIT_S)
-        sent.wait()
+        works = [ctx.recv(into, source, timeout=_WAIT_S, async_op=True) for into, source in parts]
+        for step in steps:
+            to = (rank + step) % world_size
+            works.append(ctx.send(out, to, timeout=_WAIT_S, async_op=True))
+        for work in works:
+            work.wait()
     return time.perf_counter() - began
 
 
-def _methods() -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds per element to encode, and to decode, by method."""
-    source = np.random.default_rng(0).standard_normal(_SAMPLE).astype(np.float32)
-    encoding, decoding = {}, {}
-    for name, method in METHODS.items():
-        encode_s, decode_s = _method(method, source)
-        encoding[name], decoding[name] = encode_s / source.size, decode_s / source.size
-    return encoding, decoding
+class _Work:
+    """Seconds per float32 that this rank takes for its own work in a step, in arrays as large as
+    buckets: a step finds none of its gradients in a cache. By the processor's time, which other
+    programs do not change, on this rank's part of the processors."""
 
+    def __init__(self, size: int, processors: float) -> None:
+        self._processors = processors
+        columns = min(_COLUMNS, max(1, size))
+        generator = np.random.default_rng(0)
+        shape = (_ARRAYS, max(1, size // columns), columns)
+        self._sources = generator.standard_normal(shape, np.float32)
+        self._targets = np.zeros_like(self._sources)
 
-def _method(method: Strategy, source: Any) -> tuple[float, float]:
-    compressor = GradientCompressor(method)
-    small = compressor.compress(source, "sample")
-    return (
-        _least(lambda: compressor.compress(source, "sample")),
-        _least(lambda: compressor.decompress(small)),
-    )
+    def methods(self) -> tuple[dict[str, float], dict[str, float]]:
+        """To encode, and to decode, by method."""
+        encoding, decoding = {}, {}
+        for name, method in METHODS.items():
+            each = self._low_rank if isinstance(method, PowerSGD) else self._method
+            encoding[name], decoding[name] = each(method)
+        return encoding, decoding
 
+    def copy_s(self) -> float:
+        return self._each_s(lambda place: np.copyto(self._targets[place], self._sources[place]))
 
-def _copy_s() -> float:
-    source = np.ones(1 << 22, np.float32)
-    target = np.ones_like(source)
-    return _least(lambda: np.copyto(target, source)) / source.size
+    def hash_s(self) -> float:
+        return self._each_s(lambda place: fingerprint(self._sources[place]))
 
+    def _method(self, method: Any) -> tuple[float, float]:
+        residuals = np.zeros_like(self._sources)
+        payloads: list[Any] = [None] * _ARRAYS
 
-def _least(run: Callable[[], object], times: int = 3) -> float:
-    took = []
-    for _ in range(times):
-        began = time.perf_counter()
-        run()
-        took.append(time.perf_counter() - began)
-    return min(took)
+        def encode(place: int) -> None:
+            source, residual = self._sources[place].reshape(-1), residuals[place].reshape(-1)
+            payloads[place] = method.compress(source, residual, 0)
+
+        def decode(place: int) -> None:
+            target = self._targets[place].reshape(-1)
+            if isinstance(method, TopK):
+                method.add_to(target, payloads[place], 0)
+            else:
+                method.decompress(payloads[place], target.shape, 0)
+
+        return self._each_s(encode), self._each_s(decode)
+
+    def _low_rank(self, method: Any) -> tuple[float, float]:
+        """One iteration, as in a step, between the sums over the ranks."""
+        sums: list[Any] = [None] * _ARRAYS
+
+        def begin(place: int) -> None:
+            sums[place] = LowRankSum(method, {}, 0)
+            sums[place].add("sample", self._sources[place])
+            sums[place].begin()
+
+        def end(place: int) -> None:
+            sums[place].turn()
+            sums[place].lose()
+            sums[place].decode("sample", self._targets[place])
+
+        encode_s, decode_s = self._each_s(begin, 1), self._each_s(end, 1)
+        return encode_s, decode_s
+
+    def _each_s(self, run: Callable[[int], object], times: int = 2) -> float:
+        """Seconds per element of ``run`` for each array in turn, the mean of ``times``."""
+        if times > 1:
+            run(0)
+        thread_s, all_s = -time.thread_time(), -time.process_time()
+        for _ in range(times):
+            for place in range(_ARRAYS):
+                run(place)
+        thread_s, all_s = thread_s + time.thread_time(), all_s + time.process_time()
+        return max(thread_s, all_s / self._processors) / (times * self._sources.size)

@@ -34,12 +34,15 @@ def group(
     measured = Measured(
         compute_s=(compute_s,) * world_size,
         bytes_per_s=(mbit * MBIT,) * world_size,
+        crossing_bytes_per_s=(mbit * MBIT,) * world_size,
         latency_s=latency_s,
         nodes=tuple(f"machine {rank}" for rank in range(world_size)),
         shapes=SHAPES,
         encode_s=dict.fromkeys(METHODS, 1e-9),
         decode_s=dict.fromkeys(METHODS, 1e-10),
         copy_s=3e-10,
+        hash_s=0.0,
+        processors=1.0,
     )
     return msgspec.structs.replace(measured, **changed)
 
@@ -49,7 +52,7 @@ def test_a_plain_step_takes_the_transfer_that_backward_does_not_hide() -> None:
     [plain, *_] = CANDIDATES
     found = predict(measured, plain)
     transfer_s = 4 * measured.num_elements / (100 * MBIT)  # of two ranks each sends all once
-    first_bucket_s = 0.2 * (1 / 3 + 2 / 3 * (25 << 20) / (4 * measured.num_elements))
+    first_bucket_s = 0.2 * (1 / 3 + 2 / 3 / len(SHAPES))  # one matrix
     assert found.step_s == pytest.approx(first_bucket_s + transfer_s, rel=0.02)
     assert found.bytes_per_step == 4 * measured.num_elements
     assert found.efficiency == 0.2 / found.step_s
@@ -62,6 +65,42 @@ def test_a_fast_network_changes_nothing_and_a_slow_one_takes_rounds() -> None:
     assert slow.chosen is not None
     assert slow.chosen.efficiency > 0.8
     assert slow.chosen.step_s < slow.predictions[0].step_s / 20
+
+
+def step_s(measured: Measured, name: str) -> float:
+    return predict(measured, named(name)).step_s
+
+
+def test_payloads_that_all_gather_are_decoded_once_for_each_rank() -> None:
+    quick, slow = dict.fromkeys(METHODS, 0.0), dict.fromkeys(METHODS, 0.0) | {"topk": 1e-9}
+    for count in (2, 4):
+        elements = group().num_elements
+        more_s = step_s(group(count, decode_s=slow), "topk") - step_s(
+            group(count, decode_s=quick), "topk"
+        )
+        # A little of it falls into waiting for the next bucket.
+        assert more_s == pytest.approx(count * elements * 1e-9, rel=0.02)
+
+
+def test_comparing_the_parameters_is_divided_among_the_steps_between() -> None:
+    elements = group().num_elements
+    for each in CANDIDATES:
+        more_s = step_s(group(hash_s=1e-8), each.name) - step_s(group(), each.name)
+        assert more_s == pytest.approx(elements * 1e-8 / 50, rel=1e-3)
+
+
+def test_where_all_send_to_all_their_own_rate_counts() -> None:
+    even = group(4, mbit=100)
+    crowded = msgspec.structs.replace(even, crossing_bytes_per_s=(80 * MBIT,) * 4)
+    # A codec's sum sends to all; the plain sum goes around the ring.
+    assert step_s(crowded, "int8") > 1.15 * step_s(even, "int8")
+    assert step_s(crowded, "plain") == pytest.approx(step_s(even, "plain"), rel=0.01)
+
+
+def test_copies_take_time_in_every_strategy() -> None:
+    for each in CANDIDATES:
+        quick, slow = (step_s(group(copy_s=copy_s), each.name) for copy_s in (0.0, 1e-9))
+        assert slow > quick
 
 
 def test_of_strategies_that_are_fast_enough_the_mildest_is_chosen() -> None:

@@ -12,12 +12,20 @@ _Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Figures of a group of ``len(compute_s)`` ranks. Lists are in rank order."""
+    """Figures of a group of ``len(compute_s)`` ranks. Lists are in rank order.
+
+    Ranks that share a processor, memory or a cable take from each other, for all do the same at the
+    same time. So links are measured on all ranks at once, and seconds of work are those of a rank
+    that has only its part of the ``processors``.
+    """
 
     compute_s: Annotated[tuple[_Positive, ...], msgspec.Meta(min_length=1, max_length=1024)]
     """Seconds that a rank computes for its share of a step."""
     bytes_per_s: tuple[_Positive, ...]
     """The rate of each rank's links, of the slower direction; empty for one rank."""
+    crossing_bytes_per_s: tuple[_Positive, ...]
+    """The rate at which each rank sends to, and receives from, all others at once: where several
+    streams meet at a rank, packets are lost. Empty for one rank."""
     latency_s: _Seconds
     """One way, the slowest link's."""
     nodes: tuple[str, ...]
@@ -25,17 +33,24 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     shapes: Annotated[tuple[tuple[int, ...], ...], msgspec.Meta(min_length=1)]
     """Of the gradients, in the order of the model."""
     encode_s: dict[str, _Seconds]
-    """By method: seconds to encode one element; of the slowest rank."""
+    """By method: seconds to encode one element, of the slowest rank; for PowerSGD up to the sum
+    of P."""
     decode_s: dict[str, _Seconds]
-    """The same for decoding one payload."""
+    """The same for decoding one payload, or adding it to a sum; for PowerSGD all after the sum of
+    P."""
     copy_s: _Seconds
-    """Seconds to copy one float32."""
+    """Seconds to copy one float32 in memory that is in no cache."""
+    hash_s: _Seconds
+    """Seconds to hash one float32 of the parameters."""
+    processors: _Positive
+    """That a rank has to itself, on the machine where it has the fewest; 0.5 if two share one."""
 
     def __post_init__(self) -> None:
         if len(self.nodes) != self.world_size:
             raise ValueError(f"{self.world_size} ranks on {len(self.nodes)} machines")
-        if self.world_size > 1 and len(self.bytes_per_s) != self.world_size:
-            raise ValueError(f"{self.world_size} ranks have {len(self.bytes_per_s)} rates of links")
+        for rates in (self.bytes_per_s, self.crossing_bytes_per_s):
+            if self.world_size > 1 and len(rates) != self.world_size:
+                raise ValueError(f"{self.world_size} ranks have {len(rates)} rates of links")
         if any(size < 0 for shape in self.shapes for size in shape):
             raise ValueError("a shape has a negative size")
 
@@ -54,6 +69,9 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             self,
             compute_s=tuple(self.compute_s[rank] * more for rank in ranks),
             bytes_per_s=tuple(self.bytes_per_s[rank] for rank in ranks if self.bytes_per_s),
+            crossing_bytes_per_s=tuple(
+                self.crossing_bytes_per_s[rank] for rank in ranks if self.crossing_bytes_per_s
+            ),
             nodes=tuple(self.nodes[rank] for rank in ranks),
         )
 

@@ -1,9 +1,10 @@
 """The time of a step by a strategy, predicted from what was measured. Pure.
 
 A rank's backward makes gradients at an even rate in the last two thirds of its computation. A
-bucket is encoded when its gradients are there, by one thread, then sent, one bucket after the
-other; after backward all are decoded and written back. The network is ``collectives.simulate``'s,
-with the exact bytes of each payload and the slowest link everywhere, for a ring is as fast as that.
+bucket is copied, encoded by a thread beside backward, then sent, one bucket after the other; after
+backward all are decoded and written back. The network is ``collectives.simulate``'s, with the exact
+bytes of each payload and the slowest link everywhere, for a ring is as fast as that. What a rank
+does itself is counted in passes over its gradients, at the measured speed of a copy.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from potluck.compressors import PowerSGD, TopK
 from potluck.compressors.encoded import Encoded
 from potluck.training.planner.candidates import Candidate
 from potluck.training.planner.measured import Measured
+from potluck.training.policy import Policy
 from potluck.training.strategies import DataParallel, DiLoCo
 from potluck.types import Engine
 
@@ -27,8 +29,7 @@ BACKWARD_PART = 2 / 3
 """Assumed: of a step's computation, the part in which gradients are made."""
 BUCKET_BYTES = 25 << 20
 _DENSE_BELOW = 4096
-_COPIES, _OUTER_COPIES = 2, 6
-"""Passes over the memory of the gradients in a step, and of the parameters in an exchange."""
+_FIRST_BUCKET_BYTES = 1 << 20
 _VOTE_BYTES = 48
 
 
@@ -60,7 +61,7 @@ def predict(measured: Measured, candidate: Candidate) -> Prediction:
         visible_s, on_the_way_s = net.exchange_s(1 / fragments)
         delay_s = strategy.delay * compute_s if isinstance(strategy, DiLoCo) else 0.0
         visible_s += max(0.0, on_the_way_s - delay_s)
-        step_s = compute_s + visible_s / num_steps
+        step_s = compute_s + visible_s / num_steps + net.hash_s
         sent = net.bytes_sent(1 / fragments) / num_steps
     return Prediction(candidate, step_s, compute_s / step_s, sent)
 
@@ -69,25 +70,45 @@ class _Network:
     """The collectives of one candidate in one group."""
 
     def __init__(self, measured: Measured, candidate: Candidate) -> None:
-        self.measured, self.method = measured, candidate.compression
+        self.measured, self.candidate = measured, candidate
+        self.method = candidate.compression
         self.encode_s = measured.encode_s.get(candidate.name, 0.0)
         self.decode_s = measured.decode_s.get(candidate.name, 0.0)
         self.world_size = measured.world_size
+        self.hash_s = measured.num_elements * measured.hash_s / Policy().hash_every
         places = {node: number for number, node in enumerate(dict.fromkeys(measured.nodes))}
         self.nodes = tuple(places[node] for node in measured.nodes)
-        links = LINKS[Engine.NATIVE]
-        beta = 1 / min(measured.bytes_per_s)
-        # The measured rate has the ranks' work in it; one machine has no wire between its ranks.
-        remote = Wire(measured.latency_s, beta, 0.0)
-        self.links: LinkModel = replace(links, remote=remote, nodes=self.nodes)
-        if len(places) == 1:
-            self.links = replace(self.links, local=Wire(measured.latency_s, beta, 0.0))
+        self._sums: dict[int, tuple[float, float]] = {}  # of buckets of one size
+        self.links = self._links_of(measured.bytes_per_s)
+        self.crossing = self._links_of(measured.crossing_bytes_per_s)
         sizes = [math.prod(shape) for shape in measured.shapes]
         self.num_dense = sum(s for s in sizes if s < _DENSE_BELOW) if self.method else sum(sizes)
         self.num_coded = sum(sizes) - self.num_dense
 
-    def buckets(self, part: float = 1.0) -> Iterator[int]:
-        """The elements of each bucket, in the order in which backward completes them."""
+    def _links_of(self, rates: tuple[float, ...]) -> LinkModel:
+        # The measured rate has the ranks' work in it; one machine has no wire between its ranks.
+        wire = Wire(self.measured.latency_s, 1 / min(rates), 0.0)
+        links: LinkModel = replace(LINKS[Engine.NATIVE], remote=wire, nodes=self.nodes)
+        return replace(links, local=wire) if len(set(self.nodes)) == 1 else links
+
+    def _step_buckets(self) -> Iterator[int]:
+        """The elements of each bucket of gradients, in the order in which backward completes them:
+        of whole parameters, a small one first."""
+        filled, limit = 0, _FIRST_BUCKET_BYTES // 4
+        for shape in reversed(self.measured.shapes):
+            size = math.prod(shape)
+            if filled and filled + size > limit:
+                yield filled
+                filled, limit = 0, BUCKET_BYTES // 4
+            filled += size
+            if filled >= limit:
+                yield filled
+                filled, limit = 0, BUCKET_BYTES // 4
+        if filled:
+            yield filled
+
+    def _parts(self, part: float) -> Iterator[int]:
+        """The elements of each array of an exchange of this part of the parameters."""
         left = round((self.num_dense + self.num_coded) * part)
         while left > 0:
             size = min(left, BUCKET_BYTES // 4)
@@ -96,45 +117,80 @@ class _Network:
 
     def step_s(self, compute_s: float) -> float:
         """The seconds of a step in which gradients are reduced."""
-        measured, total = self.measured, self.num_dense + self.num_coded
-        compute_s += _COPIES / 2 * total * measured.copy_s
-        if isinstance(self.method, PowerSGD):
-            coded_s = self.num_coded * self.encode_s + self._powersgd_s()
-            return compute_s + coded_s + total * measured.copy_s + self._vote_s()
-        is_beside = self.method is not None and not isinstance(self.method, Encoded)
+        copy_s, total = self.measured.copy_s, self.num_dense + self.num_coded
+        in_engine = isinstance(self.method, Encoded)
+        # Into the bucket; a codec's residual is copied there, too, so that it can be undone.
+        compute_s += (2 if in_engine else 1) * total * copy_s
+        beside_s = 0.0
+        if self.method is not None and not in_engine:
+            added = 1 if isinstance(self.method, PowerSGD) else 0  # gradients to the residual
+            beside_s = self.encode_s + (1 + added) * copy_s
         done, encoded, sent, finished = 0, 0.0, 0.0, compute_s
-        for size in self.buckets():
+        for size in self._step_buckets():
             done += size
             ready = compute_s * (1 - BACKWARD_PART + BACKWARD_PART * done / total)
-            work_s = size * self.encode_s
-            encoded = max(encoded, ready) + (work_s if is_beside else 0.0)
-            # A codec works while its segments are sent: the slower of the two takes the time.
+            encoded = max(encoded, ready) + size * beside_s
+            if isinstance(self.method, PowerSGD):
+                finished = max(finished, encoded)
+                continue
             wire_s, late_s = self.sum_s(size)
-            sent = max(sent, encoded) + (wire_s if is_beside else max(wire_s, work_s))
-            finished = max(finished, sent + late_s) + self._decode_s(size)
-        return finished + total * measured.copy_s + self._vote_s()
+            sent = max(sent, encoded) + max(wire_s, self._engine_s(size))
+            finished = max(finished, sent + late_s) + self._take_s(size)
+        if isinstance(self.method, PowerSGD):
+            finished += self._powersgd_s() + total * copy_s + self.num_coded * self.decode_s
+        return finished + total * copy_s + self._vote_s() + self.hash_s
 
     def exchange_s(self, part: float) -> tuple[float, float]:
         """The exchange of a part of the parameters: the seconds in which a rank does it, and those
         in which it may go on computing."""
+        passes, in_engine = _outer_passes(self.candidate), isinstance(self.method, Encoded)
         own = way = late = 0.0
-        for size in self.buckets(part):
-            own += size * (_OUTER_COPIES * self.measured.copy_s + self.encode_s)
-            own += self._decode_s(size)
+        for size in self._parts(part):
+            own += size * (passes * self.measured.copy_s + (0 if in_engine else self.encode_s))
+            own += self._sum_payloads_s(size)
             wire_s, late_s = self.sum_s(size)
-            way, late = way + wire_s, max(late, late_s)
+            way, late = way + max(wire_s, self._engine_s(size)), max(late, late_s)
         return own + self._vote_s(), way + late
+
+    def _engine_s(self, size: int) -> float:
+        """The engine's work for a bucket that a codec encodes inside an all_reduce: each rank
+        encodes its own, adds up what it receives of its part, and decodes the parts of others."""
+        if not isinstance(self.method, Encoded):
+            return 0.0
+        received = 2 * (self.world_size - 1) / self.world_size
+        sent = received * self.method.codec.encoded_bytes(size)
+        work_s = LINKS[Engine.NATIVE].remote.work_s_per_byte / min(1.0, self.measured.processors)
+        return size * (self.encode_s + received * self.decode_s) + 2 * sent * work_s
+
+    def _take_s(self, size: int) -> float:
+        """After the sum of a bucket: payloads are added up, and what is not finite is looked
+        for."""
+        checks = 0 if self.method is None else 1
+        return size * checks * self.measured.copy_s + self._sum_payloads_s(size)
+
+    def _sum_payloads_s(self, size: int) -> float:
+        if not isinstance(self.method, TopK):
+            return 0.0
+        return size * (self.measured.copy_s + self.world_size * self.decode_s)
 
     def sum_s(self, size: int) -> tuple[float, float]:
         """The sum of a bucket of ``size`` elements over all ranks: the seconds that it takes the
         links, and those that the latency adds, in which the next bucket is on its way."""
-        whole_s, links = self._sum_s(size), self.links
-        self.links = replace(
-            links, remote=links.remote._replace(alpha_s=0), local=links.local._replace(alpha_s=0)
+        if size in self._sums:
+            return self._sums[size]
+        whole_s, kept = self._sum_s(size), (self.links, self.crossing)
+        self.links, self.crossing = (
+            replace(
+                links,
+                remote=links.remote._replace(alpha_s=0),
+                local=links.local._replace(alpha_s=0),
+            )
+            for links in kept
         )
         wire_s = self._sum_s(size)
-        self.links = links
-        return wire_s, max(0.0, whole_s - wire_s)
+        self.links, self.crossing = kept
+        self._sums[size] = wire_s, max(0.0, whole_s - wire_s)
+        return self._sums[size]
 
     def _sum_s(self, size: int) -> float:
         coded = round(size * self.num_coded / (self.num_dense + self.num_coded))
@@ -159,9 +215,6 @@ class _Network:
             return (dense + self.method.codec.encoded_bytes(coded)) * ring
         return dense * ring + _payload_bytes(self.method, coded) * (w - 1)
 
-    def _decode_s(self, size: int) -> float:
-        return size * self.decode_s * self.world_size if isinstance(self.method, TopK) else 0.0
-
     def _powersgd_bytes(self) -> int:
         assert isinstance(self.method, PowerSGD)
         coded = (each for each in self.measured.shapes if math.prod(each) >= _DENSE_BELOW)
@@ -170,7 +223,8 @@ class _Network:
     def _powersgd_s(self) -> float:
         """P, and then Q, after backward."""
         half = self._powersgd_bytes() // 2
-        return self._all_reduce_s(4 * self.num_dense) + 2 * self._all_reduce_s(half)
+        dense_s = self._all_reduce_s(4 * self.num_dense) if self.num_dense else 0.0
+        return dense_s + 2 * self._all_reduce_s(half)
 
     def _all_reduce_s(self, nbytes: int, share: float | None = None) -> float:
         several = 1 < len(set(self.nodes)) < self.world_size
@@ -184,18 +238,22 @@ class _Network:
                 nodes=self.nodes,
                 is_coded=share is not None,
             )
-            links = self.links
+            links = self._over(algorithm)
             if share is not None:
                 links = links.encoded(share, within_nodes=algorithm is Algorithm.DIRECT)
             best = min(best, estimate(plan, nbytes, links, is_coded=share is not None))
         return best
 
     def _gather_s(self, nbytes: int) -> float:
-        plans = (
-            build_plan(Operation.ALL_GATHER, algorithm, self.world_size, 0)
-            for algorithm in (Algorithm.RING, Algorithm.DIRECT)
-        )
-        return min(estimate(plan, nbytes * self.world_size, self.links) for plan in plans)
+        found = []
+        for algorithm in (Algorithm.RING, Algorithm.DIRECT):
+            plan = build_plan(Operation.ALL_GATHER, algorithm, self.world_size, 0)
+            found.append(estimate(plan, nbytes * self.world_size, self._over(algorithm)))
+        return min(found)
+
+    def _over(self, algorithm: Algorithm) -> LinkModel:
+        """The links as this algorithm uses them."""
+        return self.crossing if algorithm is Algorithm.DIRECT else self.links
 
     def _vote_s(self) -> float:
         return self._gather_s(_VOTE_BYTES)
@@ -204,3 +262,16 @@ class _Network:
 def _payload_bytes(method: object, count: int) -> int:
     assert isinstance(method, TopK)
     return method.payload_bytes(count)
+
+
+def _outer_passes(candidate: Candidate) -> int:
+    """Passes over the memory of the parameters that an exchange takes (``torch.outer``): what has
+    changed, the array that is sent, its weight, the step of the outer optimizer, the result."""
+    strategy = candidate.strategy
+    assert not isinstance(strategy, DataParallel)
+    passes = 5
+    if strategy.outer.momentum:
+        passes += 3 if strategy.outer.nesterov else 2
+    if isinstance(strategy, DiLoCo):
+        passes += bool(strategy.delay) + (strategy.compression is not None)
+    return passes
