@@ -146,3 +146,13 @@ def test_strategies_are_measured_over_a_slow_network(tmp_path: Path) -> None:
         assert row["step_s"] > row["compute_s"] >= result["asked_compute_s"]
         assert 0 < row["wire_bytes_per_step"] < 4 * result["num_parameters"] / 50
     assert picture.read_bytes().startswith(b"\x89PNG")
+    # The result has what its plans were made from, so that a later model can predict its cells.
+    [kept] = result["plans"]
+    assert (kept["network"], kept["hosts"]) == ("wifi", 2)
+    assert kept["measured"]["processors"] > 0
+    result["rows"][0]["predicted_s"] = 77.0
+    figures.write_text(json.dumps(result))
+    with Command([*script[:2], "--read", str(figures), "--plot", str(picture)]) as command:
+        assert command.finish(60) == 0, command.text
+    assert "77000 ms" not in command.text
+    assert "cells" in command.text
