@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import potluck
 import potluck.torch as pt
 from potluck.bench.channel import Channel
+from potluck.system import usable_cpus
 from potluck.torch.planning import measure
 from potluck.training.planner import CANDIDATES, encode
 
@@ -226,7 +227,7 @@ def worker(peer: str) -> int:
                 channel.send(seconds=alone_s(model))
             case {"do": "plan", "compute_s": float(compute_s)}:
                 shapes = ((WIDTH, WIDTH),) * DEPTH
-                cores = len(os.sched_getaffinity(0)) / group.world_size  # shared by all hosts
+                cores = len(usable_cpus()) / group.world_size  # shared by all hosts
                 found = measure(group.ctx, shapes, compute_s, cores)
                 channel.send(measured=encode(found))
             case {"do": "make", "strategy": str(name)}:
