@@ -113,7 +113,7 @@ def test_what_goes_wrong_there_is_told_here_with_its_place(kind: str) -> None:
         with pytest.raises(TypeError, match=r'arguments\["amount"\]\[1\] is of type set'):
             counter.add(amount=[1, {2}])
         with pytest.raises(UnknownService, match=r"rank 0|worker 0.*: 'counter', 'echo'"):
-            ctx.connect("adder", timeout=3.0)
+            ctx.connect("adder", timeout=5.0)
         with pytest.raises(UnknownService, match=r"worker 1.*: none"):
             ctx.connect("counter", rank=1, timeout=1.0)
         assert counter.add(1) == 1

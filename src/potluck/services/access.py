@@ -128,10 +128,10 @@ class Services:
     def _find(self, door: Door, name: str, rank: int | None, timeout_s: float) -> str:
         """The worker that serves ``name``: of the ranks in order, the first that does."""
         deadline, pause_s = time.monotonic() + timeout_s, _PAUSE_S
+        seen: dict[str, str] = {}
         while True:
             group = self._group()
             members = group.members if rank is None else (group.members[rank],)
-            seen: dict[str, str] = {}
             for position, member in enumerate(members):
                 left = deadline - time.monotonic()
                 share = min(_ANSWER_S, left / (len(members) - position))
@@ -139,7 +139,9 @@ class Services:
                 try:
                     names = self._names_at(door, group, member, until)
                 except (PotluckError, TimeoutError) as error:
-                    seen[str(member)] = f"can't be asked ({error or 'it does not answer'})"
+                    # What it said before stays: the last try may have had no time.
+                    reason = str(error) or "it does not answer"
+                    seen.setdefault(str(member), f"can't be asked ({reason})")
                     continue
                 if name in names:
                     return member.worker

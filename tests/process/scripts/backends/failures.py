@@ -81,7 +81,7 @@ for story, port in zip(stories, ports, strict=True):
     try:
         if story == "worlds":  # they do not agree how many they are
             os.environ["WORLD_SIZE"] = str(3 + rank % 2)
-        ctx = potluck.init(backend, timeout_s=10.0)
+        ctx = potluck.init(backend, timeout_s=30.0)
         with contextlib.nullcontext() if story == "uncaught" else ctx:
             ctx.barrier()
             started = time.monotonic()
