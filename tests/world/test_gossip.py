@@ -108,6 +108,31 @@ def test_over_a_complete_graph_gossip_is_local_sgd() -> None:
     np.testing.assert_allclose(alone[0].weight(), plain[0].weight(), rtol=1e-12)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_on_a_rank_is_counted_and_leaves_the_means_of_others(bad: float) -> None:
+    def act(training: Training) -> None:
+        if training.ctx.rank == 1 and len(training.batches) == 3:
+            with torch.no_grad():
+                training.model.module.weight[0, 2] = bad
+
+    found = run_world(4, lambda ctx: Training(ctx, Gossip("ring"), act=act, epochs=12).run())
+    for training in found:
+        assert np.isfinite(training.weights).all()
+        np.testing.assert_allclose(training.weight(), np.arange(1.0, 6.0), atol=0.05)
+    counts = [training.job.num_nonfinite for training in found]
+    assert [count["weight"] > 0 for count in counts] == [False, True, False, False]
+
+
+def test_a_rank_without_finite_neighbours_ends_with_nan_on_all() -> None:
+    def act(training: Training) -> None:
+        with torch.no_grad():
+            training.model.module.weight[0, 2] = float("nan")
+
+    found = run_world(2, lambda ctx: Training(ctx, Gossip("ring"), act=act).run())
+    for training in found:
+        assert np.isnan(training.weight()).all()  # defined, and equal: no Diverged
+
+
 def test_ranks_differ_between_rounds_and_learn_the_same_in_the_end() -> None:
     found = run_world(4, lambda ctx: Training(ctx, Gossip("ring"), epochs=12).run())
     first = {training.weights[0].tobytes() for training in found}

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import logging
+import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from potluck.checkpoint.state import State, fingerprint
 from potluck.graphs import Graph
-from potluck.torch.outer import LEAST_BYTES_PER_S, OuterStrategy
+from potluck.torch.outer import LEAST_BYTES_PER_S, OuterStrategy, Part
 from potluck.training.strategies import Gossip
 
 if TYPE_CHECKING:
     from potluck.context import DistributedContext
+
+_log = logging.getLogger(__name__)
+_LEAST_PRESENT = 1e-6
+"""Less is rounding: no rank had finite numbers."""
 
 
 class GossipStrategy(OuterStrategy):
@@ -24,6 +31,11 @@ class GossipStrategy(OuterStrategy):
     Ranks are equal only after a round without samples, in which they take the mean over all ranks.
     The loop makes such a round before each checkpoint and at the end. A newcomer gets the
     parameters of the most senior member.
+
+    A tensor with NaN or inf does not count: its rank sends zeros, and 1 in place of 0 in a flag
+    beside the numbers, by whose mean all who receive it know how much is missing. So they, and the
+    rank itself, get the mean of the others, weighted as in the graph. ``num_nonfinite`` counts the
+    elements by name, on the rank that has them.
     """
 
     def __init__(
@@ -39,12 +51,21 @@ class GossipStrategy(OuterStrategy):
         self._are_equal = False
         self._whole: dict[int, bool] = {}
         self._graphs: dict[int, tuple[Graph, ...]] = {}  # by world size
+        self.num_nonfinite: Counter[str] = Counter()
 
     def begin(self, number: int) -> None:
         self._are_equal = False
 
     def close(self, number: int, *, whole: bool) -> None:
         self._whole[number] = whole
+        for name, tensor in zip(self._names, self._tensors, strict=True):
+            num = tensor.numel() - int(tensor.detach().isfinite().sum())
+            if num:
+                self.num_nonfinite[name] += num
+                _log.warning(
+                    "%s: %d of %d elements are inf or NaN after round %d on this rank: "
+                    "the mean leaves them out", name, num, tensor.numel(), number,
+                )  # fmt: skip
 
     @torch.no_grad()
     def start(
@@ -52,7 +73,7 @@ class GossipStrategy(OuterStrategy):
     ) -> Callable[[], None]:
         now = {index: tensor.detach().cpu() for index, tensor in enumerate(self._tensors)}
         parts = [part for parts in self._fragments for part in parts]
-        self._sums = [(part, part.flat(now, 1.0)) for part in parts]
+        self._sums = [(part, _with_flags(part, now)) for part in parts]
         timeout_s += sum(flat.nbytes for _, flat in self._sums) / LEAST_BYTES_PER_S
         options: dict[str, Any] = {"timeout": timeout_s, "async_op": True}
         if self._whole[number]:
@@ -73,7 +94,15 @@ class GossipStrategy(OuterStrategy):
 
     @torch.no_grad()
     def apply(self, number: int, fraction: float, *, delayed: bool) -> None:
+        missing = {
+            index: float(flag)
+            for part, flat in self._sums
+            for index, flag in zip(part.bucket.parameters, flat[part.bucket.numel :], strict=True)
+        }
         for index, mean in self._gradients():
+            if missing[index]:
+                present = 1 - missing[index]
+                mean = mean / present if present > _LEAST_PRESENT else mean.fill_(math.nan)
             self._tensors[index].copy_(mean)
         self._are_equal = self._whole.pop(number)
         self._sums = []
@@ -90,3 +119,12 @@ class GossipStrategy(OuterStrategy):
     def fingerprint(self) -> str:
         """Of the parameters where they are equal on all ranks; else of their names."""
         return fingerprint(list(self._tensors) if self._are_equal else self._names)
+
+
+def _with_flags(part: Part, now: Mapping[int, Tensor]) -> Tensor:
+    """The tensors of a part, then a flag for each: 1 for zeros in place of one that is not
+    finite."""
+    bad = {index for index in part.bucket.parameters if not now[index].isfinite().all()}
+    sent = {index: torch.zeros_like(t) if index in bad else t for index, t in now.items()}
+    flags = torch.tensor([float(i in bad) for i in part.bucket.parameters], dtype=part.dtype)
+    return torch.cat([part.flat(sent, 1.0), flags])

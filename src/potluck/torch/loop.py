@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -223,6 +224,16 @@ class ElasticLoop(elastic.ElasticLoop):
     def parameter_hash(self) -> str:
         """Hex SHA3-256 of the model's parameters; equal on all ranks."""
         return parameter_hash(self._model)
+
+    @property
+    def num_nonfinite(self) -> Counter[str]:
+        """By parameter: with ``Gossip`` how many of its elements were inf or NaN on this rank at
+        the end of a round, else of its compressed gradients (see ``DDP``)."""
+        if isinstance(self._outer, GossipStrategy):
+            return self._outer.num_nonfinite
+        if isinstance(self._model, DistributedDataParallel):
+            return self._model.num_nonfinite
+        return Counter()
 
     def _skip(self) -> None:
         """Commit the step without an update, for a scaler."""

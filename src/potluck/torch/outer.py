@@ -37,7 +37,7 @@ LEAST_BYTES_PER_S = 100_000
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class Part:
     """Tensors that are reduced as one flat array."""
 
     number: int
@@ -101,9 +101,9 @@ class OuterStrategy:
             for fragment in partition([t.numel() for t in self._tensors], self.num_fragments)
         ]
         self._kept: dict[int, dict[int, Tensor]] = {}  # by round and tensor: pseudo-gradients
-        self._residuals: dict[_Part, Any] = {}
-        self._trials: dict[_Part, Any] = {}  # what the residuals become if the round counts
-        self._sums: list[tuple[_Part, Tensor]] = []
+        self._residuals: dict[Part, Any] = {}
+        self._trials: dict[Part, Any] = {}  # what the residuals become if the round counts
+        self._sums: list[tuple[Part, Tensor]] = []
 
     # ------------------------------------------------------------ a round
 
@@ -142,7 +142,7 @@ class OuterStrategy:
         return wait
 
     def _start(
-        self, ctx: DistributedContext, number: int, part: _Part, flat: Tensor, timeout_s: float
+        self, ctx: DistributedContext, number: int, part: Part, flat: Tensor, timeout_s: float
     ) -> Callable[[], object]:
         if self._compression is None or not part.is_trained:
             work = ctx.all_reduce(flat, "sum", timeout=timeout_s, async_op=True)
@@ -189,7 +189,7 @@ class OuterStrategy:
                 tensor = self._tensors[index]
                 yield index, flat[offset : offset + tensor.numel()].view(tensor.shape)
 
-    def _lay_out(self, fragment: tuple[int, ...]) -> list[_Part]:
+    def _lay_out(self, fragment: tuple[int, ...]) -> list[Part]:
         """The parts of a fragment that are reduced one by one."""
         tensors = [self._tensors[index] for index in fragment]
         slots = [
@@ -202,7 +202,7 @@ class OuterStrategy:
             own = tuple(fragment[place] for place in bucket.parameters)
             number, self._num_parts = self._num_parts, self._num_parts + 1
             parts.append(
-                _Part(
+                Part(
                     number,
                     Bucket(own, bucket.offsets, bucket.numel),
                     _wide(self._tensors[own[0]]),
