@@ -222,7 +222,7 @@ class ElasticLoop(elastic.ElasticLoop):
                 self.add_noise(*seen)
 
     def parameter_hash(self) -> str:
-        """Hex SHA3-256 of the model's parameters; equal on all ranks."""
+        """Hex SHA-256 of the model's parameters; equal on all ranks."""
         return parameter_hash(self._model)
 
     @property

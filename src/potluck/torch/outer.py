@@ -290,7 +290,7 @@ class OuterStrategy:
                         residual[offset : offset + size] += np.asarray(state[self._names[index]])
 
     def fingerprint(self) -> str:
-        """Hex SHA3-256 of the global parameters."""
+        """Hex SHA-256 of the global parameters."""
         anchors = self._anchors
         return fingerprint(anchors if anchors is not None else list(self._tensors))
 

@@ -149,7 +149,7 @@ class TorchReplica:
 
 
 def parameter_hash(model: nn.Module) -> str:
-    """Hex SHA3-256 of the model's parameters: their dtypes, shapes and bits."""
+    """Hex SHA-256 of the model's parameters: their dtypes, shapes and bits."""
     return fingerprint(list(model.parameters()))
 
 

@@ -29,10 +29,10 @@ class Replica(Protocol):
         """Set the replica to ``state``, a result of ``capture`` on this or another rank."""
 
     def fingerprint(self) -> str:
-        """Hex SHA3-256 of the state that must be bit-identical on all ranks."""
+        """Hex SHA-256 of the state that must be bit-identical on all ranks."""
 
     def parameter_hash(self) -> str:
-        """Hex SHA3-256 of what was trained, for people to compare."""
+        """Hex SHA-256 of what was trained, for people to compare."""
 
     def remember(self, step: int) -> None:
         """At the start of step number ``step``: keep the state that the step may change before its
