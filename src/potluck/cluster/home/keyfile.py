@@ -62,12 +62,18 @@ def locked(path: Path, what: str) -> Iterator[None]:
         os.close(lock)
 
 
+UNKNOWN = (-1, -1, -1)
+"""The stamp of a file about which the system says nothing."""
+
+
 def stamp(path: Path) -> tuple[int, int, int] | None:
     """What changes whenever the file at ``path`` does; None if there is none."""
     try:
         status = os.stat(path)
-    except OSError:
+    except FileNotFoundError:
         return None
+    except OSError:
+        return UNKNOWN
     return (status.st_mtime_ns, status.st_ino, status.st_mode)
 
 

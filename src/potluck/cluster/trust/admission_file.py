@@ -20,6 +20,7 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from potluck.cluster.home.keyfile import (
+    UNKNOWN,
     load_or_create,
     locked,
     read_private,
@@ -51,7 +52,7 @@ class AdmissionFile:
     def __init__(self, home: Path, name: str = ADMISSIONS_FILE) -> None:
         self.path = home / name
         self._lock = threading.Lock()
-        self._stamp: tuple[int, int, int] | None = None
+        self._stamp: tuple[int, int, int] | None = UNKNOWN
         self._admissions: Admissions | None = None
 
     def load(self) -> Admissions | None:
@@ -146,7 +147,7 @@ class AdmissionFile:
 
     def _refresh(self) -> Admissions | None:
         now = stamp(self.path)
-        if now is not None and now == self._stamp:
+        if now == self._stamp != UNKNOWN:
             return self._admissions
         try:
             data = read_private(self.path, _WHAT, max_bytes=MAX_LIST_BYTES)
@@ -167,7 +168,7 @@ class AdmissionFile:
             )
         # Nobody but this user can write the file: the signatures were checked before it was.
         self._admissions = Admissions(file.founding, file.records, is_trusted=True)
-        self._stamp = now
+        self._stamp = UNKNOWN if now is None else now  # None: it was made meanwhile
         return self._admissions
 
 
