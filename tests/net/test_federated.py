@@ -23,7 +23,8 @@ from potluck.federated import Patience
 
 @federated.server
 def main(federation):
-    history = federation.run([np.zeros(2)], rounds=4, patience=Patience(min_clients=3))
+    patience = Patience(min_clients=3, deadline=60.0)
+    history = federation.run([np.zeros(2)], rounds=4, patience=patience)
     print("result", history.parameters[0][0], flush=True)
 """
 CLIENT = """

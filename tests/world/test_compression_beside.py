@@ -118,7 +118,11 @@ def test_an_error_of_a_strategy_comes_out_of_backward_and_leaves_residuals_as_th
         assert all(np.array_equal(found[name], kept[name]) for name in kept)
 
     run_world(1 + 1, work)
-    assert not [t for t in threading.enumerate() if t.name == "potluck-encode"]
+    # ``drain`` returns when a thread has nothing left to do, which is before its last instruction.
+    encoders = [each for each in threading.enumerate() if each.name == "potluck-encode"]
+    for each in encoders:
+        each.join(DEADLINE_S)
+    assert not any(each.is_alive() for each in encoders)
 
 
 class Late(Encoder):

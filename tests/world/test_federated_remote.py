@@ -39,7 +39,7 @@ def test_rounds_over_services(secure: SecureAggregation | None) -> None:
     def run(ctx: DistributedContext) -> History | None:
         if ctx.rank == 0:
             clients = RemoteClients(ctx)
-            patience = Patience(min_clients=3)
+            patience = Patience(min_clients=3, deadline=60.0)  # "adaptive": a second
             federation = Federation(clients, say=lambda text: None)
             options = {"rounds": 3, "strategy": Step(), "patience": patience, "secure": secure}
             history = federation.run([np.zeros(5)], **options)
@@ -105,7 +105,7 @@ def test_a_client_that_missed_its_deadline_is_asked_again_when_it_is_free() -> N
                     assert clients.wait(2, 20.0) == ["1", "2"]
                 return {}
 
-            patience = Patience(min_clients=1, deadline=3.0, min_updates=1)
+            patience = Patience(min_clients=1, deadline=6.0, min_updates=1)
             federation = Federation(clients, say=lambda text: None)
             options = {"rounds": 3, "strategy": AsksAll(), "patience": patience}
             history = federation.run([np.zeros(5)], evaluate=evaluate, **options)
@@ -120,5 +120,5 @@ def test_a_client_that_missed_its_deadline_is_asked_again_when_it_is_free() -> N
     history = run_world(3, run)[0]
     assert history is not None
     assert seen == [["1", "2"], ["1"], ["1", "2"]]
-    assert history.rounds[0].missing == {"2": "no answer within 3.0 s"}
+    assert history.rounds[0].missing == {"2": "no answer within 6.0 s"}
     assert history.rounds[2].arrived == ("1", "2")

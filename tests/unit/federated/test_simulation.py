@@ -269,8 +269,11 @@ def test_a_deadline_ends_a_round_and_names_the_late_client() -> None:
             goes_on.set()
 
     history = federated.simulate(main, train, num_clients=3, num_threads=3)
-    assert history.rounds[0].missing == {"1": "no answer within 0.2 s"}
-    assert history.rounds[0].arrived == ("0", "2")
+    [report] = history.rounds
+    assert report.missing["1"] == "no answer within 0.2 s"
+    # On a busy machine the others may be late, too.
+    assert {*report.arrived, *report.missing} == {"0", "1", "2"}
+    assert not {*report.arrived} & {*report.missing}
 
 
 def test_k_of_n_does_not_wait_for_the_slowest() -> None:

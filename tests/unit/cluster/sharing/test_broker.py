@@ -38,7 +38,7 @@ from potluck.cluster.sharing import broker
 from potluck.cluster.sharing.broker import Broker
 from support.links import new_credentials
 
-broker._REQUEST_S = 0.5
+broker._REQUEST_S = float(sys.argv[2])
 
 async def main():
     credentials, allowed = new_credentials(), set()
@@ -57,9 +57,9 @@ asyncio.run(main())
 class Agent:
     """A process with the broker of a job; this process has its sockets from there."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, request_s: float) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", AGENT, str(path)],
+            [sys.executable, "-c", AGENT, str(path), str(request_s)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -80,11 +80,14 @@ class Agent:
 
 
 @pytest.fixture
-def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
-    """In this process, which gets its sockets from it."""
+def agent(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Agent]:
+    """In this process, which gets its sockets from it. A parameter is how many seconds a worker has
+    to say what it asks for."""
     path = tmp_path / ("a folder with a name longer than an address of a Unix socket " * 2) / "b"
     path.parent.mkdir()
-    running = Agent(path)
+    running = Agent(path, getattr(request, "param", 30.0))
     monkeypatch.setenv(broker.VARIABLE, str(path))
     yield running
     running.close()
@@ -270,6 +273,7 @@ def test_junk_gets_an_answer(agent: Agent) -> None:
         assert isinstance(decode_answer(junk.recv(4096)), Denied)
 
 
+@pytest.mark.parametrize("agent", [0.5], indirect=True)
 def test_workers_that_ask_for_nothing_keep_others_waiting_for_a_moment(agent: Agent) -> None:
     with contextlib.ExitStack() as stack:
         crowd = [asks(agent, stack) for _ in range(MAX_REQUESTS)]
