@@ -1,7 +1,7 @@
 """Training over slow networks: how much of a step is computation, by strategy, beside Gloo.
 
-    python benchmarks/slow_networks.py --save --docs          # about 18 minutes; needs root
-    python benchmarks/slow_networks.py --save --docs --quick  # without cells of 10 s a step; 11
+    python benchmarks/slow_networks.py --save --docs          # about 24 minutes; needs root
+    python benchmarks/slow_networks.py --save --docs --quick  # without cells of 10 s a step; 17
     python benchmarks/slow_networks.py --networks 100mbit --hosts 2 --strategies int4 sparse
     python benchmarks/slow_networks.py --read benchmarks/results/DATE-slow_networks.json
 
@@ -50,7 +50,7 @@ ALL = (*timed.OURS, *timed.GLOO)
 _ENOUGH_S = 2.5
 """A cell takes further steps until it has taken this long."""
 _SLOWEST_QUICK_S = 10.0
-_SETTLE_S = 2.0
+_SETTLE_S, _OLD_PATH_S, _LONG_DELAY_S = 2.0, 10.5, 0.02
 DOCS = Path(__file__).parents[1] / "docs" / "slow-networks.md"
 MARK, END_MARK = "<!-- measured -->", "<!-- end of measured -->"
 
@@ -194,9 +194,11 @@ def predict_anew(result: dict[str, Any]) -> None:
 
 
 def settle(crew: Crew, kind: Kind) -> None:
-    """Send until the connections have found the rate of a network with a delay: their windows grow
-    once in a round trip, and shrink to what the network before could hold."""
+    """Wait, then send, until connections have found the rate of a network with a delay. Congestion
+    control by BBR takes the shortest round trip of the last 10 s for that of the path, and sends
+    too little for as long after a network without delay."""
     if kind.delay_s:
+        time.sleep(_OLD_PATH_S if kind.delay_s >= _LONG_DELAY_S else 0)
         crew.ask("send", nbytes=round(kind.bits_per_s / 8 * _SETTLE_S / 4), times=4)
 
 
