@@ -171,6 +171,45 @@ def test_a_backward_that_raised_is_forgotten_alike_by_ranks_of_unlike_speed() ->
     assert one.any()
 
 
+class Eager(Encoder):
+    """An encoder that is always done."""
+
+    def add(self, task: Callable[[], None]) -> None:
+        super().add(task)
+        super().drain()
+
+
+class Sparse(nn.Module):
+    """Layers, and an embedding before them whose gradient no reducer takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 64, sparse=True)
+        self.layers = layers()
+
+    def forward(self, x: torch.Tensor, is_looked_up: bool) -> torch.Tensor:
+        out: torch.Tensor = self.layers(self.table(x) if is_looked_up else torch.ones(2, 64))
+        return out
+
+
+def test_a_gradient_that_is_refused_leaves_ranks_of_unlike_speed_at_the_same_call() -> None:
+    """When it is refused a rank has sent four buckets, and the other one none."""
+
+    def work(ctx: DistributedContext) -> list[torch.Tensor | None]:
+        model = DDP(Sparse(), ctx, compression=TopK(0.1), **SMALL_BUCKETS)
+        model.compression.encoder = Late() if ctx.rank else Eager()
+        with pytest.raises(TypeError, match="can't be reduced; use dense"):
+            model(torch.tensor([1, 2]), True).sum().backward()
+        model.zero_grad()
+        model(torch.tensor([1, 2]), False).sum().backward()
+        return [each.weight.grad for each in model.module.layers]
+
+    one, two = run_world(2, work)
+    for mine, other in zip(one, two, strict=True):
+        assert mine.any()
+        assert torch.equal(mine, other)
+
+
 @pytest.mark.parametrize("strategy", [TopK(0.1), PowerSGD(2, start_step=0)], ids=repr)
 def test_a_backward_that_raised_half_way_counts_for_nothing(strategy: Strategy) -> None:
     """The script's own error, of which the reducer is not told, and which the script survives."""

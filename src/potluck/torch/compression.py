@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections import Counter
@@ -144,7 +145,9 @@ class Compression:
 
     def end_backward(self, *, failed: bool) -> None:
         """Called when all buckets of a backward are reduced, or when it has failed."""
-        self.encoder.drop()
+        with contextlib.suppress(Exception):  # of what is undone below
+            # Not dropped: ranks of unlike speed that meet one error would have made unlike calls.
+            self.encoder.drain()
         self._is_in_backward = False
         if not self._is_open and failed:
             self.undo()
