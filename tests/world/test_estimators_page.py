@@ -26,7 +26,7 @@ def run(ctx: DistributedContext) -> None:
 def test_every_snippet_runs_alone_and_on_two_ranks(
     world_size: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert len(SNIPPETS) == 7
+    assert len(SNIPPETS) == 8
     run_world(world_size, run, timeout_s=60)
     printed = capsys.readouterr().out
     assert "[[0, 1, 5], [2, 3, 4]]" in printed

@@ -14,7 +14,7 @@ from sklearn.datasets import load_diabetes, load_digits
 
 import potluck
 from potluck.context import DistributedContext
-from potluck.errors import CallbackError
+from potluck.errors import CallbackError, RemoteError
 from potluck.testing.elastic import ElasticWorld, MortalContext
 from potluck.testing.world import WorldError, run_world
 from potluck.torch import LossScale, NoiseBatching
@@ -153,19 +153,130 @@ def test_gradients_are_aggregated_and_models_synchronized() -> None:
     run_world(2, train)
 
 
-def test_other_strategies_say_what_there_is() -> None:
+SIZES: dict[str, Any] = {"input_dim": 64, "hidden_dims": [32, 16], "output_dim": 10}
+
+
+def trained(ctx: DistributedContext, strategy: TrainingStrategy) -> tuple[float, Any, list[float]]:
+    """Accuracy, parameters and losses after four epochs."""
+    told: list[tuple[int, float]] = []
+    trainer = potluck.DistributedNeuralNetTrainer(ctx, strategy, **SIZES)
+    trainer.register_callback(lambda epoch, loss: told.append((epoch, loss)))
+    data = shard(ctx) if strategy is TrainingStrategy.FEDERATED else (X, Y)
+    trainer.train_epoch(*data)
+    loss = trainer.train(*data, epochs=3)
+    assert [epoch for epoch, _ in told] == list(range(4))
+    assert trainer.epochs == 4
+    assert loss == trainer.get_global_loss() == pytest.approx(told[-1][1], rel=0.05)
+    found = trainer.predict(X)
+    assert found.shape == (len(X), 10)
+    parameters = trainer.get_parameters()
+    trainer.set_parameters({name: np.zeros_like(each) for name, each in parameters.items()})
+    assert not trainer.predict(X).any()
+    trainer.set_parameters(parameters)
+    np.testing.assert_array_equal(trainer.predict(X), found)
+    accuracy = float((found.argmax(axis=1) == Y).mean())
+    return accuracy, parameters, [loss for _, loss in told]
+
+
+@pytest.fixture(scope="module")
+def alone() -> tuple[float, Any, list[float]]:
+    """One worker that trains alone."""
+    return run_world(1, lambda ctx: trained(ctx, TrainingStrategy.DATA_PARALLEL))[0]
+
+
+@pytest.mark.parametrize("strategy", TrainingStrategy)
+def test_a_network_learns_the_digits_by_every_strategy(
+    strategy: TrainingStrategy, alone: tuple[float, Any, list[float]]
+) -> None:
+    """Within two points of one worker that trains alone."""
+    serial, shapes, _ = alone
+    results = run_world(2, lambda ctx: trained(ctx, strategy))
+    for accuracy, parameters, losses in results:
+        assert accuracy > serial - 0.02 > 0.9
+        assert losses[-1] < losses[0] / 3
+        assert parameters.keys() == shapes.keys()
+        for name, each in parameters.items():
+            np.testing.assert_array_equal(each, results[0][1][name])
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_network_cut_by_layers_is_the_network_of_one_worker(world_size: int) -> None:
+    """The same batches and the same Adam; only sums are in another order."""
+
+    def train(ctx: DistributedContext) -> Any:
+        trainer = potluck.DistributedNeuralNetTrainer(ctx, TrainingStrategy.MODEL_PARALLEL, **SIZES)
+        trainer.train(X[:500], Y[:500], epochs=2)
+        return trainer.get_parameters()
+
+    [alone] = run_world(1, train)
+    for found in run_world(world_size, train):
+        for name, each in found.items():
+            np.testing.assert_allclose(each, alone[name], atol=1e-4)
+
+
+def test_a_federated_network_goes_on_without_a_worker_that_is_killed() -> None:
+    def train(ctx: MortalContext) -> float:
+        trainer = potluck.DistributedNeuralNetTrainer(ctx, TrainingStrategy.FEDERATED, **SIZES)
+        return trainer.train(*shard(ctx), epochs=3)
+
+    world = ElasticWorld(3, train, dies=lambda worker, _, moment: (worker, moment) == ("1", 9))
+    assert set(world.run()) == {"0", "2"}
+
+
+def test_a_federated_mean_is_weighted_by_samples_and_an_empty_rank_counts_nothing() -> None:
+    def train(ctx: DistributedContext) -> Any:
+        trainer = potluck.DistributedNeuralNetTrainer(ctx, TrainingStrategy.FEDERATED, **SIZES)
+        mine = slice(0, 500 if ctx.rank == 0 else 0)
+        loss = trainer.train_epoch(X[mine], Y[mine])
+        assert loss == pytest.approx(trainer.get_global_loss())
+        assert np.isnan(trainer.get_local_loss()) == (ctx.rank == 1)
+        return trainer.get_parameters()
+
+    one, two = run_world(2, train)
+    assert all(np.array_equal(one[name], two[name]) for name in one)
+
+
+def test_a_federated_rank_whose_samples_have_nan_is_named_to_all() -> None:
+    def train(ctx: DistributedContext) -> None:
+        trainer = potluck.DistributedNeuralNetTrainer(ctx, TrainingStrategy.FEDERATED, **SIZES)
+        mine = X[:100] if ctx.rank == 0 else np.full((100, 64), np.nan)
+        trainer.train_epoch(mine, Y[:100])
+
+    with pytest.raises(WorldError) as caught:
+        run_world(2, train)
+    assert isinstance(caught.value.errors[1], ValueError)
+    assert isinstance(caught.value.errors[0], RemoteError)
+    assert all("rank 1 has NaN or inf" in str(each) for each in caught.value.errors.values())
+
+
+def test_mistakes_with_strategies_are_named() -> None:
     def ask(ctx: DistributedContext) -> None:
-        with pytest.raises(ValueError, match="DATA_PARALLEL, not FEDERATED: it does not exist yet"):
-            potluck.DistributedKMeansTrainer(ctx, strategy=TrainingStrategy.FEDERATED)
-        with pytest.raises(ValueError, match=r"not MODEL_PARALLEL: .* docs/parallelism\.md"):
-            potluck.DistributedKMeansTrainer(ctx, strategy=TrainingStrategy.MODEL_PARALLEL)
+        kinds = TrainingStrategy
+        with pytest.raises(ValueError, match="DATA_PARALLEL, not FEDERATED: its model comes from"):
+            potluck.DistributedKMeansTrainer(ctx, strategy=kinds.FEDERATED)
         with pytest.raises(TypeError, match=r"pass a potluck\.TrainingStrategy"):
             potluck.DistributedKMeansTrainer(ctx, strategy="ring")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="every layer needs at least 1"):
             potluck.DistributedNeuralNetTrainer(ctx, input_dim=4, hidden_dims=[0], output_dim=1)
+        sizes: dict[str, Any] = {"input_dim": 64, "hidden_dims": [], "output_dim": 10}
+        with pytest.raises(ValueError, match="1 layers can't be cut for 2 workers"):
+            potluck.DistributedNeuralNetTrainer(ctx, kinds.MODEL_PARALLEL, **sizes)
+        trainer = potluck.DistributedNeuralNetTrainer(ctx, kinds.PARAMETER_SERVER, **sizes)
+        with pytest.raises(ValueError, match="1 samples are too few for 2 workers"):
+            trainer.train_epoch(X[:1], Y[:1])
+        trainer.set_loss_scaling(LossScale(scale=8.0))
+        with pytest.raises(ValueError, match="PARAMETER_SERVER has no loss scaling"):
+            trainer.train_epoch(X, Y)
+        trainer = potluck.DistributedNeuralNetTrainer(ctx, kinds.DECENTRALIZED, **sizes)
+        trainer.enable_dynamic_batching(NoiseBatching(min_batch=32, max_batch=256))
+        with pytest.raises(ValueError, match="batching"):
+            trainer.train_epoch(X, Y)
+        trainer = potluck.DistributedNeuralNetTrainer(ctx, kinds.MODEL_PARALLEL, **SIZES)
+        with pytest.raises(ValueError, match="are needed"):
+            trainer.set_parameters({"0.weight": np.zeros((32, 64))})
         assert issubclass(potluck.DistributedNeuralNetTrainer, DistributedTrainer)
 
-    run_world(1, ask)
+    run_world(2, ask)
 
 
 def test_a_callback_that_raises_is_named() -> None:

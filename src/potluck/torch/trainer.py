@@ -1,11 +1,14 @@
-"""A trainer of dense neural networks: an elastic loop over a small model."""
+"""A trainer of dense neural networks, by each of the strategies."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -13,26 +16,50 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from potluck.parameter_server import Adam, ParameterServer
 from potluck.torch.amp import GradScaler
 from potluck.torch.ddp import DistributedDataParallel
+from potluck.torch.layer_pipeline import LayerPipeline
 from potluck.torch.loop import ElasticLoop
+from potluck.torch.parameter_server import ParameterServerStrategy
+from potluck.training import elastic
 from potluck.training.noise import NoiseBatching
 from potluck.training.policy import Policy
+from potluck.training.replica import StateReplica
+from potluck.training.sampler import Schedule
 from potluck.training.scaling import LossScale
+from potluck.training.strategies import Gossip
 from potluck.training.trainer import DistributedTrainer, Parameters, TrainingStrategy
 
 if TYPE_CHECKING:
     from potluck.context import DistributedContext
 
 
-class DistributedNeuralNetTrainer(DistributedTrainer):
-    """A dense network with ReLU, trained with Adam by an
-    [ElasticLoop][potluck.torch.ElasticLoop], on the CPU.
+_numbers: WeakKeyDictionary[DistributedContext, itertools.count[int]] = WeakKeyDictionary()
+"""Of the parameter servers of trainers, by context: equal on all ranks."""
 
-    ``model`` is the DistributedDataParallel model, ``optimizer`` its Adam. ``batch_size`` counts
-    the samples of all ranks together. Integer targets are classes (cross entropy), others are
-    values (mean squared error). All ranks begin with rank 0's weights, which ``seed`` determines.
+
+class DistributedNeuralNetTrainer(DistributedTrainer):
+    """A dense network with ReLU, trained with Adam, on the CPU.
+
+    | strategy | samples given to ``train`` | what a rank does | a lost worker |
+    |---|---|---|---|
+    | DATA_PARALLEL | all, on every rank | its share of each step | costs a repeated step |
+    | DECENTRALIZED | all, on every rank | the same, then a mean with neighbours | costs no step |
+    | FEDERATED | its own | an epoch; then a mean by samples | costs a repeated epoch |
+    | PARAMETER_SERVER | all, on every rank | its share; worker 0 makes the update | an error |
+    | MODEL_PARALLEL | all, on every rank | some of the layers | an error |
+
+    The first two are an [ElasticLoop][potluck.torch.ElasticLoop]. ``batch_size`` counts the samples
+    of all ranks together. Integer targets are classes (cross entropy), others are values (mean
+    squared error). All ranks begin with rank 0's weights, which ``seed`` determines.
+
+    ``model`` is the DistributedDataParallel model; with MODEL_PARALLEL it has this rank's layers,
+    and ``get_parameters`` and ``predict`` are collective calls. ValueError for more ranks than
+    layers, or options that a strategy does not have.
     """
+
+    strategies = frozenset(TrainingStrategy)
 
     def __init__(
         self,
@@ -55,8 +82,18 @@ class DistributedNeuralNetTrainer(DistributedTrainer):
         random = torch.Generator().manual_seed(seed)
         for before, after in itertools.pairwise(sizes):
             layers += [_linear(before, after, random), nn.ReLU()]
-        self.model = DistributedDataParallel(nn.Sequential(*layers[:-1]), ctx=ctx)
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=learning_rate)
+        network = nn.Sequential(*layers[:-1])
+        self._pipeline: LayerPipeline | None = None
+        self._server: ParameterServerStrategy | None = None
+        self._network = network
+        self.model: nn.Module
+        if strategy is TrainingStrategy.MODEL_PARALLEL:
+            self._pipeline = LayerPipeline(ctx, network)
+            self.model = self._network = self._pipeline.part
+        else:
+            self.model = DistributedDataParallel(network, ctx=ctx)
+        self.learning_rate = learning_rate
+        self.optimizer = torch.optim.Adam(self._network.parameters(), lr=learning_rate)
         self.batch_size, self.seed = batch_size, seed
         self._autocast: torch.dtype | None = None
         self._scaler = GradScaler(enabled=False)
@@ -71,14 +108,31 @@ class DistributedNeuralNetTrainer(DistributedTrainer):
     def train(self, X: Any, y: Any, epochs: int = 1) -> float:
         """Train for ``epochs`` passes; returns the global loss of the last. A collective call.
 
-        ``X``, of shape (n, input_dim), and ``y`` are *all* samples, the same on every rank: each
-        rank computes on its share of every mini-batch. A worker that is lost costs one repeated
-        step; a worker that joins goes on with the epoch of the others, so pass all epochs to one
-        call where workers come and go.
+        ``X``, of shape (n, input_dim), and ``y`` are *all* samples, the same on every rank; with
+        FEDERATED they are this rank's own. Where workers come and go pass all epochs to one call:
+        a worker that joins goes on with the epoch of the others.
         """
         targets = torch.as_tensor(y)
         is_classes = not targets.is_floating_point()
         data = (torch.as_tensor(X, dtype=torch.float32), targets if is_classes else targets.float())
+        has_loop = self.strategy in (TrainingStrategy.DATA_PARALLEL, TrainingStrategy.DECENTRALIZED)
+        if not has_loop and (self._scaler.enabled or self._batching is not None):
+            raise ValueError(
+                f"{self.strategy.name} has no loss scaling and no dynamic batches: take "
+                "DATA_PARALLEL, or leave them out"
+            )
+        if has_loop:
+            self._train_in_loop(data, is_classes, epochs)
+        elif self.strategy is TrainingStrategy.FEDERATED:
+            self._train_at_home(data, is_classes, epochs)
+        else:
+            way = self._train_in_layers if self._pipeline is not None else self._train_by_server
+            for _ in range(epochs):
+                self._end_epoch(*way(data, is_classes))
+        return self.get_global_loss()
+
+    def _train_in_loop(self, data: tuple[Tensor, Tensor], is_classes: bool, epochs: int) -> None:
+        """DATA_PARALLEL and DECENTRALIZED."""
         mine = _EpochLoss()
         job = ElasticLoop(
             self.model,
@@ -91,11 +145,12 @@ class DistributedNeuralNetTrainer(DistributedTrainer):
             policy=Policy(batching=self._batching),
             callbacks=[mine, *(_Shifted(self, each) for each in self.callbacks)],
             ctx=self.ctx,
+            strategy=Gossip() if self.strategy is TrainingStrategy.DECENTRALIZED else None,
         )
         for inputs, wanted in job:
             with job.step():
                 self.optimizer.zero_grad()
-                with torch.autocast("cpu", self._autocast, enabled=self._autocast is not None):
+                with self._precision():
                     loss = _loss(self.model(inputs), wanted, is_classes)
                 self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
                 job.log(loss=loss)
@@ -104,7 +159,92 @@ class DistributedNeuralNetTrainer(DistributedTrainer):
                 mine.add(loss.item(), len(inputs))
         self.epochs += epochs
         self._local_loss, self._num_samples = mine.last
-        return self.get_global_loss()
+
+    def _train_at_home(self, data: tuple[Tensor, Tensor], is_classes: bool, epochs: int) -> None:
+        """FEDERATED: each step of the loop is one epoch of every rank, and a weighted mean
+        (McMahan et al., "Communication-efficient learning of deep networks from decentralized
+        data", 2017, algorithm 1)."""
+        replica = StateReplica(self.get_parameters, self.set_parameters)
+        callbacks = [_Shifted(self, each) for each in self.callbacks]
+        schedule = Schedule(1, 1, epochs=epochs, shuffle=False)
+        job = elastic.ElasticLoop(self.ctx, schedule, replica, callbacks=callbacks)
+        num = len(data[0])
+        for _ in job:
+            with job.step():
+                model = copy.deepcopy(self._network)
+                size = max(1, self.batch_size // self.ctx.world_size)
+                optimizer = torch.optim.Adam(model.parameters(), lr=self.learning_rate)
+                seed = self.seed + self.epochs + 1000 * self.ctx.rank
+                local = 0.0
+                for chosen in torch.split(_shuffled(num, seed), size) if num else ():
+                    optimizer.zero_grad()
+                    with self._precision():
+                        loss = _loss(model(data[0][chosen]), data[1][chosen], is_classes)
+                    loss.backward()  # type: ignore[no-untyped-call]
+                    optimizer.step()
+                    local += loss.item() * len(chosen)
+                state = model.state_dict()
+                mine = [each.double().flatten() * num for each in state.values()]
+                total = torch.cat([*mine, torch.tensor([local, num], dtype=torch.float64)])
+                if not total.isfinite().all():
+                    raise ValueError(
+                        f"rank {self.ctx.rank} has NaN or inf after an epoch on its own samples: "
+                        "look at them, or take a smaller learning_rate"
+                    )
+                self.ctx.all_reduce(total)
+                if not total[-1]:
+                    raise ValueError("no worker has a sample")
+                total /= total[-1].clone()
+                job.commit(loss=total[-2].item())
+                parts = torch.split(total[:-2], [each.numel() for each in state.values()])
+                with torch.no_grad():
+                    for name, part in zip(state, parts, strict=True):
+                        self._network.state_dict()[name].copy_(part.reshape(state[name].shape))
+                self.epochs += 1
+                self._local_loss, self._num_samples = local / num if num else math.nan, num
+
+    def _train_by_server(self, data: tuple[Tensor, Tensor], is_classes: bool) -> tuple[float, int]:
+        """PARAMETER_SERVER: this rank's loss in one epoch, and the number of its samples."""
+        ctx, num = self.ctx, len(data[0])
+        if num < ctx.world_size:
+            raise ValueError(f"{num} samples are too few for {ctx.world_size} workers")
+        if self._server is None:
+            number = next(_numbers.setdefault(ctx, itertools.count()))
+            ps = ParameterServer(ctx, optimizer=Adam(self.learning_rate), name=f"trainer {number}")
+            self._server = ParameterServerStrategy(self._network, ps)
+        # Every rank takes equally many steps, so that the server never waits for one.
+        num_steps = min(-(-num // self.batch_size), num // ctx.world_size)
+        mine = _shuffled(num, self.seed + self.epochs)[ctx.rank :: ctx.world_size]
+        total = 0.0
+        for chosen in mine.tensor_split(num_steps):
+            self._server.zero_grad()
+            with self._precision():
+                loss = _loss(self._network(data[0][chosen]), data[1][chosen], is_classes)
+            loss.backward()  # type: ignore[no-untyped-call]
+            self._server.step()
+            total += loss.item() * len(chosen)
+        return total / len(mine), len(mine)
+
+    def _train_in_layers(self, data: tuple[Tensor, Tensor], is_classes: bool) -> tuple[float, int]:
+        """MODEL_PARALLEL: the loss of one epoch, which the last rank has, and its samples."""
+        assert self._pipeline is not None
+        total, num = 0.0, 0
+        order = _shuffled(len(data[0]), self.seed + self.epochs)
+        for chosen in torch.split(order, self.batch_size):
+            self.optimizer.zero_grad()
+            with self._precision():
+                loss = self._pipeline.step(
+                    data[0][chosen],
+                    data[1][chosen],
+                    lambda found, wanted: _loss(found, wanted, is_classes),
+                )
+            self.optimizer.step()
+            if loss is not None:
+                total, num = total + loss * len(chosen), num + len(chosen)
+        return (total / num, num) if num else (math.nan, 0)
+
+    def _precision(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.autocast("cpu", self._autocast, enabled=self._autocast is not None)
 
     def set_mixed_precision(self, enabled: bool = True) -> None:
         """Compute in bfloat16 in later epochs (torch.autocast); parameters stay in float32."""
@@ -119,18 +259,28 @@ class DistributedNeuralNetTrainer(DistributedTrainer):
         self._batching = batching
 
     def get_parameters(self) -> Parameters:
-        state = self.model.module.state_dict()
+        if self._pipeline is not None:
+            return dict(self._pipeline.gather())
+        state = self._network.state_dict()
         return {name: value.detach().numpy().copy() for name, value in state.items()}
 
     def set_parameters(self, parameters: Mapping[str, NDArray[Any]]) -> None:
+        if self._pipeline is not None:
+            return self._pipeline.load(parameters)
         state = {name: torch.from_numpy(np.array(value)) for name, value in parameters.items()}
-        self.model.module.load_state_dict(state)
+        self._network.load_state_dict(state)
+        if self._server is not None:
+            self._server.ps.set_parameters("model", dict(parameters), replace=True)
+            self._server.pull()
 
     def predict(self, X: Any) -> NDArray[Any]:
         """The outputs of the network: float32, of shape (n, output_dim). For classes take the
-        argmax of each row."""
+        argmax of each row. Local, but with MODEL_PARALLEL a collective call."""
+        inputs = torch.as_tensor(X, dtype=torch.float32)
+        if self._pipeline is not None:
+            return self._pipeline.predict(inputs).numpy()
         with torch.no_grad():
-            found: Tensor = self.model.module(torch.as_tensor(X, dtype=torch.float32))
+            found: Tensor = self._network(inputs)
         return found.numpy()
 
 
@@ -173,6 +323,10 @@ def _linear(before: int, after: int, random: torch.Generator) -> nn.Linear:
     nn.init.uniform_(layer.weight, -bound, bound, generator=random)
     nn.init.uniform_(layer.bias, -bound, bound, generator=random)
     return layer
+
+
+def _shuffled(num: int, seed: int) -> Tensor:
+    return torch.randperm(num, generator=torch.Generator().manual_seed(seed))
 
 
 def _loss(found: Tensor, wanted: Tensor, is_classes: bool) -> Tensor:

@@ -6,7 +6,7 @@ import enum
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,27 +26,23 @@ class TrainingStrategy(enum.Enum):
     DATA_PARALLEL = "data_parallel"
     """Every rank has the whole model and a part of the samples; they agree in every step."""
     MODEL_PARALLEL = "model_parallel"
-    """Every rank has a part of the model."""
+    """Every rank has some layers of the model."""
     PARAMETER_SERVER = "parameter_server"
-    """Servers keep the model; workers push gradients and pull parameters."""
+    """A server keeps the model; workers push gradients and pull parameters."""
     DECENTRALIZED = "decentralized"
     """Ranks agree with their neighbours only."""
     FEDERATED = "federated"
-    """Ranks train for long on their own samples; then they agree."""
-
-
-_ELSEWHERE = {
-    TrainingStrategy.MODEL_PARALLEL: "for parts of a model on each rank see docs/parallelism.md: "
-    "torch's FSDP2, tensor parallelism and pipelining run on potluck's process group",
-}
+    """Ranks have samples of their own, which stay there; they agree after each epoch."""
 
 
 class DistributedTrainer(ABC):
-    """The base of the trainers. Only ``TrainingStrategy.DATA_PARALLEL`` is available.
+    """The base of the trainers. Which strategies a class has is in ``strategies``.
 
     ``callbacks`` are as those of the elastic loop: objects with methods such as
     ``on_epoch_end(epoch, loss)``, or functions ``f(epoch, loss)``. ValueError for another strategy.
     """
+
+    strategies: ClassVar[frozenset[TrainingStrategy]] = frozenset({TrainingStrategy.DATA_PARALLEL})
 
     def __init__(
         self,
@@ -55,11 +51,11 @@ class DistributedTrainer(ABC):
     ) -> None:
         if not isinstance(strategy, TrainingStrategy):
             raise TypeError(f"strategy is {strategy!r}: pass a potluck.TrainingStrategy")
-        if strategy is not TrainingStrategy.DATA_PARALLEL:
-            remedy = _ELSEWHERE.get(strategy, "it does not exist yet")
+        if strategy not in self.strategies:
             raise ValueError(
                 f"{type(self).__name__} has TrainingStrategy.DATA_PARALLEL, not {strategy.name}: "
-                f"{remedy}"
+                "its model comes from sums over all ranks. DistributedNeuralNetTrainer has all "
+                "strategies"
             )
         self.ctx = ctx
         self.strategy = strategy
