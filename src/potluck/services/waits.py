@@ -47,9 +47,9 @@ class WaitingCalls:
         call = _Call(attempt, otherwise, time.monotonic() + wait_s)
         if not self._is_over(call):
             self._calls.append(call)
-            if not self._is_ticking:
-                self._is_ticking = True
+            if not self._is_ticking:  # the thread waits for ``changed``, which is held
                 start_thread(self._tick, name=self._thread, on_broken=self._broken)
+                self._is_ticking = True
         return call.future
 
     def look(self) -> None:

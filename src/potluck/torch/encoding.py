@@ -23,15 +23,15 @@ class Encoder:
         self._error: BaseException | None = None
 
     def add(self, task: Callable[[], None]) -> None:
-        """Run ``task()`` after those that were added before."""
+        """Run ``task()`` after those that were added before. RuntimeError if the system has no
+        thread for it."""
         with self._changed:
             if self._error is not None:
                 return
+            if not self._is_running:  # the thread waits for the end of this block
+                start_thread(self._run, name="potluck-encode", on_broken=self._broke)
+                self._is_running = True
             self._tasks.append(task)
-            if self._is_running:
-                return
-            self._is_running = True
-        start_thread(self._run, name="potluck-encode", on_broken=self._broke)
 
     def drain(self) -> None:
         """Wait until all have run; raises what a function has raised."""
@@ -67,4 +67,5 @@ class Encoder:
     def _broke(self, error: BaseException) -> None:
         with self._changed:
             self._error, self._is_running = error, False
+            self._tasks.clear()
             self._changed.notify_all()
