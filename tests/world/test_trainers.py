@@ -174,6 +174,8 @@ def trained(ctx: DistributedContext, strategy: TrainingStrategy) -> tuple[float,
     assert not trainer.predict(X).any()
     trainer.set_parameters(parameters)
     np.testing.assert_array_equal(trainer.predict(X), found)
+    trainer.synchronize_model(root=1 % ctx.world_size)
+    np.testing.assert_array_equal(trainer.predict(X), found)
     accuracy = float((found.argmax(axis=1) == Y).mean())
     return accuracy, parameters, [loss for _, loss in told]
 
@@ -197,6 +199,32 @@ def test_a_network_learns_the_digits_by_every_strategy(
         assert parameters.keys() == shapes.keys()
         for name, each in parameters.items():
             np.testing.assert_array_equal(each, results[0][1][name])
+
+
+@pytest.mark.parametrize("epochs", [0, 1], ids=["before training", "after an epoch"])
+def test_what_a_rank_sets_is_its_own_until_all_train_and_then_the_servers(epochs: int) -> None:
+    """From weights of zero only the last bias moves: ReLU passes no gradient on."""
+
+    def train(ctx: DistributedContext) -> Any:
+        trainer = potluck.DistributedNeuralNetTrainer(
+            ctx, TrainingStrategy.PARAMETER_SERVER, **SIZES
+        )
+        if epochs:
+            trainer.train_epoch(X[:200], Y[:200])
+        before = trainer.predict(X)
+        if ctx.rank == 1:
+            trainer.set_parameters({n: 0 * each for n, each in trainer.get_parameters().items()})
+            assert not trainer.predict(X).any()
+        ctx.barrier()
+        if ctx.rank == 0:
+            np.testing.assert_array_equal(trainer.predict(X), before)
+        trainer.train_epoch(X[:200], Y[:200])
+        return trainer.get_parameters()
+
+    one, two = run_world(2, train)
+    assert not one["0.weight"].any()
+    assert one["4.bias"].any()
+    assert all(np.array_equal(one[name], two[name]) for name in one)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -264,6 +292,8 @@ def test_mistakes_with_strategies_are_named() -> None:
         trainer = potluck.DistributedNeuralNetTrainer(ctx, kinds.PARAMETER_SERVER, **sizes)
         with pytest.raises(ValueError, match="1 samples are too few for 2 workers"):
             trainer.train_epoch(X[:1], Y[:1])
+        with pytest.raises(ValueError, match="epochs is 0"):
+            trainer.train(X, Y, epochs=0)
         trainer.set_loss_scaling(LossScale(scale=8.0))
         with pytest.raises(ValueError, match="PARAMETER_SERVER has no loss scaling"):
             trainer.train_epoch(X, Y)

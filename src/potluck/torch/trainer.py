@@ -55,7 +55,8 @@ class DistributedNeuralNetTrainer(DistributedTrainer):
     squared error). All ranks begin with rank 0's weights, which ``seed`` determines.
 
     ``model`` is the DistributedDataParallel model; with MODEL_PARALLEL it has this rank's layers,
-    and ``get_parameters`` and ``predict`` are collective calls. ValueError for more ranks than
+    ``get_parameters`` and ``predict`` are collective calls, and only the last rank has a local
+    loss (NaN elsewhere). ValueError for more ranks than
     layers, or options that a strategy does not have.
     """
 
@@ -85,6 +86,7 @@ class DistributedNeuralNetTrainer(DistributedTrainer):
         network = nn.Sequential(*layers[:-1])
         self._pipeline: LayerPipeline | None = None
         self._server: ParameterServerStrategy | None = None
+        self._is_set = False  # by set_parameters, since the server was told
         self._network = network
         self.model: nn.Module
         if strategy is TrainingStrategy.MODEL_PARALLEL:
@@ -112,6 +114,8 @@ class DistributedNeuralNetTrainer(DistributedTrainer):
         FEDERATED they are this rank's own. Where workers come and go pass all epochs to one call:
         a worker that joins goes on with the epoch of the others.
         """
+        if epochs < 1:
+            raise ValueError(f"epochs is {epochs}; 1 or more are needed")
         targets = torch.as_tensor(y)
         is_classes = not targets.is_floating_point()
         data = (torch.as_tensor(X, dtype=torch.float32), targets if is_classes else targets.float())
@@ -211,7 +215,19 @@ class DistributedNeuralNetTrainer(DistributedTrainer):
         if self._server is None:
             number = next(_numbers.setdefault(ctx, itertools.count()))
             ps = ParameterServer(ctx, optimizer=Adam(self.learning_rate), name=f"trainer {number}")
+            first = self.get_parameters()
             self._server = ParameterServerStrategy(self._network, ps)
+            if self._is_set:  # the constructor pulled another rank's
+                self._load(first)
+        # Parameters that a rank has set since the last epoch are the server's before any rank
+        # computes; of several such ranks the first counts.
+        ranks = np.flatnonzero(ctx.all_gather(np.array([self._is_set], np.float64)))
+        if len(ranks):
+            if ctx.rank == ranks[0]:
+                self._server.ps.set_parameters("model", self.get_parameters(), replace=True)
+            ctx.barrier()
+            self._server.pull()
+        self._is_set = False
         # Every rank takes equally many steps, so that the server never waits for one.
         num_steps = min(-(-num // self.batch_size), num // ctx.world_size)
         mine = _shuffled(num, self.seed + self.epochs)[ctx.rank :: ctx.world_size]
@@ -265,13 +281,17 @@ class DistributedNeuralNetTrainer(DistributedTrainer):
         return {name: value.detach().numpy().copy() for name, value in state.items()}
 
     def set_parameters(self, parameters: Mapping[str, NDArray[Any]]) -> None:
+        """Set the model to ``parameters``, a result of ``get_parameters``, on this rank. With
+        PARAMETER_SERVER they are the server's when the next epoch begins; of several ranks that
+        have set them the first counts."""
         if self._pipeline is not None:
             return self._pipeline.load(parameters)
+        self._load(parameters)
+        self._is_set = True
+
+    def _load(self, parameters: Mapping[str, NDArray[Any]]) -> None:
         state = {name: torch.from_numpy(np.array(value)) for name, value in parameters.items()}
         self._network.load_state_dict(state)
-        if self._server is not None:
-            self._server.ps.set_parameters("model", dict(parameters), replace=True)
-            self._server.pull()
 
     def predict(self, X: Any) -> NDArray[Any]:
         """The outputs of the network: float32, of shape (n, output_dim). For classes take the
