@@ -145,23 +145,32 @@ def measure(
     latency_s, rate, crossing = _links(ctx) if ctx.world_size > 1 else (0.0, 0.0, 0.0)
     work = _Work(min(sum(map(math.prod, shapes)), _SAMPLE), processors)
     encoding, decoding = work.methods()
-    mine = [compute_s, latency_s, rate, crossing, work.copy_s(), work.hash_s(), -processors]
-    mine += [*encoding.values(), *decoding.values()]
-    rows = ctx.all_gather(np.array([mine]), timeout=_WAIT_S).reshape(ctx.world_size, -1)
-    slowest = rows.max(axis=0)
-    at, count = 7, len(encoding)
+    mine: dict[Any, float] = {
+        "compute_s": compute_s,
+        "latency_s": latency_s,
+        "bytes_per_s": rate,
+        "crossing": crossing,
+        "copy_s": work.copy_s(),
+        "hash_s": work.hash_s(),
+        "processors": processors,
+        **{("encode", name): seconds for name, seconds in encoding.items()},
+        **{("decode", name): seconds for name, seconds in decoding.items()},
+    }
+    gathered = ctx.all_gather(np.array([list(mine.values())]), timeout=_WAIT_S)
+    of_ranks = dict(zip(mine, gathered.reshape(ctx.world_size, -1).T.tolist(), strict=True))
+    has_links = ctx.world_size > 1
     return Measured(
-        compute_s=tuple(rows[:, 0].tolist()),
-        latency_s=float(slowest[1]),
-        bytes_per_s=tuple(rows[:, 2].tolist()) if ctx.world_size > 1 else (),
-        crossing_bytes_per_s=tuple(rows[:, 3].tolist()) if ctx.world_size > 1 else (),
+        compute_s=tuple(of_ranks["compute_s"]),
+        latency_s=max(of_ranks["latency_s"]),
+        bytes_per_s=tuple(of_ranks["bytes_per_s"]) if has_links else (),
+        crossing_bytes_per_s=tuple(of_ranks["crossing"]) if has_links else (),
         nodes=tuple(member.node for member in ctx.members),
         shapes=shapes,
-        encode_s=dict(zip(encoding, slowest[at : at + count].tolist(), strict=True)),
-        decode_s=dict(zip(decoding, slowest[at + count :].tolist(), strict=True)),
-        copy_s=float(slowest[4]),
-        hash_s=float(slowest[5]),
-        processors=-float(slowest[6]),
+        encode_s={name: max(of_ranks["encode", name]) for name in encoding},
+        decode_s={name: max(of_ranks["decode", name]) for name in decoding},
+        copy_s=max(of_ranks["copy_s"]),
+        hash_s=max(of_ranks["hash_s"]),
+        processors=min(of_ranks["processors"]),
     )
 
 
