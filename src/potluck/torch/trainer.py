@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from potluck.parameter_server import Adam, ParameterServer
 from potluck.torch.amp import GradScaler
@@ -33,7 +34,6 @@ from potluck.training.trainer import DistributedTrainer, Parameters, TrainingStr
 
 if TYPE_CHECKING:
     from potluck.context import DistributedContext
-
 
 _numbers: WeakKeyDictionary[DistributedContext, itertools.count[int]] = WeakKeyDictionary()
 """Of the parameter servers of trainers, by context: equal on all ranks."""
@@ -56,8 +56,8 @@ class DistributedNeuralNetTrainer(DistributedTrainer):
 
     ``model`` is the DistributedDataParallel model; with MODEL_PARALLEL it has this rank's layers,
     ``get_parameters`` and ``predict`` are collective calls, and only the last rank has a local
-    loss (NaN elsewhere). ValueError for more ranks than
-    layers, or options that a strategy does not have.
+    loss (NaN elsewhere). ValueError for more ranks than layers, or options that a strategy does not
+    have.
     """
 
     strategies = frozenset(TrainingStrategy)
@@ -176,20 +176,10 @@ class DistributedNeuralNetTrainer(DistributedTrainer):
         for _ in job:
             with job.step():
                 model = copy.deepcopy(self._network)
-                size = max(1, self.batch_size // self.ctx.world_size)
-                optimizer = torch.optim.Adam(model.parameters(), lr=self.learning_rate)
-                seed = self.seed + self.epochs + 1000 * self.ctx.rank
-                local = 0.0
-                for chosen in torch.split(_shuffled(num, seed), size) if num else ():
-                    optimizer.zero_grad()
-                    with self._precision():
-                        loss = _loss(model(data[0][chosen]), data[1][chosen], is_classes)
-                    loss.backward()  # type: ignore[no-untyped-call]
-                    optimizer.step()
-                    local += loss.item() * len(chosen)
-                state = model.state_dict()
-                mine = [each.double().flatten() * num for each in state.values()]
-                total = torch.cat([*mine, torch.tensor([local, num], dtype=torch.float64)])
+                local = self._train_alone(model, data, is_classes)
+                moved = parameters_to_vector(model.parameters()).detach().double()
+                sums = torch.tensor([local, num], dtype=torch.float64)
+                total = torch.cat([moved * num, sums])
                 if not total.isfinite().all():
                     raise ValueError(
                         f"rank {self.ctx.rank} has NaN or inf after an epoch on its own samples: "
@@ -198,32 +188,46 @@ class DistributedNeuralNetTrainer(DistributedTrainer):
                 self.ctx.all_reduce(total)
                 if not total[-1]:
                     raise ValueError("no worker has a sample")
-                total /= total[-1].clone()
-                job.commit(loss=total[-2].item())
-                parts = torch.split(total[:-2], [each.numel() for each in state.values()])
-                with torch.no_grad():
-                    for name, part in zip(state, parts, strict=True):
-                        self._network.state_dict()[name].copy_(part.reshape(state[name].shape))
+                mean = total / total[-1]
+                job.commit(loss=mean[-2].item())
+                vector_to_parameters(mean[:-2].float(), self._network.parameters())
                 self.epochs += 1
                 self._local_loss, self._num_samples = local / num if num else math.nan, num
+
+    def _train_alone(
+        self, model: nn.Module, data: tuple[Tensor, Tensor], is_classes: bool
+    ) -> float:
+        """One epoch of ``model`` on this rank's own samples; the sum of their losses."""
+        num, total = len(data[0]), 0.0
+        if not num:
+            return total
+        optimizer = torch.optim.Adam(model.parameters(), lr=self.learning_rate)
+        order = _shuffled(num, self.seed + self.epochs + 1000 * self.ctx.rank)
+        for chosen in torch.split(order, max(1, self.batch_size // self.ctx.world_size)):
+            optimizer.zero_grad()
+            with self._precision():
+                loss = _loss(model(data[0][chosen]), data[1][chosen], is_classes)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            total += loss.item() * len(chosen)
+        return total
 
     def _train_by_server(self, data: tuple[Tensor, Tensor], is_classes: bool) -> tuple[float, int]:
         """PARAMETER_SERVER: this rank's loss in one epoch, and the number of its samples."""
         ctx, num = self.ctx, len(data[0])
         if num < ctx.world_size:
             raise ValueError(f"{num} samples are too few for {ctx.world_size} workers")
+        # Parameters that a rank has set since the last epoch become all ranks' before any computes;
+        # of several such ranks the first counts.
+        ranks = np.flatnonzero(ctx.all_gather(np.array([self._is_set], np.float64)))
+        if len(ranks):
+            self.synchronize_model(root=int(ranks[0]))
         if self._server is None:
             number = next(_numbers.setdefault(ctx, itertools.count()))
             ps = ParameterServer(ctx, optimizer=Adam(self.learning_rate), name=f"trainer {number}")
-            first = self.get_parameters()
             self._server = ParameterServerStrategy(self._network, ps)
-            if self._is_set:  # the constructor pulled another rank's
-                self._load(first)
-        # Parameters that a rank has set since the last epoch are the server's before any rank
-        # computes; of several such ranks the first counts.
-        ranks = np.flatnonzero(ctx.all_gather(np.array([self._is_set], np.float64)))
-        if len(ranks):
-            if ctx.rank == ranks[0]:
+        elif len(ranks):
+            if ctx.rank == 0:
                 self._server.ps.set_parameters("model", self.get_parameters(), replace=True)
             ctx.barrier()
             self._server.pull()
@@ -286,12 +290,9 @@ class DistributedNeuralNetTrainer(DistributedTrainer):
         have set them the first counts."""
         if self._pipeline is not None:
             return self._pipeline.load(parameters)
-        self._load(parameters)
-        self._is_set = True
-
-    def _load(self, parameters: Mapping[str, NDArray[Any]]) -> None:
         state = {name: torch.from_numpy(np.array(value)) for name, value in parameters.items()}
         self._network.load_state_dict(state)
+        self._is_set = True
 
     def predict(self, X: Any) -> NDArray[Any]:
         """The outputs of the network: float32, of shape (n, output_dim). For classes take the
