@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from potluck.context import DistributedContext
 from potluck.testing.world import run_world
 from potluck.training.noise import NoiseBatching
@@ -36,6 +38,36 @@ def test_a_new_group_exchanges_at_once() -> None:
 def test_after_the_last_step_a_group_exchanges_nothing() -> None:
     """Ranks that left before would keep another batch size than those that form one more group."""
     assert exchanges(committed=90) == [0, 0]
+
+
+class Counting:
+    """A context that counts its all_gathers."""
+
+    def __init__(self, ctx: DistributedContext) -> None:
+        self._ctx, self.num = ctx, 0
+
+    def all_gather(self, array: Any) -> Any:
+        self.num += 1
+        return self._ctx.all_gather(array)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+
+def test_exchanges_are_due_early_in_a_group_and_then_every_so_many_steps() -> None:
+    def act(ctx: DistributedContext) -> list[int]:
+        progress = Progress(Schedule(num_samples=1000, batch_size=10, epochs=1, seed=0), None)
+        pace = Pace(Policy(shares=ProportionalShares(), adapt_every=10))
+        counting = Counting(ctx)
+        seen = []
+        for step in range(45):
+            progress.step, before = step, counting.num
+            pace.exchange(counting, progress)  # type: ignore[arg-type]
+            if counting.num > before:
+                seen.append(step)
+        return seen
+
+    assert run_world(2, act) == [[0, 2, 5, 10, 20, 30, 40]] * 2
 
 
 def test_shares_follow_the_reports_of_a_groups_last_rounds() -> None:
