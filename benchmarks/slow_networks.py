@@ -50,7 +50,9 @@ ALL = (*timed.OURS, *timed.GLOO)
 _ENOUGH_S = 2.5
 """A cell takes further steps until it has taken this long."""
 _SLOWEST_QUICK_S = 10.0
-_SETTLE_S, _OLD_PATH_S, _LONG_DELAY_S = 2.0, 10.5, 0.02
+_SETTLE_S, _LONG_DELAY_S = 2.0, 0.02
+_OLD_PATH_S = 10.5
+"""For so long BBR remembers the round trip of a path: the kernel's own time, nothing to wait on."""
 DOCS = Path(__file__).parents[1] / "docs" / "slow-networks.md"
 MARK, END_MARK = "<!-- measured -->", "<!-- end of measured -->"
 
@@ -197,8 +199,9 @@ def settle(crew: Crew, kind: Kind) -> None:
     """Wait, then send, until connections have found the rate of a network with a delay. Congestion
     control by BBR takes the shortest round trip of the last 10 s for that of the path, and sends
     too little for as long after a network without delay."""
+    if kind.delay_s >= _LONG_DELAY_S:
+        time.sleep(_OLD_PATH_S)
     if kind.delay_s:
-        time.sleep(_OLD_PATH_S if kind.delay_s >= _LONG_DELAY_S else 0)
         crew.ask("send", nbytes=round(kind.bits_per_s / 8 * _SETTLE_S / 4), times=4)
 
 

@@ -50,8 +50,8 @@ def encoded(labels: Array, classes: Array) -> Array:
 
 
 class CodedShard:
-    """A shard's samples, with the numbers of their classes, as soon as those of all ranks are in
-    the fit's state."""
+    """A shard's samples with the numbers of their classes, which are known when the state of the
+    fit has the classes of all ranks."""
 
     def __init__(self, checked: Checked) -> None:
         self._checked = checked

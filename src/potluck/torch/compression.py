@@ -21,8 +21,8 @@ from potluck.compressors.powersgd import LowRankSum, as_matrix
 from potluck.compressors.wide import Array
 from potluck.context.compressed import start_compressed, start_low_rank
 from potluck.errors import CheckpointError
-from potluck.torch.buckets import Bucket
 from potluck.torch.encoding import Encoder
+from potluck.training.buckets import Bucket
 
 if TYPE_CHECKING:
     from potluck.context import DistributedContext

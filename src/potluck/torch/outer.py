@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from potluck.checkpoint.state import State, fingerprint
 from potluck.context.compressed import start_compressed
 from potluck.errors import CheckpointError
-from potluck.torch.buckets import Bucket, Slot, assign
+from potluck.training.buckets import Bucket, Slot, assign
 from potluck.training.strategies import DiLoCo, Gossip, LocalSGD
 from potluck.training.strategies.fragments import fragment_of, partition
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from potluck.torch.buckets import Bucket, Slot, assign
 from potluck.torch.compression import Compression
+from potluck.training.buckets import Bucket, Slot, assign
 
 if TYPE_CHECKING:
     from potluck.context import DistributedContext
@@ -87,7 +87,7 @@ class Reducer:
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def forget(self) -> None:
-        """Forget a backward that raised an error of the script's, of which nothing was told here.
+        """Forget a backward that ended by an error of the script, which the reducer does not see.
 
         The buckets that it completed are reduced all the same: other ranks may have begun them.
         """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from potluck.torch.buckets import Slot, assign
+from potluck.training.buckets import Slot, assign
 
 
 def test_the_last_registered_parameters_go_first_and_the_first_bucket_is_small() -> None:

@@ -19,6 +19,7 @@ from potluck.collectives.plan import Algorithm, Operation
 from potluck.collectives.registry import build_plan
 from potluck.compressors import PowerSGD, TopK
 from potluck.compressors.encoded import Encoded
+from potluck.training.buckets import Slot, assign
 from potluck.training.planner.candidates import Candidate
 from potluck.training.planner.measured import Measured
 from potluck.training.policy import Policy
@@ -91,21 +92,12 @@ class _Network:
         links: LinkModel = replace(LINKS[Engine.NATIVE], remote=wire, nodes=self.nodes)
         return replace(links, local=wire) if len(set(self.nodes)) == 1 else links
 
-    def _step_buckets(self) -> Iterator[int]:
-        """The elements of each bucket of gradients, in the order in which backward completes them:
-        of whole parameters, a small one first."""
-        filled, limit = 0, _FIRST_BUCKET_BYTES // 4
-        for shape in reversed(self.measured.shapes):
-            size = math.prod(shape)
-            if filled and filled + size > limit:
-                yield filled
-                filled, limit = 0, BUCKET_BYTES // 4
-            filled += size
-            if filled >= limit:
-                yield filled
-                filled, limit = 0, BUCKET_BYTES // 4
-        if filled:
-            yield filled
+    def _step_buckets(self) -> list[int]:
+        """The elements of each bucket of gradients, in the order in which backward completes
+        them."""
+        slots = [Slot(math.prod(shape), 4, None) for shape in self.measured.shapes]
+        buckets = assign(slots, bucket_bytes=BUCKET_BYTES, first_bucket_bytes=_FIRST_BUCKET_BYTES)
+        return [each.numel for each in buckets]
 
     def _parts(self, part: float) -> Iterator[int]:
         """The elements of each array of an exchange of this part of the parameters."""
