@@ -62,7 +62,8 @@ def test_a_plan_trains_nothing_and_auto_trains_by_it(tmp_path: Path) -> None:
 
     made["choice"] = "local-sgd"  # as if the machines were far from each other
     (tmp_path / "train.plan.json").write_text(json.dumps(made))
-    with run_command("--workers", "2", str(script)) as run:
+    again = [*potluck_command(), "run", "--workers", "2", str(script)]
+    with Command(again, cwd=tmp_path) as run:  # which leaves its checkpoint there
         assert run.finish() == 0, run.text
         assert "[0] trained 8 steps" in run.text
 

@@ -143,7 +143,9 @@ class NodeAgent:
                 state.incarnation, self._name, credentials.public_key, self.port, own_versions()
             )
 
-        self.links = links = PeerLinks(credentials, introduction, on_broken=self._fail)
+        self.links = links = PeerLinks(
+            credentials, introduction, bind=self._bind, on_broken=self._fail
+        )
         links.on_linked.append(self._met)
         now = asyncio.get_running_loop().time()
         protocol = MembershipProtocol(me, state.incarnation, state.record, now)

@@ -26,6 +26,7 @@ from potluck.transport.acceptor import (
     finish,
     listening_socket,
 )
+from potluck.transport.binding import source_for
 from potluck.transport.credentials import Credentials, Identity, identity_of_certificate
 from potluck.transport.failures import translated
 from potluck.transport.handshake import check_identity, hear_knock, knock, objection, welcomed
@@ -81,17 +82,19 @@ async def connect(
     credentials: Credentials,
     *,
     timeout_s: float = 5.0,
+    bind: str = "",
     wanted: Callable[[str], bool] = lambda node: True,
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, Welcome]:
     """One attempt to connect and be welcomed; errors as for ``handshake.connect``.
 
-    ``wanted(node)`` is asked once the server has proved who it is, before HELLO; Unwanted if not.
+    ``bind``: the interface or address to call from; empty for any. ``wanted(node)`` is asked once
+    the server has proved its identity, before HELLO; Unwanted if not.
     """
     peer, doing = f"{host}:{port}", "connecting"
     writer = None
     try:
         async with asyncio.timeout(timeout_s):
-            sock = await dial(host, port)
+            sock = await dial(host, port, bind)
             doing = "knocking"
             try:
                 if not broker.is_needed():  # which has knocked
@@ -124,9 +127,10 @@ async def connect(
         raise
 
 
-async def dial(host: str, port: int) -> socket.socket:
-    """A connected non-blocking socket to the first address of ``host`` that answers; OSError if
-    none does. In a sandbox the broker has knocked there. No deadline."""
+async def dial(host: str, port: int, bind: str = "") -> socket.socket:
+    """A connected non-blocking socket to the first address of ``host`` that answers, called from
+    the interface or address ``bind`` (empty: any); OSError if none does. In a sandbox the broker
+    has knocked there. No deadline."""
     if broker.is_needed():
         with broker.dialling(host, port) as (asking, steps):
             return await finish(steps, asking)
@@ -142,6 +146,10 @@ async def dial(host: str, port: int) -> socket.socket:
         try:
             sock.setblocking(False)
             tune(sock)
+            source = source_for(bind, str(address[0]))
+            if source:
+                numeric = socket.AI_NUMERICHOST
+                sock.bind(socket.getaddrinfo(source, 0, family, flags=numeric)[0][4])
             await loop.sock_connect(sock, address)
             return sock
         except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import socket
 
@@ -49,6 +50,24 @@ def listened_on(bind: str) -> tuple[str, ...]:
     this machine's own commands and workers call it."""
     addresses = addresses_of(bind)
     return addresses if LOOPBACK in addresses else (LOOPBACK, *addresses)
+
+
+def source_for(bind: str, host: str) -> str:
+    """The address of ``bind`` to call the address ``host`` from; empty for any: all interfaces, and
+    calls of this machine by its loopback. A node that is called sends later calls, and those of its
+    workers, to the address that it was called from.
+
+    OSError if ``bind`` has no address of the kind of ``host``.
+    """
+    if not bind or _is_loopback(host):
+        return ""
+    called = ipaddress.ip_address(host)
+    for source in addresses_of(bind):
+        address = ipaddress.ip_address(source)
+        if address.version == called.version and address.is_link_local == called.is_link_local:
+            return source
+    code = errno.EADDRNOTAVAIL
+    raise OSError(code, f"{bind} ({', '.join(addresses_of(bind))}) can't call {host} from there")
 
 
 def _interfaces() -> dict[str, tuple[str, ...]]:

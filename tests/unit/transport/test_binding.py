@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 
@@ -11,9 +12,14 @@ from potluck.cluster.discovery.configured import all_finders
 from potluck.cluster.discovery.interfaces import bound_interfaces, usable_interfaces
 from potluck.errors import ConfigurationError
 from potluck.settings import Settings, load_settings
-from potluck.transport import acceptor, binding
+from potluck.transport import acceptor, aio, binding
 from potluck.transport.acceptor import is_port_taken, listening_at, listening_socket
-from potluck.transport.binding import address_for_others, addresses_of, listened_on
+from potluck.transport.binding import (
+    address_for_others,
+    addresses_of,
+    listened_on,
+    source_for,
+)
 
 LO = next(each.name for each in usable_interfaces(loopback=True) if each.is_loopback)
 
@@ -54,6 +60,38 @@ def test_all_addresses_have_one_port_and_the_loopback_is_one_of_them(
     with contextlib.closing(listening_socket("127.0.0.9", 0)) as sock:
         assert can_connect("127.0.0.1", sock.port)
         assert not can_connect("127.0.0.8", sock.port)
+
+
+def test_calls_come_from_an_address_that_can_be_called_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = {
+        "eth9": ("192.0.2.7", "2001:db8::7", "fe80::7%eth9"),
+        "eth8": ("192.0.2.8",),
+        LO: ("127.0.0.1",),
+    }
+    monkeypatch.setattr(binding, "_interfaces", lambda: found)
+    assert source_for("", "192.0.2.1") == ""
+    assert source_for("eth9", "127.0.0.1") == source_for("eth9", "::1") == ""
+    assert source_for("eth9", "198.51.100.1") == "192.0.2.7"
+    assert source_for("eth9", "2001:db8:1::1") == "2001:db8::7"
+    assert source_for("eth9", "fe80::1%eth9") == "fe80::7%eth9"
+    assert source_for("2001:db8::7", "2001:db8::1") == "2001:db8::7"
+    with pytest.raises(OSError, match=r"eth8 \(192\.0\.2\.8\) can't call 2001:db8::1"):
+        source_for("eth8", "2001:db8::1")
+
+
+def test_a_call_from_an_address_arrives_as_one_from_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second loopback address stands for an interface's; the caller of it is not on loopback."""
+    monkeypatch.setattr(binding, "_interfaces", lambda: {"eth9": ("127.0.0.9",)})
+    monkeypatch.setattr(binding, "_is_loopback", lambda address: False)
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as server:
+        port = server.getsockname()[1]
+        with contextlib.closing(asyncio.run(aio.dial("127.0.0.1", port, "eth9"))):
+            server.settimeout(10)
+            caller, (host, _) = server.accept()
+            caller.close()
+            assert host == "127.0.0.9"
 
 
 def test_a_port_that_another_program_has_at_one_address_is_taken(

@@ -81,9 +81,12 @@ class PeerLinks:
         credentials: Credentials,
         me: Callable[[], peers.Introduction],
         *,
+        bind: str = "",
         on_broken: OnBroken,
     ) -> None:
-        """``on_broken(error)``: the task that calls peers broke."""
+        """``bind``: the interface or address to call peers from; empty for any.
+        ``on_broken(error)``: the task that calls peers broke."""
+        self.bind = bind
         self._credentials = credentials
         self._me = me
         self._takers: dict[type, Callable[[str, Any], None]] = {}
@@ -249,7 +252,13 @@ class PeerLinks:
         is_refused = False
         try:
             reader, writer, _ = await aio.connect(
-                hint.host, hint.port, hello, self._credentials, timeout_s=_CALL_S, wanted=wanted
+                hint.host,
+                hint.port,
+                hello,
+                self._credentials,
+                timeout_s=_CALL_S,
+                bind=self.bind,
+                wanted=wanted,
             )
             # The peer's own call came in while this one was under way.
             if reached in self._links and reached != replaces:

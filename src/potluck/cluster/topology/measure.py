@@ -97,10 +97,12 @@ async def measure(
     node: str,
     credentials: Credentials,
     *,
+    bind: str = "",
     may_go_on: Callable[[], bool],
     wants_bandwidth: Callable[[str], bool] = lambda local: True,
 ) -> PathReading:
-    """Measure the path to ``node`` by this address.
+    """Measure the path to ``node`` by this address, from the interface or address ``bind`` (empty:
+    any).
 
     The bandwidth is measured only if ``wants_bandwidth(local)``, with the local address of the
     path. LinkError or another PotluckError if no node or another node answers there, or ``node`` is
@@ -109,7 +111,13 @@ async def measure(
     hello = Hello(KIND)
     try:
         reader, writer, _ = await aio.connect(
-            host, port, hello, credentials, timeout_s=_CONNECT_S, wanted=lambda who: who == node
+            host,
+            port,
+            hello,
+            credentials,
+            timeout_s=_CONNECT_S,
+            bind=bind,
+            wanted=lambda who: who == node,
         )
     except aio.Unwanted as error:
         raise LinkError(f"{host}:{port} is another node") from error

@@ -233,6 +233,7 @@ class Surveyor:
                     port,
                     node,
                     self._credentials,
+                    bind=self._links.bind,
                     may_go_on=lambda: self._may_go_on(node),
                     wants_bandwidth=is_new,
                 )

@@ -20,7 +20,7 @@ from potluck.cluster.discovery.advert import Hint
 from potluck.cluster.links.peers import KIND, PeerLinks, _host_of
 from potluck.cluster.topology.versions import own_versions
 from potluck.errors import ProtocolError, Refused, WrongSecret
-from potluck.transport import aio
+from potluck.transport import aio, binding
 from potluck.transport.credentials import Credentials, make_credentials
 from potluck.wire import admissions, nodes, peers
 from potluck.wire.greeting import Hello, Refusal, Welcome
@@ -44,10 +44,11 @@ class Agent:
     def id(self) -> str:
         return self.credentials.node_id
 
-    async def open(self, port: int = 0) -> Agent:
+    async def open(self, port: int = 0, *, bind: str = "") -> Agent:
         self.links = PeerLinks(
             self.credentials,
             self._introduction,
+            bind=bind,
             on_broken=lambda error: self._note("broke", error),
         )
         self.links.on(peers.PeerMessage, self.received)
@@ -129,6 +130,26 @@ async def link_up(ada: Agent, bob: Agent) -> None:
     ada.knows(bob)
     await ada.sees("linked", bob.id)
     await bob.sees("linked", ada.id)
+
+
+def test_an_agent_is_known_by_the_interface_that_it_calls_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A second loopback address stands for the interface that ada has to be called back on."""
+    monkeypatch.setattr(
+        binding, "_interfaces", lambda: {"eth9": ("127.0.0.9",), "lo": ("127.0.0.1",)}
+    )
+    monkeypatch.setattr(binding, "_is_loopback", lambda address: False)
+
+    async def story(stack: contextlib.AsyncExitStack) -> None:
+        (bob,) = await opened(stack, Agent())
+        ada = await Agent().open(bind="eth9")
+        stack.push_async_callback(ada.close)
+        await link_up(ada, bob)
+        assert bob.links.last_address(ada.id) == "127.0.0.9"
+        assert ada.links.local(bob.id) == "127.0.0.9"
+
+    run(story)
 
 
 def test_a_hint_becomes_a_link_on_which_both_know_each_other_and_talk() -> None:
