@@ -109,12 +109,18 @@ class Journal:
 
     def lost(self, worker: str, cause: str, now: float) -> None:
         """A member is out (or, if ``worker`` is empty, a group ended with nobody to blame).
-        Several before the next committed step are one recovery."""
+        Several before the next committed step are one recovery. The group without ``worker`` may
+        have been announced before."""
         recovery = self.open_recovery
         who = (worker,) if worker else ()
         if recovery is None:
             detected = now if self._suspected is None else self._suspected
-            self.recoveries.append(Recovery(who, cause, detected))
+            recovery = Recovery(who, cause, detected)
+            if worker and self._members and worker not in self._members:
+                recovery.epoch = self.epoch
+                if self._entered >= set(self._members):
+                    recovery.reformed_s = now - detected
+            self.recoveries.append(recovery)
             del self.recoveries[:-MAX_NOTES]
         else:
             recovery.workers = (*recovery.workers, *who)[-MAX_NOTES:]

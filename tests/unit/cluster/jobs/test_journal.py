@@ -69,6 +69,23 @@ def test_a_late_report_about_an_old_epoch_starts_no_clock() -> None:
     assert journal.recoveries[0].detected == 50.0
 
 
+def test_the_next_group_may_be_announced_before_the_loss_is_told() -> None:
+    """As where the nodes of a new view agree on the group that goes on, before its leader ends the
+    old one. It may be complete by then."""
+    for entered_before in (False, True):
+        journal = training()
+        journal.announced(2, ("0",), ())
+        if entered_before:
+            journal.entered("0", 2, 10.1)
+        journal.lost("1", "worker 1 lost", 10.2)
+        if not entered_before:
+            journal.entered("0", 2, 10.3)
+        journal.progress(step("0", 61, epoch=2), 10.5)
+        (recovery,) = journal.recoveries
+        assert round(recovery.recovered_s or 0, 6) == 0.3
+        assert round(recovery.reformed_s or 0, 6) == (0.0 if entered_before else 0.1)
+
+
 def test_losses_before_the_next_step_are_one_recovery() -> None:
     journal = training()
     journal.lost("2", "worker 2 lost", 10.0)
