@@ -20,6 +20,7 @@ import busy_main_thread
 import hosts
 import one_host
 import slow_networks
+import time_to_loss
 import torch_ddp
 from common import claims, script
 from common.claims import Claim
@@ -35,8 +36,9 @@ PARTS: dict[str, script.Measure] = {
     "torch_ddp": torch_ddp.measure,
     "busy": busy_main_thread.measure,
     "slow_networks": slow_networks.measure,
+    "time_to_loss": time_to_loss.measure,
 }
-ON_REQUEST = {"slow_networks"}
+ON_REQUEST = {"slow_networks", "time_to_loss"}
 """Parts that run only when they are named."""
 
 

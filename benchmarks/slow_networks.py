@@ -22,7 +22,6 @@ in them, and which makes these cells slower than as many machines would be.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import statistics
@@ -30,13 +29,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from common import claims, results, script, slow_plot, timed, wire
 from common.claims import Claim
+from common.networks import KINDS, Kind, settle, slowed
 from common.placements import InHosts
 
 from potluck.bench.crew import Crew
@@ -44,37 +43,13 @@ from potluck.bench.machine import heading, load, machine
 from potluck.bench.peers import PEERS
 from potluck.training.planner import Measured, Plan, decode, make_plan
 from support import hosts
-from support.delay import Delay
 
 ALL = (*timed.OURS, *timed.GLOO)
 _ENOUGH_S = 2.5
 """A cell takes further steps until it has taken this long."""
 _SLOWEST_QUICK_S = 10.0
-_SETTLE_S, _LONG_DELAY_S = 2.0, 0.02
-_OLD_PATH_S = 10.5
-"""For so long BBR remembers the round trip of a path: the kernel's own time, nothing to wait on."""
 DOCS = Path(__file__).parents[1] / "docs" / "slow-networks.md"
 MARK, END_MARK = "<!-- measured -->", "<!-- end of measured -->"
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """A kind of network: every path's rate, its delay each way, and the asked efficiency."""
-
-    name: str
-    rate: str
-    bits_per_s: float
-    delay_s: float
-    jitter_s: float
-    reach: float
-
-
-KINDS = {
-    "1gbit": Kind("1 Gbit/s", "1gbit", 1e9, 0.0, 0.0, 0.90),
-    "wifi": Kind("Wi-Fi-like, 300 Mbit/s, 3 ± 3 ms", "300mbit", 3e8, 0.003, 0.003, 0.85),
-    "100mbit": Kind("100 Mbit/s", "100mbit", 1e8, 0.0, 0.0, 0.85),
-    "20mbit": Kind("20 Mbit/s, 50 ± 20 ms", "20mbit", 2e7, 0.050, 0.020, 0.80),
-}
 
 
 def measure(quick: bool, say: script.Say) -> script.Measured:
@@ -195,16 +170,6 @@ def predict_anew(result: dict[str, Any]) -> None:
     result["claims"] = claims.as_dicts(what_follows(result["rows"]))
 
 
-def settle(crew: Crew, kind: Kind) -> None:
-    """Wait, then send, until connections have found the rate of a network with a delay. Congestion
-    control by BBR takes the shortest round trip of the last 10 s for that of the path, and sends
-    too little for as long after a network without delay."""
-    if kind.delay_s >= _LONG_DELAY_S:
-        time.sleep(_OLD_PATH_S)
-    if kind.delay_s:
-        crew.ask("send", nbytes=round(kind.bits_per_s / 8 * _SETTLE_S / 4), times=4)
-
-
 def cell(crew: Crew, network: hosts.Network, name: str, steps: int) -> dict[str, Any]:
     """The seconds of a step, the median of several (of several rounds divided by their steps)."""
     per_round = timed.round_steps(name)
@@ -222,21 +187,6 @@ def cell(crew: Crew, network: hosts.Network, name: str, steps: int) -> dict[str,
         "steps_each": per_round,
         "wire_bytes_per_step": sent / num_steps,
     }
-
-
-@contextlib.contextmanager
-def slowed(network: hosts.Network, kind: Kind) -> Iterator[None]:
-    """``network`` as slow as ``kind`` for the block. Each path leads over two cables, and each of
-    these has half of the delay."""
-    with contextlib.ExitStack() as stack:
-        if kind.delay_s:
-            for host in network:
-                delay = Delay(host, kind.delay_s / 2, jitter_s=kind.jitter_s / 2, seed=host.index)
-                stack.enter_context(delay)
-        for host in network:
-            host.shape(kind.rate)
-            stack.callback(host.shape, None)
-        yield
 
 
 def too_slow(name: str, kind: Kind) -> bool:

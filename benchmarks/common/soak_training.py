@@ -1,0 +1,103 @@
+"""What ``soak.py`` trains on machines that come and go: a small GPT by DiLoCo with top-k.
+
+Each exchange is checked: what the ranks' payloads decode to is, in float64, the sum over the ranks
+of what went in less what each has kept (its residual). ``train.py STOP`` ends, on all ranks after
+the same round, once the file STOP is there. Each rank prints a line of JSON every few rounds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+import potluck
+import potluck.torch as pt
+from common.loss_tasks import SOAK, whole
+from potluck.compressors import TopK
+from potluck.context import compressed
+from potluck.torch import outer
+
+EVERY, SHOWN_EVERY = 20, 10
+STRATEGY = pt.DiLoCo(every=EVERY, outer=pt.SGD(1.0), compression=TopK(0.05, bits=2))
+
+worst = 0.0
+num_checked = 0
+start_compressed = compressed.start_compressed
+
+
+def checked(
+    ctx: Any, array: Any, strategy: Any, residual: Any, step: int, *, timeout: float | None = None
+) -> Callable[[], object]:
+    """``start_compressed``, whose wait compares what came out with what went in."""
+    owed = array.astype(np.float64) + residual
+    end = start_compressed(ctx, array, strategy, residual, step, timeout=timeout)
+
+    def wait() -> None:
+        global worst, num_checked
+        end()
+        sent = owed - residual
+        ctx.all_reduce(sent, timeout=timeout)
+        scale = max(float(np.abs(sent).max()), 1e-30)
+        worst = max(worst, float(np.abs(sent - array).max()) / scale)
+        num_checked += 1
+
+    return wait
+
+
+def held() -> dict[str, int]:
+    """The memory, threads and open files of this process."""
+    status = Path("/proc/self/status").read_text().split("VmRSS:")[1]
+    return {
+        "rss": int(status.split()[0]) << 10,
+        "threads": threading.active_count(),
+        "files": len(os.listdir("/proc/self/fd")),
+    }
+
+
+outer.start_compressed = checked  # type: ignore[attr-defined]
+stop = Path(sys.argv[1])
+torch.set_num_threads(1)
+ctx = potluck.init()
+task = SOAK
+model = pt.DDP(task.model(0), ctx)
+optimizer = task.optimizer(model)
+job = pt.ElasticLoop(
+    model,
+    optimizer,
+    task.data(0),
+    batch_size=task.batch_size,
+    shuffle=False,
+    collate=whole,
+    strategy=STRATEGY,
+)
+for steps, (inputs, labels) in enumerate(job, start=1):
+    with job.step():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs).flatten(0, -2), labels.flatten())
+        torch.autograd.backward(loss)
+        job.log(loss=loss)
+        if stop.exists():
+            job.stop()
+        optimizer.step()
+    if steps % (EVERY * SHOWN_EVERY) == 0:
+        shown = {
+            "rank": ctx.rank,
+            "world_size": ctx.world_size,
+            "step": job.step_number,
+            "loss": job.last_loss,
+            "checked": num_checked,
+            "worst": worst,
+            **held(),
+        }
+        print("soak " + json.dumps(shown), flush=True)
+print(f"ended after step {job.step_number}, worst {worst:.3g}", flush=True)
+ctx.close()
