@@ -2,12 +2,16 @@
 
     python benchmarks/estimators.py kmeans --rounds 3
     python benchmarks/estimators.py forest --rounds 1
+    python benchmarks/estimators.py kmeans --hosts   # between two hosts at 1 Gbit/s; needs root
 
 Each round runs potluck's two workers, scikit-learn with one thread and scikit-learn with two, one
 after the other. The samples are made in each process from the same seed; only `fit` is timed, on
 potluck's side of the slower worker. The medians of the rounds and their ratios are printed, also
 those of the CPU time of the process (of the busier worker), which other work on the machine
 disturbs less.
+
+With ``--hosts`` each round is a fit of two workers on one host, which share memory, and one of two
+workers on hosts of their own (network namespaces of this machine), whose link has 1 Gbit/s.
 """
 
 from __future__ import annotations
@@ -24,9 +28,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common.placements import InHosts
 
 import potluck
 from potluck import estimators
+from potluck.bench.channel import Channel
+from potluck.bench.crew import Crew
+from potluck.bench.peers import PEERS
+from support.hosts import Network
 
 FEATURES = 20
 CENTERS = 8
@@ -101,17 +110,66 @@ def run(kind: str, num: int, who: str) -> list[float]:
         return [float(seconds), float(cpu)]
 
 
+def worker() -> int:
+    """One of two ranks with a part of the samples each, told when to fit."""
+    with potluck.init(timeout_s=600) as ctx:
+        address, token = os.environ["BENCH_ADDRESS"], os.environ["BENCH_TOKEN"]
+        channel = Channel.connect(address, token=token, rank=ctx.rank, world_size=ctx.world_size)
+        while True:
+            match channel.receive():
+                case {"do": "make", "kind": str(kind), "num": int(num)}:
+                    x, y = samples(num, ctx.rank, ctx.world_size)
+                    channel.send()
+                case {"do": "fit"}:
+                    ctx.barrier()
+                    channel.send(seconds=timed(kind, model(kind, estimators, ctx=ctx), x, y)[0])
+                case {"do": "end"}:
+                    return 0
+
+
+def between_hosts(kind: str, num: int, rounds: int) -> None:
+    """The same fit on one host and on two, in turns."""
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    program = (sys.executable, __file__)
+    with (
+        tempfile.TemporaryDirectory(prefix="potluck-fit-") as folder,
+        Network(2, rate="1gbit") as network,
+        Crew(PEERS["potluck"], 2, Path(folder), program=program) as one,
+        Crew(
+            PEERS["potluck-tls"], 2, Path(folder), placement=InHosts(network), program=program
+        ) as two,
+    ):
+        crews = {"one host": one, "two hosts": two}
+        for crew in crews.values():
+            crew.join()
+            crew.ask("make", kind=kind, num=num)
+        found: dict[str, list[float]] = {name: [] for name in crews}
+        for _ in range(rounds):
+            for name, crew in crews.items():
+                found[name].append(max(answer["seconds"] for answer in crew.ask("fit")))
+                print(f"{name:>10}: {found[name][-1]:.2f} s", flush=True)
+    here, there = (statistics.median(each) for each in found.values())
+    print(f"{kind}, {num} x {FEATURES}, 2 workers, medians of {rounds}")
+    print(
+        f"  one host: {here:.2f} s, two hosts at 1 Gbit/s: {there:.2f} s, {there / here:.2f} times"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("kind", choices=["kmeans", "forest"])
     parser.add_argument("--samples", type=int, help="10 M for kmeans, 1 M for the forest")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--hosts", action="store_true", help="one host against two at 1 Gbit/s")
     parser.add_argument("--who", help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     num = given.samples or (10_000_000 if given.kind == "kmeans" else 1_000_000)
     if given.who:
         work(given.kind, num, given.who, given.result)
+        return
+    if given.hosts:
+        between_hosts(given.kind, num, given.rounds)
         return
     found: dict[str, list[list[float]]] = {"potluck": [], "1": [], "2": []}
     for _ in range(given.rounds):
@@ -127,4 +185,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if "BENCH_TOKEN" in os.environ:
+        sys.exit(worker())
     main()

@@ -171,20 +171,23 @@ def predict_anew(result: dict[str, Any]) -> None:
 
 
 def cell(crew: Crew, network: hosts.Network, name: str, steps: int) -> dict[str, Any]:
-    """The seconds of a step, the median of several (of several rounds divided by their steps)."""
+    """The seconds of a step, the median of several (of several rounds divided by their steps), and
+    the processor time of a step, the mean over the ranks and steps."""
     per_round = timed.round_steps(name)
     samples: list[float] = []
-    sent = 0
+    sent, busy_s = 0, 0.0
     while not samples or (len(samples) < steps and sum(samples) * per_round < _ENOUGH_S):
         before = wire.sent_bytes(network[0])
-        answers = [answer["seconds"] for answer in crew.ask("time", steps=per_round)]
+        answers = crew.ask("time", steps=per_round)
         sent += wire.sent_bytes(network[0]) - before
-        samples.append(max(map(sum, answers)) / per_round)
+        samples.append(max(sum(each["seconds"]) for each in answers) / per_round)
+        busy_s += statistics.mean(each["busy_s"] for each in answers)
     num_steps = len(samples) * per_round
     return {
         "step_s": statistics.median(samples),
         "samples_s": samples,
         "steps_each": per_round,
+        "busy_s": busy_s / num_steps,
         "wire_bytes_per_step": sent / num_steps,
     }
 

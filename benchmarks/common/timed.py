@@ -246,13 +246,13 @@ def worker(peer: str) -> int:
             case {"do": "time", "steps": int(count)}:
                 group.barrier()
                 took = []
-                began = time.perf_counter()
+                began, busy_s = time.perf_counter(), -time.process_time()
                 for _ in range(count):
                     next(training)
                     now = time.perf_counter()
                     took.append(now - began)
                     began = now
-                channel.send(seconds=took)
+                channel.send(seconds=took, busy_s=busy_s + time.process_time())
             case {"do": "end"}:
                 break
     group.close()

@@ -156,3 +156,37 @@ def test_strategies_are_measured_over_a_slow_network(tmp_path: Path) -> None:
         assert command.finish(60) == 0, command.text
     assert "77000 ms" not in command.text
     assert "cells" in command.text
+
+
+@pytest.mark.long
+@pytest.mark.needs_root_netns
+def test_a_loss_is_reached_over_a_slow_network(tmp_path: Path) -> None:
+    figures, picture = tmp_path / "figures.json", tmp_path / "picture.png"
+    script = [sys.executable, str(BENCHMARKS / "time_to_loss.py"), "--json", str(figures)]
+    cells = ["--networks", "1gbit", "--tasks", "digits", "--strategies", "local-topk"]
+    with Command([*script, *cells, "--seeds", "1", "--plot", str(picture)]) as command:
+        assert command.finish(290) in (0, 1), command.text
+    result = json.loads(figures.read_text())
+    by_gloo, ours = result["rows"]
+    assert (by_gloo["strategy"], ours["strategy"]) == ("gloo", "local-topk")
+    for row in (by_gloo, ours):
+        [curve] = row["curves"]
+        *before, last = [loss for _, _, loss in curve]
+        assert last <= 0.1 < min(before), "the look that reached the loss is the last"
+        assert row["time_s"] == curve[-1][1]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.long
+@pytest.mark.needs_root_netns
+def test_a_short_soak_finds_exact_exchanges(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    script = [sys.executable, str(BENCHMARKS / "soak.py"), "--json", str(figures)]
+    with Command([*script, "--minutes", "0.5", "--every", "10"]) as command:
+        assert command.finish(280) in (0, 1), command.text
+    result = json.loads(figures.read_text())
+    assert result["exit_code"] == 0, result["text"]
+    assert result["kills"] + result["joins"] == 3
+    assert result["looks"][-1]["checked"] > 0
+    assert result["looks"][-1]["worst"] < 1e-6
+    assert result["left_over"] == 0
