@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from potluck.parameter_server import AggregationMethod as AggregationMethod
     from potluck.parameter_server import ParameterServer as ParameterServer
     from potluck.services import Call as Call
+    from potluck.services import NodeServices as NodeServices
     from potluck.services import Remote as Remote
     from potluck.services import service as service
     from potluck.torch.trainer import DistributedNeuralNetTrainer as DistributedNeuralNetTrainer
@@ -84,7 +85,7 @@ _HOMES = {
     "potluck.training.partition": ("DataPartitioner",),
     "potluck.training.trainer": ("DistributedTrainer", "TrainingStrategy"),
     "potluck.training.work_queue": ("WorkQueue",),
-    "potluck.services": ("Call", "Remote", "service"),
+    "potluck.services": ("Call", "NodeServices", "Remote", "service"),
     "potluck.types": ("Group", "Member", "ReduceOp"),
 }
 """The module of each public name. The block above is for type checkers; a test compares the two."""

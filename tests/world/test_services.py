@@ -142,11 +142,16 @@ def test_a_call_has_a_deadline_and_the_next_one_works(kind: str) -> None:
         assert opened.wait(20)
         return "through"
 
+    @potluck.service("gate", concurrent=True)
+    def knock(call: potluck.Call) -> None:
+        pass
+
     def run(ctx: DistributedContext) -> None:
         if ctx.rank == 0:
-            ctx.serve(wait)
+            ctx.serve(wait, knock)
         else:
             gate = ctx.connect("gate")
+            gate.knock()  # from then on it has a connection, which may take longer than 0.1 s
             with pytest.raises(ServiceTimeout, match=r"gate.wait\(\) on worker 0 gave no result"):
                 gate.wait(timeout=0.1)
             opened.set()

@@ -2,7 +2,8 @@
 
 Over TCP they come to the port of the worker's links, with the same knock, TLS, list of admitted
 keys and bans (``transport/listener.py``), under the kind ``service``. In one process they are pairs
-of sockets.
+of sockets. ``dial`` and ``admission`` are the two ends of a connection over TCP; programs outside
+of jobs have them without a door.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import NamedTuple, Protocol
 from potluck.engine.mesh import Switchboard
 from potluck.errors import LinkError, Refused
 from potluck.transport.bulk import BulkLink, bulk_link, socket_pair
+from potluck.transport.credentials import Credentials
 from potluck.transport.handshake import connect
 from potluck.transport.listener import Admission
 from potluck.types import Group, Member
@@ -23,11 +25,11 @@ from potluck.wire.services import KIND
 
 class Caller(NamedTuple):
     """Who is at the other end of a connection: the id of a node, proved by its certificate, and the
-    name of a worker of ``job``, as it says."""
+    name of a worker of ``job``, as it says (both empty for a program outside of jobs)."""
 
     node: str
-    worker: str
-    job: str
+    worker: str = ""
+    job: str = ""
 
 
 Objection = Callable[[Caller], str | None]
@@ -51,6 +53,41 @@ class Door(Protocol):
 
     def objects_to(self, node: str) -> str | None:
         """Why connections with ``node``, which was let in before, must end: it is banned now."""
+
+
+def admission(caller: Caller, objection: str | None, take: Take) -> Admission:
+    """What a listener does with a connection of ``caller``."""
+    if objection is not None:
+        return Admission(Refusal(KIND, objection))
+    return Admission(Welcome(), lambda link: take(bulk_link(link), caller), lambda: None)
+
+
+def dial(
+    address: tuple[str, int],
+    hello: Hello,
+    credentials: Credentials,
+    *,
+    node: str,
+    whom: str,
+    deadline: float,
+) -> BulkLink:
+    """A connection to the services at ``address``, tried once. LinkError if it can't be made, or
+    another node than ``node`` (empty: any) answers there; Refused if ``whom`` refuses it."""
+    link, _ = connect(
+        *address,
+        hello,
+        credentials,
+        deadline=deadline,
+        max_retries=0,
+        connection_timeout_s=max(0.001, deadline - time.monotonic()),
+        memory=None,
+    )
+    if node and link.peer_node != node:
+        link.close()
+        raise LinkError(
+            f"{whom} should be on node {node[:12]}, but node {link.peer_node[:12]} answered there"
+        )
+    return bulk_link(link)
 
 
 class LocalDoors:
@@ -106,10 +143,7 @@ class TcpDoor:
     def open(self, objection: Objection, take: Take) -> None:
         def admit(hello: Hello, node: str) -> Admission:
             caller = Caller(node, hello.worker, hello.job)
-            reason = objection(caller)
-            if reason is not None:
-                return Admission(Refusal(KIND, reason))
-            return Admission(Welcome(), lambda link: take(bulk_link(link), caller), lambda: None)
+            return admission(caller, objection(caller), take)
 
         self._own = objection, take
         self._switchboard.answer(KIND, admit)
@@ -120,23 +154,14 @@ class TcpDoor:
             own.open(member.worker, *self._own)
             return own.connect(group, member)
         hello = Hello(kind=KIND, job=group.job, worker=group.me.worker)
-        link, _ = connect(
-            member.host,
-            member.port,
+        return dial(
+            (member.host, member.port),
             hello,
             self._switchboard.credentials,
+            node=member.node,
+            whom=str(member),
             deadline=deadline,
-            max_retries=0,
-            connection_timeout_s=max(0.001, deadline - time.monotonic()),
-            memory=None,
         )
-        if member.node and link.peer_node != member.node:
-            link.close()
-            raise LinkError(
-                f"{member} should be on node {member.node[:12]}, but node {link.peer_node[:12]} "
-                "answered there"
-            )
-        return bulk_link(link)
 
     def objects_to(self, node: str) -> str | None:
         return self._switchboard.credentials.objects_to(node)

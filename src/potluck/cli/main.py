@@ -23,6 +23,7 @@ from potluck.cli.pair import pair
 from potluck.cli.plan import plan
 from potluck.cli.roster import nodes
 from potluck.cli.run import run
+from potluck.cli.services import services
 from potluck.cli.sharing import allow, deny, pause, resume
 from potluck.cli.status import status
 from potluck.cli.terminal import say
@@ -147,6 +148,7 @@ app.command(epilog="Example:\n\npotluck resume")(resume)
 app.command(epilog="Example:\n\npotluck rotate")(rotate)
 app.command("continue", epilog="Example:\n\npotluck continue --alone")(continue_)
 app.command(epilog="Examples:\n\npotluck status\n\npotluck status --json")(status)
+app.command(epilog="Examples:\n\npotluck services\n\npotluck services --json")(services)
 app.command(epilog="Examples:\n\npotluck doctor\n\npotluck doctor --json")(doctor)
 
 

@@ -32,6 +32,7 @@ from potluck.cluster.membership import events
 from potluck.cluster.membership.protocol import MembershipProtocol
 from potluck.cluster.names import NodeNames
 from potluck.cluster.report import Report
+from potluck.cluster.service_registry import ServiceRegistry
 from potluck.cluster.sharing.broker import Broker
 from potluck.cluster.sharing.confinement import Confinement, own_limits, own_sandbox
 from potluck.cluster.sharing.limits import Limits
@@ -198,6 +199,7 @@ class NodeAgent:
             port=self.port,
             notes=lambda: self._notes,
         )
+        ServiceRegistry(me, names, links, commands)
         # Served to every linked node: a new member may ask before this node knows that it is one.
         self._code_store = code_store = CodeStore(settings.home, me, links.send)
         links.on(peers.PackageMessage, code_store.received)

@@ -79,7 +79,7 @@ class Services:
 
         remote = Remote(
             name,
-            worker,
+            f"worker {worker}",
             dial,
             may_use,
             timeout_s=self._timeout_s,

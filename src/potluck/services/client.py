@@ -1,4 +1,4 @@
-"""``Remote``: the caller's side of one service of one worker."""
+"""``Remote``: the caller's side of one service of one process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LONGEST_WAIT_S = 60.0
 """Of one wait of many: poll() counts milliseconds in 32 bits."""
 
 Dial = Callable[[float], BulkLink]
-"""``dial(deadline)`` makes a connection to the worker of the service, ``may_use()`` says whether
+"""``dial(deadline)`` makes a connection to the process of the service, ``may_use()`` says whether
 one that was made before may be used: its node may be banned by now."""
 
 
@@ -44,10 +44,13 @@ class Connection:
 
     def is_intact(self) -> bool:
         """Whether the server, which has nothing to say between calls, has not hung up."""
+        channel = self._channel
         try:
-            return self._channel.receive() is State.WAITING and not self._channel.is_receiving
+            # The native stream does not ask the kernel in the first look after a short read.
+            looks = [channel.receive() for _ in range(2)]
         except PotluckError:
             return False
+        return looks == [State.WAITING, State.WAITING] and not channel.is_receiving
 
     def call(self, request: Request, packed: Packed, deadline: float) -> tuple[Failure | None, Any]:
         """The failure or result of one call. TimeoutError at the deadline, LinkError if the
@@ -73,19 +76,19 @@ class Connection:
 
 
 class Remote:
-    """A service of another worker: its methods are called as if they were here.
+    """A service of another process: its methods are called as if they were here.
 
-    Made by ``ctx.connect``. ``remote.method(*arguments, timeout=5.0, **named)`` returns what the
-    method returns there; ``remote.method.start(...)`` returns a [Work][potluck.Work] at once. Each
-    call ends by its deadline. For any number of threads; calls of one remote that are under way at
-    the same time have a connection each, and at most 16 run at once. An array that is passed must
-    not change before its call has ended.
+    Made by ``ctx.connect`` and ``NodeServices.connect``. ``remote.method(*arguments, timeout=5.0,
+    **named)`` returns what the method returns there; ``remote.method.start(...)`` returns a
+    [Work][potluck.Work] at once. Each call ends by its deadline. For any number of threads; calls
+    of one remote that are under way at the same time have a connection each, and at most 16 run at
+    once. An array that is passed must not change before its call has ended.
     """
 
     def __init__(
         self,
         name: str,
-        worker: str,
+        where: str,
         dial: Dial,
         may_use: Callable[[], bool] = lambda: True,
         *,
@@ -93,8 +96,9 @@ class Remote:
         max_bytes: int,
         memory: Blocks,
     ) -> None:
+        """``where``, in errors: ``worker 3``."""
         self._name = name
-        self._worker = worker
+        self._where = where
         self._dial = dial
         self._may_use = may_use
         self._timeout_s = timeout_s
@@ -108,7 +112,7 @@ class Remote:
         weakref.finalize(self, _close_all, self._idle)
 
     def __repr__(self) -> str:
-        return f"<Remote {self._name!r} on worker {self._worker}>"
+        return f"<Remote {self._name!r} on {self._where}>"
 
     def __getattr__(self, name: str) -> RemoteMethod:
         if name.startswith("_"):
@@ -170,7 +174,7 @@ class Remote:
         if failure is None:
             return value
         if failure.is_unknown:
-            raise UnknownService(f"worker {self._worker}: {failure.text}")
+            raise UnknownService(f"{self._where}: {failure.text}")
         where = f" (at {failure.place})" if failure.place else ""
         raise HandlerError(
             f"{what} raised {failure.type}: {failure.text}{where}",
@@ -206,7 +210,7 @@ class Remote:
         connection.close()
 
     def _named(self, method: str) -> str:
-        return f"{self._name}.{method}() on worker {self._worker}"
+        return f"{self._name}.{method}() on {self._where}"
 
     def close(self) -> None:
         """Close the connections that no call uses. Idempotent."""

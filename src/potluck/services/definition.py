@@ -19,8 +19,9 @@ class Call:
     """One call of a service, as its method sees it.
 
     ``node`` is the id of the caller's node, which its certificate has proved, and ``worker`` the
-    caller's name in the job (``Member.worker``). ``rank`` is that worker's rank in the server's
-    present group, -1 if the group has no such worker. ``timeout_s`` is what the caller waits.
+    caller's name in the job (``Member.worker``), empty for a program outside of jobs. ``rank`` is
+    that worker's rank in the server's present group, -1 if the group has no such worker.
+    ``timeout_s`` is what the caller waits.
     """
 
     node: str
@@ -52,14 +53,15 @@ class Service:
 def service(
     name: str, *, concurrent: bool = False, before: Callable[[Call], None] | None = None
 ) -> Callable[[T], T]:
-    """Name the service of a function or class; ``ctx.serve`` offers it to other workers.
+    """Name the service of a function or class; ``ctx.serve`` offers it to other workers,
+    ``NodeServices.serve`` to programs on other machines.
 
     A function is one method, called by its own name. A class gives each public method of the
     instance that is served. Each takes a [Call][potluck.Call] first, then the caller's arguments,
     and returns what a payload can hold, or a ``concurrent.futures.Future`` of it: then the reply
     leaves when the Future has ended, and no thread waits meanwhile. Calls of one service run one
     after the other, in the order in which they are complete; with ``concurrent`` they run at the
-    same time, on the threads of ``ctx.serve``. ``before(call)`` runs ahead of every method, and may
+    same time, on the threads of ``serve``. ``before(call)`` runs ahead of every method, and may
     refuse a caller by an error, which the caller gets as a HandlerError.
 
     ValueError for a name that is empty, too long or not printable.

@@ -140,9 +140,15 @@ class Server:
         with self._lock:
             taken = sorted(new.keys() & self._queues)
             if taken:
-                raise ValueError(f"this worker serves {taken[0]!r} already")
+                raise ValueError(f"this process serves {taken[0]!r} already")
             self._queues = self._queues | new
             self._start_threads()
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Offer the services of these ``names`` no more. A call that runs goes on."""
+        gone = set(names)
+        with self._lock:
+            self._queues = {name: its for name, its in self._queues.items() if name not in gone}
 
     def names(self) -> list[str]:
         """The names of all services."""
@@ -151,9 +157,9 @@ class Server:
     def objection(self) -> str | None:
         """Why another connection is not taken now."""
         if self._is_closed:
-            return "this worker ends"
+            return "this process ends"
         if len(self._clients) >= self._max_clients:
-            return f"{self._max_clients} clients are connected to this worker, as many as it takes"
+            return f"{self._max_clients} clients are connected to this process, as many as it takes"
         return None
 
     def take(self, link: BulkLink, caller: Caller) -> None:

@@ -9,8 +9,9 @@ import msgspec
 from potluck.wire.facts import MAX_LINKS, LinkFacts
 from potluck.wire.format import MessageFormat
 from potluck.wire.jobs import MAX_JOBS, JobEnded, JobNote, JobOptions, JobStatus, Shown
-from potluck.wire.names import Name, Text
+from potluck.wire.names import MachineName, Name, Text
 from potluck.wire.nodes import MAX_NODES
+from potluck.wire.served import Served, ServedService
 from potluck.wire.worker_link import JobState
 
 MAX_MESSAGE = 1 << 20
@@ -62,6 +63,40 @@ class JobsReply(msgspec.Struct, frozen=True, tag=True):
     """The newest status of the cluster's jobs that this node's agent has."""
 
     jobs: Annotated[tuple[JobState, ...], msgspec.Meta(max_length=MAX_JOBS)]
+
+
+class ServeRequest(msgspec.Struct, frozen=True, tag=True):
+    """A program of this machine serves ``services`` as long as this connection lasts; answered with
+    CommandResult."""
+
+    services: Served
+
+
+class ServicesRequest(msgspec.Struct, frozen=True, tag=True):
+    """A request for the service ``name`` (empty: for all services) of programs on ``node`` (empty:
+    on all machines of the cluster), answered with ServicesReply."""
+
+    name: MachineName = ""
+    node: Name = ""
+
+
+class ServiceInfo(msgspec.Struct, frozen=True):
+    """A service, with the id and name of its node and the address of that node's agent."""
+
+    node: Name
+    machine: Name
+    host: Name
+    service: ServedService
+
+
+class ServicesReply(msgspec.Struct, frozen=True, tag=True):
+    """The services that were asked for; ``num_left_out`` more do not fit into this message.
+    ``silent`` nodes did not answer. ``refusal``: why nothing was asked; empty if it was."""
+
+    services: Annotated[tuple[ServiceInfo, ...], msgspec.Meta(max_length=MAX_MESSAGE // 64)] = ()
+    num_left_out: int = 0
+    silent: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_NODES)] = ()
+    refusal: Text = ""
 
 
 class NodeInfo(msgspec.Struct, frozen=True):
@@ -117,9 +152,16 @@ class CommandResult(msgspec.Struct, frozen=True, tag=True):
 
 JobReply = JobNote | Shown | JobStatus | JobEnded
 Request = (
-    NodesRequest | ContinueRequest | ShareRequest | RunRequest | InterruptRequest | JobsRequest
+    NodesRequest
+    | ContinueRequest
+    | ShareRequest
+    | RunRequest
+    | InterruptRequest
+    | JobsRequest
+    | ServeRequest
+    | ServicesRequest
 )
-Reply = NodesReply | CommandResult | JobsReply | JobReply
+Reply = NodesReply | CommandResult | JobsReply | ServicesReply | JobReply
 
 REQUEST: MessageFormat[Request] = MessageFormat(
     Request, limit=MAX_MESSAGE, name="a request to this machine's agent"

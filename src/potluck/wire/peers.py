@@ -3,9 +3,8 @@
 Each message is a tagged msgpack struct with a little-endian u32 length in front, of at most
 ``MAX_MESSAGE`` (1 MiB), which is checked before memory is allocated. Messages of the membership
 protocol are in ``nodes.py``, about jobs in ``jobs.py``, about nodes and links in ``facts.py``,
-protocol are in ``nodes.py``, about jobs in ``jobs.py``, about nodes and links in ``facts.py``,
-about whose jobs a node runs in ``sharing.py``, about admitted keys in ``admissions.py``. This file
-has introductions and code packages.
+about whose jobs a node runs in ``sharing.py``, about services of programs in ``served.py``, about
+admitted keys in ``admissions.py``. This file has introductions and code packages.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from potluck.wire.format import MessageFormat
 from potluck.wire.jobs import JobMessage
 from potluck.wire.names import Digest, MachineName, Text, Versions
 from potluck.wire.nodes import Count, NodeMessage
+from potluck.wire.served import ServicesHere, ServicesWanted
 from potluck.wire.sharing import Offer
 
 MAX_MESSAGE = 1 << 20
@@ -78,6 +78,8 @@ PeerMessage = (
     | Facts
     | Measured
     | Offer
+    | ServicesWanted
+    | ServicesHere
 )
 
 MESSAGE: MessageFormat[PeerMessage] = MessageFormat(

@@ -114,7 +114,9 @@ def test_before_a_method_a_caller_may_be_refused() -> None:
 def test_a_reply_of_other_bytes_is_the_loss_of_the_service() -> None:
     mine, theirs = socket_pair("client", "server")
     theirs.send(memoryview(b"\xff" * 64))
-    remote = Remote("s", "1", lambda deadline: mine, timeout_s=20.0, max_bytes=1, memory=Blocks(0))
+    remote = Remote(
+        "s", "worker 1", lambda deadline: mine, timeout_s=20.0, max_bytes=1, memory=Blocks(0)
+    )
     with pytest.raises(ServiceLost, match="was cut off, and may have run"):
         remote.method()
     theirs.close()

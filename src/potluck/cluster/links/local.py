@@ -99,14 +99,20 @@ class Commands:
                 tell(client)
 
 
+def running_agent(settings: Settings) -> AgentRecord:
+    """This machine's agent; ConfigurationError if none runs."""
+    record = find_agent(settings.home)
+    if record is None:
+        raise ConfigurationError("no agent runs on this machine; start it with: potluck up")
+    return record
+
+
 async def call_agent(
     settings: Settings, agent: AgentRecord | None = None
 ) -> aio.MessageLink[local.Reply, local.Request]:
     """A connection to ``agent``, by default this machine's. ConfigurationError if none runs here,
     or if another node answers at its port; Refused if this machine is banned."""
-    record = agent or find_agent(settings.home)
-    if record is None:
-        raise ConfigurationError("no agent runs on this machine; start it with: potluck up")
+    record = agent or running_agent(settings)
     credentials = load_node_credentials(settings)
     if reason := load_admissions(settings).objects_to(credentials.node_id):
         raise Refused(

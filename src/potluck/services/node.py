@@ -1,0 +1,264 @@
+"""``NodeServices``: services of programs on the machines of a cluster, outside of jobs."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from potluck.backends.doors import Caller, admission, dial
+from potluck.cluster.links.local import running_agent
+from potluck.cluster.trust.credentials import load_node_credentials
+from potluck.errors import ConfigurationError, LinkError, Refused, UnknownService
+from potluck.services.client import Remote
+from potluck.services.definition import Service, services_of
+from potluck.services.memory import Blocks
+from potluck.services.own_agent import OwnAgent
+from potluck.services.server import Server
+from potluck.settings import load_settings
+from potluck.transport.acceptor import Limits
+from potluck.transport.bulk import BulkLink
+from potluck.transport.credentials import Credentials
+from potluck.transport.listener import Admission, Listener
+from potluck.waiting import checked_seconds, to_stderr
+from potluck.wire.greeting import Hello, Refusal
+from potluck.wire.local import ServiceInfo, ServicesReply
+from potluck.wire.served import Served
+from potluck.wire.services import KIND
+
+_ASK_S = 5.0
+_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 1.0
+
+
+class NodeServices:
+    """The services that a program offers to programs on all machines of the cluster, and those that
+    the program calls. For programs outside of jobs, on machines where ``potluck up`` runs.
+
+    Use it in a ``with`` block, or call ``close``. For any number of threads.
+    """
+
+    def __init__(self, *, timeout_s: float | None = None, port: int = 0) -> None:
+        """``timeout_s`` is the default deadline of every call, in seconds (None:
+        POTLUCK_PEER_TIMEOUT_S); ``port`` the TCP port on which services are offered, 0 for any free
+        one.
+
+        ConfigurationError if no agent runs on this machine, or in a worker of a job.
+        """
+        self._settings = settings = load_settings()
+        if settings.worker_home:
+            raise ConfigurationError(
+                "a worker of a job has the services of its job only, by ctx.serve and ctx.connect: "
+                "its script may be another member's. Call this in a program of your own"
+            )
+        running_agent(settings)
+        self._timeout_s = checked_seconds(
+            settings.peer_timeout_s if timeout_s is None else timeout_s
+        )
+        self._wanted_port = port
+        self._credentials: Credentials = load_node_credentials(settings)
+        self._memory = Blocks()
+        self._server = Server(
+            rank_of=lambda worker: -1,
+            max_bytes=settings.max_call_bytes,
+            memory=self._memory,
+            objects_to=self._credentials.objects_to,
+        )
+        self._remotes: weakref.WeakSet[Remote] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._listener: Listener | None = None
+        self._failure: BaseException | None = None
+        self._over = threading.Event()
+        self._agent = OwnAgent(settings)
+
+    def __enter__(self) -> NodeServices:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def node(self) -> str:
+        """The id of this machine's node, as its services' callers and callees see it."""
+        return self._credentials.node_id
+
+    def serve(self, *things: Any) -> None:
+        """Offer services to programs on all machines of the cluster, until ``close``.
+
+        ``things`` are functions, and instances of classes, made with
+        [service][potluck.service]. Their methods run on threads of this process. TypeError for
+        other things, ValueError for a name that this object serves already or names that are too
+        long to be told, ConfigurationError if another program of this machine serves one of the
+        names, LinkError if the agent of this machine does not answer.
+        """
+        services = services_of(*things)
+        with self._lock:
+            port = self._listening().port
+            told = _told(services, port)
+            self._server.add(services)
+            try:
+                self._agent.register(told)
+            except BaseException:
+                self._server.remove(each.name for each in services)
+                raise
+
+    def connect(self, name: str, *, node: str = "", timeout: float | None = None) -> Remote:
+        """Find the service ``name``, and return a [Remote][potluck.Remote] with its methods.
+
+        ``node`` is the name of the machine that serves it, or its node's id or the beginning of
+        that; without it one machine only may serve ``name``. Asks the agents again and again until
+        one has the service; UnknownService after ``timeout`` seconds, or at once if several
+        machines serve it. The Remote stays with that node, also if its program is started again.
+        """
+        seconds = self._timeout_s if timeout is None else checked_seconds(timeout)
+        found = self._find(name, node, seconds)
+        where = _called(found)
+
+        def dialled(deadline: float) -> BulkLink:
+            left = max(0.001, deadline - time.monotonic())
+            reply = self._agent.find(name, min(left, _ASK_S), node=found.node)
+            if not reply.services:
+                why = "does not answer" if reply.silent else f"does not serve {name!r} now"
+                raise LinkError(f"{where} {why}")
+            [now] = reply.services
+            return dial(
+                (now.host, now.service.port),
+                Hello(kind=KIND),
+                self._credentials,
+                node=found.node,
+                whom=f"service {name!r}",
+                deadline=deadline,
+            )
+
+        remote = Remote(
+            name,
+            where,
+            dialled,
+            lambda: self._credentials.objects_to(found.node) is None,
+            timeout_s=self._timeout_s,
+            max_bytes=self._settings.max_call_bytes,
+            memory=self._memory,
+        )
+        self._remotes.add(remote)
+        return remote
+
+    def wait(self) -> None:
+        """Serve until Ctrl-C, or until another thread calls ``close``. LinkError if no connections
+        can be taken any more."""
+        names = ", ".join(map(repr, self._server.names()))
+        if self._listener is None or not names:
+            raise ConfigurationError("nothing is served here yet; call serve before wait")
+        to_stderr(
+            f"serving {names} on {self._settings.machine_name} ({self.node[:8]}), port "
+            f"{self._listener.port}; Ctrl-C ends it"
+        )
+        try:
+            self._over.wait()
+        except KeyboardInterrupt:
+            return
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> None:
+        """End all connections. Other machines find the services no more. Idempotent."""
+        self._over.set()
+        self._agent.close()
+        for remote in list(self._remotes):
+            remote.close()
+        with self._lock:
+            listener = self._listener
+        if listener is not None:
+            listener.close()
+        self._server.close()
+
+    # -- inside
+
+    def _listening(self) -> Listener:
+        if self._listener is None:
+            settings = self._settings
+            self._listener = Listener(
+                settings.bind,
+                self._wanted_port,
+                self._credentials,
+                limits=Limits(settings.max_pending, settings.hello_timeout_s),
+                use_shared_memory=False,
+                on_broken=self._broken,
+            )
+            self._listener.serve(self._admit)
+        return self._listener
+
+    def _admit(self, hello: Hello, node: str) -> Admission:
+        """A connection of a node on the list; the listener has refused workers of jobs."""
+        if hello.kind != KIND:
+            text = f"this program takes calls of its services, not {hello.kind!r:.80} connections"
+            return Admission(Refusal("kind", text))
+        return admission(Caller(node), self._server.objection(), self._server.take)
+
+    def _broken(self, failure: BaseException) -> None:
+        self._failure = failure
+        self._over.set()
+
+    def _find(self, name: str, node: str, timeout_s: float) -> ServiceInfo:
+        """The one service of this ``name`` on ``node``, as soon as there is one."""
+        deadline, pause_s = time.monotonic() + timeout_s, _PAUSE_S
+        seen = ""
+        while True:
+            left = max(0.001, deadline - time.monotonic())
+            try:
+                reply = self._agent.find(name, min(left, _ASK_S))
+            except Refused:
+                raise
+            except LinkError as error:
+                seen = seen or str(error)  # the last try may have had no time
+            else:
+                found = [each for each in reply.services if _is_on(node, each)]
+                if len(found) > 1:
+                    raise UnknownService(
+                        f"{name!r} is served by {len(found)} machines: "
+                        f"{', '.join(map(_called, found))}; name one, by node=..."
+                    )
+                if found:
+                    return found[0]
+                seen = _elsewhere(reply)
+            if time.monotonic() + pause_s >= deadline:
+                on = f" on node {node!r}" if node else ""
+                raise UnknownService(
+                    f"nobody served {name!r}{on} within {timeout_s:g} s: {seen}. `potluck "
+                    "services` lists what is served"
+                )
+            self._over.wait(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def _is_on(node: str, info: ServiceInfo) -> bool:
+    """Whether ``node``, which a person wrote, is the node of ``info``; empty is any."""
+    return node == info.machine or info.node.startswith(node)
+
+
+def _called(info: ServiceInfo) -> str:
+    return f"node {info.machine or '-'} ({info.node[:8]})"
+
+
+def _elsewhere(reply: ServicesReply) -> str:
+    """What the agents said, where that does not help."""
+    parts = [f"{_called(each)} serves it" for each in reply.services]
+    silent = ", ".join(each[:8] for each in reply.silent)
+    if silent:
+        parts.append(f"no answer came from {silent}")
+    return "; ".join(parts) or "no machine that is linked serves it"
+
+
+def _told(services: Sequence[Service], port: int) -> Served:
+    """What other machines are told of ``services``."""
+    raw = [{"name": each.name, "methods": sorted(each.methods), "port": port} for each in services]
+    try:
+        return msgspec.convert(raw, Served)
+    except msgspec.ValidationError as error:
+        raise ValueError(
+            f"these services can't be told to other machines: {error}. Names are up to 64 "
+            "characters, all of them visible"
+        ) from None
