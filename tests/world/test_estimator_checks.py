@@ -32,7 +32,9 @@ SLOW = [
     estimators.MLPRegressor(),
     estimators.MiniBatchKMeans(n_clusters=3),
     estimators.RandomForestClassifier(n_estimators=5),
+    estimators.RandomForestClassifier(n_estimators=5, exact=True),
     estimators.RandomForestRegressor(n_estimators=5),
+    estimators.RandomForestRegressor(n_estimators=5, exact=True),
     estimators.SGDClassifier(),
 ]
 
@@ -115,8 +117,12 @@ def name_of(estimator: BaseEstimator) -> str:
     return type(estimator).__name__
 
 
-CASES = [pytest.param(each, id=name_of(each)) for each in ESTIMATORS]
-CASES += [pytest.param(each, id=name_of(each), marks=pytest.mark.long) for each in SLOW]
+def id_of(estimator: BaseEstimator) -> str:
+    return name_of(estimator) + ("-exact" if getattr(estimator, "exact", False) else "")
+
+
+CASES = [pytest.param(each, id=id_of(each)) for each in ESTIMATORS]
+CASES += [pytest.param(each, id=id_of(each), marks=pytest.mark.long) for each in SLOW]
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.long), 2])

@@ -23,6 +23,8 @@ X = DIGITS.data + np.random.default_rng(0).normal(scale=1e-3, size=(1797, 64))
 Y = DIGITS.target
 SEED = {"random_state": 0}
 
+EXACT = {"exact": True, "max_depth": 2, "max_bins": 8, "max_features": "sqrt", **SEED}
+
 FITS: dict[str, Callable[[MortalContext, Any, Any], Any]] = {
     "KMeans": lambda ctx, x, y: estimators.KMeans(3, ctx=ctx, **SEED).fit(x).cluster_centers_,
     "PCA": lambda ctx, x, y: estimators.PCA(ctx=ctx).fit(x).components_,
@@ -45,6 +47,12 @@ FITS: dict[str, Callable[[MortalContext, Any, Any], Any]] = {
         estimators.RandomForestClassifier(5, max_depth=3, ctx=ctx, **SEED)
         .fit(x, y)
         .predict_proba(X)
+    ),
+    "RandomForestClassifier-exact": lambda ctx, x, y: (
+        estimators.RandomForestClassifier(20, ctx=ctx, **EXACT).fit(x, y).predict_proba(X)
+    ),
+    "RandomForestRegressor-exact": lambda ctx, x, y: (
+        estimators.RandomForestRegressor(20, ctx=ctx, **EXACT).fit(x, y).predict(X)
     ),
 }
 
@@ -107,6 +115,34 @@ def test_the_others_go_on_with_their_own_samples_when_samples_are_lost() -> None
     for model in models.values():
         assert np.array_equal(model.cluster_centers_, models["0"].cluster_centers_)
         assert model.inertia_ == pytest.approx(-model.score(rest), rel=1e-9)
+
+
+def test_an_exact_forest_is_the_same_bit_by_bit_for_a_newcomer_in_its_middle() -> None:
+    """The newcomer has no samples, and gets bins and trees from a peer."""
+    parts = {"0": slice(0, 1000), "1": slice(1000, None)}
+
+    def fit(ctx: MortalContext) -> Any:
+        mine = parts.get(ctx.backend.worker, slice(0, 0))
+        forest = estimators.RandomForestClassifier(40, ctx=ctx, **EXACT)
+        forest.fit(X[mine], Y[mine])
+        return [each.tree_.__getstate__() for each in forest.estimators_], ctx.world_size
+
+    expected, _ = ElasticWorld(2, fit).run()["0"]
+    middle = moments_of(fit) // 2
+
+    def invite(worker: str, name: str, moment: int) -> bool:
+        if (worker, moment) == ("0", middle):
+            world.join()
+        return False
+
+    world = ElasticWorld(2, fit, dies=invite)
+    results = world.run()
+    assert len(results) == 3
+    for found, world_size in results.values():
+        assert world_size == 3
+        for mine, wanted in zip(found, expected, strict=True):
+            assert mine["nodes"].tobytes() == wanted["nodes"].tobytes()
+            assert mine["values"].tobytes() == wanted["values"].tobytes()
 
 
 def test_a_worker_that_begins_again_gets_the_fits_that_it_has_missed() -> None:

@@ -42,6 +42,25 @@ def pack(tree: Any, columns: Any, num_classes: int) -> Packed:
     }
 
 
+def packed(
+    arrays: dict[str, Any], left: Any, right: Any, values: Any, max_depth: int, seed: int
+) -> Packed:
+    """A tree from arrays over its nodes, as a state. ``arrays`` has the other fields of a node by
+    scikit-learn's names; the children of a leaf are -1. ``values`` has shape (nodes, classes), or
+    (nodes, 1)."""
+    nodes = np.zeros(len(left), NODE_DTYPE)
+    for name, array in {"left_child": left, "right_child": right, **arrays}.items():
+        nodes[name] = array
+    is_leaf = nodes["left_child"] < 0
+    nodes["feature"][is_leaf] = nodes["threshold"][is_leaf] = -2  # as scikit-learn's
+    return {
+        "nodes": np.frombuffer(nodes.tobytes(), np.uint8),
+        "values": np.ascontiguousarray(values[:, None, :]),
+        "max_depth": max_depth,
+        "seed": seed,
+    }
+
+
 def unpack(packed: Packed, like: Any, features: int, num_classes: int) -> Any:
     """The tree that was packed, as a fitted estimator with the parameters of ``like``."""
     nodes = np.frombuffer(packed["nodes"].tobytes(), NODE_DTYPE)

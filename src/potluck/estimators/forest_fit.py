@@ -1,0 +1,244 @@
+"""Fits of random forests: what all have in common, and forests whose trees grow on shards."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+from sklearn import ensemble
+from sklearn.base import is_classifier
+from sklearn.utils import check_random_state, column_or_1d
+from sklearn.utils.validation import validate_data
+
+from potluck.context import DistributedContext
+from potluck.estimators import classes, trees
+from potluck.estimators.rounds import DONE, Stage, State, refused, run_rounds
+from potluck.estimators.shards import (
+    Array,
+    Shard,
+    check,
+    column_names,
+    compare,
+    totals_of,
+    weights_of,
+)
+from potluck.training.transfer import broadcast_state
+
+
+class ForestFit:
+    """One fit: the stages that all forests begin with, and this rank's shard.
+
+    A subclass has further stages; ``after_input`` names the first of them.
+    """
+
+    after_input = ""
+
+    def __init__(self, model: Any, ctx: DistributedContext, X: Any, y: Any, weights: Any) -> None:
+        self.model, self.ctx = model, ctx
+        self.is_classifier = is_classifier(model)
+        self.checked = check(ctx, lambda: self._shard(X, y, weights))
+
+    def stages(self) -> dict[str, Stage]:
+        """The stages after the first ones."""
+        raise NotImplementedError
+
+    def refuse(self, shard: Shard) -> None:
+        """ValueError for parameters and samples that this kind of forest does not take."""
+
+    def run(self) -> State:
+        model = self.model
+        seed = model.random_state
+        if not isinstance(seed, int | np.integer):
+            seed = check_random_state(seed).randint(2**31 - 1)
+        stages = {"input": self._compare, "weigh": self._weigh, **self.stages()}
+        last = run_rounds(
+            self.ctx,
+            type(model).__name__,
+            {"seed": int(seed), "trees": []},
+            stages,
+            heavy=("trees",),
+        )
+        num_classes = len(last["classes"])
+        model.n_outputs_ = 1
+        model._n_samples = last["num"]
+        model.estimator_ = model.estimator
+        model.estimators_ = [
+            trees.unpack(packed, trees.like(model), model.n_features_in_, num_classes)
+            for packed in last["trees"]
+        ]
+        return last
+
+    def _compare(self, state: State) -> State:
+        """The shards fit together; the classes of all of them."""
+        rows, problem = compare(self.ctx, self.checked, name=type(self.model).__name__)
+        known: list[Any] = []
+        label_dtype = ""
+        if problem is None:
+            try:
+                if self.is_classifier:
+                    known, label_dtype = classes.union(rows)
+                if len({row["bins"] for row in rows}) > 1:
+                    raise ValueError(
+                        "the ranks have different values of exact or max_bins: give every rank the "
+                        "same"
+                    )
+                formats = {row["nodes"] for row in rows}
+                if len(formats) > 1:
+                    raise ValueError(
+                        "the ranks have versions of scikit-learn with different trees: install the "
+                        "same version on every machine"
+                    )
+            except ValueError as error:
+                problem = error
+        if problem is not None:
+            return refused(state, problem)
+        num = sum(row["num"] for row in rows)
+        after = {**state, "num": num, "classes": known, "label_dtype": label_dtype}
+        return {
+            **after,
+            "stage": "weigh" if self.is_classifier else self.after_input,
+            "factors": None,
+        }
+
+    def _weigh(self, state: State) -> State:
+        """The factor of each class's weights."""
+        shard, given = self.checked.shard, self.model.class_weight
+        if given is None:
+            return {**state, "stage": self.after_input}
+        assert shard is not None
+        known = classes.array_of(state["classes"], state["label_dtype"])
+        assert shard.y is not None
+        codes = classes.encoded(shard.y, known)
+        totals = totals_of(codes, np.ones(len(codes)), len(known))
+        self.ctx.all_reduce(totals)
+        return {
+            **state,
+            "stage": self.after_input,
+            "factors": classes.class_weights(given, known, totals),
+        }
+
+    def targets(self, state: State) -> tuple[Array, Array | None]:
+        """The values of this rank's samples, or the numbers of their classes; and their weights, if
+        they have any."""
+        shard = self.checked.shard
+        assert shard is not None
+        assert shard.y is not None
+        if not self.is_classifier:
+            return shard.y, shard.weights
+        known = classes.array_of(state["classes"], state["label_dtype"])
+        codes = classes.encoded(shard.y, known)
+        if state["factors"] is None:
+            return codes, shard.weights
+        ones = np.ones(len(codes)) if shard.weights is None else shard.weights
+        return codes, ones * state["factors"][codes]
+
+    def _shard(self, X: Any, y: Any, weights: Any) -> Shard:
+        model = self.model
+        model._validate_params()
+        finite = "allow-nan" if model.__sklearn_tags__().input_tags.allow_nan else True
+        X, y = validate_data(
+            *(model, X, y),
+            dtype=np.float32,
+            ensure_all_finite=finite,
+            ensure_min_samples=0,
+            y_numeric=not self.is_classifier,
+        )
+        facts = {"names": column_names(model), "nodes": trees.node_format()}
+        if self.is_classifier:
+            y = classes.checked_labels(y)
+            facts |= classes.facts_of(y)
+        else:
+            y = column_or_1d(y, warn=True).astype(np.float64)
+        own = None if weights is None else weights_of(weights, X).astype(np.float64)
+        shard = Shard(X, y, own, facts | {"bins": model.max_bins if model.exact else 0})
+        self.refuse(shard)
+        return shard
+
+
+class ShardsFit(ForestFit):
+    """The fit of a forest whose trees grow on shards, and this rank's own forest."""
+
+    after_input = "grow"
+
+    def __init__(self, model: Any, ctx: DistributedContext, X: Any, y: Any, weights: Any) -> None:
+        super().__init__(model, ctx, X, y, weights)
+        self.own: Any = None
+        """The forest on this rank's samples, which gets more trees round by round."""
+        self.offered = (0, 0, 0)
+        """Of the last round: the trees of the forest before it, and the range of this rank's trees
+        in it."""
+
+    def stages(self) -> dict[str, Stage]:
+        return {"grow": self._grow}
+
+    def _grow(self, state: State) -> State:
+        """Grow trees on every rank with samples, and send them to all ranks."""
+        ctx, shard = self.ctx, self.checked.shard
+        assert shard is not None
+        jobs = _num_jobs(self.model.n_jobs)
+        rows = ctx.all_gather(np.array([len(shard.X) > 0, jobs], np.int64))
+        wanted = _shares(rows, self.model.n_estimators - len(state["trees"]))
+        mine = self._more_trees(state, wanted[ctx.rank]) if wanted[ctx.rank] else []
+        grown = list(state["trees"])
+        for rank, count in enumerate(wanted):
+            if count:
+                grown += broadcast_state(ctx, mine if rank == ctx.rank else None, rank, wanted=True)
+        is_last = len(grown) >= self.model.n_estimators
+        return {**state, "stage": DONE if is_last else "grow", "trees": grown}
+
+    def _more_trees(self, state: State, count: int) -> list[trees.Packed]:
+        shard = self.checked.shard
+        assert shard is not None
+        target, weights = self.targets(state)
+        if self.own is None:
+            self.own = self._forest(state)
+        # Trees of a round that is repeated are used again.
+        num_used = self._num_used(state)
+        have = len(getattr(self.own, "estimators_", []))
+        if have < num_used + count:
+            self.own.set_params(n_estimators=num_used + count)
+            self.own.fit(shard.X, target, sample_weight=weights)
+        columns = getattr(self.own, "classes_", None)
+        chosen = self.own.estimators_[num_used : num_used + count]
+        packed = [trees.pack(tree, columns, len(state["classes"])) for tree in chosen]
+        self.offered = (len(state["trees"]), num_used, num_used + count)
+        return packed
+
+    def _num_used(self, state: State) -> int:
+        """The number of this rank's trees that earlier rounds have used."""
+        at, before, after = self.offered
+        return before if len(state["trees"]) == at else after
+
+    def _forest(self, state: State) -> Any:
+        base = (
+            ensemble.RandomForestClassifier
+            if self.is_classifier
+            else ensemble.RandomForestRegressor
+        )
+        options = self.model.get_params(deep=False)
+        for own in ("ctx", "exact", "max_bins"):
+            del options[own]
+        options |= {"class_weight": None} if self.is_classifier else {}
+        seed: Any = state["seed"]
+        if self.ctx.world_size > 1 or state["trees"]:
+            mixed = np.random.RandomState([seed, self.ctx.rank, len(state["trees"])])
+            seed = int(mixed.randint(2**31 - 1))
+        return base(**options | {"random_state": seed, "warm_start": True})
+
+
+def _num_jobs(n_jobs: int | None) -> int:
+    """The threads that scikit-learn's ``n_jobs`` stands for: -1 is one per core."""
+    if n_jobs is None or n_jobs > 0:
+        return n_jobs or 1
+    return max(1, (os.cpu_count() or 1) + 1 + n_jobs)
+
+
+def _shares(rows: Array, remaining: int) -> list[int]:
+    """The trees that each rank grows in this round: ``rows`` are (has samples, jobs) by rank."""
+    wanted = []
+    for has_samples, jobs in rows.reshape(-1, 2):
+        count = min(int(jobs), remaining) if has_samples else 0
+        wanted.append(count)
+        remaining -= count
+    return wanted
