@@ -186,11 +186,16 @@ def test_a_shard_that_does_not_fit_is_one_error_on_every_rank(
     assert "rank 1 (worker 1)" in found
 
 
-def test_ranks_that_do_not_agree_on_exact_are_told() -> None:
-    def fit(ctx: DistributedContext, is_exact: bool) -> Any:
-        return estimators.RandomForestClassifier(5, exact=is_exact, ctx=ctx).fit(X, Y)
+@pytest.mark.parametrize("option", [{"exact": False}, {"criterion": "entropy"}], ids=str)
+def test_ranks_that_do_not_agree_on_a_parameter_are_told(option: dict[str, Any]) -> None:
+    def fit(ctx: DistributedContext, own: dict[str, Any]) -> Any:
+        options = {"exact": True, "random_state": ctx.rank, "n_jobs": 1 + ctx.rank} | own
+        return estimators.RandomForestClassifier(5, ctx=ctx, **options).fit(X, Y)
 
-    assert refusal([True, False], fit).startswith("the ranks have different values of exact")
+    [name] = option
+    message = f"the ranks have different values of {name}: give every rank the same"
+    assert refusal([{}, option], fit) == message
+    assert refusal([option, {}], fit) == message
 
 
 def test_missing_values_are_refused_by_predict_too() -> None:

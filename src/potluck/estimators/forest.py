@@ -65,7 +65,7 @@ class RandomForestClassifier(_Forest, ensemble.RandomForestClassifier):
     only. All sums are of integers; weights and values that are none are rounded to multiples of a
     power of two, 2**-32 of the largest for a million samples. Samples are drawn by their weights.
     Criteria are ``gini``, ``entropy``, ``log_loss`` and ``squared_error``; no ``max_leaf_nodes``,
-    no missing values, no negative weights.
+    no missing values, no negative weights; ``n_jobs`` is for predictions only.
 
     ``fit`` leaves the whole forest on every rank; all ranks with samples grow equal numbers of
     trees. A class may be missing on a shard. ``predict`` and its kin are local. ``ctx`` is the
@@ -80,7 +80,7 @@ class RandomForestClassifier(_Forest, ensemble.RandomForestClassifier):
     are below 2**24), or a node with few samples only the bins that have some; ``2 features`` bytes
     per node find the features that are constant in it. A round grows up to 16 trees at once, and a
     level of all of them takes about ten collective calls for each 16 MiB of sums. Memory beside the
-    samples: a byte per value, about 60 bytes per drawn sample of a round (at most 4 million of all
+    samples: a byte per value, about 100 bytes per drawn sample of a round (at most 4 million of all
     ranks, or one tree), some tens of MiB for histograms; while bins are found, a copy of the
     samples.
     """
