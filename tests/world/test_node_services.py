@@ -248,3 +248,10 @@ def test_bad_input_is_one_clear_error(tmp_path: Path) -> None:
         waiting.join()
         with pytest.raises(LinkError, match="were closed"):
             services.serve(Counter())
+        with pytest.raises(LinkError, match="were closed"):
+            services.connect("place", timeout=WAIT_S)
+        unused = world.program("ada")
+        unused.close()
+        with pytest.raises(LinkError, match="were closed"):
+            unused.serve(place)
+        assert unused._listener is None, "nothing is opened after the end"

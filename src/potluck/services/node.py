@@ -12,6 +12,7 @@ import msgspec
 
 from potluck.backends.doors import Caller, admission, dial
 from potluck.cluster.links.local import running_agent
+from potluck.cluster.names import is_node_id
 from potluck.cluster.trust.credentials import load_node_credentials
 from potluck.errors import ConfigurationError, LinkError, Refused, UnknownService
 from potluck.services.client import Remote
@@ -93,10 +94,11 @@ class NodeServices:
         [service][potluck.service]. Their methods run on threads of this process. TypeError for
         other things, ValueError for a name that this object serves already or names that are too
         long to be told, ConfigurationError if another program of this machine serves one of the
-        names, LinkError if the agent of this machine does not answer.
+        names, LinkError if the agent of this machine does not answer, or after ``close``.
         """
         services = services_of(*things)
         with self._lock:
+            self._check_open()
             port = self._listening().port
             told = _told(services, port)
             self._server.add(services)
@@ -198,6 +200,11 @@ class NodeServices:
             return Admission(Refusal("kind", text))
         return admission(Caller(node), self._server.objection(), self._server.take)
 
+    def _check_open(self) -> None:
+        """LinkError after ``close``, or if no connections can be taken any more."""
+        if self._over.is_set():
+            raise self._failure or LinkError("the services of this program were closed")
+
     def _broken(self, failure: BaseException) -> None:
         self._failure = failure
         self._over.set()
@@ -207,6 +214,7 @@ class NodeServices:
         deadline, pause_s = time.monotonic() + timeout_s, _PAUSE_S
         seen = ""
         while True:
+            self._check_open()
             left = max(0.001, deadline - time.monotonic())
             try:
                 reply = self._agent.find(name, min(left, _ASK_S))
@@ -235,7 +243,10 @@ class NodeServices:
 
 
 def _is_on(node: str, info: ServiceInfo) -> bool:
-    """Whether ``node``, which a person wrote, is the node of ``info``; empty is any."""
+    """Whether ``node``, which a person wrote, is the node of ``info``; empty is any. A machine
+    chooses its own name, but its name can't pass for the whole id of another."""
+    if is_node_id(node):
+        return node == info.node
     return node == info.machine or info.node.startswith(node)
 
 
