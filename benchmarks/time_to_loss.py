@@ -278,7 +278,7 @@ def into_docs(result: dict[str, Any]) -> None:
 def code_of(strategy: str) -> str:
     if strategy == GLOO:
         return "torch's DDP over Gloo, float32"
-    return "one machine" if strategy == SERIAL else f"`{OURS[strategy]}`"
+    return "one machine" if strategy == SERIAL else f"`{OURS[strategy].code}`"
 
 
 def time_table(rows: Sequence[dict[str, Any]]) -> list[str]:

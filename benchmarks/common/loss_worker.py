@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,12 +22,22 @@ from potluck.compressors import Int, TopK
 _TIMEOUT_S = 290.0
 LOOK_EVERY = 20
 """Steps between two looks at the validation loss: whole rounds."""
-AVERAGE = pt.SGD(1.0)
 
-OURS: dict[str, pt.DataParallel | pt.LocalSGD | pt.DiLoCo] = {
-    "int4": pt.DataParallel(Int(4)),
-    "local-sgd": pt.LocalSGD(every=10),
-    "local-topk": pt.DiLoCo(every=10, outer=AVERAGE, compression=TopK(0.1, bits=2)),
+
+class Choice(NamedTuple):
+    """A strategy, and how a script says it."""
+
+    code: str
+    strategy: pt.DataParallel | pt.LocalSGD | pt.DiLoCo
+
+
+OURS = {
+    "int4": Choice("DataParallel(compression=Int(4))", pt.DataParallel(Int(4))),
+    "local-sgd": Choice("LocalSGD(every=10)", pt.LocalSGD(every=10)),
+    "local-topk": Choice(
+        "DiLoCo(every=10, outer=SGD(1.0), compression=TopK(0.1, bits=2))",
+        pt.DiLoCo(every=10, outer=pt.SGD(1.0), compression=TopK(0.1, bits=2)),
+    ),
 }
 SERIAL, GLOO = "serial", "gloo"
 
@@ -60,7 +70,7 @@ class _Ours:
             batch_size=task.batch_size,
             shuffle=False,
             collate=whole,
-            strategy=OURS[name],
+            strategy=OURS[name].strategy,
             also={"scheduler": scheduler},
         )
         for inputs, labels in job:
