@@ -60,9 +60,9 @@ class _Ours:
             for step in range(task.steps):
                 first = step * task.batch_size
                 batch = data.__getitems__(range(first, first + task.batch_size))
+                yield
                 _step(model, optimizer, *batch)
                 scheduler.step()
-                yield
             return
         parallel = pt.DDP(model, self.ctx)
         job = pt.ElasticLoop(
@@ -73,11 +73,11 @@ class _Ours:
             strategy=OURS[name].strategy,
             also={"scheduler": scheduler},
         )
-        for inputs, labels in job:
+        for inputs, labels in job:  # which exchanges before the first step of the next round
+            yield
             with job.step():
                 _step(parallel, optimizer, inputs, labels)
             scheduler.step()
-            yield
 
     def close(self) -> None:
         self.ctx.close()
@@ -105,9 +105,10 @@ class _Gloo:
         share = task.batch_size // self.world_size
         for step in range(task.steps):
             first = step * task.batch_size + self.rank * share
-            _step(parallel, optimizer, *data.__getitems__(range(first, first + share)))
-            scheduler.step()
+            batch = data.__getitems__(range(first, first + share))
             yield
+            _step(parallel, optimizer, *batch)
+            scheduler.step()
 
     def close(self) -> None:
         dist.destroy_process_group()
@@ -138,6 +139,7 @@ def worker(peer: str) -> int:
                 task = TASKS[name]
                 model = task.model(seed)
                 training = group.train(task, strategy, seed, model)
+                next(training)  # to the begin of the first step
                 channel.send(parameters=sum(each.numel() for each in model.parameters()))
             case {"do": "time", "steps": int(count)}:
                 began = time.perf_counter()
