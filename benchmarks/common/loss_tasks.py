@@ -23,6 +23,8 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from potluck.training.splitmix import GOLDEN, hashed
+
 Pair = tuple[Tensor, Tensor]
 
 FOLDS = 5
@@ -222,11 +224,9 @@ def _split_text(seed: int) -> tuple[Sampler, Pair]:
         return rows[:, :-1], rows[:, 1:]
 
     def make(indices: NDArray[np.int64], seed: int) -> Pair:
-        """A window of the text; where it begins is a hash of its number (splitmix64's)."""
-        z = (indices.astype(np.uint64) + np.uint64(seed << 32)) * np.uint64(0x9E3779B97F4A7C15)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        starts = (z ^ (z >> np.uint64(31))) % np.uint64(len(text) - CONTEXT)
+        """A window of the text; where it begins is a hash of its number."""
+        numbers = hashed((indices.astype(np.uint64) + np.uint64(seed << 32)) * GOLDEN)
+        starts = numbers % np.uint64(len(text) - CONTEXT)
         return windows(text, starts.astype(np.int64))
 
     starts = np.linspace(0, len(held_out) - CONTEXT - 1, 256).astype(np.int64)

@@ -20,6 +20,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from potluck.training.splitmix import hashed
+
 _ROUNDS = 4
 
 
@@ -145,17 +147,10 @@ def _shuffled(keys: tuple[int, int, int], size: int, rows: NDArray[np.int64]) ->
     while len(again):
         left, right = found[again] >> np.uint64(bits), found[again] & mask
         for key in rounds:
-            left, right = right, left ^ (_hashed(right ^ key) & mask)
+            left, right = right, left ^ (hashed(right ^ key) & mask)
         found[again] = left << np.uint64(bits) | right
         again = again[found[again] >= size]
     return found.astype(np.int64)
-
-
-def _hashed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finalizer of SplitMix64 (Steele, Lea and Flood 2014), element by element."""
-    values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    return values ^ values >> np.uint64(31)
 
 
 def _key(seed: int, epoch: int) -> NDArray[np.uint64]:

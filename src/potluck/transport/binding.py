@@ -61,13 +61,13 @@ def source_for(bind: str, host: str) -> str:
     """
     if not bind or _is_loopback(host):
         return ""
-    called = ipaddress.ip_address(host)
-    for source in addresses_of(bind):
+    called, sources = ipaddress.ip_address(host), addresses_of(bind)
+    for source in sources:
         address = ipaddress.ip_address(source)
         if address.version == called.version and address.is_link_local == called.is_link_local:
             return source
-    code = errno.EADDRNOTAVAIL
-    raise OSError(code, f"{bind} ({', '.join(addresses_of(bind))}) can't call {host} from there")
+    why = f"{bind} ({', '.join(sources)}) can't call {host} from there"
+    raise OSError(errno.EADDRNOTAVAIL, why)
 
 
 def _interfaces() -> dict[str, tuple[str, ...]]:

@@ -26,6 +26,7 @@ from potluck.estimators.histogram_trees.bags import Bag
 from potluck.estimators.histogram_trees.splits import Rules, best_splits
 from potluck.estimators.histogram_trees.targets import Targets
 from potluck.estimators.shards import Array
+from potluck.training.splitmix import GOLDEN, hashed
 
 if TYPE_CHECKING:
     from potluck.context import DistributedContext
@@ -201,12 +202,9 @@ def _children(samples: Samples, level: _Level, splits: Array) -> _Level:
 
 
 def _mixed(numbers: Array) -> Array:
-    """Random numbers that follow from ``numbers``, uint64 (SplitMix64: Steele, Lea and Flood
-    2014, "Fast splittable pseudorandom number generators", figure 18)."""
-    mixed = numbers + np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.asarray(mixed ^ (mixed >> np.uint64(31)))
+    """Random numbers that follow from ``numbers``, uint64: SplitMix64's first from each of these
+    states."""
+    return hashed(numbers + GOLDEN)
 
 
 def _drawn(keys: Array, is_constant: Array, num: int) -> Array:
@@ -238,15 +236,13 @@ def _splits(
     for start, stop in [*_parts(costs, 0, num_large), *_parts(costs, num_large, len(counts))]:
         part = level.part(start, stop)
         drawn = _drawn(part.keys, _constant(ctx, samples.codes, part), rules.max_features)
-        shape = (stop - start, rules.max_features, samples.num_bins)
-        gather = _dense if start < num_large else _sparse
-        needs_counts = rules.min_samples_leaf > 1
-        own = gather(ctx, samples, part, drawn, shape, needs_counts)
-        cells, sums, share = own
+        share = -(-len(drawn) // ctx.world_size)
+        wanted = _Wanted(samples, part, drawn, rules.min_samples_leaf > 1, share)
+        cells, sums = (_dense if start < num_large else _sparse)(ctx, wanted)
         bins = best_splits(
             *(samples.targets, rules, cells, sums[:, :width]),
-            sums[:, width] if needs_counts else None,
-            (share, *shape[1:]),
+            sums[:, width] if wanted.needs_counts else None,
+            (share, *wanted.shape[1:]),
         )
         found = ctx.all_gather(bins).reshape(-1, 4)[: len(drawn)]
         found[:, 1] = drawn[np.arange(len(drawn)), found[:, 1].astype(np.int64)]
@@ -278,76 +274,71 @@ def _constant(ctx: DistributedContext, codes: Array, level: _Level) -> Array:
     return np.asarray(extremes[0] == 255 - extremes[1]).T
 
 
-Own = tuple[Array, Array, int]
-"""The sums that this rank decides on: cells, ascending, their sums, and its number of nodes."""
+@dataclass(frozen=True)
+class _Wanted:
+    """The sums that are wanted: of the samples of a part of a level, by node, ``drawn`` feature
+    (of shape (nodes, tried features)) and bin; with ``needs_counts`` also how many samples they are
+    of. A rank decides on ``share`` nodes."""
+
+    samples: Samples
+    level: _Level
+    drawn: Array
+    needs_counts: bool
+    share: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(nodes, tried features, bins)."""
+        return *self.drawn.shape, self.samples.num_bins
+
+    def sums(self, groups: Array, num_groups: int, rows: Array, times: Array) -> Array:
+        """The sums of groups of samples and, if asked for, in a last column their counts."""
+        found = self.samples.targets.sums(groups, num_groups, rows, times)
+        if not self.needs_counts:
+            return found
+        return np.column_stack([found, np.bincount(groups, minlength=num_groups)])
 
 
-def _dense(
-    ctx: DistributedContext,
-    samples: Samples,
-    level: _Level,
-    drawn: Array,
-    shape: tuple[int, int, int],
-    needs_counts: bool,
-) -> Own:
-    """Each rank sends all sums; zeros, too."""
-    num_nodes, num_tried, num_bins = shape
-    share = -(-num_nodes // ctx.world_size)
-    width = samples.targets.width + needs_counts
-    sums = np.zeros((ctx.world_size * share, num_tried, num_bins, width), _dtype(samples))
+def _dense(ctx: DistributedContext, wanted: _Wanted) -> tuple[Array, Array]:
+    """The cells that this rank decides on, ascending, and their sums. Each rank sends all sums;
+    zeros, too."""
+    samples, level, drawn = wanted.samples, wanted.level, wanted.drawn
+    num_nodes, num_tried, num_bins = wanted.shape
+    width = samples.targets.width + wanted.needs_counts
+    sums = np.zeros((ctx.world_size * wanted.share, num_tried, num_bins, width), _dtype(samples))
     for tried in range(num_tried):
         codes = samples.codes[drawn[level.slots, tried], level.rows]
         cells = level.slots * num_bins + codes
-        found = _sums(samples, cells, num_nodes * num_bins, level.rows, level.times, needs_counts)
+        found = wanted.sums(cells, num_nodes * num_bins, level.rows, level.times)
         sums[:num_nodes, tried] = found.reshape(num_nodes, num_bins, width)
     if ctx.world_size > 1:
         sums = ctx.reduce_scatter(sums.reshape(ctx.world_size, -1))
     own = sums.reshape(-1, width)
     cells = np.flatnonzero(own.any(axis=1))
-    return cells, own[cells].astype(np.float64), share
+    return cells, own[cells].astype(np.float64)
 
 
-def _sparse(
-    ctx: DistributedContext,
-    samples: Samples,
-    level: _Level,
-    drawn: Array,
-    shape: tuple[int, int, int],
-    needs_counts: bool,
-) -> Own:
-    """Each rank sends the sums of bins in which it has samples, with the numbers of the bins."""
-    num_nodes, num_tried, num_bins = shape
-    share = -(-num_nodes // ctx.world_size)
-    features = drawn[level.slots].T
+def _sparse(ctx: DistributedContext, wanted: _Wanted) -> tuple[Array, Array]:
+    """As ``_dense``. Each rank sends the sums of bins in which it has samples, with the numbers of
+    the bins."""
+    samples, level = wanted.samples, wanted.level
+    _, num_tried, num_bins = wanted.shape
+    features = wanted.drawn[level.slots].T
     segments = level.slots * num_tried + np.arange(num_tried)[:, None]
     cells = (segments * num_bins + samples.codes[features, level.rows]).ravel()
     cells, groups = np.unique(cells, return_inverse=True)
     rows, times = np.tile(level.rows, num_tried), np.tile(level.times, num_tried)
-    sums = _sums(samples, groups, len(cells), rows, times, needs_counts)
+    sums = wanted.sums(groups, len(cells), rows, times)
     if ctx.world_size > 1:
         all_cells = np.concatenate(ctx.all_gather_uneven(cells))
         all_sums = np.concatenate(ctx.all_gather_uneven(sums.astype(_dtype(samples))))
-        first = ctx.rank * share * num_tried * num_bins
-        is_own = (all_cells >= first) & (all_cells < first + share * num_tried * num_bins)
+        num_own = wanted.share * num_tried * num_bins
+        first = ctx.rank * num_own
+        is_own = (all_cells >= first) & (all_cells < first + num_own)
         cells, groups = np.unique(all_cells[is_own] - first, return_inverse=True)
         sums = np.zeros((len(cells), sums.shape[1]))
         np.add.at(sums, groups, all_sums[is_own])
-    return cells, sums, share
-
-
-def _sums(
-    samples: Samples,
-    groups: Array,
-    num_groups: int,
-    rows: Array,
-    times: Array,
-    needs_counts: bool,
-) -> Array:
-    """The sums of groups of samples and, if asked for, in a last column their counts."""
-    found = samples.targets.sums(groups, num_groups, rows, times)
-    if not needs_counts:
-        return found
-    return np.column_stack([found, np.bincount(groups, minlength=num_groups)])
+    return cells, sums
 
 
 def _dtype(samples: Samples) -> type[np.floating]:
