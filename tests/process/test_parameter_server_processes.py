@@ -28,34 +28,40 @@ import numpy as np
 import potluck
 from potluck.parameter_server import SGD
 
-folder, victim = pathlib.Path(sys.argv[1]), sys.argv[2]
+folder, victim, servers = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 ctx = potluck.init()
-ps = potluck.ParameterServer(ctx, optimizer=SGD(0.5), checkpoint=folder / "kept", save_every=1)
-ps.set_parameters("m", {"w": np.zeros(4)})
+ps = potluck.ParameterServer(
+    ctx, optimizer=SGD(0.5), servers=servers, checkpoint=folder / "kept", save_every=1
+)
+ps.set_parameters("m", {name: np.zeros(4) for name in "abcdef"})
 while True:
     parameters, version = ps.get_parameters("m")
-    assert len(np.unique(parameters["w"])) == 1
+    assert len(np.unique(list(parameters.values()))) == 1, parameters
     if version >= 12:
         break
     is_first = not (folder / "killed").exists()
     if ctx.group.me.worker == victim and version >= 5 and is_first:
         (folder / "killed").touch()
         os.kill(os.getpid(), signal.SIGKILL)
-    ps.accumulate_gradient("m", {"w": parameters["w"] - 8})
+    ps.accumulate_gradient("m", {name: each - 8 for name, each in parameters.items()})
 ps.close()
-error = abs(parameters["w"][0] - 8 * (1 - 0.5 ** version))
+error = abs(parameters["a"][0] - 8 * (1 - 0.5 ** version))
 print("version", version, "right" if error < 1e-12 else f"wrong by {error}")
 """
 
 
-@pytest.mark.parametrize("victim", ["0", "1"], ids=["the server", "a worker"])
-def test_after_a_kill_the_training_goes_on_from_where_the_server_was(
-    tmp_path: Path, victim: str
+@pytest.mark.parametrize(
+    ("victim", "servers"),
+    [("0", 1), ("1", 1), ("0", 2), ("1", 2)],
+    ids=["the server", "a worker", "the first of two servers", "the second of two servers"],
+)
+def test_after_a_kill_the_training_goes_on_from_where_the_servers_were(
+    tmp_path: Path, victim: str, servers: int
 ) -> None:
     """Each update halves the distance to 8: a lost or doubled one would show in the last digits."""
     script = tmp_path / "train.py"
     script.write_text(KILLED)
-    with run_command("--workers", "3", str(script), str(tmp_path), victim) as run:
+    with run_command("--workers", "3", str(script), str(tmp_path), victim, str(servers)) as run:
         assert run.finish() == 0
         assert sum("version 12 right" in line for line in run.lines) >= 2
     assert (tmp_path / "killed").exists()

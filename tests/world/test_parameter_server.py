@@ -29,22 +29,34 @@ from support.worlds import open_world
 KINDS = ("inproc", "tls", *(("native",) if potluck.native.available else ()))
 
 
+def in_tensors(values: Any) -> dict[str, Any]:
+    """Several tensors, so that each of several servers has some."""
+    return {"all": values} | {f"w{n}": values[10 * n : 10 * n + 10] for n in range(5)}
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_a_synchronous_step_is_that_of_all_reduce_bit_by_bit(kind: str, world_size: int) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "servers"), [(1, 1), (2, 1), (2, 2), (4, 1), (4, [1, 3, 0])]
+)
+def test_a_synchronous_step_is_that_of_all_reduce_bit_by_bit(
+    kind: str, world_size: int, servers: int | list[int]
+) -> None:
     """In float64, with gradients whose sum depends on the order of its terms."""
 
     def run(ctx: DistributedContext) -> None:
         chance = np.random.default_rng(ctx.rank)
         expected = np.linspace(-1, 1, 50)
-        with ParameterServer(ctx, optimizer=SGD(0.1)) as ps:
-            ps.set_parameters("m", {"w": expected.copy()})
+        with ParameterServer(ctx, optimizer=SGD(0.1), servers=servers) as ps:
+            ps.set_parameters("m", in_tensors(expected.copy()))
             for step in range(5):
                 parameters, version = ps.get_parameters("m")
                 assert version == step
-                np.testing.assert_array_equal(parameters["w"], expected)
+                np.testing.assert_array_equal(parameters["all"], expected)
+                for number in range(5):
+                    each = expected[10 * number : 10 * number + 10]
+                    np.testing.assert_array_equal(parameters[f"w{number}"], each)
                 gradient = chance.normal(size=50) * 10.0 ** chance.integers(-8, 8, 50)
-                assert ps.accumulate_gradient("m", {"w": gradient}, worker_rank=ctx.rank)
+                assert ps.accumulate_gradient("m", in_tensors(gradient), worker_rank=ctx.rank)
                 mean = ctx.all_reduce(gradient.copy(), "mean", algorithm="centralized")
                 expected = expected - 0.1 * mean
             assert ps.stats()["m"] == {"version": 5, "counted": 5 * ctx.world_size}
@@ -70,19 +82,21 @@ def test_the_loop_by_hand_that_users_of_other_servers_write() -> None:
     assert run_world(2, run) == [[-4.5, -4.5]] * 2
 
 
+@pytest.mark.parametrize("servers", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_pull_never_mixes_two_versions(kind: str) -> None:
+def test_a_pull_never_mixes_two_versions(kind: str, servers: int) -> None:
     """Each update adds 1 to every element; pullers look for arrays that differ within."""
 
     def run(ctx: DistributedContext) -> None:
-        with ParameterServer(ctx, Asynchronous(lr_by_staleness=False), optimizer=SGD(1.0)) as ps:
-            start = {name: np.zeros(40_000) for name in "abc"}
+        mode = Asynchronous(lr_by_staleness=False)
+        with ParameterServer(ctx, mode, optimizer=SGD(1.0), servers=servers) as ps:
+            start = {name: np.zeros(40_000) for name in "abcdef"}
             ps.set_parameters("m", start)
             for _ in range(15):
                 parameters, version = ps.get_parameters("m")
                 values = {float(each) for array in parameters.values() for each in np.unique(array)}
                 assert values == {float(version)}
-                minus = {name: np.full(40_000, -1.0) for name in "abc"}
+                minus = {name: np.full(40_000, -1.0) for name in "abcdef"}
                 assert ps.accumulate_gradient("m", minus)
             ctx.barrier()
             assert ps.get_parameters("m", wait=False).version == 15 * ctx.world_size
@@ -159,19 +173,23 @@ def test_workers_of_elastic_averaging_come_together() -> None:
     assert max(found) - min(found) < 1e-3
 
 
-@pytest.mark.parametrize("optimizer", [SGD(0.1, momentum=0.9), Adam(0.1)])
+@pytest.mark.parametrize(
+    ("optimizer", "servers"), [(SGD(0.1, momentum=0.9), 1), (Adam(0.1), 1), (Adam(0.1), 2)]
+)
 def test_a_server_that_starts_again_goes_on_from_its_checkpoint(
-    tmp_path: Path, optimizer: Any
+    tmp_path: Path, optimizer: Any, servers: int
 ) -> None:
-    def steps(ctx: DistributedContext, count: int, folder: Path | None) -> list[float]:
-        ps = ParameterServer(ctx, optimizer=optimizer, checkpoint=folder, save_every=3)
-        ps.set_parameters("m", {"w": np.ones(4, np.float32)})
+    def steps(ctx: DistributedContext, count: int, folder: Path | None) -> list[Any]:
+        ps = ParameterServer(
+            ctx, optimizer=optimizer, servers=servers, checkpoint=folder, save_every=3
+        )
+        ps.set_parameters("m", in_tensors(np.ones(50, np.float32)))
         for _ in range(count):
-            w = ps.get_parameters("m").parameters["w"]
-            ps.accumulate_gradient("m", {"w": w * 2})
-        found = ps.get_parameters("m").parameters["w"].tolist()
+            parameters = ps.get_parameters("m").parameters
+            ps.accumulate_gradient("m", {name: 2 * each for name, each in parameters.items()})
+        found = ps.get_parameters("m").parameters
         ps.close()
-        return found
+        return [found[name].tolist() for name in sorted(found)]
 
     run_world(2, lambda ctx: steps(ctx, 4, tmp_path))
     again = run_world(2, lambda ctx: steps(ctx, 3, tmp_path))
@@ -210,7 +228,9 @@ def test_mistakes_are_one_clear_error_each() -> None:
         assert ps.set_parameters("m", {"w": np.ones(2)}, replace=True) == 2
         ps.close()
         for wrong, kind, message in [
-            ({"server": 3}, ValueError, "there is no such worker; there are: 0"),
+            ({"servers": 3}, ValueError, "servers=3: there are 1 workers"),
+            ({"servers": [3]}, ValueError, "there is no such worker; there are: 0"),
+            ({"servers": []}, TypeError, r"servers is \[\]"),
             ({"mode": "sync"}, TypeError, "mode is 'sync'"),
             ({"mode": Synchronous(1)}, ValueError, "backup_workers is 1 of 1 workers"),
             ({"optimizer": "adam"}, TypeError, "optimizer is 'adam'"),
@@ -335,7 +355,7 @@ def test_a_push_that_comes_before_the_server_has_entered_the_group_waits_for_it(
 
         def push() -> None:
             other.get_parameters("m")
-            other._reform_if_due = refused.set  # type: ignore[assignment,method-assign]
+            other._calls.reform_if_due = refused.set  # type: ignore[assignment,method-assign]
             counted.append(other.accumulate_gradient("m", {"w": np.ones(2)}))
 
         thread = threading.Thread(target=push)

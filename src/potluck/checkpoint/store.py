@@ -194,6 +194,17 @@ class CheckpointStore:
             )
         return None
 
+    def steps(self) -> list[int]:
+        """The steps of the checkpoints, the newest checkpoint first, intact or not."""
+        return [step for _, step, _ in self._manifests()]
+
+    def load(self, step: int) -> Checkpoint:
+        """The newest checkpoint of ``step``. CheckpointError if there is none or it is damaged."""
+        for _, its_step, stem in self._manifests():
+            if its_step == step:
+                return self._load(stem)
+        raise CheckpointError(f"{self.directory} has no checkpoint of step {step}")
+
     # ------------------------------------------------------------ writing
 
     def _write_later(self, job: _Job) -> None:

@@ -1,9 +1,14 @@
 """Parameter servers: workers push gradients and pull parameters, each at a time of its own.
 
-``server.py``: ``ParameterServer``, what a script holds. ``offer.py``: the service that a worker
-calls. ``host.py``: the models of one server, checkpoints and waits. ``model.py``: what a mode
-(``modes.py``) makes of gradients; ``staleness.py``: who waits for whom; ``table.py``: the tensors,
-in immutable versions; ``optimizers.py``: their updates. The last four are pure.
+``server.py``: ``ParameterServer``, what a script holds; ``arguments.py`` checks what it is given,
+``calls.py`` calls the servers. ``offer.py``: the services that a worker calls. ``host.py``: the
+first server, its waits and decisions; ``checkpoints.py``: its checkpoints. ``follower.py``: another
+server; ``followers.py`` brings it the first one's decisions, and all to one state.
+
+Pure: ``model.py``: what a mode (``modes.py``) makes of gradients; ``staleness.py``: who waits for
+whom; ``entries.py``: a decision; ``shard.py``: the tensors of one server, after the decisions;
+``table.py``: those of one model, in immutable versions; ``optimizers.py``: their updates;
+``layout.py``: names, shapes and dtypes; ``placement.py``: which tensor lies where.
 """
 
 from potluck.parameter_server.modes import (

@@ -1,8 +1,13 @@
-"""``Host``: the models of one server, their checkpoints, and the calls that wait for an update.
+"""``Host``: the first server: what it decides of all models, its own shard, checkpoints, and the
+calls that wait for an update.
 
 A call that waits takes no thread: it gets a Future, which ends as soon as the update is there. It
 ends without one after ``wait_s``, and the caller asks again; so a caller that is gone, or a group
 that has changed, is noticed in time.
+
+With several servers every decision is an entry of a log, which ``Followers`` brings to the others.
+A checkpoint is an entry too, so that all servers write the same state. The others write theirs
+first: once the first server's own is on the disk, the whole one is.
 """
 
 from __future__ import annotations
@@ -12,22 +17,27 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 from potluck.checkpoint import CheckpointStore
-from potluck.checkpoint.writer import BackgroundWriter
-from potluck.errors import CheckpointError
+from potluck.errors import PotluckError
+from potluck.parameter_server.checkpoints import Checkpoints
+from potluck.parameter_server.entries import Close, Drop, Entry, Grant, Leave, Save
+from potluck.parameter_server.layout import Layout, Tensors
 from potluck.parameter_server.model import Gradient, Model, Outcome
 from potluck.parameter_server.modes import Mode, Synchronous
 from potluck.parameter_server.optimizers import Optimizer
-from potluck.parameter_server.table import Table, Tensors
+from potluck.parameter_server.placement import server_of
+from potluck.parameter_server.shard import Shard
+from potluck.parameter_server.signals import AskAgain
 from potluck.services.presence import Presence
 from potluck.services.waits import WaitingCalls
 
 MAX_MODELS = 1024
+MAX_BEHIND = 1 << 16
+"""Entries that another server has not carried out; with more, calls wait for it."""
 
 _log = logging.getLogger(__name__)
 
@@ -41,77 +51,119 @@ class Host:
         optimizer: Optimizer,
         presence: Presence,
         *,
+        servers: tuple[str, ...] = ("0",),
         store: CheckpointStore | None,
         save_every: int,
         worker_timeout_s: float,
     ) -> None:
-        """``presence`` knows the workers. A lease of a worker that
-        pushes nothing ends after ``worker_timeout_s``. CheckpointError if ``store`` has checkpoints
-        and none is intact."""
+        """``presence`` knows the workers; the first of ``servers`` is this one. A lease of a worker
+        that pushes nothing ends after ``worker_timeout_s``. CheckpointError if ``store`` has
+        checkpoints and none is intact; with several servers see ``Followers``."""
         self._mode = mode
         self._optimizer = optimizer
         self._presence = presence
-        self._store = store
+        self.servers = servers
         self._save_every = save_every
         self._worker_timeout_s = worker_timeout_s
-        self.incarnation = secrets.randbits(62)
+        self.incarnation = 0
         """Another number after each start: what was pulled before is of another life."""
         self._models: dict[str, Model] = {}
-        self._writer = BackgroundWriter("parameter-server-writer")
+        self._shard = Shard(optimizer, servers[0], servers)
+        self._index = 0
+        self._entries: list[Entry] = []
+        """The newest, up to ``_index``: those that another server may not have yet."""
+        self._is_open = False
+        self._error: PotluckError | None = None
         self._changed = threading.Condition(threading.RLock())
+        self._checkpoints = None if store is None else Checkpoints(store, servers, self._changed)
+        self._is_save_due = False
         self._waits = WaitingCalls(self._changed, self._on_time, thread="potluck-parameter-server")
-        self.num_failed_saves = 0
-        self._load()
+        if len(servers) == 1:
+            self._start_alone()
 
     @property
-    def arguments(self) -> tuple[str, str]:
-        """Mode and optimizer, which all workers must give alike."""
-        return repr(self._mode), repr(self._optimizer)
+    def arguments(self) -> tuple[str, str, str]:
+        """Mode, optimizer and servers, which all workers must give alike."""
+        return repr(self._mode), repr(self._optimizer), ", ".join(self.servers)
 
     # -- calls
 
-    def create(self, name: str, tensors: Tensors, *, replace: tuple[str, int] | None = None) -> int:
-        """Take the first parameters of a model, or others if ``replace`` is the worker that gives
-        them, and a push number; its version."""
+    def begun(self, wait_s: float) -> Any:
+        """An empty reply as soon as calls are answered. Raises what has failed."""
+
+        def attempt() -> dict[str, Any] | None:
+            self._check_error()
+            return {} if self._is_open else None
+
+        with self._changed:
+            return self._waits.add(attempt, self._to_begin, wait_s)
+
+    def create(
+        self,
+        name: str,
+        tensors: Tensors,
+        worker: str,
+        push: int,
+        *,
+        layout: Layout,
+        replace: bool = False,
+        incarnations: Sequence[int] = (),
+    ) -> int:
+        """Take the first parameters of a model, or others with ``replace``; its version.
+        ``tensors`` are those that lie here, ``layout`` is that of all; the others are staged on
+        other servers, which have these ``incarnations``."""
         with self._changing():
+            if any(each != self.incarnation for each in incarnations):
+                raise AskAgain("the servers began anew meanwhile")
             model = self._models.get(name)
+            what = f"what is set for {name!r}"
             if model is None:
                 if len(self._models) >= MAX_MODELS:
                     raise ValueError(f"a parameter server has at most {MAX_MODELS} models")
-                model = Model(name, Table(tensors, self._optimizer), self._mode, self._optimizer)
+                self._stage(name, worker, push, tensors, what, layout)
+                model = Model(name, layout, self._mode, self._optimizer.learning_rate)
                 self._models[name] = model
-                if replace is not None:
-                    model.note(*replace)
-                self._save(model.version)
-            elif replace is not None:
-                if model.outcome(*replace) is None:
-                    model.replace(tensors)
-                    model.note(*replace)
-                    self._save(model.version)
-            else:
-                model.check(tensors)
+                model.set(worker, push)
+                self._save()
+            elif not replace:
+                model.check(layout)
+                self._append(Drop(name, worker, push))
+            elif model.outcome(worker, push) is None:
+                model.check(layout)
+                self._stage(name, worker, push, tensors, what, layout)
+                model.replace(worker, push)
+                self._save()
             return model.version
 
-    def push(self, name: str, gradient: Gradient, incarnation: int) -> Outcome | None:
-        """Take a gradient. What became of it; None if it waits, see ``outcome``."""
+    def push(
+        self, name: str, gradient: Gradient, tensors: Tensors, incarnation: int
+    ) -> Outcome | None:
+        """Take a gradient, ``tensors`` those that lie here. What became of it; None if it waits,
+        see ``outcome``."""
+        worker, push = gradient.worker, gradient.push
         with self._changing():
             model = self._model(name)
             if incarnation != self.incarnation:
-                if model.outcome(gradient.worker, gradient.push) is None:
-                    model.drop(gradient.worker, gradient.push, "restarted")
-            else:
-                model.push(gradient, self._presence.workers())
-            return model.outcome(gradient.worker, gradient.push)
+                if model.outcome(worker, push) is None:
+                    model.drop(worker, push, "restarted")
+            elif not model.knows(worker, push):
+                try:
+                    self._stage(name, worker, push, tensors, gradient.of(name))
+                    model.push(gradient, self._presence.workers())
+                except ValueError:
+                    self._append(Drop(name, worker, push))
+                    raise
+            self._carry_out()
+            return model.outcome(worker, push)
 
     def outcome(self, name: str, worker: str, push: int, wait_s: float) -> Any:
         """What became of a push, as a dict; a Future of it while it waits."""
-        model = self._model(name)
 
         def attempt() -> dict[str, Any] | None:
-            found = model.outcome(worker, push)
+            found = self._model(name).outcome(worker, push)
             return None if found is None else as_reply(found)
 
-        return self._when(attempt, partial(self._waits_for, model), wait_s)
+        return self._when(attempt, name, wait_s)
 
     def pull(
         self, name: str, worker: str, after: tuple[int, int] | None, wait_s: float, *, compute: bool
@@ -119,28 +171,35 @@ class Host:
         """The newest version, as a dict; a Future of it while it must be waited for.
 
         ``after``: a version to wait for, and the incarnation that it is of. ``compute``: a gradient
-        will follow.
+        will follow. The reply has the tensors that lie here, and names the ``servers`` of others,
+        from which the worker fetches the same version.
         """
-        model = self._model(name)
 
         def attempt() -> dict[str, Any] | None:
+            model = self._model(name)
             if compute:
                 if after is not None and after[0] > model.version and after[1] == self.incarnation:
                     return None
                 expires_at = time.monotonic() + self._worker_timeout_s
                 if not model.may_pull(worker, self._presence.workers(), expires_at):
                     return None
+            others = {server_of(each, self.servers) for each in model.layout}
+            others.discard(self.servers[0])
+            if others:
+                self._append(Grant(name, worker, model.version))
             return {
                 "version": model.version,
                 "incarnation": self.incarnation,
-                "tensors": dict(model.tensors),
+                "tensors": dict(self._shard.tensors(name)),
+                "servers": sorted(others),
             }
 
-        return self._when(attempt, partial(self._waits_for, model), wait_s)
+        return self._when(attempt, name, wait_s)
 
     def is_ready(self, name: str) -> bool:
         """Whether the update of the present step can be made."""
         with self._changed:
+            self._check_open()
             model = self._model(name)
             return isinstance(self._mode, Synchronous) and model.is_ready(self._presence.workers())
 
@@ -159,15 +218,18 @@ class Host:
     def save(self) -> None:
         """Write a checkpoint now, and wait for it. CheckpointError if it can't be written,
         ValueError without a directory."""
-        if self._store is None:
+        if self._checkpoints is None:
             raise ValueError("there is no directory for checkpoints: pass checkpoint=DIRECTORY")
         with self._changed:
-            self._save(max((each.version for each in self._models.values()), default=0))
-            self._writer.wait()  # held: else a push begins a second write
+            self._checkpoints.await_others(self._worker_timeout_s)  # the one before
+            self._save()
+            self._checkpoints.await_others(self._worker_timeout_s)
+            self._checkpoints.await_written()  # held: else a push begins a second write
 
     def stats(self) -> dict[str, Any]:
         """Versions, and counts of gradients by what became of them."""
         with self._changed:
+            self._check_open()
             return {
                 name: {"version": model.version, **model.counts}
                 for name, model in self._models.items()
@@ -179,6 +241,7 @@ class Host:
         """``worker`` calls no more."""
         with self._changing():
             self._presence.leave(worker)
+            self._append(Leave(worker))
             for model in self._models.values():
                 model.leave(worker)
 
@@ -190,9 +253,90 @@ class Host:
             return rest
 
     def close(self) -> None:
-        """Write the last checkpoint, and wait for it. CheckpointError if it can't be written."""
-        if self._store is not None and self._models:
-            self.save()
+        """Write the last checkpoint, and wait for it; tell the other servers, and wait for them.
+        CheckpointError if it can't be written."""
+        try:
+            if self._checkpoints is not None and self._models and self._is_open:
+                self.save()
+        finally:
+            with self._changed:
+                self._append(Close())
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: not self._entries, self._worker_timeout_s)
+
+    # -- for Followers
+
+    def entries(self, wait_s: float) -> tuple[int, list[Entry]]:
+        """The number of the first entry that another server may lack, and the entries from there
+        on; waits for one if there is none."""
+        with self._changed:
+            if not self._entries:
+                self._changed.wait(wait_s)
+            return self._index - len(self._entries) + 1, list(self._entries)
+
+    def wake(self) -> None:
+        """End the wait of ``entries``."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def carried_out(self, count: int) -> None:
+        """All other servers have carried out the first ``count`` entries."""
+        with self._changed:
+            del self._entries[:count]
+            self._changed.notify_all()
+
+    def saved_elsewhere(self, index: int) -> None:
+        """The others have checkpoints of ``index``: time for the one that makes it whole."""
+        with self._changed:
+            if self._checkpoints is not None:
+                self._checkpoints.commit(index)
+
+    def failed_elsewhere(self, reason: str) -> None:
+        """Another server could not write its checkpoint."""
+        with self._changed:
+            if self._checkpoints is not None:
+                self._checkpoints.fail(reason)
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint waits for the other servers."""
+        return self._checkpoints is not None and self._checkpoints.is_under_way
+
+    def begin_opening(self) -> tuple[int, list[int]]:
+        """Answer no calls until the servers agree on a state: the highest number of an entry that
+        is known here, and the numbers of the checkpoints, the newest first."""
+        with self._changed:
+            self._is_open = self._is_save_due = False
+            if self._checkpoints is None:
+                return self._index, []
+            self._checkpoints.give_up()
+            steps = self._checkpoints.store.steps()
+            return max([self._index, *steps]), steps
+
+    def load(self, index: int | None) -> None:
+        """Be as the checkpoint of ``index`` says, or without models. CheckpointError if it is
+        damaged, or of other servers."""
+        state: Mapping[str, Any] = {"models": {}, "shard": {}}
+        if index is not None:
+            assert self._checkpoints is not None
+            state = self._checkpoints.load(index)
+        with self._changed:
+            self._restore(state)
+
+    def open(self, index: int, incarnation: int) -> None:
+        """Answer calls: all servers have the same state, the one after entry ``index``."""
+        with self._changed:
+            self._index, self._entries, self.incarnation = index, [], incarnation
+            self._is_open = True
+            self._look({})
+            self._changed.notify_all()
+
+    def fail(self, error: PotluckError) -> None:
+        """Answer all calls by ``error`` from now on."""
+        with self._changed:
+            self._error = error
+            self._waits.look()
+            self._changed.notify_all()
 
     # -- inside
 
@@ -206,13 +350,23 @@ class Host:
             )
         return model
 
-    def _waits_for(self, model: Model) -> dict[str, Any]:
-        return {"waits_for": model.waits_for(self._presence.workers())}
+    def _stage(
+        self,
+        name: str,
+        worker: str,
+        push: int,
+        tensors: Tensors,
+        what: str,
+        layout: Layout | None = None,
+    ) -> None:
+        if not self._shard.stage(name, worker, push, tensors, what, layout):
+            raise ValueError(f"{what}: too many of worker {worker} wait already")
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
         """A change of a model: calls that wait are looked at again, and a save may be due."""
         with self._changed:
+            self._check_open()
             before = {name: each.version for name, each in self._models.items()}
             try:
                 yield
@@ -220,29 +374,66 @@ class Host:
                 self._look(before)
                 self._changed.notify_all()
 
+    def _to_begin(self) -> dict[str, str]:
+        return {"waits_for": f"its servers, worker {', '.join(self.servers)}, to begin"}
+
+    def _check_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _check_open(self) -> None:
+        self._check_error()
+        if not self._is_open:
+            raise AskAgain("the servers have not agreed on a state yet")
+        if len(self._entries) > MAX_BEHIND:
+            raise AskAgain("another server of this parameter server does not answer")
+
     def _look(self, before: Mapping[str, int]) -> None:
         """End the waits that are over, and make the updates that these make possible."""
         while True:
+            self._carry_out()
             self._waits.look()
+            if not self._is_open:
+                return
             workers = self._presence.workers()
             made = [model.progress(workers) for model in self._models.values()]
             if not any(made):
                 break
         for name, model in self._models.items():
             known = before.get(name, model.version)
-            if model.version // self._save_every > known // self._save_every:
-                self._save(model.version)
+            self._is_save_due |= model.version // self._save_every > known // self._save_every
+        if self._is_save_due:
+            self._save()
 
-    def _when(
-        self, attempt: Callable[[], Any], otherwise: Callable[[], Any], wait_s: float
-    ) -> Future[Any]:
+    def _carry_out(self) -> None:
+        for model in self._models.values():
+            for entry in model.take_decided():
+                self._append(entry)
+
+    def _append(self, entry: Entry) -> None:
+        self._index += 1
+        self._shard.carry_out(entry)
+        if len(self.servers) > 1:
+            self._entries.append(entry)
+
+    def _when(self, attempt: Callable[[], Any], name: str, wait_s: float) -> Future[Any]:
+        def attempt_if_open() -> Any:
+            self._check_error()
+            return attempt() if self._is_open else None
+
+        def otherwise() -> dict[str, Any]:
+            if not self._is_open:
+                return self._to_begin()
+            return {"waits_for": self._model(name).waits_for(self._presence.workers())}
+
         with self._changing():
             self._expire()
-            return self._waits.add(attempt, otherwise, wait_s)
+            return self._waits.add(attempt_if_open, otherwise, wait_s)
 
     def _on_time(self) -> None:
-        with self._changing():
+        with self._changed:
             self._expire()
+            self._look({name: each.version for name, each in self._models.items()})
 
     def _expire(self) -> None:
         now = time.monotonic()
@@ -256,25 +447,38 @@ class Host:
                     self._worker_timeout_s,
                 )
 
-    def _save(self, version: int) -> None:
-        """Have all models written; waits until the save before it has ended. Versions are
-        immutable, so nothing is copied."""
-        if self._store is None:
+    def _save(self) -> None:
+        """Have all models written; waits until the write before has ended. Versions are immutable,
+        so nothing is copied."""
+        if self._checkpoints is None:
+            self._is_save_due = False
             return
-        state = {name: model.state() for name, model in self._models.items()}
-        try:
-            self._writer.submit(partial(self._store.save, state, version))
-        except CheckpointError as error:  # of the save before
-            self.num_failed_saves += 1
-            _log.error("%s", error)
+        self._is_save_due = self._checkpoints.is_under_way
+        if not self._is_save_due:
+            self._carry_out()
+            self._append(Save())
+            models = {name: model.state() for name, model in self._models.items()}
+            state = {"models": models, "shard": self._shard.state()}
+            self._checkpoints.begin(self._index, state)
 
-    def _load(self) -> None:
-        found = None if self._store is None else self._store.load_latest()
-        if found is None:
-            return
-        for name, state in found.state.items():
-            self._models[name] = Model.of_state(name, state, self._mode, self._optimizer)
-        _log.info("parameters of version %d from %s", found.step, found.path)
+    def _start_alone(self) -> None:
+        found = None if self._checkpoints is None else self._checkpoints.load_latest()
+        if found is not None:
+            self._restore(found[1])
+        self.open(0 if found is None else found[0], new_incarnation())
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        rate = self._optimizer.learning_rate
+        self._models = {
+            name: Model.of_state(name, each, self._mode, rate)
+            for name, each in state["models"].items()
+        }
+        self._shard.restore(state["shard"])
+
+
+def new_incarnation() -> int:
+    """A number that no start of a parameter server had before."""
+    return secrets.randbits(62)
 
 
 def as_reply(outcome: Outcome) -> dict[str, Any]:

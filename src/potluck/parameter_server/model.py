@@ -1,5 +1,5 @@
-"""``Model``: one model on its server, and what its mode makes of the gradients. Pure: no lock, no
-clock, no I/O.
+"""``Model``: what the first server decides of one model: which gradients make its next version.
+Pure: no lock, no clock, no I/O, no tensors.
 
 ``version`` counts updates, so it is also the number of the step that workers compute now.
 """
@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from potluck.parameter_server.entries import Drop, Entry, SetParameters, Update
+from potluck.parameter_server.layout import Layout, check_layout, of_plain, plain
 from potluck.parameter_server.modes import Asynchronous, ElasticAveraging, Mode, Synchronous
-from potluck.parameter_server.optimizers import Optimizer
 from potluck.parameter_server.staleness import Leases
-from potluck.parameter_server.table import Table, Tensors
 
 LEASES_FOR_EACH = 8
 """``max_staleness`` of ``Asynchronous`` for each worker, unless it is given."""
@@ -41,62 +41,69 @@ class Gradient:
     rank: int
     push: int
     step: int
-    tensors: Tensors
+
+    def of(self, model: str) -> str:
+        """In errors."""
+        return f"the gradient of step {self.step} of worker {self.worker} for {model!r}"
 
 
 class Model:
     """The state machine of one model."""
 
-    def __init__(self, name: str, table: Table, mode: Mode, optimizer: Optimizer) -> None:
+    def __init__(self, name: str, layout: Layout, mode: Mode, rate: float) -> None:
+        """``rate``: the optimizer's learning rate."""
         self.name = name
+        self.layout = layout
         self.mode = mode
         self.version = 0
         self.counts: Counter[str] = Counter()
         """Gradients by what became of them."""
-        self._table = table
-        self._rate = optimizer.learning_rate
+        self._rate = rate
+        self._decided: list[Entry] = []
         self._pending: dict[str, Gradient] = {}
         self._outcomes: dict[str, tuple[int, Outcome]] = {}
         self._leases: Leases | None = None
 
-    @property
-    def tensors(self) -> Tensors:
-        """The newest version, immutable."""
-        return self._table.tensors
+    def take_decided(self) -> list[Entry]:
+        """The decisions since the last call."""
+        decided, self._decided = self._decided, []
+        return decided
 
     # -- a worker's gradients
 
     def push(self, gradient: Gradient, workers: Sequence[str]) -> None:
-        """Take a gradient; ``outcome`` tells what became of it. A repeat of the same push changes
-        nothing. ValueError for a gradient of another step, a second one of a worker, unknown
-        names or shapes, numbers that are not finite."""
+        """Take a gradient, which is staged; ``outcome`` tells what became of it. A repeat of the
+        same push changes nothing. ValueError for a gradient of another step, or a second one of a
+        worker."""
         worker, step = gradient.worker, gradient.step
-        if self.outcome(worker, gradient.push) is not None:
+        if self.knows(worker, gradient.push):
             return
-        waiting = self._pending.get(worker)
-        if waiting is not None and waiting.push == gradient.push:
-            return
-        what = f"the gradient of step {step} of worker {worker} for {self.name!r}"
+        what = gradient.of(self.name)
         if step > self.version:
             raise ValueError(f"{what} is of a later step: the model is at step {self.version}")
-        tensors = self._table.checked(gradient.tensors, what)
-        gradient = Gradient(worker, gradient.rank, gradient.push, step, tensors)
+        waiting = self._pending.get(worker)
         if waiting is not None and waiting.push >> LIFE_BITS == gradient.push >> LIFE_BITS:
             raise ValueError(f"{what} is its second one in that step")
         if waiting is not None:
             self.counts["restarted"] += 1  # its worker was killed, and computes that step again
+            self._decided.append(Drop(self.name, worker, waiting.push))
         match self.mode:
             case Synchronous():
                 self._push_to_round(gradient, what)
             case Asynchronous():
                 self._push_on_lease(gradient, workers, what)
             case ElasticAveraging(alpha, of="gradients"):
-                self._table.mix(tensors, alpha, self._rate)
-                self._count([gradient])
+                self._update("mix", [gradient], self._rate, alpha)
             case ElasticAveraging():
-                self._table.add(tensors)
-                self._count([gradient])
+                self._update("add", [gradient], self._rate)
         self.progress(workers)
+
+    def knows(self, worker: str, push: int) -> bool:
+        """Whether a push of ``worker`` has come before."""
+        waiting = self._pending.get(worker)
+        if waiting is not None and waiting.push == push:
+            return True
+        return self.outcome(worker, push) is not None
 
     def outcome(self, worker: str, push: int) -> Outcome | None:
         """What became of a push of ``worker``; None while it waits, or if it is unknown."""
@@ -107,11 +114,7 @@ class Model:
         """Let a push count for nothing, and remember that."""
         self.counts[reason] += 1
         self._outcomes[worker] = push, Outcome(False, self.version, reason)
-
-    def note(self, worker: str, push: int) -> None:
-        """Remember that the present version has what ``push`` brought, so that a repeat of it
-        changes nothing."""
-        self._outcomes[worker] = push, Outcome(True, self.version)
+        self._decided.append(Drop(self.name, worker, push))
 
     def _push_to_round(self, gradient: Gradient, what: str) -> None:
         assert isinstance(self.mode, Synchronous)
@@ -222,20 +225,24 @@ class Model:
                 self.drop(gradient.worker, gradient.push, "cleared")
             self._pending.clear()
 
-    def replace(self, tensors: Tensors) -> None:
-        """Take other parameters, as a new version; gradients that wait are dropped."""
-        tensors = self._table.checked(tensors, f"what is set for {self.name!r}")
-        self._table.replace(tensors)
-        self.version += 1
+    def set(self, worker: str, push: int) -> None:
+        """Take the parameters that ``worker`` has staged; gradients that wait are dropped."""
+        self._decided.append(SetParameters(self.name, self.layout, worker, push))
         for gradient in self._pending.values():
             self.drop(gradient.worker, gradient.push, "replaced")
         self._pending.clear()
         if self._leases is not None:
             self._leases.held.clear()
+        self._outcomes[worker] = push, Outcome(True, self.version)
 
-    def check(self, tensors: Tensors) -> None:
-        """ValueError unless ``tensors`` have the names and shapes of the model's."""
-        self._table.checked(tensors, f"what is set for {self.name!r}")
+    def replace(self, worker: str, push: int) -> None:
+        """The same for a model that has parameters: as the next version."""
+        self.version += 1
+        self.set(worker, push)
+
+    def check(self, layout: Layout) -> None:
+        """ValueError unless ``layout`` has the names and shapes of the model's."""
+        check_layout(layout, self.layout, f"what is set for {self.name!r}")
 
     def _need_round(self, what: str) -> None:
         if not isinstance(self.mode, Synchronous):
@@ -247,8 +254,7 @@ class Model:
     def _step_by_round(self, rate: float) -> None:
         # In rank order, so that the sum does not depend on who was first.
         gradients = sorted(self._pending.values(), key=lambda each: (each.rank, each.worker))
-        self._table.step([each.tensors for each in gradients], rate)
-        self._count(gradients)
+        self._update("step", gradients, rate)
 
     def _step_on_lease(self, gradient: Gradient, leases: Leases) -> None:
         assert isinstance(self.mode, Asynchronous)
@@ -256,11 +262,14 @@ class Model:
         if staleness is None:
             return
         divisor = max(1, staleness) if self.mode.lr_by_staleness else 1
-        self._table.step([gradient.tensors], self._rate / divisor)
+        self._update("step", [gradient], self._rate / divisor)
         self.counts["max staleness"] = max(self.counts["max staleness"], staleness)
-        self._count([gradient])
 
-    def _count(self, gradients: Sequence[Gradient]) -> None:
+    def _update(
+        self, how: str, gradients: Sequence[Gradient], rate: float, alpha: float = 1.0
+    ) -> None:
+        pushes = tuple((each.worker, each.push) for each in gradients)
+        self._decided.append(Update(self.name, how, pushes, rate, alpha))
         self.version += 1
         for each in gradients:
             self.counts["counted"] += 1
@@ -275,14 +284,12 @@ class Model:
             worker: [push, outcome.counted, outcome.version, outcome.reason]
             for worker, (push, outcome) in self._outcomes.items()
         }
-        return {"version": self.version, "table": self._table.state(), "outcomes": outcomes}
+        return {"version": self.version, "outcomes": outcomes, "layout": plain(self.layout)}
 
     @classmethod
-    def of_state(
-        cls, name: str, state: Mapping[str, Any], mode: Mode, optimizer: Optimizer
-    ) -> Model:
+    def of_state(cls, name: str, state: Mapping[str, Any], mode: Mode, rate: float) -> Model:
         """The inverse of ``state``."""
-        model = cls(name, Table.of_state(state["table"], optimizer), mode, optimizer)
+        model = cls(name, of_plain(state["layout"]), mode, rate)
         model.version = state["version"]
         model._outcomes = {
             worker: (push, Outcome(*outcome))

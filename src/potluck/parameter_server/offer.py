@@ -1,14 +1,22 @@
-"""``Offer``: the service of a parameter server, as other workers call it."""
+"""The services of a parameter server, as other workers call them: ``Offer`` of the first server,
+``FollowerOffer`` of each other one.
+
+Each public method is one call. What callers send is checked here: they are other programs.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 
+from potluck.parameter_server.follower import Follower
 from potluck.parameter_server.host import Host, as_reply
+from potluck.parameter_server.layout import Array, of_plain
 from potluck.parameter_server.model import Gradient
-from potluck.parameter_server.optimizers import Array
+from potluck.parameter_server.signals import AskAgain
 from potluck.printable import MAX_NAME
 from potluck.services import Call
 
@@ -16,40 +24,60 @@ MAX_WAIT_S = 10.0
 """Of one call: a caller that waits longer asks again."""
 
 
-class NotInGroup(Exception):
-    """The caller is in the next group, which this server has not entered yet: to be asked again."""
-
-
 class Offer:
-    """Each public method is one call. What callers send is checked here: they are other
-    programs."""
+    """The first server's."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Host, began: Callable[[], None] = lambda: None) -> None:
+        """``began()`` is called when another server begins."""
         self._host = host
+        self._began = began
 
-    def agree(self, call: Call, mode: str, optimizer: str) -> None:
+    def agree(self, call: Call, mode: str, optimizer: str, servers: str) -> None:
         for what, theirs, mine in zip(
-            ("mode", "optimizer"), (mode, optimizer), self._host.arguments, strict=True
+            ("mode", "optimizer", "servers"),
+            (mode, optimizer, servers),
+            self._host.arguments,
+            strict=True,
         ):
             if theirs != mine:
                 raise ValueError(
                     f"every worker makes its ParameterServer with equal arguments, but {what} is "
                     f"{theirs:.200} on worker {call.worker} and {mine} on the server"
                 )
+        if call.worker in self._host.servers[1:]:
+            self._began()
 
-    def create(self, call: Call, model: str, tensors: Any, number: int, replace: bool) -> int:
-        if not isinstance(model, str) or not model.isprintable() or not 0 < len(model) <= MAX_NAME:
-            raise ValueError(f"a model's name is 1 to {MAX_NAME} printable characters")
-        given = (call.worker, int(number)) if replace else None
-        return self._host.create(model, _tensors(tensors), replace=given)
+    def begun(self, call: Call, wait_s: float) -> Any:
+        return self._host.begun(_seconds(wait_s))
+
+    def create(
+        self,
+        call: Call,
+        model: str,
+        tensors: Any,
+        layout: Any,
+        push: int,
+        replace: bool,
+        incarnations: list[int],
+    ) -> int:
+        """``incarnations``: those of the other servers, where the rest is staged."""
+        return self._host.create(
+            _model(model),
+            _tensors(tensors),
+            call.worker,
+            int(push),
+            layout=of_plain(layout),
+            replace=bool(replace),
+            incarnations=[int(each) for each in incarnations],
+        )
 
     def push(
         self, call: Call, model: str, tensors: Any, step: int, push: int, incarnation: int
     ) -> Any:
         if call.rank < 0:
-            raise NotInGroup(f"worker {call.worker} is not in the group of this parameter server")
-        gradient = Gradient(call.worker, call.rank, int(push), int(step), _tensors(tensors))
-        outcome = self._host.push(model, gradient, int(incarnation))
+            raise AskAgain(f"worker {call.worker} is not in the group of this parameter server")
+        gradient = Gradient(call.worker, call.rank, int(push), int(step))
+        outcome = self._host.push(model, gradient, _tensors(tensors), int(incarnation))
         return None if outcome is None else as_reply(outcome)
 
     def outcome(self, call: Call, model: str, push: int, wait_s: float) -> Any:
@@ -78,16 +106,67 @@ class Offer:
         self._host.leave(call.worker)
 
 
+class FollowerOffer:
+    """Another server's."""
+
+    def __init__(self, follower: Follower, first: str) -> None:
+        """``first`` is the worker of the first server."""
+        self._follower = follower
+        self._first = first
+
+    def stage(
+        self, call: Call, model: str, tensors: Any, layout: Any, step: int, push: int, wait_s: float
+    ) -> Future[Any]:
+        """``layout`` with parameters, None with a gradient."""
+        gradient = Gradient(call.worker, call.rank, int(push), int(step))
+        return self._follower.stage(
+            _model(model),
+            call.worker,
+            gradient.push,
+            _tensors(tensors),
+            gradient.of(model) if layout is None else f"what is set for {model!r}",
+            None if layout is None else of_plain(layout),
+            _seconds(wait_s),
+        )
+
+    def fetch(
+        self, call: Call, model: str, version: int, incarnation: int, wait_s: float
+    ) -> Future[Any]:
+        return self._follower.fetch(
+            _model(model), call.worker, int(version), int(incarnation), _seconds(wait_s)
+        )
+
+    def follow(self, call: Call, incarnation: int, first: int, data: bytes) -> dict[str, Any]:
+        self._hear_first(call)
+        return self._follower.follow(int(incarnation), int(first), data)
+
+    def checkpoints(self, call: Call) -> dict[str, Any]:
+        self._hear_first(call)
+        return self._follower.checkpoints()
+
+    def load(self, call: Call, checkpoint: int | None, incarnation: int, index: int) -> None:
+        self._hear_first(call)
+        checkpoint = None if checkpoint is None else int(checkpoint)
+        self._follower.load(checkpoint, int(incarnation), int(index))
+
+    def _hear_first(self, call: Call) -> None:
+        if call.worker != self._first:
+            raise ValueError(f"{call.method} is for worker {self._first}, the first server")
+
+
 def _seconds(wait_s: float) -> float:
     return min(max(0.0, float(wait_s)), MAX_WAIT_S)
 
 
+def _model(name: Any) -> str:
+    if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= MAX_NAME:
+        raise ValueError(f"a model's name is 1 to {MAX_NAME} printable characters")
+    return name
+
+
 def _tensors(given: Any) -> dict[str, Array]:
-    if not isinstance(given, dict) or not given:
-        raise TypeError(
-            "parameters and gradients are a dict of arrays by name, with at least one, not "
-            f"{type(given).__name__} of {len(given) if isinstance(given, dict) else 'something'}"
-        )
+    if not isinstance(given, dict):
+        raise TypeError(f"tensors are a dict of arrays by name, not {type(given).__name__}")
     for name, array in given.items():
         if not isinstance(name, str) or not isinstance(array, np.ndarray):
             raise TypeError(f"{name!r:.60} is not the name of an array")

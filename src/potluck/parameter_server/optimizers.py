@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[Any]
+from potluck.parameter_server.layout import Array
+
 State = Mapping[str, Array]
 """What an optimizer keeps of one tensor, by name; empty before the first step."""
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from potluck.checkpoint import CheckpointStore
 from potluck.context import DistributedContext
-from potluck.errors import HandlerError, ServiceLost, ServiceTimeout, UnknownService
+from potluck.errors import ServiceLost, ServiceTimeout
+from potluck.parameter_server.arguments import arrays_of, check_arguments, servers_of, store_of
+from potluck.parameter_server.calls import Calls
+from potluck.parameter_server.follower import Follower
+from potluck.parameter_server.followers import Followers
 from potluck.parameter_server.host import Host
+from potluck.parameter_server.layout import Array, layout_of, plain
 from potluck.parameter_server.model import LIFE_BITS
 from potluck.parameter_server.modes import (
     AggregationMethod,
@@ -24,16 +25,16 @@ from potluck.parameter_server.modes import (
     Mode,
     Synchronous,
 )
-from potluck.parameter_server.offer import NotInGroup, Offer
-from potluck.parameter_server.optimizers import SGD, Array, Optimizer
+from potluck.parameter_server.offer import FollowerOffer, Offer
+from potluck.parameter_server.optimizers import SGD, Optimizer
+from potluck.parameter_server.placement import split
 from potluck.services import Remote, service
-from potluck.services.asking import SLICE_S, await_reply, raise_local
+from potluck.services.asking import SLICE_S, await_reply
 from potluck.services.presence import Presence
 from potluck.waiting import Reminder, checked_seconds
-from potluck.wire.tensors import host_bytes, is_tensor
 
-_PAUSE_S = 0.05
 _LEAVE_S = 5.0
+_CONNECT_S = 2.0
 
 
 class Pulled(NamedTuple):
@@ -47,7 +48,8 @@ class Pulled(NamedTuple):
 
 
 class ParameterServer:
-    """Parameters that one worker keeps, and all workers pull and push gradients for.
+    """Parameters that one worker keeps, or several together, and all workers pull and push
+    gradients for.
 
         ps = potluck.ParameterServer(ctx, optimizer=SGD(0.1))
         ps.set_parameters("model", {"w": np.zeros(10)})
@@ -56,19 +58,21 @@ class ParameterServer:
             ps.accumulate_gradient("model", {"w": gradient_at(parameters["w"])})
         ps.close()
 
-    Every worker makes one, with equal arguments. The worker whose number is ``server`` keeps the
-    parameters; it may compute as well. Calls are services, outside of groups: a lost worker is no
-    error of the others.
+    Every worker makes one, with equal arguments. ``servers`` is how many workers keep the
+    parameters, the first ones, or their numbers; they may compute as well. Each tensor lies on one
+    of them, by rendezvous hashing of its name. The first server decides which gradients count, so
+    that all have the same versions; the bytes go from each worker to each server. Calls are
+    services, outside of groups: a lost worker is no error of the others.
 
     ``mode`` says what becomes of gradients: ``Synchronous()``, ``Asynchronous()`` or
     ``ElasticAveraging()``, or a member of ``AggregationMethod``. ``optimizer`` makes the updates,
     on the server: ``SGD`` (also with momentum; ``SGD(0.01)`` if None) or ``Adam``.
 
     With ``checkpoint``, a directory of the server's machine, the server writes all its models there
-    with hashes, at first and after every ``save_every`` updates, while training goes on. A server
-    that starts again goes on from the newest checkpoint that is intact; gradients that were
-    computed on parameters of before are dropped. ``name`` tells several parameter servers of one
-    job apart.
+    with hashes, at first and after every ``save_every`` updates, while training goes on. Of several
+    servers the first writes there, and worker ``W`` to ``server-W`` in it. If a server starts
+    again, all go on from the newest checkpoint that is intact on each; gradients that were computed
+    on parameters of before are dropped. ``name`` tells several parameter servers of one job apart.
 
     In an elastic context (``ctx.elastic``) a call enters the next group when one waits, so that
     lost workers come back; then a server that is lost is waited for. Elsewhere its loss is a
@@ -80,7 +84,7 @@ class ParameterServer:
     TypeError or ValueError for arguments that can't be meant; UnknownService if the server does not
     start in time, ConfigurationError on links of other libraries. Cost of a step: the parameters
     once to the worker, a gradient once to the server; the server's memory: parameters, optimizer
-    state, a gradient of each worker.
+    state, a gradient of each worker, each shared among the servers.
     """
 
     def __init__(
@@ -89,44 +93,64 @@ class ParameterServer:
         mode: Mode | AggregationMethod = AggregationMethod.SYNCHRONOUS,
         *,
         optimizer: Optimizer | None = None,
-        server: int = 0,
+        servers: int | Sequence[int] = 1,
         checkpoint: str | os.PathLike[str] | CheckpointStore | None = None,
         save_every: int = 50,
         name: str = "parameters",
     ) -> None:
         mode = mode.value if isinstance(mode, AggregationMethod) else mode
         optimizer = SGD(0.01) if optimizer is None else optimizer
-        _check(ctx, mode, optimizer, save_every)
+        check_arguments(ctx, mode, optimizer, save_every)
         self.ctx = ctx
         self.mode: Mode = mode
-        self._name = name
-        self._worker = str(server)
+        self._servers = servers_of(ctx, servers)
+        self._calls = Calls(ctx, name, self._servers)
         self._pulled: dict[str, tuple[int, int]] = {}
         """By model: version and incarnation of the last pull."""
+        self._others: dict[str, tuple[str, ...]] = {}
+        """By model: the servers besides the first with tensors of it."""
         self._after: dict[str, tuple[int, int]] = {}
         """By model: the version that the last push leads to, and its incarnation."""
         self._pushes = itertools.count(secrets.randbits(LIFE_BITS) << LIFE_BITS)
-        self._is_closed = False
+        self._is_closed = self._has_ended = False
         self._host: Host | None = None
-        if ctx.group.rank_of(self._worker) < 0:
-            there = ", ".join(member.worker for member in ctx.members)
-            raise ValueError(f"server={server!r}: there is no such worker; there are: {there}")
-        if ctx.group.me.worker == self._worker:
-            if checkpoint is not None and not isinstance(checkpoint, CheckpointStore):
-                checkpoint = CheckpointStore(Path(checkpoint))
-            presence = Presence(lambda: ctx.group, ctx.timeout_s)
-            self._host = Host(
-                mode,
-                optimizer,
-                presence,
-                store=checkpoint,
-                save_every=save_every,
-                worker_timeout_s=ctx.timeout_s,
+        self._follower: Follower | None = None
+        me = ctx.group.me.worker
+        if me == self._servers[0]:
+            self._serve_first(name, optimizer, store_of(checkpoint), save_every)
+        elif me in self._servers:
+            follower = Follower(optimizer, me, self._servers, store_of(checkpoint, me))
+            ctx.serve(service(name, concurrent=True)(FollowerOffer(follower, self._servers[0])))
+            self._follower = follower
+        alike = repr(mode), repr(optimizer), ", ".join(self._servers)
+        self._calls.ask("agree", *alike)
+        self._await(lambda wait_s: self._calls.ask("begun", wait_s), "the parameter server", None)
+
+    def _serve_first(
+        self, name: str, optimizer: Optimizer, store: CheckpointStore | None, save_every: int
+    ) -> None:
+        ctx = self.ctx
+        presence = Presence(lambda: ctx.group, ctx.timeout_s)
+        self._host = Host(
+            self.mode,
+            optimizer,
+            presence,
+            servers=self._servers,
+            store=store,
+            save_every=save_every,
+            worker_timeout_s=ctx.timeout_s,
+        )
+        offer = Offer(self._host)
+        if len(self._servers) > 1:
+            followers = Followers(
+                self._host, self._connect, self._servers, lambda: ctx.is_closed or self._has_ended
             )
-            offer = Offer(self._host)
-            ctx.serve(service(name, concurrent=True, before=presence.hear)(offer))
-        self._remote: Remote = ctx.connect(name, rank=ctx.group.rank_of(self._worker))
-        self._ask("agree", repr(mode), repr(optimizer))
+            offer = Offer(self._host, followers.ask)
+            followers.start()
+        ctx.serve(service(name, concurrent=True, before=presence.hear)(offer))
+
+    def _connect(self, server: str) -> Remote:
+        return self._calls.connect(server, min(self.ctx.timeout_s, _CONNECT_S))
 
     # -- parameters
 
@@ -140,12 +164,24 @@ class ParameterServer:
         checkpoint: later calls only compare names and shapes (ValueError if they differ).
         ``replace`` takes the new values as the next version, and forgets what the optimizer kept.
         """
-        arrays = _arrays(parameters, "parameters")
+        arrays = arrays_of(parameters, "parameters")
         for name, array in arrays.items():
             if array.dtype.kind not in "fcV":
                 raise TypeError(f"parameters are floats, but {name!r} is {array.dtype}")
-        version = self._ask("create", model, arrays, next(self._pushes), bool(replace))
-        return int(version)
+        push, layout = next(self._pushes), plain(layout_of(arrays))
+        first, *others = split(arrays, self._servers).items()
+        parts = {server: part for server, part in others if part}
+
+        def create(wait_s: float) -> Any:
+            staged = self._stage(model, parts, layout, 0, push, wait_s)
+            if "waits_for" in staged:
+                return staged
+            version = self._calls.ask(
+                "create", model, first[1], layout, push, bool(replace), staged["incarnations"]
+            )
+            return {"version": version}
+
+        return int(self._await(create, f"setting the parameters of {model!r}", None)["version"])
 
     def get_parameters(
         self, model: str, *, wait: bool = True, timeout: float | None = None
@@ -158,14 +194,24 @@ class ParameterServer:
         which names the workers that it waited for, after ``timeout`` seconds.
         """
         after = self._after.get(model)
-        reply = self._await(
-            lambda wait_s: self._ask("pull", model, after, wait_s, wait),
-            f"the parameters of {model!r}",
-            timeout,
-        )
+
+        def pull(wait_s: float) -> dict[str, Any]:
+            reply = dict(self._calls.ask("pull", model, after, wait_s, wait))
+            if "waits_for" in reply or not reply["servers"]:
+                return reply
+            asked = model, reply["version"], reply["incarnation"], wait_s
+            parts = self._calls.ask_each("fetch", dict.fromkeys(reply["servers"], asked))
+            for part in parts.values():
+                if "waits_for" in part:
+                    return dict(part)  # and begin again: that server was lost perhaps
+                reply["tensors"] |= part["tensors"]
+            return reply
+
+        reply = self._await(pull, f"the parameters of {model!r}", timeout)
         version = int(reply["version"])
         if wait:
             self._pulled[model] = version, int(reply["incarnation"])
+            self._others[model] = tuple(reply["servers"])
         return Pulled(reply["tensors"], version)
 
     # -- gradients
@@ -194,7 +240,7 @@ class ParameterServer:
             raise ValueError(f"worker_rank is {worker_rank}, but this worker has {self.ctx.rank}")
         if isinstance(self.mode, ElasticAveraging) and self.mode.of == "parameters":
             raise ValueError("elastic averaging of parameters takes average_parameters")
-        return self._push(model, _arrays(gradient, "a gradient"), step, timeout)
+        return self._push(model, arrays_of(gradient, "a gradient"), step, timeout)
 
     def average_parameters(
         self, model: str, parameters: Mapping[str, Any], *, timeout: float | None = None
@@ -207,7 +253,7 @@ class ParameterServer:
         """
         if not isinstance(self.mode, ElasticAveraging) or self.mode.of != "parameters":
             raise ValueError('average_parameters is for ElasticAveraging(of="parameters")')
-        mine = _arrays(parameters, "parameters")
+        mine = arrays_of(parameters, "parameters")
         center = self.get_parameters(model, timeout=timeout).parameters
         if mine.keys() != center.keys() or any(
             mine[name].shape != center[name].shape for name in mine
@@ -226,17 +272,17 @@ class ParameterServer:
     def ready(self, model: str) -> bool:
         """Whether the gradients of the present step are there, so that ``apply_gradients`` can make
         its update. Always False with ``automatic``, and in other modes than ``Synchronous``."""
-        return bool(self._ask("ready", model))
+        return bool(self._calls.ask("ready", model))
 
     def apply_gradients(self, model: str, *, learning_rate: float | None = None) -> int:
         """Make the update of the step of this worker's last pull, unless another worker has;
         returns the version after it. At the optimizer's learning rate, or ``learning_rate``.
         ValueError if gradients are missing, and in other modes than ``Synchronous``."""
-        return int(self._ask("apply", model, self._step_of(model), learning_rate))
+        return int(self._calls.ask("apply", model, self._step_of(model), learning_rate))
 
     def clear_gradients(self, model: str) -> None:
         """Drop the gradients of the step of this worker's last pull, unless its update was made."""
-        self._ask("clear", model, self._step_of(model))
+        self._calls.ask("clear", model, self._step_of(model))
         self._after.pop(model, None)
 
     # -- the rest
@@ -244,7 +290,7 @@ class ParameterServer:
     def stats(self) -> dict[str, dict[str, int]]:
         """By model: ``version``, gradients ``counted``, and dropped ones by reason: ``late``,
         ``restarted`` (the server), ``expired``, ``cleared``, ``replaced``; ``max staleness``."""
-        found: dict[str, dict[str, int]] = self._ask("stats")
+        found: dict[str, dict[str, int]] = self._calls.ask("stats")
         return found
 
     def save(self) -> None:
@@ -264,15 +310,19 @@ class ParameterServer:
         if self._is_closed:
             return
         self._is_closed = True
-        # Lost: it has ended, and waits for nobody. Late: it writes a checkpoint, and hears it then.
-        with contextlib.suppress(ServiceLost, ServiceTimeout):
-            self._ask("leave", timeout=min(self.ctx.timeout_s, _LEAVE_S))
-        if self._host is None:
-            return
         seconds = None if timeout is None else checked_seconds(timeout)
         deadline = None if seconds is None else time.monotonic() + seconds
-        self._await_others(self._host, deadline)
-        self._host.close()
+        is_there = self._leave()
+        if self._host is not None:
+            self._await_others(self._host, deadline)
+            try:
+                self._host.close()
+            finally:
+                self._has_ended = True
+        elif self._follower is not None:
+            if is_there:
+                self._await_first(self._follower, deadline)
+            self._follower.close()
 
     def __enter__(self) -> ParameterServer:
         return self
@@ -289,7 +339,19 @@ class ParameterServer:
         version, incarnation = self._known(model)
         step = version if step is None else step
         push = next(self._pushes)
-        reply = self._ask("push", model, arrays, step, push, incarnation, timeout=timeout)
+        parts = split(arrays, self._servers)
+        first = parts.pop(self._servers[0])
+        # Also to those that get nothing: they say what is missing.
+        parts = {
+            server: part for server, part in parts.items() if part or server in self._others[model]
+        }
+        if parts:
+            self._await(
+                lambda wait_s: self._stage(model, parts, None, step, push, wait_s),
+                f"room for a gradient of {model!r}",
+                timeout,
+            )
+        reply = self._calls.ask("push", model, first, step, push, incarnation, timeout=timeout)
         if isinstance(self.mode, Synchronous):
             if reply is None or reply["counted"]:
                 self._after[model] = step + 1, incarnation
@@ -298,7 +360,7 @@ class ParameterServer:
             return False
         if reply is None:
             reply = self._await(
-                lambda wait_s: self._ask("outcome", model, push, wait_s),
+                lambda wait_s: self._calls.ask("outcome", model, push, wait_s),
                 f"the update by a gradient of {model!r}",
                 timeout,
             )
@@ -318,42 +380,49 @@ class ParameterServer:
     ) -> dict[str, Any]:
         """The reply of a call that waits for other workers on the server."""
         seconds = self.ctx.timeout_s if timeout is None else checked_seconds(timeout)
-        return await_reply(ask, what, seconds, self._reform_if_due)
+        return await_reply(ask, what, seconds, self._calls.reform_if_due)
 
-    def _ask(self, method: str, *args: Any, timeout: float | None = None) -> Any:
-        """One call of the server. What it raises for a mistake of this script is raised here."""
-        seconds = self.ctx.timeout_s if timeout is None else checked_seconds(timeout)
-        deadline = time.monotonic() + seconds
-        while True:
-            try:
-                return getattr(self._remote, method)(*args, timeout=timeout)
-            except HandlerError as error:
-                if error.type != NotInGroup.__name__ or time.monotonic() >= deadline:
-                    raise_local(error)
-                time.sleep(_PAUSE_S)
-                self._reform_if_due()
-            except UnknownService:  # it was started again, and does not serve yet
-                if not self.ctx.elastic or time.monotonic() >= deadline:
-                    raise
-                time.sleep(_PAUSE_S)
-            except ServiceLost:
-                # Every call may be made twice: pushes have numbers, all others change nothing then.
-                if not self._enter_next_group(deadline):
-                    raise
+    def _stage(
+        self,
+        model: str,
+        parts: Mapping[str, dict[str, Array]],
+        layout: dict[str, Any] | None,
+        step: int,
+        push: int,
+        wait_s: float,
+    ) -> dict[str, Any]:
+        """Bring tensors to the servers besides the first, where they wait for its decision."""
+        arguments = {
+            server: (model, part, layout, step, push, wait_s) for server, part in parts.items()
+        }
+        replies = list(self._calls.ask_each("stage", arguments).values())
+        for reply in replies:
+            if "waits_for" in reply:
+                return dict(reply)
+        return {"incarnations": [reply["incarnation"] for reply in replies]}
 
-    def _enter_next_group(self, deadline: float) -> bool:
-        """Wait for a group in which the server may be back; False without one by ``deadline``."""
-        while self.ctx.elastic and time.monotonic() < deadline:
-            if self._reform_if_due():
-                return True
-            time.sleep(_PAUSE_S)
-        return False
-
-    def _reform_if_due(self) -> bool:
-        if not self.ctx.elastic or not self.ctx.reform_due:
+    def _leave(self) -> bool:
+        """Say that this worker calls no more; False if the first server has ended."""
+        # Lost: it waits for nobody. Late: it writes a checkpoint, and hears it then.
+        try:
+            self._calls.ask("leave", timeout=min(self.ctx.timeout_s, _LEAVE_S))
+        except ServiceLost:
             return False
-        self.ctx.reform(self.ctx.communicator.error)
+        except ServiceTimeout:
+            pass
         return True
+
+    def _await_first(self, follower: Follower, deadline: float | None) -> None:
+        """Serve until the first server says that all workers have left."""
+        what = "this server waits for the other workers of the parameter server to end"
+        reminder = Reminder(lambda: what, deadline)
+        while not follower.await_closed(SLICE_S):
+            if deadline is not None and time.monotonic() >= deadline:
+                return
+            self._calls.reform_if_due()
+            if not self._leave():
+                return
+            reminder.tick()
 
     def _await_others(self, host: Host, deadline: float | None) -> None:
         me = self.ctx.group.me.worker
@@ -366,47 +435,5 @@ class ParameterServer:
             rest = host.await_others(me, until if deadline is None else min(until, deadline))
             if not rest or (deadline is not None and time.monotonic() >= deadline):
                 return
-            self._reform_if_due()  # a worker that was killed meanwhile comes back
+            self._calls.reform_if_due()  # a worker that was killed meanwhile comes back
             reminder.tick()
-
-
-def _check(ctx: Any, mode: Any, optimizer: Any, save_every: Any) -> None:
-    if not hasattr(ctx, "connect"):
-        raise TypeError(f"ParameterServer takes a context, potluck.init(), not {ctx!r}")
-    if not isinstance(mode, Mode):
-        raise TypeError(
-            f"mode is {mode!r}; it must be Synchronous(), Asynchronous() or ElasticAveraging() of "
-            "potluck.parameter_server"
-        )
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"optimizer is {optimizer!r}; it must be SGD(...) or Adam(...) of "
-            "potluck.parameter_server: it runs on the server"
-        )
-    if isinstance(mode, Synchronous) and mode.backup_workers >= ctx.world_size:
-        raise ValueError(
-            f"backup_workers is {mode.backup_workers} of {ctx.world_size} workers: no gradient "
-            "would count"
-        )
-    if not isinstance(save_every, int) or save_every < 1:
-        raise ValueError(f"save_every is {save_every!r}; it must be an int of at least 1")
-
-
-def _arrays(given: Any, what: str) -> dict[str, Array]:
-    """``given`` as arrays of the host; a tensor of torch without a copy, if it is there."""
-    if not isinstance(given, Mapping) or not given:
-        raise TypeError(f"{what} is a dict of arrays by name, with at least one, not {given!r:.80}")
-    found = {}
-    for name, each in given.items():
-        if not isinstance(name, str):
-            raise TypeError(f"{what} has the name {name!r:.60}, which is no str")
-        array = _of_tensor(each) if is_tensor(each) else np.asarray(each)
-        if array.dtype.kind not in "fciubV":
-            raise TypeError(f"{what} has {name!r} of dtype {array.dtype}; it must be numbers")
-        found[name] = array
-    return found
-
-
-def _of_tensor(tensor: Any) -> Array:
-    dtype = np.dtype(str(tensor.dtype).removeprefix("torch."))
-    return host_bytes(tensor).view(dtype).reshape(tuple(tensor.shape))

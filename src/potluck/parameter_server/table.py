@@ -1,4 +1,4 @@
-"""``Table``: the tensors of one model on one server, in immutable versions. Pure."""
+"""``Table``: the tensors of one model that lie on one server, in immutable versions. Pure."""
 
 from __future__ import annotations
 
@@ -6,14 +6,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-
-from potluck.parameter_server.optimizers import Array, Optimizer, State
-
-Tensors = Mapping[str, Array]
-
-_NAMED = 4
-"""How many names an error lists."""
+from potluck.parameter_server.layout import Array, Tensors
+from potluck.parameter_server.optimizers import Optimizer, State
 
 
 class Table:
@@ -67,35 +61,6 @@ class Table:
             )
         self.tensors, self._states = frozen(tensors), states
 
-    # -- what may be pushed
-
-    def checked(self, given: Tensors, what: str) -> Tensors:
-        """``given`` in the dtypes of the tensors. ValueError, which says so, unless it has their
-        names and shapes, and finite numbers."""
-        unknown, missing = given.keys() - self.tensors.keys(), self.tensors.keys() - given.keys()
-        if unknown:
-            raise ValueError(
-                f"{what} has {_names(unknown)}, which the model has not; it has "
-                f"{_names(self.tensors)}"
-            )
-        if missing:
-            raise ValueError(f"{what} lacks {_names(missing)}")
-        for name, tensor in self.tensors.items():
-            if given[name].shape != tensor.shape:
-                raise ValueError(
-                    f"{what} has shape {given[name].shape} in {name!r}, whose shape is "
-                    f"{tensor.shape}"
-                )
-            if given[name].dtype.kind == "c" and tensor.dtype.kind != "c":
-                raise ValueError(f"{what} is complex in {name!r}, which is {tensor.dtype}")
-        found = {}
-        for name, tensor in self.tensors.items():
-            with np.errstate(over="ignore"):  # a number that this dtype can't hold is infinite
-                found[name] = np.asarray(given[name], tensor.dtype)
-            if not np.isfinite(found[name]).all():
-                raise ValueError(f"{what} has NaN or infinite numbers in {name!r} ({tensor.dtype})")
-        return found
-
     # -- for checkpoints
 
     def state(self) -> dict[str, Any]:
@@ -134,9 +99,3 @@ def frozen(tensors: Tensors) -> Tensors:
     for each in tensors.values():
         each.flags.writeable = False
     return MappingProxyType(dict(tensors))
-
-
-def _names(names: Any) -> str:
-    listed = sorted(names)
-    more = f" and {len(listed) - _NAMED} more" if len(listed) > _NAMED else ""
-    return ", ".join(map(repr, listed[:_NAMED])) + more

@@ -18,6 +18,7 @@ from potluck.checkpoint import files as files_module
 from potluck.errors import CheckpointError
 from potluck.parameter_server import SGD, Synchronous
 from potluck.parameter_server.host import Host
+from potluck.parameter_server.layout import layout_of
 from potluck.parameter_server.model import Gradient
 from potluck.services.presence import Presence
 from potluck.types import Group, Member
@@ -37,11 +38,13 @@ def host(folder: Path, save_every: int = 1) -> Host:
 
 
 def train(it: Host, num_steps: int) -> None:
-    it.create("m", {"w": np.zeros(3), "b": np.zeros(2)})
+    tensors = {"w": np.zeros(3), "b": np.zeros(2)}
+    it.create("m", tensors, "0", 0, layout=layout_of(tensors))
     for _ in range(num_steps):
         step = it.stats()["m"]["version"]
-        gradient = Gradient("0", 0, step + 1, step, {"w": -np.ones(3), "b": -np.ones(2)})
-        assert it.push("m", gradient, it.incarnation) is not None
+        tensors = {"w": -np.ones(3), "b": -np.ones(2)}
+        gradient = Gradient("0", 0, step + 1, step)
+        assert it.push("m", gradient, tensors, it.incarnation) is not None
 
 
 def version_in(folder: Path) -> int:
@@ -115,7 +118,7 @@ def test_one_flipped_byte_means_the_checkpoint_before(
     it = host(tmp_path)
     train(it, 3)
     it.close()
-    newest = sorted(tmp_path.glob("*-step-3.safetensors"))
+    newest = sorted(tmp_path.glob("*.safetensors"))[-2:]  # after version 3, and at the end
     for path in newest:
         data = bytearray(path.read_bytes())
         data[len(data) // 2] ^= 1
@@ -153,21 +156,24 @@ def test_training_goes_on_while_the_disk_is_full_and_the_last_checkpoint_says_so
     with pytest.raises(CheckpointError, match="No space left on device"):
         it.close()
     monkeypatch.undo()
-    assert it.num_failed_saves >= 1
     assert "No space left" in caplog.text
     assert version_in(tmp_path) == 1
 
 
 def test_parameters_that_are_set_twice_by_one_call_are_one_version(tmp_path: Path) -> None:
     """The caller repeats a call whose reply it did not get, also from a server started again."""
-    it = host(tmp_path)
     tensors = {"w": np.ones(3), "b": np.ones(2)}
-    assert it.create("m", tensors, replace=("0", 7)) == 0
-    assert it.create("m", tensors, replace=("0", 7)) == 0
+
+    def replace(it: Host, push: int) -> int:
+        return it.create("m", tensors, "0", push, layout=layout_of(tensors), replace=True)
+
+    it = host(tmp_path)
+    assert replace(it, 7) == 0
+    assert replace(it, 7) == 0
     train(it, 1)
-    assert it.create("m", tensors, replace=("0", 8)) == 2
+    assert replace(it, 8) == 2
     it.close()
     again = host(tmp_path)
-    assert again.create("m", tensors, replace=("0", 8)) == 2
-    assert again.create("m", tensors, replace=("0", 9)) == 3
+    assert replace(again, 8) == 2
+    assert replace(again, 9) == 3
     again.close()

@@ -8,23 +8,75 @@ import numpy as np
 import pytest
 
 from potluck.parameter_server import SGD, Asynchronous, ElasticAveraging, Synchronous
-from potluck.parameter_server.model import LIFE_BITS, Gradient, Model
+from potluck.parameter_server.layout import Tensors, layout_of
+from potluck.parameter_server.model import LIFE_BITS, Gradient, Model, Outcome
 from potluck.parameter_server.modes import Mode
-from potluck.parameter_server.table import Table
+from potluck.parameter_server.shard import Shard
 
 TWO = ["0", "1"]
 THREE = ["0", "1", "2"]
 NEVER = 1e9
 
 
-def model(mode: Mode, rate: float = 1.0) -> Model:
-    optimizer = SGD(rate)
-    return Model("m", Table({"w": np.zeros(2), "b": np.zeros(1)}, optimizer), mode, optimizer)
+class Served:
+    """A model and its tensors on one server, which carries out every decision at once."""
+
+    def __init__(self, mode: Mode, rate: float = 1.0) -> None:
+        self.shard = Shard(SGD(rate), "0", ("0",))
+        tensors = {"w": np.zeros(2), "b": np.zeros(1)}
+        assert self.shard.stage("m", "0", 0, tensors, "it", layout_of(tensors))
+        self.model = Model("m", layout_of(tensors), mode, rate)
+        self.model.set("0", 0)
+        self.carry_out()
+
+    def push(self, pushed: tuple[Gradient, Tensors], workers: list[str]) -> None:
+        gradient, tensors = pushed
+        if not self.model.knows(gradient.worker, gradient.push):
+            assert self.shard.stage("m", gradient.worker, gradient.push, tensors, gradient.of("m"))
+            self.model.push(gradient, workers)
+            self.carry_out()
+
+    def progress(self, workers: list[str]) -> bool:
+        made = self.model.progress(workers)
+        self.carry_out()
+        return made
+
+    def apply(self, step: int, rate: float | None, workers: list[str]) -> None:
+        self.model.apply(step, rate, workers)
+        self.carry_out()
+
+    def clear(self, step: int) -> None:
+        self.model.clear(step)
+        self.carry_out()
+
+    def carry_out(self) -> None:
+        for entry in self.model.take_decided():
+            self.shard.carry_out(entry)
+
+    @property
+    def tensors(self) -> Tensors:
+        return self.shard.tensors("m")
+
+    @property
+    def version(self) -> int:
+        return self.model.version
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return self.model.counts
+
+    def outcome(self, worker: str, push: int) -> Outcome | None:
+        return self.model.outcome(worker, push)
 
 
-def gradient(worker: int, push: int, step: int, value: float = 1.0) -> Gradient:
-    tensors = {"w": np.full(2, value), "b": np.full(1, value)}
-    return Gradient(str(worker), worker, push, step, tensors)
+model = Served
+
+
+def gradient(
+    worker: int, push: int, step: int, value: float = 1.0, **tensors: Any
+) -> tuple[Gradient, Tensors]:
+    given = tensors or {"w": np.full(2, value), "b": np.full(1, value)}
+    return Gradient(str(worker), worker, push, step), given
 
 
 def test_the_mean_of_all_is_applied_when_the_last_has_come() -> None:
@@ -32,7 +84,7 @@ def test_the_mean_of_all_is_applied_when_the_last_has_come() -> None:
     before = it.tensors
     it.push(gradient(1, 10, 0, 2.0), TWO)
     assert it.version == 0
-    assert it.waits_for(TWO) == "a gradient of step 0 of worker 0"
+    assert it.model.waits_for(TWO) == "a gradient of step 0 of worker 0"
     it.push(gradient(0, 11, 0, 4.0), TWO)
     assert it.version == 1
     assert it.tensors["w"].tolist() == [-3.0, -3.0]
@@ -69,20 +121,20 @@ def test_a_worker_that_was_killed_pushes_the_same_step_in_its_next_life() -> Non
         ),
         (gradient(0, 1, 0), "is of an earlier step: the model is at step 1; pull first"),
         (gradient(1, 99, 1), "worker 1 for 'm' is its second one in that step"),
-        (Gradient("0", 0, 1, 1, {"w": np.ones(2)}), "lacks 'b'"),
+        (gradient(0, 1, 1, w=np.ones(2)), "lacks 'b'"),
         (
-            Gradient("0", 0, 1, 1, {"w": np.ones(2), "b": np.ones(1), "c": np.ones(1)}),
+            gradient(0, 1, 1, w=np.ones(2), b=np.ones(1), c=np.ones(1)),
             "has 'c', which the model has not; it has 'b', 'w'",
         ),
         (
-            Gradient("0", 0, 1, 1, {"w": np.ones(3), "b": np.ones(1)}),
+            gradient(0, 1, 1, w=np.ones(3), b=np.ones(1)),
             r"shape \(3,\) in 'w', whose shape is \(2,\)",
         ),
         (gradient(0, 1, 1, float("nan")), "NaN or infinite numbers in 'w'"),
     ],
 )
 def test_a_gradient_that_does_not_fit_is_refused_and_nothing_is_lost(
-    wrong: Gradient, message: str
+    wrong: tuple[Gradient, Tensors], message: str
 ) -> None:
     it = model(Synchronous())
     it.push(gradient(0, 10, 0), TWO)
@@ -131,7 +183,7 @@ def test_by_hand_one_worker_makes_the_update_and_the_others_find_it_made() -> No
     with pytest.raises(ValueError, match=r"1 gradients of step 0 .* waits for .* worker 1"):
         it.apply(0, None, TWO)
     it.push(gradient(1, 11, 0), TWO)
-    assert it.is_ready(TWO)
+    assert it.model.is_ready(TWO)
     assert it.version == 0
     for _ in range(2):
         it.apply(0, 0.5, TWO)
@@ -149,7 +201,7 @@ def test_by_hand_one_worker_makes_the_update_and_the_others_find_it_made() -> No
 def test_an_asynchronous_gradient_is_applied_at_once_at_a_rate_by_its_staleness() -> None:
     it = model(Asynchronous(max_staleness=4))
     for worker in THREE:
-        assert it.may_pull(worker, THREE, NEVER)
+        assert it.model.may_pull(worker, THREE, NEVER)
     for worker, expected in ((0, -1.0), (1, -2.0), (2, -2.5)):
         it.push(gradient(worker, 10 + worker, 0), THREE)
         assert it.tensors["w"][0] == expected
@@ -161,8 +213,8 @@ def test_an_asynchronous_gradient_is_applied_at_once_at_a_rate_by_its_staleness(
 def test_a_gradient_without_a_pull_or_after_too_long_a_time_is_dropped_and_counted() -> None:
     it = model(Asynchronous())
     it.push(gradient(0, 10, 0), TWO)
-    assert it.may_pull("1", TWO, 5.0)
-    assert it.expire(5.0, NEVER) == ["1"]
+    assert it.model.may_pull("1", TWO, 5.0)
+    assert it.model.expire(5.0, NEVER) == ["1"]
     it.push(gradient(1, 11, 0), TWO)
     assert it.version == 0
     assert it.counts == {"expired": 2}
@@ -181,7 +233,9 @@ def test_a_checkpoint_has_all_but_what_waits() -> None:
     it.push(gradient(0, 10, 0), TWO)
     it.push(gradient(1, 11, 0), TWO)
     it.push(gradient(1, 12, 1), TWO)
-    again = Model.of_state("m", it.state(), it.mode, SGD(1.0))
+    again = Served(Synchronous())
+    again.model = Model.of_state("m", it.model.state(), it.model.mode, 1.0)
+    again.shard.restore(it.shard.state())
     assert again.version == 1
     again.push(gradient(0, 10, 0), TWO)  # a repeat is known after a restart, too
     for worker, push in ((1, 13), (0, 14)):

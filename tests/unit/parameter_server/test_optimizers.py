@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from potluck.parameter_server import SGD, Adam
+from potluck.parameter_server.layout import checked, layout_of
 from potluck.parameter_server.optimizers import Optimizer, State
 from potluck.parameter_server.table import Table
 
@@ -54,6 +55,6 @@ def test_a_step_changes_neither_the_parameters_nor_the_state_before() -> None:
 
 
 def test_a_gradient_that_the_parameters_dtype_can_not_hold_is_refused() -> None:
-    table = Table({"w": np.zeros(1, np.float16)}, SGD(1.0))
+    layout = layout_of({"w": np.zeros(1, np.float16)})
     with pytest.raises(ValueError, match=r"NaN or infinite numbers in 'w' \(float16\)"):
-        table.checked({"w": np.array([1e6])}, "the gradient")
+        checked({"w": np.array([1e6])}, layout, "w", "the gradient")

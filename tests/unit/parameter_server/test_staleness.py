@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from potluck.parameter_server import SGD, Asynchronous
+from potluck.parameter_server import Asynchronous
+from potluck.parameter_server.entries import Update
+from potluck.parameter_server.layout import layout_of
 from potluck.parameter_server.model import Gradient, Model
 from potluck.parameter_server.staleness import Leases, is_feasible
-from potluck.parameter_server.table import Table
 
 NEVER = 1e9
 WORKERS = [str(number) for number in range(5)]
@@ -23,13 +24,13 @@ class Story:
 
     def __init__(self, num_workers: int, max_staleness: int) -> None:
         self.workers = WORKERS[:num_workers]
-        optimizer = SGD(1.0)
         mode = Asynchronous(max_staleness, lr_by_staleness=False)
-        self.model = Model("m", Table({"w": np.zeros(1)}, optimizer), mode, optimizer)
+        self.model = Model("m", layout_of({"w": np.zeros(1)}), mode, 1.0)
         self.bound = max_staleness
         self.computes: dict[str, int] = {}
         self.pushed: dict[str, tuple[int, int]] = {}
         self.num_pushes = 0
+        self.num_updates = 0
 
     def act(self, worker: str) -> bool:
         """What ``worker`` does next; whether it could."""
@@ -44,8 +45,7 @@ class Story:
         if worker in self.computes:
             version = self.computes.pop(worker)
             self.num_pushes += 1
-            tensors = {"w": -np.ones(1)}
-            gradient = Gradient(worker, int(worker), self.num_pushes, version, tensors)
+            gradient = Gradient(worker, int(worker), self.num_pushes, version)
             self.model.push(gradient, self.workers)
             self.pushed[worker] = self.num_pushes, version
             return True
@@ -59,7 +59,8 @@ class Story:
         for version in self.computes.values():
             assert now - version <= self.bound
         assert self.model.counts["max staleness"] <= self.bound
-        assert self.model.tensors["w"][0] == now
+        self.num_updates += sum(isinstance(e, Update) for e in self.model.take_decided())
+        assert self.num_updates == now
 
 
 @settings(max_examples=300, deadline=None)

@@ -1,0 +1,90 @@
+"""The arguments of ``ParameterServer``, checked and as it uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from potluck.checkpoint import CheckpointStore
+from potluck.context import DistributedContext
+from potluck.parameter_server.layout import Array
+from potluck.parameter_server.modes import Mode, Synchronous
+from potluck.parameter_server.optimizers import Optimizer
+from potluck.wire.tensors import host_bytes, is_tensor
+
+
+def check_arguments(ctx: Any, mode: Any, optimizer: Any, save_every: Any) -> None:
+    """TypeError or ValueError for what can't be meant."""
+    if not hasattr(ctx, "connect"):
+        raise TypeError(f"ParameterServer takes a context, potluck.init(), not {ctx!r}")
+    if not isinstance(mode, Mode):
+        raise TypeError(
+            f"mode is {mode!r}; it must be Synchronous(), Asynchronous() or ElasticAveraging() of "
+            "potluck.parameter_server"
+        )
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"optimizer is {optimizer!r}; it must be SGD(...) or Adam(...) of "
+            "potluck.parameter_server: it runs on the server"
+        )
+    if isinstance(mode, Synchronous) and mode.backup_workers >= ctx.world_size:
+        raise ValueError(
+            f"backup_workers is {mode.backup_workers} of {ctx.world_size} workers: no gradient "
+            "would count"
+        )
+    if not isinstance(save_every, int) or save_every < 1:
+        raise ValueError(f"save_every is {save_every!r}; it must be an int of at least 1")
+
+
+def servers_of(ctx: DistributedContext, servers: Any) -> tuple[str, ...]:
+    """The workers of the servers, by name."""
+    if isinstance(servers, int) and not isinstance(servers, bool):
+        if not 1 <= servers <= ctx.world_size:
+            raise ValueError(f"servers={servers}: there are {ctx.world_size} workers")
+        servers = list(range(servers))  # by name, not by rank, which changes with the group
+    if not isinstance(servers, list | tuple) or not servers:
+        raise TypeError(f"servers is {servers!r}; it must be a number, or a list of workers")
+    names = tuple(str(each) for each in servers)
+    for name in names:
+        if ctx.group.rank_of(name) < 0:
+            there = ", ".join(member.worker for member in ctx.members)
+            raise ValueError(f"servers={servers!r}: there is no such worker; there are: {there}")
+    if len(set(names)) < len(names):
+        raise ValueError(f"servers={servers!r} names a worker twice")
+    return names
+
+
+def store_of(checkpoint: Any, server: str = "") -> CheckpointStore | None:
+    """The store of the first server, or that of another one: which keeps more, since the first one
+    may have to go back to an older one of its own."""
+    if checkpoint is None:
+        return None
+    store = checkpoint
+    if not isinstance(store, CheckpointStore):
+        store = CheckpointStore(Path(checkpoint))
+    if not server:
+        return store
+    return CheckpointStore(store.directory / f"server-{server}", store.keep + 2)
+
+
+def arrays_of(given: Any, what: str) -> dict[str, Array]:
+    """``given`` as arrays of the host; a tensor of torch without a copy, if it is there."""
+    if not isinstance(given, Mapping) or not given:
+        raise TypeError(f"{what} is a dict of arrays by name, with at least one, not {given!r:.80}")
+    found = {}
+    for name, each in given.items():
+        if not isinstance(name, str):
+            raise TypeError(f"{what} has the name {name!r:.60}, which is no str")
+        array = _of_tensor(each) if is_tensor(each) else np.asarray(each)
+        if array.dtype.kind not in "fciubV":
+            raise TypeError(f"{what} has {name!r} of dtype {array.dtype}; it must be numbers")
+        found[name] = array
+    return found
+
+
+def _of_tensor(tensor: Any) -> Array:
+    dtype = np.dtype(str(tensor.dtype).removeprefix("torch."))
+    return host_bytes(tensor).view(dtype).reshape(tuple(tensor.shape))

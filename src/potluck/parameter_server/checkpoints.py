@@ -1,0 +1,104 @@
+"""``Checkpoints``: those of the first server, each once all other servers have theirs."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from potluck.checkpoint import CheckpointStore
+from potluck.checkpoint.writer import BackgroundWriter
+from potluck.errors import CheckpointError
+
+_log = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    """Writes states of one server, in a thread, each with the number of the last entry of the log
+    in it. All methods are called with ``changed`` held."""
+
+    def __init__(
+        self, store: CheckpointStore, servers: tuple[str, ...], changed: threading.Condition
+    ) -> None:
+        self.store = store
+        self._servers = servers
+        self._changed = changed
+        self._writer = BackgroundWriter("parameter-server-writer")
+        self._unsaved: tuple[int, Any] | None = None
+        self._failure = ""
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether other servers are still writing theirs."""
+        return self._unsaved is not None
+
+    def begin(self, index: int, state: Mapping[str, Any]) -> None:
+        """Write ``state``, which does not change, when all other servers have written theirs."""
+        self._failure = ""
+        self._unsaved = index, {"servers": list(self._servers), **state}
+        if len(self._servers) == 1:
+            self.commit(index)
+
+    def commit(self, index: int) -> None:
+        """All other servers have theirs of ``index``. Waits until the write before has ended."""
+        if self._unsaved is None or index < self._unsaved[0]:
+            return
+        (index, state), self._unsaved = self._unsaved, None
+        try:
+            self._writer.submit(partial(self.store.save, state, index))
+        except CheckpointError as error:  # of the write before; training goes on
+            _log.error("%s", error)
+        self._changed.notify_all()
+
+    def fail(self, reason: str) -> None:
+        """Another server could not write its checkpoint. Training goes on."""
+        self._unsaved, self._failure = None, reason
+        _log.error("%s", reason)
+        self._changed.notify_all()
+
+    def give_up(self) -> None:
+        """Forget the one that is under way."""
+        self._unsaved = None
+
+    def await_others(self, timeout_s: float) -> None:
+        """Wait for the one that is under way on other servers. CheckpointError after
+        ``timeout_s``."""
+        if not self._changed.wait_for(lambda: self._unsaved is None, timeout_s):
+            raise CheckpointError(
+                f"the other servers did not write their checkpoints within {timeout_s:g} s"
+            )
+
+    def await_written(self) -> None:
+        """Wait until the last one is on the disk. CheckpointError if it can't be written."""
+        if self._failure:
+            raise CheckpointError(self._failure)
+        self._writer.wait()
+
+    def load_latest(self) -> tuple[int, Mapping[str, Any]] | None:
+        """The newest intact one of a server that is alone, with its number."""
+        found = self.store.load_latest()
+        if found is None:
+            return None
+        _log.info("parameters from %s", found.path)
+        return found.step, checked_servers(found.state, self._servers, self.store)
+
+    def load(self, index: int) -> Mapping[str, Any]:
+        """The one of ``index``. CheckpointError if it is damaged."""
+        return checked_servers(self.store.load(index).state, self._servers, self.store)
+
+
+def checked_servers(
+    state: Any, servers: tuple[str, ...], store: CheckpointStore
+) -> Mapping[str, Any]:
+    """``state``; CheckpointError if other servers wrote it, among which tensors lay otherwise."""
+    found: Mapping[str, Any] = state if isinstance(state, dict) else {}
+    wrote = tuple(found.get("servers", ()))
+    if wrote != servers:
+        raise CheckpointError(
+            f"the checkpoints in {store.directory} are of a parameter server on worker "
+            f"{', '.join(wrote) or '?'}, and this one is on worker {', '.join(servers)}: give it "
+            "the same servers, or another directory"
+        )
+    return found

@@ -1,0 +1,159 @@
+"""``Shard``: the tensors of all models that lie on one server. Pure: no lock, no clock, no I/O.
+
+Workers stage gradients on it; entries of the log (``entries.py``) say what becomes of them. So all
+servers have the same versions, each of its own tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from potluck.errors import ProtocolError
+from potluck.parameter_server.entries import Drop, Entry, Grant, Leave, SetParameters, Update
+from potluck.parameter_server.layout import Layout, Tensors, checked, of_plain, plain
+from potluck.parameter_server.optimizers import Optimizer
+from potluck.parameter_server.placement import server_of
+from potluck.parameter_server.table import Table
+
+MAX_STAGED = 4
+"""Gradients of one worker for one model, and models whose first parameters it gives, that the log
+has not reached yet."""
+
+
+class Shard:
+    """The part of ``server``, one of ``servers``."""
+
+    def __init__(self, optimizer: Optimizer, server: str, servers: tuple[str, ...]) -> None:
+        self._optimizer = optimizer
+        self._server = server
+        self._servers = servers
+        self._layouts: dict[str, Layout] = {}
+        self._tables: dict[str, Table] = {}
+        self._staged: dict[tuple[str, str], dict[int, Tensors]] = {}
+        """By model and worker, in the order of arrival: by push number."""
+        self._granted: dict[tuple[str, str], tuple[int, Tensors]] = {}
+        """By model and worker: a version to be fetched, and its number."""
+
+    # -- workers
+
+    def stage(
+        self,
+        model: str,
+        worker: str,
+        push: int,
+        tensors: Tensors,
+        what: str,
+        layout: Layout | None = None,
+    ) -> bool:
+        """Keep ``tensors`` until the log says what becomes of them; a repeat changes nothing.
+        ``layout`` is that of a model which may be unknown here.
+
+        False if there is no room. ValueError for tensors that are not those of the model here;
+        ``what`` names them.
+        """
+        known = self._layouts.get(model)
+        layout = known or layout
+        if layout is None:
+            raise ValueError(f"{what}: there is no such model. Call set_parameters first")
+        tensors = checked(tensors, layout, self._names_here(layout), what)
+        staged = self._staged.get((model, worker), {})
+        if push in staged:
+            return True
+        if len(staged if known else self._first_parameters(worker)) >= MAX_STAGED:
+            return False
+        self._staged.setdefault((model, worker), {})[push] = tensors
+        return True
+
+    def tensors(self, model: str) -> Tensors:
+        """The newest version, immutable."""
+        return self._tables[model].tensors
+
+    def fetch(self, model: str, worker: str, version: int) -> Tensors | None:
+        """The version that was granted to ``worker``, once; None if the log has no such grant
+        yet."""
+        granted = self._granted.get((model, worker))
+        if granted is None or granted[0] != version:
+            return None
+        del self._granted[model, worker]
+        return granted[1]
+
+    # -- the log
+
+    def carry_out(self, entry: Entry) -> None:
+        """One decision of the first server. ProtocolError if it names tensors that are not here:
+        then this server has lost some."""
+        match entry:
+            case SetParameters(model, layout, worker, push):
+                self._set(model, layout, self._take(model, layout, worker, push))
+            case Update(model, how, pushes, rate, alpha):
+                layout = self._layouts[model]
+                gradients = [self._take(model, layout, *each) for each in pushes]
+                table = self._tables[model]
+                if how == "step":
+                    table.step(gradients, rate)
+                elif how == "mix":
+                    table.mix(gradients[0], alpha, rate)
+                else:
+                    table.add(gradients[0])
+            case Drop(model, worker, push):
+                self._staged.get((model, worker), {}).pop(push, None)
+            case Grant(model, worker, version):
+                self._granted[model, worker] = version, self._tables[model].tensors
+            case Leave(worker):
+                # What it has staged may still be a gradient that counts.
+                for key in [key for key in self._granted if key[1] == worker]:
+                    del self._granted[key]
+
+    # -- for checkpoints
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds, by model: not what is staged, which workers push again."""
+        return {
+            name: {"layout": plain(self._layouts[name]), "table": table.state()}
+            for name, table in self._tables.items()
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Be as ``state`` says; what is staged or granted is forgotten."""
+        self._layouts = {name: of_plain(each["layout"]) for name, each in state.items()}
+        self._tables = {
+            name: Table.of_state(each["table"], self._optimizer) for name, each in state.items()
+        }
+        self._staged, self._granted = {}, {}
+
+    # -- inside
+
+    def _set(self, model: str, layout: Layout, tensors: Tensors) -> None:
+        table = self._tables.get(model)
+        if table is None:
+            self._layouts[model] = layout
+            self._tables[model] = Table(tensors, self._optimizer)
+        else:  # staged before the model was known, perhaps: then in dtypes of its own
+            own = self._layouts[model]
+            table.replace(checked(tensors, own, self._names_here(own), f"what is set for {model}"))
+
+    def _take(self, model: str, layout: Layout, worker: str, push: int) -> Tensors:
+        staged = self._staged.get((model, worker), {})
+        found = staged.get(push)
+        if found is None:
+            if self._names_here(layout):
+                raise ProtocolError(
+                    f"server {self._server} has no push {push} of worker {worker} for {model!r}"
+                )
+            return {}
+        for each in list(staged):
+            del staged[each]  # also what came before it: of a push that was never made
+            if each == push:
+                break
+        return found
+
+    def _first_parameters(self, worker: str) -> list[str]:
+        return [
+            model
+            for (model, its), staged in self._staged.items()
+            if its == worker and staged and model not in self._layouts
+        ]
+
+    def _names_here(self, layout: Layout) -> list[str]:
+        return [name for name in layout if server_of(name, self._servers) == self._server]

@@ -1,0 +1,192 @@
+"""Several servers: each has its tensors in the versions of all, however late the log comes."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from potluck.errors import ProtocolError
+from potluck.parameter_server import SGD, Asynchronous, ElasticAveraging, Synchronous
+from potluck.parameter_server.entries import (
+    Drop,
+    Entry,
+    Grant,
+    Leave,
+    Save,
+    SetParameters,
+    Update,
+    decode,
+    encode,
+)
+from potluck.parameter_server.layout import layout_of
+from potluck.parameter_server.model import Gradient, Model
+from potluck.parameter_server.modes import Mode
+from potluck.parameter_server.placement import server_of, split
+from potluck.parameter_server.shard import MAX_STAGED, Shard
+
+SERVERS = ("0", "1", "2")
+NAMES = [f"layer{number}.weight" for number in range(12)]
+MODES = [Synchronous(), Synchronous(backup_workers=1), Asynchronous(3), ElasticAveraging(0.5)]
+
+
+class Story:
+    """A model on three servers, whose entries reach each one late, and two workers or three."""
+
+    def __init__(self, mode: Mode, num_workers: int) -> None:
+        self.workers = [str(number) for number in range(num_workers)]
+        self.shards = {server: Shard(SGD(1.0), server, SERVERS) for server in SERVERS}
+        self.whole = Shard(SGD(1.0), "0", ("0",))
+        start = {name: np.zeros(1) for name in NAMES}
+        self.model = Model("m", layout_of(start), mode, 1.0)
+        self.versions: dict[int, float] = {}
+        self.log: list[Entry] = []
+        self.reached = dict.fromkeys(SERVERS, 0)
+        self.computes: dict[str, int] = {}
+        self.asked: dict[str, int] = {}
+        self.num_pushes = 0
+        self.stage("0", 0, 0.0)
+        self.model.set("0", 0)
+        self.decide()
+
+    def stage(self, worker: str, push: int, value: float) -> None:
+        given = {name: np.full(1, value) for name in NAMES}
+        layout = self.model.layout
+        for server, part in split(given, SERVERS).items():
+            assert self.shards[server].stage("m", worker, push, part, "it", layout)
+        assert self.whole.stage("m", worker, push, given, "it", layout)
+
+    def decide(self) -> None:
+        for entry in self.model.take_decided():
+            self.log += decode(encode([entry]))
+            self.whole.carry_out(entry)
+        self.versions[self.model.version] = float(self.whole.tensors("m")[NAMES[0]][0])
+
+    def act(self, worker: str) -> None:
+        """Pull, or push what was computed, and ask for the parameters that were granted."""
+        if worker in self.asked:
+            return self.fetch(worker)
+        if worker in self.computes:
+            self.num_pushes += 1
+            version = self.computes.pop(worker)
+            self.stage(worker, self.num_pushes, float(self.num_pushes))
+            gradient = Gradient(worker, int(worker), self.num_pushes, version)
+            if isinstance(self.model.mode, Synchronous) and version != self.model.version:
+                self.model.drop(worker, self.num_pushes, "late")
+            else:
+                self.model.push(gradient, self.workers)
+            return self.decide()
+        waits = any(each.worker == worker for each in self.model._pending.values())
+        if waits or not self.model.may_pull(worker, self.workers, 1e9):
+            return None
+        self.log.append(Grant("m", worker, self.model.version))
+        self.asked[worker] = self.model.version
+        return None
+
+    def fetch(self, worker: str) -> None:
+        version = self.asked[worker]
+        grant = Grant("m", worker, version)
+        if not all(grant in self.log[: self.reached[server]] for server in SERVERS):
+            return
+        found = [self.shards[server].fetch("m", worker, version) for server in SERVERS]
+        values = {float(each[0]) for part in found if part is not None for each in part.values()}
+        assert sum(len(part or ()) for part in found) == len(NAMES)
+        assert values == {self.versions[version]}
+        self.computes[worker] = self.asked.pop(worker)
+
+    def deliver(self, server: str) -> None:
+        if self.reached[server] < len(self.log):
+            self.shards[server].carry_out(self.log[self.reached[server]])
+            self.reached[server] += 1
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    mode=st.sampled_from(MODES),
+    num_workers=st.integers(2, 3),
+    schedule=st.lists(st.integers(0, 5), max_size=120),
+)
+def test_whoever_is_late_every_worker_gets_one_version_of_all_tensors(
+    mode: Mode, num_workers: int, schedule: list[int]
+) -> None:
+    story = Story(mode, num_workers)
+    for number in schedule:
+        if number < 3:
+            story.act(story.workers[number % num_workers])
+        else:
+            story.deliver(SERVERS[number - 3])
+    for server in SERVERS:
+        while story.reached[server] < len(story.log):
+            story.deliver(server)
+    whole = story.whole.tensors("m")
+    for server, shard in story.shards.items():
+        assert shard.tensors("m").keys() == {n for n in NAMES if server_of(n, SERVERS) == server}
+        for name, each in shard.tensors("m").items():
+            np.testing.assert_array_equal(each, whole[name])
+        # What is staged is bounded by what was pushed and not carried out.
+        assert sum(map(len, shard._staged.values())) <= num_workers
+
+
+def test_a_server_more_takes_its_tensors_from_the_others_and_moves_no_other() -> None:
+    names = [f"tensor {number}" for number in range(3000)]
+    before = {name: server_of(name, ("0", "1", "2")) for name in names}
+    after = {name: server_of(name, ("0", "1", "2", "3")) for name in names}
+    assert {after[name] for name in names if after[name] != before[name]} == {"3"}
+    counts = Counter(after.values())
+    assert all(650 < counts[server] < 850 for server in "0123")
+
+
+def test_a_worker_stages_a_few_gradients_until_the_log_comes() -> None:
+    shard = Shard(SGD(1.0), "1", ("1",))
+    one = {"w": np.ones(1)}
+    for number in range(MAX_STAGED):
+        name = f"model {number}"
+        assert shard.stage(name, "0", number, one, "it", layout_of(one))
+    assert not shard.stage("one more", "0", 9, one, "it", layout_of(one))
+    assert shard.stage("one more", "2", 9, one, "it", layout_of(one))  # of another worker
+    shard.carry_out(SetParameters("model 0", layout_of(one), "0", 0))
+    for number in range(MAX_STAGED):
+        for _ in range(2):  # a repeat takes no room
+            assert shard.stage("model 0", "0", 10 + number, one, "a gradient")
+    assert not shard.stage("model 0", "0", 20, one, "a gradient")
+    shard.carry_out(Drop("model 0", "0", 11))
+    assert shard.stage("model 0", "0", 20, one, "a gradient")
+    shard.carry_out(Update("model 0", "step", (("0", 20),), 1.0))
+    assert shard.tensors("model 0")["w"] == [0.0]
+    assert not shard._staged["model 0", "0"]  # those before were never pushed
+
+
+def test_a_server_that_has_lost_a_gradient_says_so_and_does_not_go_on_without() -> None:
+    shard = Shard(SGD(1.0), "1", ("1",))
+    one = {"w": np.ones(1)}
+    assert shard.stage("m", "0", 0, one, "it", layout_of(one))
+    shard.carry_out(SetParameters("m", layout_of(one), "0", 0))
+    with pytest.raises(ProtocolError, match="server 1 has no push 5 of worker 2 for 'm'"):
+        shard.carry_out(Update("m", "step", (("2", 5),), 1.0))
+
+
+def test_a_version_that_was_granted_is_kept_until_it_is_fetched() -> None:
+    shard = Shard(SGD(1.0), "1", ("1",))
+    one = {"w": np.ones(1)}
+    assert shard.stage("m", "0", 0, one, "it", layout_of(one))
+    shard.carry_out(SetParameters("m", layout_of(one), "0", 0))
+    shard.carry_out(Grant("m", "0", 0))
+    shard.carry_out(Grant("m", "2", 0))
+    assert shard.stage("m", "0", 1, one, "a gradient")
+    shard.carry_out(Update("m", "step", (("0", 1),), 1.0))
+    assert shard.fetch("m", "0", 1) is None
+    granted = shard.fetch("m", "0", 0)
+    assert granted is not None
+    assert granted["w"] == [1.0]
+    assert shard.fetch("m", "0", 0) is None
+    shard.carry_out(Leave("2"))
+    assert shard.fetch("m", "2", 0) is None
+
+
+@pytest.mark.parametrize("data", [b"", b"junk", encode([Save()])[:-1], b"\x91\x92\xa5Other\x01"])
+def test_bytes_that_are_no_log_are_an_error(data: bytes) -> None:
+    with pytest.raises(ProtocolError, match="no log of a parameter server"):
+        decode(data)
