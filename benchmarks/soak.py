@@ -45,7 +45,7 @@ _START_S = 120.0
 
 
 def run(minutes: float, every_s: float, seed: int, say: script.Say) -> script.Measured:
-    """The soak. AssertionError if the training ends, or stands still for two minutes."""
+    """The soak. AssertionError if the training ends, or has not begun after two minutes."""
     facts = machine()
     with (
         tempfile.TemporaryDirectory(prefix="potluck-soak-") as folder,
@@ -60,7 +60,7 @@ def run(minutes: float, every_s: float, seed: int, say: script.Say) -> script.Me
         form(*made)
         stop = Path(folder) / "stop"
         with made[0].run(job / "train.py", stop) as training:
-            training.wait_for("soak {", _START_S)
+            training.wait_for(f" {made[0].name}] soak {{", _START_S)
             result = disturbed(training, made, minutes * 60, every_s, random.Random(seed), say)
             stop.touch()
             code = training.finish(_START_S)

@@ -28,16 +28,13 @@ def draw(result: Mapping[str, Any], file: Path) -> None:
     figure = Figure(figsize=size, layout="constrained")
     panels = figure.subplots(len(tasks), len(networks), squeeze=False, sharey="row")
     for panel, task in zip(panels, tasks, strict=True):
-        by_gloo = {
-            row["network"]: row for row in rows if (row["task"], row["strategy"]) == (task, GLOO)
-        }
         for axes, key in zip(panel, networks, strict=True):
             for row in rows:
                 if (row["task"], row["network"]) != (task, key):
                     continue
-                curve = _curve(row, by_gloo)
                 name = row["strategy"]
-                axes.plot(*zip(*curve, strict=True), color=colors[name], lw=1.2, label=name)
+                _, seconds, losses = zip(*row["curves"][0], strict=True)
+                axes.plot(seconds, losses, color=colors[name], lw=1.2, label=name)
             axes.axhline(TASKS[task].target, color="#555555", lw=0.8, ls=":")
             axes.set_xscale("log")
             axes.tick_params(labelsize=8)
@@ -51,11 +48,3 @@ def draw(result: Mapping[str, Any], file: Path) -> None:
     )
     figure.supxlabel(f"{note}\n{heading(result['machine'])}", fontsize=6, color="#555555")
     figure.savefig(file, dpi=130)
-
-
-def _curve(row: Mapping[str, Any], by_gloo: Mapping[str, Any]) -> list[tuple[float, float]]:
-    """(seconds, loss). Gloo's losses are those of 1 Gbit/s, at the steps of this network."""
-    if "curves" in row:
-        return [(seconds, loss) for _, seconds, loss in row["curves"][0]]
-    curve = by_gloo["1gbit"]["curves"][0]
-    return [(steps * row["step_s"], loss) for steps, _, loss in curve]
