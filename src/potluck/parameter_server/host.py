@@ -115,25 +115,11 @@ class Host:
         with self._changing():
             if any(each != self.incarnation for each in incarnations):
                 raise AskAgain("the servers began anew meanwhile")
-            model = self._models.get(name)
-            what = f"what is set for {name!r}"
-            if model is None:
-                if len(self._models) >= MAX_MODELS:
-                    raise ValueError(f"a parameter server has at most {MAX_MODELS} models")
-                self._stage(name, worker, push, tensors, what, layout)
-                model = Model(name, layout, self._mode, self._optimizer.learning_rate)
-                self._models[name] = model
-                model.set(worker, push)
-                self._save()
-            elif not replace:
-                model.check(layout)
+            try:
+                return self._create(name, tensors, worker, push, layout, replace)
+            except ValueError:
                 self._append(Drop(name, worker, push))
-            elif model.outcome(worker, push) is None:
-                model.check(layout)
-                self._stage(name, worker, push, tensors, what, layout)
-                model.replace(worker, push)
-                self._save()
-            return model.version
+                raise
 
     def push(
         self, name: str, gradient: Gradient, tensors: Tensors, incarnation: int
@@ -172,7 +158,7 @@ class Host:
 
         ``after``: a version to wait for, and the incarnation that it is of. ``compute``: a gradient
         will follow. The reply has the tensors that lie here, and names the ``servers`` of others,
-        from which the worker fetches the same version.
+        from which the worker fetches the same version; then it has the ``names`` of all, in order.
         """
 
         def attempt() -> dict[str, Any] | None:
@@ -192,6 +178,7 @@ class Host:
                 "incarnation": self.incarnation,
                 "tensors": dict(self._shard.tensors(name)),
                 "servers": sorted(others),
+                "names": list(model.layout) if others else [],
             }
 
         return self._when(attempt, name, wait_s)
@@ -349,6 +336,29 @@ class Host:
                 "Call set_parameters first"
             )
         return model
+
+    def _create(
+        self, name: str, tensors: Tensors, worker: str, push: int, layout: Layout, replace: bool
+    ) -> int:
+        model = self._models.get(name)
+        what = f"what is set for {name!r}"
+        if model is None:
+            if len(self._models) >= MAX_MODELS:
+                raise ValueError(f"a parameter server has at most {MAX_MODELS} models")
+            self._stage(name, worker, push, tensors, what, layout)
+            model = Model(name, layout, self._mode, self._optimizer.learning_rate)
+            self._models[name] = model
+            model.set(worker, push)
+            self._save()
+        elif not replace:
+            model.check(layout)
+            self._append(Drop(name, worker, push))
+        elif model.outcome(worker, push) is None:
+            model.check(layout)
+            self._stage(name, worker, push, tensors, what, layout)
+            model.replace(worker, push)
+            self._save()
+        return model.version
 
     def _stage(
         self,

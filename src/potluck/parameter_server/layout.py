@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from potluck.wire.dtypes import dtype_named
+
 Array = NDArray[Any]
 Tensors = Mapping[str, Array]
 Layout = dict[str, tuple[tuple[int, ...], str]]
@@ -32,7 +34,7 @@ def check_layout(given: Layout, layout: Layout, what: str) -> None:
             raise ValueError(
                 f"{what} has shape {tuple(its_shape)} in {name!r}, whose shape is {tuple(shape)}"
             )
-        if np.dtype(its_dtype).kind == "c" and np.dtype(dtype).kind != "c":
+        if "complex" in its_dtype and "complex" not in dtype:
             raise ValueError(f"{what} is complex in {name!r}, which is {dtype}")
 
 
@@ -45,7 +47,7 @@ def checked(given: Tensors, layout: Layout, here: Iterable[str], what: str) -> d
     found = {}
     for name, (_, dtype) in part.items():
         with np.errstate(over="ignore"):  # a number that this dtype can't hold is infinite
-            found[name] = np.asarray(given[name], np.dtype(dtype))
+            found[name] = np.asarray(given[name], dtype_named(dtype))
         if not np.isfinite(found[name]).all():
             raise ValueError(f"{what} has NaN or infinite numbers in {name!r} ({dtype})")
     return found
@@ -62,7 +64,7 @@ def of_plain(given: Any) -> Layout:
         raise TypeError(f"a layout is a dict of shapes and dtypes, not {type(given).__name__}")
     try:
         return {
-            str(name): (tuple(int(each) for each in shape), np.dtype(dtype).name)
+            str(name): (tuple(int(each) for each in shape), dtype_named(dtype).name)
             for name, (shape, dtype) in given.items()
         }
     except (ValueError, TypeError) as error:

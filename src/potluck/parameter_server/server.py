@@ -205,7 +205,7 @@ class ParameterServer:
                 if "waits_for" in part:
                     return dict(part)  # and begin again: that server was lost perhaps
                 reply["tensors"] |= part["tensors"]
-            return reply
+            return reply | {"tensors": {name: reply["tensors"][name] for name in reply["names"]}}
 
         reply = self._await(pull, f"the parameters of {model!r}", timeout)
         version = int(reply["version"])

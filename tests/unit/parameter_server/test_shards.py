@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from potluck.parameter_server.entries import (
     decode,
     encode,
 )
-from potluck.parameter_server.layout import layout_of
+from potluck.parameter_server.layout import layout_of, of_plain
 from potluck.parameter_server.model import Gradient, Model
 from potluck.parameter_server.modes import Mode
 from potluck.parameter_server.placement import server_of, split
@@ -184,6 +185,15 @@ def test_a_version_that_was_granted_is_kept_until_it_is_fetched() -> None:
     assert shard.fetch("m", "0", 0) is None
     shard.carry_out(Leave("2"))
     assert shard.fetch("m", "2", 0) is None
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["w", {"w": 3}, {"w": [[2], "<U1000000000"]}, {"w": [[2], "O"]}, {"w": [["x"], "float32"]}],
+)
+def test_a_layout_that_is_none_is_an_error_before_memory_is_taken(given: Any) -> None:
+    with pytest.raises(TypeError, match="layout"):
+        of_plain(given)
 
 
 @pytest.mark.parametrize("data", [b"", b"junk", encode([Save()])[:-1], b"\x91\x92\xa5Other\x01"])
