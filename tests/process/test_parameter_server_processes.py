@@ -28,8 +28,10 @@ import numpy as np
 import potluck
 from potluck.parameter_server import SGD
 
-folder, victim, servers = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+folder, victim, servers, early = pathlib.Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])
 ctx = potluck.init()
+potluck.parameter_server.server._LEAVE_S = 0.01 if early else 5.0
+last = 6 if early and ctx.group.me.worker == "1" else 12
 ps = potluck.ParameterServer(
     ctx, optimizer=SGD(0.5), servers=servers, checkpoint=folder / "kept", save_every=1
 )
@@ -37,10 +39,10 @@ ps.set_parameters("m", {name: np.zeros(4) for name in "abcdef"})
 while True:
     parameters, version = ps.get_parameters("m")
     assert len(np.unique(list(parameters.values()))) == 1, parameters
-    if version >= 12:
+    if version >= last:
         break
     is_first = not (folder / "killed").exists()
-    if ctx.group.me.worker == victim and version >= 5 and is_first:
+    if ctx.group.me.worker == victim and version >= (8 if early else 5) and is_first:
         (folder / "killed").touch()
         os.kill(os.getpid(), signal.SIGKILL)
     ps.accumulate_gradient("m", {name: each - 8 for name, each in parameters.items()})
@@ -51,17 +53,24 @@ print("version", version, "right" if error < 1e-12 else f"wrong by {error}")
 
 
 @pytest.mark.parametrize(
-    ("victim", "servers"),
-    [("0", 1), ("1", 1), ("0", 2), ("1", 2)],
-    ids=["the server", "a worker", "the first of two servers", "the second of two servers"],
+    ("victim", "servers", "early"),
+    [("0", 1, 0), ("1", 1, 0), ("0", 2, 0), ("1", 2, 0), ("0", 2, 1)],
+    ids=[
+        "the server",
+        "a worker",
+        "the first of two servers",
+        "the second of two servers",
+        "the first of two servers when the other one's worker is done",
+    ],
 )
 def test_after_a_kill_the_training_goes_on_from_where_the_servers_were(
-    tmp_path: Path, victim: str, servers: int
+    tmp_path: Path, victim: str, servers: int, early: int
 ) -> None:
     """Each update halves the distance to 8: a lost or doubled one would show in the last digits."""
     script = tmp_path / "train.py"
     script.write_text(KILLED)
-    with run_command("--workers", "3", str(script), str(tmp_path), victim, str(servers)) as run:
+    given = (str(tmp_path), victim, str(servers), str(early))
+    with run_command("--workers", "3", str(script), *given) as run:
         assert run.finish() == 0
         assert sum("version 12 right" in line for line in run.lines) >= 2
     assert (tmp_path / "killed").exists()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from potluck.checkpoint import CheckpointStore
 from potluck.context import DistributedContext
-from potluck.errors import ServiceLost, ServiceTimeout
+from potluck.errors import ServiceLost, ServiceTimeout, UnknownService
 from potluck.parameter_server.arguments import arrays_of, check_arguments, servers_of, store_of
 from potluck.parameter_server.calls import Calls
 from potluck.parameter_server.follower import Follower
@@ -312,7 +312,7 @@ class ParameterServer:
         self._is_closed = True
         seconds = None if timeout is None else checked_seconds(timeout)
         deadline = None if seconds is None else time.monotonic() + seconds
-        is_there = self._leave()
+        self._leave()
         if self._host is not None:
             self._await_others(self._host, deadline)
             try:
@@ -320,8 +320,7 @@ class ParameterServer:
             finally:
                 self._has_ended = True
         elif self._follower is not None:
-            if is_there:
-                self._await_first(self._follower, deadline)
+            self._await_first(self._follower, deadline)
             self._follower.close()
 
     def __enter__(self) -> ParameterServer:
@@ -408,19 +407,24 @@ class ParameterServer:
             self._calls.ask("leave", timeout=min(self.ctx.timeout_s, _LEAVE_S))
         except ServiceLost:
             return False
-        except ServiceTimeout:
+        except (ServiceTimeout, UnknownService):
             pass
         return True
 
     def _await_first(self, follower: Follower, deadline: float | None) -> None:
-        """Serve until the first server says that all workers have left."""
+        """Serve until the first server says that all workers have left, or is away for long: when
+        it starts again, it needs the tensors that lie here."""
         what = "this server waits for the other workers of the parameter server to end"
         reminder = Reminder(lambda: what, deadline)
+        there_at = time.monotonic()
         while not follower.await_closed(SLICE_S):
-            if deadline is not None and time.monotonic() >= deadline:
+            now = time.monotonic()
+            if deadline is not None and now >= deadline:
                 return
             self._calls.reform_if_due()
-            if not self._leave():
+            if self._leave():
+                there_at = now
+            elif not self.ctx.elastic or now - there_at > self.ctx.timeout_s:
                 return
             reminder.tick()
 
