@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -13,9 +11,9 @@ from potluck.checkpoint.writer import BackgroundWriter
 from potluck.errors import CheckpointError, ProtocolError
 from potluck.parameter_server.checkpoints import checked_servers
 from potluck.parameter_server.entries import Close, Save, decode
-from potluck.parameter_server.layout import Layout, Tensors
 from potluck.parameter_server.optimizers import Optimizer
 from potluck.parameter_server.shard import Shard
+from potluck.parameter_server.shard_calls import ShardCalls
 from potluck.parameter_server.signals import AskAgain, OutOfStep
 from potluck.services.waits import WaitingCalls
 
@@ -36,50 +34,13 @@ class Follower:
         self._writer = BackgroundWriter("parameter-server-writer")
         self._changed = threading.Condition(threading.RLock())
         self._waits = WaitingCalls(self._changed, self._on_time, thread="potluck-parameter-server")
+        self.calls = ShardCalls(self._shard, self._changed, self._waits, self._open_as)
         self._incarnation: int | None = None
         """None: it has no state yet."""
         self._index = 0
         self._saved = 0
         self._failure = ""
         self._is_closed = False
-
-    # -- workers
-
-    def stage(
-        self,
-        model: str,
-        worker: str,
-        push: int,
-        tensors: Tensors,
-        what: str,
-        layout: Layout | None,
-        wait_s: float,
-    ) -> Future[Any]:
-        """Keep a worker's tensors until the log says what becomes of them; a Future of the
-        incarnation. ValueError for tensors that are not those of the model here."""
-
-        def attempt() -> dict[str, Any] | None:
-            incarnation = self._open_as()
-            if not self._shard.stage(model, worker, push, tensors, what, layout):
-                return None
-            return {"incarnation": incarnation}
-
-        return self._when(
-            attempt, "the first server, which has not said what became of others", wait_s
-        )
-
-    def fetch(
-        self, model: str, worker: str, version: int, incarnation: int, wait_s: float
-    ) -> Future[Any]:
-        """The tensors of the version that the first server has granted to ``worker``."""
-
-        def attempt() -> dict[str, Any] | None:
-            if self._open_as() != incarnation:
-                return {"waits_for": "the first server, which began anew"}
-            found = self._shard.fetch(model, worker, version)
-            return None if found is None else {"tensors": dict(found)}
-
-        return self._when(attempt, "the first server, which has not granted that version", wait_s)
 
     # -- the first server
 
@@ -148,10 +109,6 @@ class Follower:
         if self._incarnation is None:
             raise AskAgain("the servers have not agreed on a state yet")
         return self._incarnation
-
-    def _when(self, attempt: Callable[[], Any], waits_for: str, wait_s: float) -> Future[Any]:
-        with self._changed:
-            return self._waits.add(attempt, lambda: {"waits_for": waits_for}, wait_s)
 
     def _on_time(self) -> None:
         self._waits.look()

@@ -62,7 +62,7 @@ class Followers:
     def ask(self) -> None:
         """A server began: ask all whether they are in step."""
         self._asks = True
-        self._host.wake()
+        self._host.log.wake()
 
     # -- inside
 
@@ -88,13 +88,13 @@ class Followers:
 
     def _bring(self, incarnation: int) -> None:
         """The entries that are not everywhere, to all other servers."""
-        first, entries = self._host.entries(_POLL_S if self._host.is_saving else _IDLE_S)
+        first, entries = self._host.log.entries(_POLL_S if self._host.is_saving else _IDLE_S)
         if not entries and not self._asks and not self._host.is_saving:
             return
         self._asks = False
         data = encode(entries)
         replies = self._each("follow", lambda server: (incarnation, first, data))
-        self._host.carried_out(len(entries))
+        self._host.log.carried_out(len(entries))
         for server, reply in replies.items():
             if reply["failure"]:
                 self._host.failed_elsewhere(f"on worker {server}: {reply['failure']}")

@@ -26,18 +26,18 @@ from potluck.errors import PotluckError
 from potluck.parameter_server.checkpoints import Checkpoints
 from potluck.parameter_server.entries import Close, Drop, Entry, Grant, Leave, Save
 from potluck.parameter_server.layout import Layout, Tensors
+from potluck.parameter_server.log import Log
 from potluck.parameter_server.model import Gradient, Model, Outcome
 from potluck.parameter_server.modes import Mode, Synchronous
 from potluck.parameter_server.optimizers import Optimizer
 from potluck.parameter_server.placement import server_of
 from potluck.parameter_server.shard import Shard
+from potluck.parameter_server.shard_calls import ShardCalls
 from potluck.parameter_server.signals import AskAgain
 from potluck.services.presence import Presence
 from potluck.services.waits import WaitingCalls
 
 MAX_MODELS = 1024
-MAX_BEHIND = 1 << 16
-"""Entries that another server has not carried out; with more, calls wait for it."""
 
 _log = logging.getLogger(__name__)
 
@@ -68,16 +68,15 @@ class Host:
         self.incarnation = 0
         """Another number after each start: what was pulled before is of another life."""
         self._models: dict[str, Model] = {}
+        self._changed = changed = threading.Condition(threading.RLock())
+        self._waits = WaitingCalls(changed, self._on_time, thread="potluck-parameter-server")
         self._shard = Shard(optimizer, servers[0], servers)
-        self._index = 0
-        self._entries: list[Entry] = []
-        """The newest, up to ``_index``: those that another server may not have yet."""
+        self.shard_calls = ShardCalls(self._shard, changed, self._waits, self._open_as)
+        self.log = Log(changed, is_kept=len(servers) > 1)
         self._is_open = False
         self._error: PotluckError | None = None
-        self._changed = threading.Condition(threading.RLock())
         self._checkpoints = None if store is None else Checkpoints(store, servers, self._changed)
         self._is_save_due = False
-        self._waits = WaitingCalls(self._changed, self._on_time, thread="potluck-parameter-server")
         if len(servers) == 1:
             self._start_alone()
 
@@ -101,7 +100,7 @@ class Host:
     def create(
         self,
         name: str,
-        tensors: Tensors,
+        tensors: Tensors | None,
         worker: str,
         push: int,
         *,
@@ -110,8 +109,8 @@ class Host:
         incarnations: Sequence[int] = (),
     ) -> int:
         """Take the first parameters of a model, or others with ``replace``; its version.
-        ``tensors`` are those that lie here, ``layout`` is that of all; the others are staged on
-        other servers, which have these ``incarnations``."""
+        ``layout`` is that of all tensors. With several servers these are staged, on servers with
+        these ``incarnations``, and ``tensors`` is None."""
         with self._changing():
             if any(each != self.incarnation for each in incarnations):
                 raise AskAgain("the servers began anew meanwhile")
@@ -122,10 +121,10 @@ class Host:
                 raise
 
     def push(
-        self, name: str, gradient: Gradient, tensors: Tensors, incarnation: int
+        self, name: str, gradient: Gradient, tensors: Tensors | None, incarnation: int
     ) -> Outcome | None:
-        """Take a gradient, ``tensors`` those that lie here. What became of it; None if it waits,
-        see ``outcome``."""
+        """Take a gradient, which is staged if ``tensors`` is None. What became of it; None if it
+        waits, see ``outcome``."""
         worker, push = gradient.worker, gradient.push
         with self._changing():
             model = self._model(name)
@@ -147,7 +146,7 @@ class Host:
 
         def attempt() -> dict[str, Any] | None:
             found = self._model(name).outcome(worker, push)
-            return None if found is None else as_reply(found)
+            return None if found is None else found.reply()
 
         return self._when(attempt, name, wait_s)
 
@@ -157,8 +156,8 @@ class Host:
         """The newest version, as a dict; a Future of it while it must be waited for.
 
         ``after``: a version to wait for, and the incarnation that it is of. ``compute``: a gradient
-        will follow. The reply has the tensors that lie here, and names the ``servers`` of others,
-        from which the worker fetches the same version; then it has the ``names`` of all, in order.
+        will follow. With several servers the reply has no tensors, but the ``names`` of all, and
+        the ``servers`` from which the worker fetches that version.
         """
 
         def attempt() -> dict[str, Any] | None:
@@ -169,17 +168,12 @@ class Host:
                 expires_at = time.monotonic() + self._worker_timeout_s
                 if not model.may_pull(worker, self._presence.workers(), expires_at):
                     return None
-            others = {server_of(each, self.servers) for each in model.layout}
-            others.discard(self.servers[0])
-            if others:
-                self._append(Grant(name, worker, model.version))
-            return {
-                "version": model.version,
-                "incarnation": self.incarnation,
-                "tensors": dict(self._shard.tensors(name)),
-                "servers": sorted(others),
-                "names": list(model.layout) if others else [],
-            }
+            found = {"version": model.version, "incarnation": self.incarnation}
+            if len(self.servers) == 1:
+                return found | {"tensors": dict(self._shard.tensors(name)), "servers": []}
+            self._append(Grant(name, worker, model.version))
+            where = {server_of(each, self.servers) for each in model.layout}
+            return found | {"names": list(model.layout), "servers": sorted(where)}
 
         return self._when(attempt, name, wait_s)
 
@@ -212,6 +206,13 @@ class Host:
             self._save()
             self._checkpoints.await_others(self._worker_timeout_s)
             self._checkpoints.await_written()  # held: else a push begins a second write
+
+    def abandon(self, name: str, worker: str, push: int) -> None:
+        """What ``worker`` has staged as ``push`` will not be pushed."""
+        with self._changing():
+            model = self._models.get(name)
+            if model is None or not model.knows(worker, push):
+                self._append(Drop(name, worker, push))
 
     def stats(self) -> dict[str, Any]:
         """Versions, and counts of gradients by what became of them."""
@@ -249,28 +250,9 @@ class Host:
             with self._changed:
                 self._append(Close())
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: not self._entries, self._worker_timeout_s)
+                self._changed.wait_for(lambda: self.log.is_empty, self._worker_timeout_s)
 
     # -- for Followers
-
-    def entries(self, wait_s: float) -> tuple[int, list[Entry]]:
-        """The number of the first entry that another server may lack, and the entries from there
-        on; waits for one if there is none."""
-        with self._changed:
-            if not self._entries:
-                self._changed.wait(wait_s)
-            return self._index - len(self._entries) + 1, list(self._entries)
-
-    def wake(self) -> None:
-        """End the wait of ``entries``."""
-        with self._changed:
-            self._changed.notify_all()
-
-    def carried_out(self, count: int) -> None:
-        """All other servers have carried out the first ``count`` entries."""
-        with self._changed:
-            del self._entries[:count]
-            self._changed.notify_all()
 
     def saved_elsewhere(self, index: int) -> None:
         """The others have checkpoints of ``index``: time for the one that makes it whole."""
@@ -295,10 +277,10 @@ class Host:
         with self._changed:
             self._is_open = self._is_save_due = False
             if self._checkpoints is None:
-                return self._index, []
+                return self.log.index, []
             self._checkpoints.give_up()
             steps = self._checkpoints.store.steps()
-            return max([self._index, *steps]), steps
+            return max([self.log.index, *steps]), steps
 
     def load(self, index: int | None) -> None:
         """Be as the checkpoint of ``index`` says, or without models. CheckpointError if it is
@@ -313,8 +295,8 @@ class Host:
     def open(self, index: int, incarnation: int) -> None:
         """Answer calls: all servers have the same state, the one after entry ``index``."""
         with self._changed:
-            self._index, self._entries, self.incarnation = index, [], incarnation
-            self._is_open = True
+            self.log.begin(index)
+            self.incarnation, self._is_open = incarnation, True
             self._look({})
             self._changed.notify_all()
 
@@ -338,7 +320,13 @@ class Host:
         return model
 
     def _create(
-        self, name: str, tensors: Tensors, worker: str, push: int, layout: Layout, replace: bool
+        self,
+        name: str,
+        tensors: Tensors | None,
+        worker: str,
+        push: int,
+        layout: Layout,
+        replace: bool,
     ) -> int:
         model = self._models.get(name)
         what = f"what is set for {name!r}"
@@ -365,11 +353,14 @@ class Host:
         name: str,
         worker: str,
         push: int,
-        tensors: Tensors,
+        tensors: Tensors | None,
         what: str,
         layout: Layout | None = None,
     ) -> None:
-        if not self._shard.stage(name, worker, push, tensors, what, layout):
+        if tensors is None:
+            if not self._shard.is_staged(name, worker, push, layout):
+                raise ValueError(f"{what} was not staged on worker {self.servers[0]}")
+        elif not self._shard.stage(name, worker, push, tensors, what, layout):
             raise ValueError(f"{what}: too many of worker {worker} wait already")
 
     @contextlib.contextmanager
@@ -391,11 +382,15 @@ class Host:
         if self._error is not None:
             raise self._error
 
+    def _open_as(self) -> int:
+        self._check_open()
+        return self.incarnation
+
     def _check_open(self) -> None:
         self._check_error()
         if not self._is_open:
             raise AskAgain("the servers have not agreed on a state yet")
-        if len(self._entries) > MAX_BEHIND:
+        if self.log.is_full:
             raise AskAgain("another server of this parameter server does not answer")
 
     def _look(self, before: Mapping[str, int]) -> None:
@@ -421,10 +416,8 @@ class Host:
                 self._append(entry)
 
     def _append(self, entry: Entry) -> None:
-        self._index += 1
+        self.log.append(entry)
         self._shard.carry_out(entry)
-        if len(self.servers) > 1:
-            self._entries.append(entry)
 
     def _when(self, attempt: Callable[[], Any], name: str, wait_s: float) -> Future[Any]:
         def attempt_if_open() -> Any:
@@ -469,7 +462,7 @@ class Host:
             self._append(Save())
             models = {name: model.state() for name, model in self._models.items()}
             state = {"models": models, "shard": self._shard.state()}
-            self._checkpoints.begin(self._index, state)
+            self._checkpoints.begin(self.log.index, state)
 
     def _start_alone(self) -> None:
         found = None if self._checkpoints is None else self._checkpoints.load_latest()
@@ -489,8 +482,3 @@ class Host:
 def new_incarnation() -> int:
     """A number that no start of a parameter server had before."""
     return secrets.randbits(62)
-
-
-def as_reply(outcome: Outcome) -> dict[str, Any]:
-    """``outcome`` as a payload."""
-    return {"counted": outcome.counted, "version": outcome.version, "reason": outcome.reason}

@@ -30,6 +30,10 @@ class Outcome:
     version: int
     reason: str = ""
 
+    def reply(self) -> dict[str, Any]:
+        """As a payload."""
+        return {"counted": self.counted, "version": self.version, "reason": self.reason}
+
 
 @dataclass(frozen=True, slots=True)
 class Gradient:

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from potluck.parameter_server.follower import Follower
-from potluck.parameter_server.host import Host, as_reply
+from potluck.parameter_server.host import Host
 from potluck.parameter_server.layout import Array, of_plain
 from potluck.parameter_server.model import Gradient
+from potluck.parameter_server.shard_calls import ShardCalls
 from potluck.parameter_server.signals import AskAgain
 from potluck.printable import MAX_NAME
 from potluck.services import Call
@@ -24,11 +25,41 @@ MAX_WAIT_S = 10.0
 """Of one call: a caller that waits longer asks again."""
 
 
-class Offer:
+class ShardOffer:
+    """What each of several servers offers."""
+
+    def __init__(self, calls: ShardCalls) -> None:
+        self._calls = calls
+
+    def stage(
+        self, call: Call, model: str, tensors: Any, layout: Any, step: int, push: int, wait_s: float
+    ) -> Future[Any]:
+        """``layout`` with parameters, None with a gradient."""
+        gradient = Gradient(call.worker, call.rank, int(push), int(step))
+        return self._calls.stage(
+            _model(model),
+            call.worker,
+            gradient.push,
+            _tensors(tensors),
+            gradient.of(model) if layout is None else f"what is set for {model!r}",
+            None if layout is None else of_plain(layout),
+            _seconds(wait_s),
+        )
+
+    def fetch(
+        self, call: Call, model: str, version: int, incarnation: int, wait_s: float
+    ) -> Future[Any]:
+        return self._calls.fetch(
+            _model(model), call.worker, int(version), int(incarnation), _seconds(wait_s)
+        )
+
+
+class Offer(ShardOffer):
     """The first server's."""
 
     def __init__(self, host: Host, began: Callable[[], None] = lambda: None) -> None:
         """``began()`` is called when another server begins."""
+        super().__init__(host.shard_calls)
         self._host = host
         self._began = began
 
@@ -60,10 +91,11 @@ class Offer:
         replace: bool,
         incarnations: list[int],
     ) -> int:
-        """``incarnations``: those of the other servers, where the rest is staged."""
+        """``incarnations``: those of several servers, where all is staged; then ``tensors`` is
+        None."""
         return self._host.create(
             _model(model),
-            _tensors(tensors),
+            None if tensors is None else _tensors(tensors),
             call.worker,
             int(push),
             layout=of_plain(layout),
@@ -77,8 +109,9 @@ class Offer:
         if call.rank < 0:
             raise AskAgain(f"worker {call.worker} is not in the group of this parameter server")
         gradient = Gradient(call.worker, call.rank, int(push), int(step))
-        outcome = self._host.push(model, gradient, _tensors(tensors), int(incarnation))
-        return None if outcome is None else as_reply(outcome)
+        given = None if tensors is None else _tensors(tensors)
+        outcome = self._host.push(model, gradient, given, int(incarnation))
+        return None if outcome is None else outcome.reply()
 
     def outcome(self, call: Call, model: str, push: int, wait_s: float) -> Any:
         return self._host.outcome(model, call.worker, int(push), _seconds(wait_s))
@@ -99,6 +132,9 @@ class Offer:
     def clear(self, call: Call, model: str, step: int) -> None:
         self._host.clear(model, int(step))
 
+    def abandon(self, call: Call, model: str, push: int) -> None:
+        self._host.abandon(_model(model), call.worker, int(push))
+
     def stats(self, call: Call) -> dict[str, Any]:
         return self._host.stats()
 
@@ -106,35 +142,14 @@ class Offer:
         self._host.leave(call.worker)
 
 
-class FollowerOffer:
+class FollowerOffer(ShardOffer):
     """Another server's."""
 
     def __init__(self, follower: Follower, first: str) -> None:
         """``first`` is the worker of the first server."""
+        super().__init__(follower.calls)
         self._follower = follower
         self._first = first
-
-    def stage(
-        self, call: Call, model: str, tensors: Any, layout: Any, step: int, push: int, wait_s: float
-    ) -> Future[Any]:
-        """``layout`` with parameters, None with a gradient."""
-        gradient = Gradient(call.worker, call.rank, int(push), int(step))
-        return self._follower.stage(
-            _model(model),
-            call.worker,
-            gradient.push,
-            _tensors(tensors),
-            gradient.of(model) if layout is None else f"what is set for {model!r}",
-            None if layout is None else of_plain(layout),
-            _seconds(wait_s),
-        )
-
-    def fetch(
-        self, call: Call, model: str, version: int, incarnation: int, wait_s: float
-    ) -> Future[Any]:
-        return self._follower.fetch(
-            _model(model), call.worker, int(version), int(incarnation), _seconds(wait_s)
-        )
 
     def follow(self, call: Call, incarnation: int, first: int, data: bytes) -> dict[str, Any]:
         self._hear_first(call)

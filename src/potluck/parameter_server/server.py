@@ -107,8 +107,8 @@ class ParameterServer:
         self._calls = Calls(ctx, name, self._servers)
         self._pulled: dict[str, tuple[int, int]] = {}
         """By model: version and incarnation of the last pull."""
-        self._others: dict[str, tuple[str, ...]] = {}
-        """By model: the servers besides the first with tensors of it."""
+        self._where: dict[str, tuple[str, ...]] = {}
+        """By model: which of several servers have tensors of it."""
         self._after: dict[str, tuple[int, int]] = {}
         """By model: the version that the last push leads to, and its incarnation."""
         self._pushes = itertools.count(secrets.randbits(LIFE_BITS) << LIFE_BITS)
@@ -169,17 +169,16 @@ class ParameterServer:
             if array.dtype.kind not in "fcV":
                 raise TypeError(f"parameters are floats, but {name!r} is {array.dtype}")
         push, layout = next(self._pushes), plain(layout_of(arrays))
-        first, *others = split(arrays, self._servers).items()
-        parts = {server: part for server, part in others if part}
+        if len(self._servers) == 1:
+            return int(self._calls.ask("create", model, arrays, layout, push, bool(replace), []))
+        parts = {server: part for server, part in split(arrays, self._servers).items() if part}
 
         def create(wait_s: float) -> Any:
             staged = self._stage(model, parts, layout, 0, push, wait_s)
             if "waits_for" in staged:
                 return staged
-            version = self._calls.ask(
-                "create", model, first[1], layout, push, bool(replace), staged["incarnations"]
-            )
-            return {"version": version}
+            last = layout, push, bool(replace), staged["incarnations"]
+            return {"version": self._calls.ask("create", model, None, *last)}
 
         return int(self._await(create, f"setting the parameters of {model!r}", None)["version"])
 
@@ -200,18 +199,20 @@ class ParameterServer:
             if "waits_for" in reply or not reply["servers"]:
                 return reply
             asked = model, reply["version"], reply["incarnation"], wait_s
-            parts = self._calls.ask_each("fetch", dict.fromkeys(reply["servers"], asked))
-            for part in parts.values():
+            tensors: dict[str, Array] = {}
+            for part in self._calls.ask_each(
+                "fetch", dict.fromkeys(reply["servers"], asked)
+            ).values():
                 if "waits_for" in part:
                     return dict(part)  # and begin again: that server was lost perhaps
-                reply["tensors"] |= part["tensors"]
-            return reply | {"tensors": {name: reply["tensors"][name] for name in reply["names"]}}
+                tensors |= part["tensors"]
+            return reply | {"tensors": {name: tensors[name] for name in reply["names"]}}
 
         reply = self._await(pull, f"the parameters of {model!r}", timeout)
         version = int(reply["version"])
         if wait:
             self._pulled[model] = version, int(reply["incarnation"])
-            self._others[model] = tuple(reply["servers"])
+            self._where[model] = tuple(reply["servers"])
         return Pulled(reply["tensors"], version)
 
     # -- gradients
@@ -338,19 +339,20 @@ class ParameterServer:
         version, incarnation = self._known(model)
         step = version if step is None else step
         push = next(self._pushes)
-        parts = split(arrays, self._servers)
-        first = parts.pop(self._servers[0])
-        # Also to those that get nothing: they say what is missing.
-        parts = {
-            server: part for server, part in parts.items() if part or server in self._others[model]
-        }
-        if parts:
+        if len(self._servers) > 1:
+            # Also to those that get nothing: they say what is missing.
+            parts = {
+                server: part
+                for server, part in split(arrays, self._servers).items()
+                if part or server in self._where[model]
+            }
             self._await(
                 lambda wait_s: self._stage(model, parts, None, step, push, wait_s),
                 f"room for a gradient of {model!r}",
                 timeout,
             )
-        reply = self._calls.ask("push", model, first, step, push, incarnation, timeout=timeout)
+        given = arrays if len(self._servers) == 1 else None
+        reply = self._calls.ask("push", model, given, step, push, incarnation, timeout=timeout)
         if isinstance(self.mode, Synchronous):
             if reply is None or reply["counted"]:
                 self._after[model] = step + 1, incarnation
@@ -390,11 +392,15 @@ class ParameterServer:
         push: int,
         wait_s: float,
     ) -> dict[str, Any]:
-        """Bring tensors to the servers besides the first, where they wait for its decision."""
+        """Bring tensors to several servers, where they wait for the first one's decision."""
         arguments = {
             server: (model, part, layout, step, push, wait_s) for server, part in parts.items()
         }
-        replies = list(self._calls.ask_each("stage", arguments).values())
+        try:
+            replies = list(self._calls.ask_each("stage", arguments).values())
+        except (ValueError, TypeError):  # on one server: the others have it
+            self._calls.ask("abandon", model, push)
+            raise
         for reply in replies:
             if "waits_for" in reply:
                 return dict(reply)

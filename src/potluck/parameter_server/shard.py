@@ -12,6 +12,7 @@ from typing import Any
 from potluck.errors import ProtocolError
 from potluck.parameter_server.entries import Drop, Entry, Grant, Leave, SetParameters, Update
 from potluck.parameter_server.layout import Layout, Tensors, checked, of_plain, plain
+from potluck.parameter_server.model import LIFE_BITS
 from potluck.parameter_server.optimizers import Optimizer
 from potluck.parameter_server.placement import server_of
 from potluck.parameter_server.table import Table
@@ -60,10 +61,20 @@ class Shard:
         staged = self._staged.get((model, worker), {})
         if push in staged:
             return True
-        if len(staged if known else self._first_parameters(worker)) >= MAX_STAGED:
+        if known and len(staged) == MAX_STAGED:
+            oldest = next(iter(staged))
+            if oldest >> LIFE_BITS == push >> LIFE_BITS:
+                return False
+            del staged[oldest]  # its worker was killed before it pushed it
+        elif not known and len(self._first_parameters(worker)) >= MAX_STAGED:
             return False
         self._staged.setdefault((model, worker), {})[push] = tensors
         return True
+
+    def is_staged(self, model: str, worker: str, push: int, layout: Layout | None = None) -> bool:
+        """Whether what lies here of a push has come. ``layout`` as for ``stage``."""
+        layout = self._layouts.get(model) or layout or {}
+        return push in self._staged.get((model, worker), {}) or not self._names_here(layout)
 
     def tensors(self, model: str) -> Tensors:
         """The newest version, immutable."""

@@ -24,7 +24,7 @@ from potluck.parameter_server.entries import (
     encode,
 )
 from potluck.parameter_server.layout import layout_of, of_plain
-from potluck.parameter_server.model import Gradient, Model
+from potluck.parameter_server.model import LIFE_BITS, Gradient, Model
 from potluck.parameter_server.modes import Mode
 from potluck.parameter_server.placement import server_of, split
 from potluck.parameter_server.shard import MAX_STAGED, Shard
@@ -153,6 +153,10 @@ def test_a_worker_stages_a_few_gradients_until_the_log_comes() -> None:
         for _ in range(2):  # a repeat takes no room
             assert shard.stage("model 0", "0", 10 + number, one, "a gradient")
     assert not shard.stage("model 0", "0", 20, one, "a gradient")
+    again = 1 << LIFE_BITS
+    assert shard.stage("model 0", "0", again, one, "a gradient")  # it was killed before it pushed
+    assert not shard.is_staged("model 0", "0", 10)
+    shard.carry_out(Drop("model 0", "0", again))
     shard.carry_out(Drop("model 0", "0", 11))
     assert shard.stage("model 0", "0", 20, one, "a gradient")
     shard.carry_out(Update("model 0", "step", (("0", 20),), 1.0))

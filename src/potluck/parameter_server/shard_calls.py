@@ -1,0 +1,71 @@
+"""``ShardCalls``: workers stage tensors on one of several servers, and fetch versions from it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from potluck.parameter_server.layout import Layout, Tensors
+from potluck.parameter_server.shard import Shard
+from potluck.services.waits import WaitingCalls
+
+
+class ShardCalls:
+    """Calls of ``shard``. Each returns a Future, which ends by what the caller asked for, or after
+    ``wait_s`` by what it waits for. For any number of threads."""
+
+    def __init__(
+        self,
+        shard: Shard,
+        changed: threading.Condition,
+        waits: WaitingCalls,
+        incarnation: Callable[[], int],
+    ) -> None:
+        """``changed`` is the lock of ``shard`` and ``waits``; ``incarnation()`` is the present
+        one, and raises AskAgain without one."""
+        self._shard = shard
+        self._changed = changed
+        self._waits = waits
+        self._incarnation = incarnation
+
+    def stage(
+        self,
+        model: str,
+        worker: str,
+        push: int,
+        tensors: Tensors,
+        what: str,
+        layout: Layout | None,
+        wait_s: float,
+    ) -> Future[Any]:
+        """Keep a worker's tensors until the log says what becomes of them; a Future of the
+        incarnation. ValueError for tensors that are not those of the model here."""
+
+        def attempt() -> dict[str, Any] | None:
+            incarnation = self._incarnation()
+            if not self._shard.stage(model, worker, push, tensors, what, layout):
+                return None
+            return {"incarnation": incarnation}
+
+        return self._when(
+            attempt, "the first server, which has not said what became of others", wait_s
+        )
+
+    def fetch(
+        self, model: str, worker: str, version: int, incarnation: int, wait_s: float
+    ) -> Future[Any]:
+        """The tensors of the version that the first server has granted to ``worker``."""
+
+        def attempt() -> dict[str, Any] | None:
+            if self._incarnation() != incarnation:
+                return {"waits_for": "the first server, which began anew"}
+            found = self._shard.fetch(model, worker, version)
+            return None if found is None else {"tensors": dict(found)}
+
+        return self._when(attempt, "the first server, which has not granted that version", wait_s)
+
+    def _when(self, attempt: Callable[[], Any], waits_for: str, wait_s: float) -> Future[Any]:
+        with self._changed:
+            return self._waits.add(attempt, lambda: {"waits_for": waits_for}, wait_s)
