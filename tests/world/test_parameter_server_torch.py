@@ -34,12 +34,13 @@ def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return (model(x)[:, 0] - x.sum(1)).square().mean()
 
 
-def test_synchronous_training_is_that_of_one_process_on_the_whole_batch() -> None:
+@pytest.mark.parametrize("servers", [1, 2])
+def test_synchronous_training_is_that_of_one_process_on_the_whole_batch(servers: int) -> None:
     data = batches(2)
 
     def run(ctx: DistributedContext) -> list[torch.Tensor]:
         model = small()
-        with ParameterServer(ctx, optimizer=SGD(0.1, momentum=0.9)) as ps:
+        with ParameterServer(ctx, optimizer=SGD(0.1, momentum=0.9), servers=servers) as ps:
             optimizer = ParameterServerStrategy(model, ps)
             for step in data:
                 optimizer.zero_grad()
@@ -59,15 +60,19 @@ def test_synchronous_training_is_that_of_one_process_on_the_whole_batch() -> Non
             torch.testing.assert_close(mine, theirs.detach(), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_asynchronous_training_lowers_the_loss_in_the_models_own_dtype(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "servers"), [(torch.float32, 1), (torch.bfloat16, 1), (torch.bfloat16, 3)]
+)
+def test_asynchronous_training_lowers_the_loss_in_the_models_own_dtype(
+    dtype: torch.dtype, servers: int
+) -> None:
     data = batches(3)
 
     def run(ctx: DistributedContext) -> tuple[float, float]:
         model = small(dtype)
         x = torch.cat([each[ctx.rank] for each in data]).to(dtype)
         before = loss_of(model, x).item()
-        with ParameterServer(ctx, Asynchronous(), optimizer=SGD(0.05)) as ps:
+        with ParameterServer(ctx, Asynchronous(), optimizer=SGD(0.05), servers=servers) as ps:
             optimizer = ParameterServerStrategy(model, ps)
             for _ in range(3):
                 for step in data:
@@ -80,7 +85,8 @@ def test_asynchronous_training_lowers_the_loss_in_the_models_own_dtype(dtype: to
         assert after < before / 2
 
 
-def test_elastic_averaging_trains_with_the_workers_own_optimizers() -> None:
+@pytest.mark.parametrize("servers", [1, 2])
+def test_elastic_averaging_trains_with_the_workers_own_optimizers(servers: int) -> None:
     data = batches(2)
 
     def run(ctx: DistributedContext) -> tuple[float, float]:
@@ -88,7 +94,7 @@ def test_elastic_averaging_trains_with_the_workers_own_optimizers() -> None:
         x = torch.cat([each[ctx.rank] for each in data])
         before = loss_of(model, x).item()
         mode = ElasticAveraging(alpha=0.4, of="parameters")
-        with ParameterServer(ctx, mode) as ps:
+        with ParameterServer(ctx, mode, servers=servers) as ps:
             own = torch.optim.SGD(model.parameters(), 0.05)
             optimizer = ParameterServerStrategy(model, ps, optimizer=own, every=2)
             for _ in range(4):
