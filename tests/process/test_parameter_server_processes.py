@@ -15,7 +15,11 @@ from support.commands import run_command
 EXAMPLE = Path(__file__).parents[2] / "examples" / "parameter_server.py"
 
 
-@pytest.mark.parametrize("options", [(), ("--synchronous",)], ids=["asynchronous", "synchronous"])
+@pytest.mark.parametrize(
+    "options",
+    [("--servers", "2"), ("--synchronous",)],
+    ids=["asynchronous on two servers", "synchronous"],
+)
 def test_the_example_classifies_digits_on_two_workers(options: tuple[str, ...]) -> None:
     with run_command("--workers", "2", str(EXAMPLE), *options) as run:
         assert run.finish() == 0
