@@ -309,12 +309,13 @@ def final_table(rows: Sequence[dict[str, Any]]) -> list[str]:
     for name in dict.fromkeys(row["strategy"] for row in rows):
         cells = []
         for task in tasks:
-            [row] = [each for each in rows if (each["task"], each["strategy"]) == (task, name)]
-            cells.append(
-                f"{statistics.mean(row['accuracies']):.2%}"
-                if task == "digits"
-                else f"{statistics.mean(row['losses']):.3f}"
-            )
+            found = [each for each in rows if (each["task"], each["strategy"]) == (task, name)]
+            if not found:  # this strategy did not train that task
+                cells.append("-")
+            elif task == "digits":
+                cells.append(f"{statistics.mean(found[0]['accuracies']):.2%}")
+            else:
+                cells.append(f"{statistics.mean(found[0]['losses']):.3f}")
         lines.append(f"| {code_of(name)} | {' | '.join(cells)} |")
     return lines
 
