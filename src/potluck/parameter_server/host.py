@@ -107,13 +107,14 @@ class Host:
         layout: Layout,
         replace: bool = False,
         incarnations: Sequence[int] = (),
-    ) -> int:
+    ) -> int | None:
         """Take the first parameters of a model, or others with ``replace``; its version.
         ``layout`` is that of all tensors. With several servers these are staged, on servers with
-        these ``incarnations``, and ``tensors`` is None."""
+        these ``incarnations``, and ``tensors`` is None; the reply is None if a server began anew
+        since, and has to be given them again."""
         with self._changing():
             if any(each != self.incarnation for each in incarnations):
-                raise AskAgain("the servers began anew meanwhile")
+                return None
             try:
                 return self._create(name, tensors, worker, push, layout, replace)
             except ValueError:

@@ -90,10 +90,10 @@ class Offer(ShardOffer):
         push: int,
         replace: bool,
         incarnations: list[int],
-    ) -> int:
+    ) -> dict[str, Any]:
         """``incarnations``: those of several servers, where all is staged; then ``tensors`` is
         None."""
-        return self._host.create(
+        version = self._host.create(
             _model(model),
             None if tensors is None else _tensors(tensors),
             call.worker,
@@ -102,6 +102,9 @@ class Offer(ShardOffer):
             replace=bool(replace),
             incarnations=[int(each) for each in incarnations],
         )
+        if version is None:
+            return {"waits_for": "a server that began anew"}
+        return {"version": version}
 
     def push(
         self, call: Call, model: str, tensors: Any, step: int, push: int, incarnation: int

@@ -170,7 +170,8 @@ class ParameterServer:
                 raise TypeError(f"parameters are floats, but {name!r} is {array.dtype}")
         push, layout = next(self._pushes), plain(layout_of(arrays))
         if len(self._servers) == 1:
-            return int(self._calls.ask("create", model, arrays, layout, push, bool(replace), []))
+            reply = self._calls.ask("create", model, arrays, layout, push, bool(replace), [])
+            return int(reply["version"])
         parts = {server: part for server, part in split(arrays, self._servers).items() if part}
 
         def create(wait_s: float) -> Any:
@@ -178,7 +179,7 @@ class ParameterServer:
             if "waits_for" in staged:
                 return staged
             last = layout, push, bool(replace), staged["incarnations"]
-            return {"version": self._calls.ask("create", model, None, *last)}
+            return self._calls.ask("create", model, None, *last)  # or all again
 
         return int(self._await(create, f"setting the parameters of {model!r}", None)["version"])
 
