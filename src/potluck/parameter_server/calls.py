@@ -15,8 +15,8 @@ from potluck.errors import (
     ServiceTimeout,
     UnknownService,
 )
+from potluck.parameter_server.remotes import CONNECT_S, Remotes
 from potluck.parameter_server.signals import AskAgain
-from potluck.services import Remote
 from potluck.services.asking import raise_local
 from potluck.waiting import checked_seconds
 
@@ -24,8 +24,6 @@ _LOCAL = {each.__name__: each for each in (ValueError, TypeError, CheckpointErro
 """Errors of a server that are raised here as they are: mistakes of this script, and lost state."""
 
 _PAUSE_S = 0.05
-_CONNECT_S = 2.0
-"""In an elastic context: then it is seen whether the group has changed."""
 
 
 class Calls:
@@ -35,16 +33,7 @@ class Calls:
     def __init__(self, ctx: DistributedContext, name: str, servers: tuple[str, ...]) -> None:
         self.servers = servers
         self._ctx = ctx
-        self._name = name
-        self._remotes: dict[str, Remote] = {}
-
-    def connect(self, server: str, timeout: float) -> Remote:
-        """The service of ``server``; UnknownService if it does not start in time, ServiceLost if
-        it is not in the group."""
-        rank = self._ctx.group.rank_of(server)
-        if rank < 0:
-            raise ServiceLost(f"worker {server}, a parameter server, is not in the group")
-        return self._ctx.connect(self._name, rank=rank, timeout=timeout)
+        self._remotes = Remotes(ctx, name)
 
     def ask(self, method: str, *args: Any, timeout: float | None = None) -> Any:
         """One call of the first server. What it raises for a mistake of this script is raised
@@ -65,10 +54,14 @@ class Calls:
         replies: dict[str, Any] = {}
         while len(replies) < len(arguments):
             left = {server: args for server, args in arguments.items() if server not in replies}
-            errors = self._try(method, left, replies, timeout, deadline)
+            connect_s = max(0.0, deadline - time.monotonic())
+            if self._ctx.elastic:
+                connect_s = min(connect_s, CONNECT_S)
+            found, errors = self._remotes.call_each(
+                method, left, connect_s=connect_s, timeout=timeout
+            )
+            replies |= found
             if errors:
-                # A mistake first: it is one whatever the other servers say.
-                errors.sort(key=lambda each: not isinstance(each, HandlerError))
                 self._bear(errors[0], deadline)
         return replies
 
@@ -80,37 +73,6 @@ class Calls:
         return True
 
     # -- inside
-
-    def _try(
-        self,
-        method: str,
-        arguments: Mapping[str, tuple[Any, ...]],
-        replies: dict[str, Any],
-        timeout: float | None,
-        deadline: float,
-    ) -> list[PotluckError]:
-        """One call of each; what went wrong."""
-        errors: list[PotluckError] = []
-        works = {}
-        for server, args in arguments.items():
-            try:
-                if server not in self._remotes:
-                    left = max(0.0, deadline - time.monotonic())
-                    left = min(left, _CONNECT_S) if self._ctx.elastic else left
-                    self._remotes[server] = self.connect(server, left)
-                call = getattr(self._remotes[server], method)
-                if len(arguments) > 1:
-                    works[server] = call.start(*args, timeout=timeout)
-                else:
-                    replies[server] = call(*args, timeout=timeout)
-            except PotluckError as error:
-                errors.append(error)
-        for server, work in works.items():
-            try:
-                replies[server] = work.wait()
-            except PotluckError as error:
-                errors.append(error)
-        return errors
 
     def _bear(self, error: PotluckError, deadline: float) -> None:
         """Return if the call is to be made again."""

@@ -18,8 +18,8 @@ from potluck.errors import (
 )
 from potluck.parameter_server.entries import encode
 from potluck.parameter_server.host import Host, new_incarnation
+from potluck.parameter_server.remotes import CONNECT_S, Remotes
 from potluck.parameter_server.signals import OutOfStep
-from potluck.services import Remote
 
 _PAUSE_S = 0.1
 _POLL_S = 0.2
@@ -42,16 +42,14 @@ class Followers:
     def __init__(
         self,
         host: Host,
-        connect: Callable[[str], Remote],
-        servers: tuple[str, ...],
+        remotes: Remotes,
         is_over: Callable[[], bool],
     ) -> None:
-        """``connect(server)`` finds another of ``servers``; it may raise PotluckError."""
+        """``remotes`` are the thread's own."""
         self._host = host
         self._is_over = is_over
-        self._connect = connect
-        self._others = servers[1:]
-        self._remotes: dict[str, Remote] = {}
+        self._others = host.servers[1:]
+        self._remotes = remotes
         self._incarnation: int | None = None
         self._asks = False
 
@@ -93,7 +91,7 @@ class Followers:
             return
         self._asks = False
         data = encode(entries)
-        replies = self._each("follow", lambda server: (incarnation, first, data))
+        replies = self._each("follow", incarnation, first, data)
         self._host.log.carried_out(len(entries))
         for server, reply in replies.items():
             if reply["failure"]:
@@ -103,7 +101,7 @@ class Followers:
     def _agree(self) -> None:
         """On the state of all servers."""
         index, own = self._host.begin_opening()
-        known = self._each("checkpoints", lambda server: ())
+        known = self._each("checkpoints")
         index = 1 + max(index, *(int(reply["index"]) for reply in known.values()))
         why = "the other servers have no checkpoint of the same time"
         for checkpoint in own:
@@ -124,7 +122,7 @@ class Followers:
         incarnation = new_incarnation()
         self._host.load(checkpoint)
         try:
-            self._each("load", lambda server: (checkpoint, incarnation, index))
+            self._each("load", checkpoint, incarnation, index)
         except HandlerError as error:
             if error.type != CheckpointError.__name__:
                 raise
@@ -132,24 +130,13 @@ class Followers:
         self._host.open(index, incarnation)
         self._incarnation = incarnation
 
-    def _each(self, method: str, arguments: Callable[[str], tuple[Any, ...]]) -> Mapping[str, Any]:
+    def _each(self, method: str, *args: Any) -> Mapping[str, Any]:
         """The replies of all other servers, asked at once. Every call may be made twice."""
-        for server in self._others:
-            if server not in self._remotes:
-                self._remotes[server] = self._connect(server)
-        works = {
-            server: getattr(self._remotes[server], method).start(*arguments(server))
-            for server in self._others
-        }
-        replies: dict[str, Any] = {}
-        errors: list[PotluckError] = []
-        for server, work in works.items():
-            try:
-                replies[server] = work.wait()
-            except PotluckError as error:
-                errors.append(error)
+        replies, errors = self._remotes.call_each(
+            method, dict.fromkeys(self._others, args), connect_s=CONNECT_S
+        )
         if errors:
-            raise next((each for each in errors if isinstance(each, HandlerError)), errors[0])
+            raise errors[0]
         return replies
 
     def _broken(self, error: BaseException) -> None:

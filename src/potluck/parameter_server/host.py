@@ -112,14 +112,28 @@ class Host:
         ``layout`` is that of all tensors. With several servers these are staged, on servers with
         these ``incarnations``, and ``tensors`` is None; the reply is None if a server began anew
         since, and has to be given them again."""
-        with self._changing():
+        with self._changing(), self._dropped_if_wrong(name, worker, push):
             if any(each != self.incarnation for each in incarnations):
                 return None
-            try:
-                return self._create(name, tensors, worker, push, layout, replace)
-            except ValueError:
+            model = self._models.get(name)
+            what = f"what is set for {name!r}"
+            if model is None:
+                if len(self._models) >= MAX_MODELS:
+                    raise ValueError(f"a parameter server has at most {MAX_MODELS} models")
+                self._stage(name, worker, push, tensors, what, layout)
+                model = Model(name, layout, self._mode, self._optimizer.learning_rate)
+                self._models[name] = model
+                model.set(worker, push)
+                self._save()
+            elif not replace:
+                model.check(layout)
                 self._append(Drop(name, worker, push))
-                raise
+            elif model.outcome(worker, push) is None:
+                model.check(layout)
+                self._stage(name, worker, push, tensors, what, layout)
+                model.replace(worker, push)
+                self._save()
+            return model.version
 
     def push(
         self, name: str, gradient: Gradient, tensors: Tensors | None, incarnation: int
@@ -133,12 +147,9 @@ class Host:
                 if model.outcome(worker, push) is None:
                     model.drop(worker, push, "restarted")
             elif not model.knows(worker, push):
-                try:
+                with self._dropped_if_wrong(name, worker, push):
                     self._stage(name, worker, push, tensors, gradient.of(name))
                     model.push(gradient, self._presence.workers())
-                except ValueError:
-                    self._append(Drop(name, worker, push))
-                    raise
             self._carry_out()
             return model.outcome(worker, push)
 
@@ -320,35 +331,6 @@ class Host:
             )
         return model
 
-    def _create(
-        self,
-        name: str,
-        tensors: Tensors | None,
-        worker: str,
-        push: int,
-        layout: Layout,
-        replace: bool,
-    ) -> int:
-        model = self._models.get(name)
-        what = f"what is set for {name!r}"
-        if model is None:
-            if len(self._models) >= MAX_MODELS:
-                raise ValueError(f"a parameter server has at most {MAX_MODELS} models")
-            self._stage(name, worker, push, tensors, what, layout)
-            model = Model(name, layout, self._mode, self._optimizer.learning_rate)
-            self._models[name] = model
-            model.set(worker, push)
-            self._save()
-        elif not replace:
-            model.check(layout)
-            self._append(Drop(name, worker, push))
-        elif model.outcome(worker, push) is None:
-            model.check(layout)
-            self._stage(name, worker, push, tensors, what, layout)
-            model.replace(worker, push)
-            self._save()
-        return model.version
-
     def _stage(
         self,
         name: str,
@@ -375,6 +357,15 @@ class Host:
             finally:
                 self._look(before)
                 self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def _dropped_if_wrong(self, name: str, worker: str, push: int) -> Iterator[None]:
+        """A mistake of a worker: the servers let go of what it staged."""
+        try:
+            yield
+        except ValueError:
+            self._append(Drop(name, worker, push))
+            raise
 
     def _to_begin(self) -> dict[str, str]:
         return {"waits_for": f"its servers, worker {', '.join(self.servers)}, to begin"}

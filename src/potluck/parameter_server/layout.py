@@ -28,14 +28,7 @@ def check_layout(given: Layout, layout: Layout, what: str) -> None:
     """ValueError, which says so, unless ``given`` has the names and shapes of ``layout``, and no
     complex numbers where that has real ones."""
     _check_names(given, layout, layout, what)
-    for name, (shape, dtype) in layout.items():
-        its_shape, its_dtype = given[name]
-        if tuple(its_shape) != tuple(shape):
-            raise ValueError(
-                f"{what} has shape {tuple(its_shape)} in {name!r}, whose shape is {tuple(shape)}"
-            )
-        if "complex" in its_dtype and "complex" not in dtype:
-            raise ValueError(f"{what} is complex in {name!r}, which is {dtype}")
+    _check_shapes(given, layout, what)
 
 
 def checked(given: Tensors, layout: Layout, here: Iterable[str], what: str) -> dict[str, Array]:
@@ -43,7 +36,7 @@ def checked(given: Tensors, layout: Layout, here: Iterable[str], what: str) -> d
     shapes, and finite numbers. ValueError, which says so, if not."""
     part = {name: layout[name] for name in here}
     _check_names(given, part, layout, what)
-    check_layout(layout_of(given), part, what)
+    _check_shapes(layout_of(given), part, what)
     found = {}
     for name, (_, dtype) in part.items():
         with np.errstate(over="ignore"):  # a number that this dtype can't hold is infinite
@@ -81,6 +74,17 @@ def _check_names(
         )
     if missing:
         raise ValueError(f"{what} lacks {_names(missing)}")
+
+
+def _check_shapes(given: Layout, layout: Layout, what: str) -> None:
+    for name, (shape, dtype) in layout.items():
+        its_shape, its_dtype = given[name]
+        if tuple(its_shape) != tuple(shape):
+            raise ValueError(
+                f"{what} has shape {tuple(its_shape)} in {name!r}, whose shape is {tuple(shape)}"
+            )
+        if "complex" in its_dtype and "complex" not in dtype:
+            raise ValueError(f"{what} is complex in {name!r}, which is {dtype}")
 
 
 def _names(names: Iterable[str]) -> str:

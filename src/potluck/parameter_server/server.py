@@ -28,13 +28,13 @@ from potluck.parameter_server.modes import (
 from potluck.parameter_server.offer import FollowerOffer, Offer
 from potluck.parameter_server.optimizers import SGD, Optimizer
 from potluck.parameter_server.placement import split
-from potluck.services import Remote, service
+from potluck.parameter_server.remotes import Remotes
+from potluck.services import service
 from potluck.services.asking import SLICE_S, await_reply
 from potluck.services.presence import Presence
 from potluck.waiting import Reminder, checked_seconds
 
 _LEAVE_S = 5.0
-_CONNECT_S = 2.0
 
 
 class Pulled(NamedTuple):
@@ -143,14 +143,11 @@ class ParameterServer:
         offer = Offer(self._host)
         if len(self._servers) > 1:
             followers = Followers(
-                self._host, self._connect, self._servers, lambda: ctx.is_closed or self._has_ended
+                self._host, Remotes(ctx, name), lambda: ctx.is_closed or self._has_ended
             )
             offer = Offer(self._host, followers.ask)
             followers.start()
         ctx.serve(service(name, concurrent=True, before=presence.hear)(offer))
-
-    def _connect(self, server: str) -> Remote:
-        return self._calls.connect(server, min(self.ctx.timeout_s, _CONNECT_S))
 
     # -- parameters
 
