@@ -110,3 +110,64 @@ def test_a_killed_workers_task_is_done_by_another(tmp_path: Path) -> None:
     assert "'done': 40" in line
     # A worker that a busy machine holds up is taken for lost, too: its task is handed out again.
     assert re.search("'again': [1-9]", line), line
+
+
+LOST = """
+import os, pathlib, signal, sys
+import numpy as np
+import potluck
+from potluck.parameter_server import SGD, Asynchronous, Synchronous
+
+folder, victims, servers, mode = pathlib.Path(sys.argv[1]), sys.argv[2], *map(eval, sys.argv[3:])
+ctx = potluck.init()
+me, told = ctx.group.me.worker, 0
+ps = potluck.ParameterServer(ctx, mode, optimizer=SGD(1.0), servers=servers, replicas=1)
+ps.set_parameters("m", {name: np.zeros(4) for name in "abcdef"})
+while True:
+    parameters, version = ps.get_parameters("m")
+    assert {float(each) for one in parameters.values() for each in one} == {float(version)}
+    assert version >= told, f"version {version} after {told}"
+    told = version
+    (folder / f"version {version}").touch()
+    if version >= 30:
+        break
+    turn = sum((folder / f"killed {victim}").exists() for victim in victims)
+    if turn < len(victims) and victims[turn] == me and version >= 8 * (turn + 1):
+        (folder / f"killed {me}").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if (folder / f"killed {me}").exists():
+        (folder / f"back {me}").touch()
+    if 0 < turn < len(victims) and not (folder / f"back {victims[turn - 1]}").exists():
+        continue
+    ps.accumulate_gradient("m", {name: -np.ones(4) for name in parameters})
+ps.close()
+print("trained to version", version)
+"""
+
+
+@pytest.mark.parametrize(
+    ("victims", "servers", "mode"),
+    [
+        ("0", "2", "Synchronous()"),
+        ("1", "2", "Synchronous()"),
+        ("0", "3", "Asynchronous(4, lr_by_staleness=False)"),
+        ("01", "2", "Synchronous()"),
+    ],
+    ids=[
+        "the first of two",
+        "the second of two",
+        "the first of three, asynchronous",
+        "both, one after the other",
+    ],
+)
+def test_with_replicas_a_killed_server_costs_no_version(
+    tmp_path: Path, victims: str, servers: str, mode: str
+) -> None:
+    """Without any checkpoint: each update adds 1, and a version never goes back."""
+    script = tmp_path / "train.py"
+    script.write_text(LOST)
+    with run_command("--workers", "3", str(script), str(tmp_path), victims, servers, mode) as run:
+        assert run.finish() == 0, run.lines
+        assert sum("trained to version 3" in line for line in run.lines) >= 2, run.lines
+    for victim in victims:
+        assert (tmp_path / f"killed {victim}").exists()

@@ -331,11 +331,11 @@ def test_a_worker_that_leaves_during_a_save_is_not_held_up(monkeypatch: pytest.M
     def run(ctx: DistributedContext) -> None:
         ps = ParameterServer(ctx)
         ctx.barrier()
-        if ps._host is None:
+        if ps._serving is None:
             ps.close()
             left.set()
             return
-        with ps._host._changed:  # as a save does
+        with ps._serving._host._changed:  # as a save does
             assert left.wait(20)
         ps.close()
 

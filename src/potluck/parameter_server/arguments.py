@@ -15,6 +15,8 @@ from potluck.parameter_server.modes import Mode, Synchronous
 from potluck.parameter_server.optimizers import Optimizer
 from potluck.wire.tensors import host_bytes, is_tensor
 
+FIRST_EPOCH = 1
+
 
 def check_arguments(ctx: Any, mode: Any, optimizer: Any, save_every: Any) -> None:
     """TypeError or ValueError for what can't be meant."""
@@ -39,22 +41,40 @@ def check_arguments(ctx: Any, mode: Any, optimizer: Any, save_every: Any) -> Non
         raise ValueError(f"save_every is {save_every!r}; it must be an int of at least 1")
 
 
-def servers_of(ctx: DistributedContext, servers: Any) -> tuple[str, ...]:
+def servers_of(ctx: DistributedContext, servers: Any, replicas: Any) -> tuple[str, ...]:
     """The workers of the servers, by name."""
+    # In a later group a server may be lost, while this worker was started again.
+    all_are_there = not (replicas and ctx.elastic and ctx.epoch > FIRST_EPOCH)
     if isinstance(servers, int) and not isinstance(servers, bool):
-        if not 1 <= servers <= ctx.world_size:
+        if servers < 1 or (all_are_there and servers > ctx.world_size):
             raise ValueError(f"servers={servers}: there are {ctx.world_size} workers")
         servers = list(range(servers))  # by name, not by rank, which changes with the group
     if not isinstance(servers, list | tuple) or not servers:
         raise TypeError(f"servers is {servers!r}; it must be a number, or a list of workers")
     names = tuple(str(each) for each in servers)
     for name in names:
-        if ctx.group.rank_of(name) < 0:
+        if all_are_there and ctx.group.rank_of(name) < 0:
             there = ", ".join(member.worker for member in ctx.members)
             raise ValueError(f"servers={servers!r}: there is no such worker; there are: {there}")
     if len(set(names)) < len(names):
         raise ValueError(f"servers={servers!r} names a worker twice")
+    _check_replicas(ctx, replicas, len(names))
     return names
+
+
+def _check_replicas(ctx: DistributedContext, replicas: Any, num_servers: int) -> None:
+    if not isinstance(replicas, int) or replicas < 0:
+        raise ValueError(f"replicas is {replicas!r}; it must be an int of at least 0")
+    if replicas >= num_servers:
+        raise ValueError(
+            f"replicas={replicas} needs at least {replicas + 1} servers, and there are "
+            f"{num_servers}: each copy of a tensor lies on another one"
+        )
+    if replicas and not ctx.elastic:
+        raise ValueError(
+            f"replicas={replicas} needs a group that goes on without a lost worker, as that of "
+            "`potluck run` is; here a loss ends it"
+        )
 
 
 def store_of(checkpoint: Any, server: str = "") -> CheckpointStore | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from potluck.context import DistributedContext
@@ -15,6 +15,7 @@ from potluck.errors import (
     ServiceTimeout,
     UnknownService,
 )
+from potluck.parameter_server.placement import Placement
 from potluck.parameter_server.remotes import CONNECT_S, Remotes
 from potluck.parameter_server.signals import AskAgain
 from potluck.services.asking import raise_local
@@ -30,16 +31,39 @@ class Calls:
     """For one thread. Every call may be made twice: pushes have numbers, all others change nothing
     then."""
 
-    def __init__(self, ctx: DistributedContext, name: str, servers: tuple[str, ...]) -> None:
-        self.servers = servers
+    def __init__(
+        self, ctx: DistributedContext, name: str, servers: tuple[str, ...], copies: int = 1
+    ) -> None:
+        """``copies`` of the servers have each tensor: if more than one, those that are left go on
+        without a lost one, and else it is waited for."""
+        self._servers = servers
+        self._copies = copies
         self._ctx = ctx
         self._remotes = Remotes(ctx, name)
+
+    @property
+    def present(self) -> tuple[str, ...]:
+        """The servers to call, the first one first."""
+        if self._copies > 1:
+            group = self._ctx.group
+            there = tuple(each for each in self._servers if group.rank_of(each) >= 0)
+            return there or self._servers
+        return self._servers
+
+    def placement(self, present: Iterable[str]) -> Placement:
+        """Where tensors lie, with these servers ``present`` when that was said, and now."""
+        there = self.present
+        return Placement(self._servers, self._copies, tuple(s for s in present if s in there))
 
     def ask(self, method: str, *args: Any, timeout: float | None = None) -> Any:
         """One call of the first server. What it raises for a mistake of this script is raised
         here."""
-        first = self.servers[0]
-        return self.ask_each(method, {first: args}, timeout=timeout)[first]
+        deadline = self._deadline(timeout)
+        while True:
+            first = self.present[0]
+            replies = self._ask_once(method, {first: args}, deadline, timeout)
+            if replies:
+                return replies[first]
 
     def ask_each(
         self,
@@ -47,22 +71,16 @@ class Calls:
         arguments: Mapping[str, tuple[Any, ...]],
         *,
         timeout: float | None = None,
-    ) -> dict[str, Any]:
-        """The same call of several servers at once; the replies by server."""
-        seconds = self._ctx.timeout_s if timeout is None else checked_seconds(timeout)
-        deadline = time.monotonic() + seconds
+    ) -> dict[str, Any] | None:
+        """The same call of several servers at once; the replies by server. None if one is there no
+        more, and others go on."""
+        deadline = self._deadline(timeout)
         replies: dict[str, Any] = {}
         while len(replies) < len(arguments):
             left = {server: args for server, args in arguments.items() if server not in replies}
-            connect_s = max(0.0, deadline - time.monotonic())
-            if self._ctx.elastic:
-                connect_s = min(connect_s, CONNECT_S)
-            found, errors = self._remotes.call_each(
-                method, left, connect_s=connect_s, timeout=timeout
-            )
-            replies |= found
-            if errors:
-                self._bear(errors[0], deadline)
+            replies |= self._ask_once(method, left, deadline, timeout)
+            if not set(arguments) <= set(self.present):
+                return None
         return replies
 
     def reform_if_due(self) -> bool:
@@ -73,6 +91,28 @@ class Calls:
         return True
 
     # -- inside
+
+    def _deadline(self, timeout: float | None) -> float:
+        seconds = self._ctx.timeout_s if timeout is None else checked_seconds(timeout)
+        return time.monotonic() + seconds
+
+    def _ask_once(
+        self,
+        method: str,
+        arguments: Mapping[str, tuple[Any, ...]],
+        deadline: float,
+        timeout: float | None,
+    ) -> dict[str, Any]:
+        """The replies that came. Raises what is no reason to ask the others again."""
+        connect_s = max(0.0, deadline - time.monotonic())
+        if self._ctx.elastic:
+            connect_s = min(connect_s, CONNECT_S)
+        found, errors = self._remotes.call_each(
+            method, arguments, connect_s=connect_s, timeout=timeout
+        )
+        if errors:
+            self._bear(errors[0], deadline)
+        return found
 
     def _bear(self, error: PotluckError, deadline: float) -> None:
         """Return if the call is to be made again."""

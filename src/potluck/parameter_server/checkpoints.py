@@ -1,4 +1,5 @@
-"""``Checkpoints``: those of the first server, each once all other servers have theirs."""
+"""``Checkpoints``: those of one server. The first server's is written once all others have theirs,
+so that what it has is whole."""
 
 from __future__ import annotations
 
@@ -20,25 +21,33 @@ class Checkpoints:
     in it. All methods are called with ``changed`` held."""
 
     def __init__(
-        self, store: CheckpointStore, servers: tuple[str, ...], changed: threading.Condition
+        self,
+        store: CheckpointStore,
+        servers: tuple[str, ...],
+        changed: threading.Condition,
+        copies: int = 1,
     ) -> None:
         self.store = store
         self._servers = servers
+        self._copies = copies
         self._changed = changed
         self._writer = BackgroundWriter("parameter-server-writer")
         self._unsaved: tuple[int, Any] | None = None
         self._failure = ""
+        self._saved = 0
+
+    # -- on the first server
 
     @property
     def is_under_way(self) -> bool:
         """Whether other servers are still writing theirs."""
         return self._unsaved is not None
 
-    def begin(self, index: int, state: Mapping[str, Any]) -> None:
+    def begin(self, index: int, state: Mapping[str, Any], *, is_alone: bool) -> None:
         """Write ``state``, which does not change, when all other servers have written theirs."""
         self._failure = ""
-        self._unsaved = index, {"servers": list(self._servers), **state}
-        if len(self._servers) == 1:
+        self._unsaved = index, state
+        if is_alone:
             self.commit(index)
 
     def commit(self, index: int) -> None:
@@ -76,29 +85,61 @@ class Checkpoints:
             raise CheckpointError(self._failure)
         self._writer.wait()
 
+    # -- on another server
+
+    def write(self, index: int, state: Mapping[str, Any]) -> None:
+        """Write ``state``, which does not change. The first server hears how that ended from
+        ``saved``, before it asks for another."""
+
+        def save() -> None:
+            try:
+                self.store.save(state, index)
+            except CheckpointError as error:
+                self._failure = str(error)
+            else:
+                self._saved = index
+
+        try:
+            self._writer.submit(save)
+        except CheckpointError as error:  # of one that it wrote as the first server
+            _log.error("%s", error)
+
+    def saved(self) -> tuple[int, str]:
+        """The number of the last one that ``write`` has written, and why one failed since the last
+        call."""
+        failure, self._failure = self._failure, ""
+        return self._saved, failure
+
+    # -- at the beginning
+
     def load_latest(self) -> tuple[int, Mapping[str, Any]] | None:
         """The newest intact one of a server that is alone, with its number."""
         found = self.store.load_latest()
         if found is None:
             return None
         _log.info("parameters from %s", found.path)
-        return found.step, checked_servers(found.state, self._servers, self.store)
+        return found.step, self._checked(found.state)
 
     def load(self, index: int) -> Mapping[str, Any]:
         """The one of ``index``. CheckpointError if it is damaged."""
-        return checked_servers(self.store.load(index).state, self._servers, self.store)
+        return self._checked(self.store.load(index).state)
 
-
-def checked_servers(
-    state: Any, servers: tuple[str, ...], store: CheckpointStore
-) -> Mapping[str, Any]:
-    """``state``; CheckpointError if other servers wrote it, among which tensors lay otherwise."""
-    found: Mapping[str, Any] = state if isinstance(state, dict) else {}
-    wrote = tuple(found.get("servers", ()))
-    if wrote != servers:
-        raise CheckpointError(
-            f"the checkpoints in {store.directory} are of a parameter server on worker "
-            f"{', '.join(wrote) or '?'}, and this one is on worker {', '.join(servers)}: give it "
-            "the same servers, or another directory"
-        )
-    return found
+    def _checked(self, state: Any) -> Mapping[str, Any]:
+        """``state``; CheckpointError if other servers wrote it, among which tensors lay
+        otherwise."""
+        found: Mapping[str, Any] = state if isinstance(state, dict) else {}
+        wrote = tuple(found.get("servers", ()))
+        if wrote != self._servers:
+            raise CheckpointError(
+                f"the checkpoints in {self.store.directory} are of a parameter server on worker "
+                f"{', '.join(wrote) or '?'}, and this one is on worker {', '.join(self._servers)}: "
+                "give it the same servers, or another directory"
+            )
+        copies = found.get("copies", 1)
+        if copies != self._copies:
+            raise CheckpointError(
+                f"the checkpoints in {self.store.directory} were written with replicas="
+                f"{copies - 1}, and this parameter server has replicas={self._copies - 1}: give it "
+                "the same, or another directory"
+            )
+        return found

@@ -20,33 +20,40 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class SetParameters(Entry, frozen=True, tag=True):
-    """The first parameters of ``model``, or others: those that ``worker`` has staged."""
+    """The first parameters of ``model``, or others: those that ``worker`` has staged, as
+    ``version``."""
 
     model: str
     layout: Layout
     worker: str
     push: int
+    version: int
 
 
 class Update(Entry, frozen=True, tag=True):
-    """The next version of ``model``, by these gradients, (worker, push), in this order.
+    """The next ``version`` of ``model``, by these gradients, (worker, push), in this order.
 
     ``how``: ``step`` by their mean, ``mix`` with the gradient before by ``alpha``, or ``add``.
+    ``staleness`` is that of the one gradient of an asynchronous step.
     """
 
     model: str
     how: str
     pushes: tuple[tuple[str, int], ...]
     rate: float
+    version: int
     alpha: float = 1.0
+    staleness: int | None = None
 
 
 class Drop(Entry, frozen=True, tag=True):
-    """What ``worker`` staged as ``push`` is used no more."""
+    """What ``worker`` staged as ``push`` is used no more. ``reason``: why that push did not count;
+    empty if it was never made."""
 
     model: str
     worker: str
     push: int
+    reason: str = ""
 
 
 class Grant(Entry, frozen=True, tag=True):

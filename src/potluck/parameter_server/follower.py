@@ -1,130 +1,185 @@
-"""``Follower``: a server that is not the first. It keeps its shard, and carries out the log."""
+"""``Follower``: what the first server asks of each server, itself among them: to agree on a state,
+and then to carry out the log."""
 
 from __future__ import annotations
 
-import threading
-from functools import partial
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from potluck.checkpoint import CheckpointStore
-from potluck.checkpoint.writer import BackgroundWriter
 from potluck.errors import CheckpointError, ProtocolError
-from potluck.parameter_server.checkpoints import checked_servers
-from potluck.parameter_server.entries import Close, Save, decode
-from potluck.parameter_server.optimizers import Optimizer
-from potluck.parameter_server.shard import Shard
-from potluck.parameter_server.shard_calls import ShardCalls
-from potluck.parameter_server.signals import AskAgain, OutOfStep
-from potluck.services.waits import WaitingCalls
+from potluck.parameter_server.checkpoints import Checkpoints
+from potluck.parameter_server.entries import AnyEntry, Close, Save, decode, encode
+from potluck.parameter_server.log import Position, after
+from potluck.parameter_server.replica import Replica
+from potluck.parameter_server.signals import OutOfStep
 
 
 class Follower:
-    """For any number of threads. ``server``, one of ``servers``, is this one."""
+    """For any number of threads. Each call names the incarnation that begins, or has begun."""
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        server: str,
-        servers: tuple[str, ...],
-        store: CheckpointStore | None,
-    ) -> None:
-        self._servers = servers
-        self._store = store
-        self._shard = Shard(optimizer, server, servers)
-        self._writer = BackgroundWriter("parameter-server-writer")
-        self._changed = threading.Condition(threading.RLock())
-        self._waits = WaitingCalls(self._changed, self._on_time, thread="potluck-parameter-server")
-        self.calls = ShardCalls(self._shard, self._changed, self._waits, self._open_as)
-        self._incarnation: int | None = None
-        """None: it has no state yet."""
-        self._index = 0
-        self._saved = 0
+    def __init__(self, replica: Replica, checkpoints: Checkpoints | None) -> None:
+        self._replica = replica
+        self._checkpoints = checkpoints
+        self._heard = 0
         self._failure = ""
         self._is_closed = False
 
-    # -- the first server
+    # -- agreement on a state
+
+    def join(self, incarnation: int) -> dict[str, Any]:
+        """Carry out nothing more for a first server of before. What this server has: the last
+        incarnation that began here and the position of its state (None without one), the highest
+        number of an entry, and the numbers of its checkpoints.
+
+        OutOfStep if a later incarnation was heard: its caller is the first server no more.
+        """
+        it = self._replica
+        with it.changed:
+            if incarnation < self._heard:
+                raise OutOfStep(f"a first server of incarnation {self._heard} was heard")
+            self._heard, it.incarnation = incarnation, None
+            steps = [] if self._checkpoints is None else self._checkpoints.store.steps()
+            return {
+                "state": [it.begun, *it.log.position] if it.is_whole else None,
+                "index": max([it.log.index, *steps]),
+                "steps": steps,
+            }
+
+    def kept(self, incarnation: int) -> dict[str, Any]:
+        """The newest entries, for servers that lack some."""
+        it = self._replica
+        with self._agreeing(incarnation):
+            entries = encode(it.log.entries()[1])
+            return {"base": list(it.log.base), "newest": list(it.log.position), "data": entries}
+
+    def catch_up(
+        self, incarnation: int, base: Sequence[int], newest: Sequence[int], data: bytes
+    ) -> bool:
+        """Carry out those of another server's entries that this one lacks; False if it can't: then
+        it needs a copy of all."""
+        it = self._replica
+        end = Position(*newest)
+        with self._agreeing(incarnation):
+            if not it.is_whole:
+                return False
+            missing = after(it.log.position, Position(*base), end, decode(data))
+            if missing is None:
+                return False
+            try:
+                for number, entry in enumerate(missing, end.number - len(missing) + 1):
+                    it.log.skip_to(number)
+                    self._carry_out(entry, end.incarnation)
+            except ProtocolError:
+                return False
+            return True
+
+    def models(self, incarnation: int) -> dict[str, Any]:
+        """For a copy: the state of the models and what workers have left, and the bytes of each
+        tensor by model and name."""
+        it = self._replica
+        with self._agreeing(incarnation):
+            return {
+                "models": {name: each.state() for name, each in it.models.items()},
+                "gone": it.presence.gone(),
+                "nbytes": {name: it.shard.names(name) for name in it.models},
+            }
+
+    def give(self, incarnation: int, model: str, names: Sequence[str]) -> dict[str, Any]:
+        """Tensors for a copy, and what the optimizer keeps of them."""
+        with self._agreeing(incarnation):
+            return self._replica.shard.part(model, names)
+
+    def take(self, incarnation: int, models: Mapping[str, Any], gone: Sequence[str]) -> None:
+        """Begin a copy; ``take_part`` adds its tensors."""
+        with self._agreeing(incarnation):
+            self._replica.take(models)
+            for worker in gone:
+                self._replica.presence.leave(worker)
+
+    def take_part(self, incarnation: int, model: str, part: Mapping[str, Any]) -> None:
+        """Tensors of the copy that ``take`` began."""
+        with self._agreeing(incarnation):
+            self._replica.take_part(model, part)
+
+    def load(self, incarnation: int, checkpoint: int | None) -> dict[str, Any]:
+        """Be as a checkpoint says, or without models. The incarnation that wrote it.
+        CheckpointError if it is damaged, or of other servers."""
+        state: Mapping[str, Any] = {}
+        if checkpoint is not None:
+            if self._checkpoints is None:
+                raise CheckpointError("this server has no directory for checkpoints")
+            state = self._checkpoints.load(checkpoint)
+        with self._agreeing(incarnation):
+            self._replica.restore(state)
+            return {"incarnation": int(state.get("incarnation") or 0)}
+
+    def begin(self, incarnation: int, index: int, position: Sequence[int]) -> None:
+        """All have the state of ``position``; entries with numbers above ``index`` follow."""
+        with self._agreeing(incarnation):
+            self._replica.log.is_kept = True
+            self._replica.begin(incarnation, index, Position(*position))
+
+    # -- the log
 
     def follow(self, incarnation: int, first: int, data: bytes) -> dict[str, Any]:
         """Carry out entries, of which the first has number ``first``; those that were carried out
-        before are skipped. The number of the newest checkpoint, and why one failed.
+        before are skipped, and all servers have those before ``first``. The number of the newest
+        checkpoint, and why one failed.
 
         OutOfStep if entries before these have not been carried out here.
         """
-        with self._changed:
-            if incarnation != self._incarnation or first > self._index + 1:
-                raise OutOfStep(f"this server has carried out {self._index} entries")
-            for entry in decode(data)[self._index + 1 - first :]:
-                self._index += 1
+        it = self._replica
+        with it.changed:
+            if incarnation != it.incarnation or first > it.log.index + 1:
+                raise OutOfStep(f"this server has carried out {it.log.index} entries")
+            it.log.drop_before(first)
+            for entry in decode(data)[it.log.index + 1 - first :]:
                 try:
-                    self._shard.carry_out(entry)
+                    self._carry_out(entry, incarnation)
                 except ProtocolError as error:
-                    self._incarnation = None
                     raise OutOfStep(str(error)) from error
-                if isinstance(entry, Save):
-                    self._save()
-                elif isinstance(entry, Close):
-                    self._is_closed = True
-            self._waits.look()
-            self._changed.notify_all()
-            failure, self._failure = self._failure, ""
-            return {"saved": self._saved, "failure": failure}
+            it.look()
+            saved, failure = 0, self._failure
+            if self._checkpoints is not None:
+                saved, failure = self._checkpoints.saved()
+            return {"saved": saved, "failure": failure}
 
-    def checkpoints(self) -> dict[str, Any]:
-        """The highest number of an entry that is known here, and the numbers of the checkpoints.
-        Calls are not answered until ``load``."""
-        with self._changed:
-            self._incarnation = None
-            steps = [] if self._store is None else self._store.steps()
-            return {"index": max([self._index, *steps]), "steps": steps}
-
-    def load(self, checkpoint: int | None, incarnation: int, index: int) -> None:
-        """Be as a checkpoint says, or without models; entries after ``index`` follow.
-        CheckpointError if it is damaged, or of other servers."""
-        state: Any = {"shard": {}}
-        if checkpoint is not None:
-            if self._store is None:
-                raise CheckpointError("this server has no directory for checkpoints")
-            found = self._store.load(checkpoint)
-            state = checked_servers(found.state, self._servers, self._store)
-        with self._changed:
-            self._shard.restore(state["shard"])
-            self._incarnation, self._index, self._saved = incarnation, index, 0
-            self._waits.look()
-            self._changed.notify_all()
+    def _carry_out(self, entry: AnyEntry, incarnation: int) -> None:
+        it = self._replica
+        it.carry_out(entry, incarnation)
+        if isinstance(entry, Save):
+            if self._checkpoints is None:
+                self._failure = "it has no directory for checkpoints"
+            else:
+                self._checkpoints.write(it.log.index, it.state(incarnation))
+        elif isinstance(entry, Close):
+            self._is_closed = True
 
     # -- the end
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the first server has ended, since all workers have left."""
+        return self._is_closed
+
     def await_closed(self, timeout_s: float) -> bool:
         """Wait for the end of all workers; False after ``timeout_s``."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._is_closed, timeout_s)
+        changed = self._replica.changed
+        with changed:
+            return changed.wait_for(lambda: self._is_closed, timeout_s)
 
     def close(self) -> None:
         """Wait for the last checkpoint. CheckpointError if it could not be written."""
-        self._writer.wait()
+        if self._checkpoints is not None:
+            self._checkpoints.await_written()
 
     # -- inside
 
-    def _open_as(self) -> int:
-        if self._incarnation is None:
-            raise AskAgain("the servers have not agreed on a state yet")
-        return self._incarnation
-
-    def _on_time(self) -> None:
-        self._waits.look()
-
-    def _save(self) -> None:
-        if self._store is None:
-            self._failure = "it has no directory for checkpoints"
-            return
-        state = {"servers": list(self._servers), "shard": self._shard.state()}
-        # The one before has ended: the first server has heard so.
-        self._writer.submit(partial(self._write, self._store, self._index, state))
-
-    def _write(self, store: CheckpointStore, index: int, state: Any) -> None:
-        try:
-            store.save(state, index)
-        except CheckpointError as error:
-            self._failure = str(error)
-        else:
-            self._saved = index
+    @contextlib.contextmanager
+    def _agreeing(self, incarnation: int) -> Iterator[None]:
+        it = self._replica
+        with it.changed:
+            if incarnation != self._heard or it.incarnation is not None:
+                raise OutOfStep(f"a first server of incarnation {self._heard} was heard")
+            yield

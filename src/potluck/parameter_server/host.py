@@ -1,13 +1,13 @@
-"""``Host``: the first server: what it decides of all models, its own shard, checkpoints, and the
-calls that wait for an update.
+"""``Host``: the first server: what it decides of all models, and the calls that wait for an update.
 
 A call that waits takes no thread: it gets a Future, which ends as soon as the update is there. It
 ends without one after ``wait_s``, and the caller asks again; so a caller that is gone, or a group
 that has changed, is noticed in time.
 
-With several servers every decision is an entry of a log, which ``Followers`` brings to the others.
-A checkpoint is an entry too, so that all servers write the same state. The others write theirs
-first: once the first server's own is on the disk, the whole one is.
+With several servers every decision is an entry of a log, which ``Leader`` brings to the others. A
+checkpoint is an entry too, so that all servers write the same state. Where each tensor lies on
+several servers, a caller is told only what all servers that are present have carried out: whichever
+of them is lost, no version that was told is.
 """
 
 from __future__ import annotations
@@ -15,27 +15,22 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from potluck.checkpoint import CheckpointStore
 from potluck.errors import PotluckError
 from potluck.parameter_server.checkpoints import Checkpoints
-from potluck.parameter_server.entries import Close, Drop, Entry, Grant, Leave, Save
+from potluck.parameter_server.entries import Close, Drop, Grant, Leave, Save
 from potluck.parameter_server.layout import Layout, Tensors
-from potluck.parameter_server.log import Log
-from potluck.parameter_server.model import Gradient, Model, Outcome
-from potluck.parameter_server.modes import Mode, Synchronous
-from potluck.parameter_server.optimizers import Optimizer
-from potluck.parameter_server.placement import server_of
-from potluck.parameter_server.shard import Shard
-from potluck.parameter_server.shard_calls import ShardCalls
+from potluck.parameter_server.log import Position
+from potluck.parameter_server.model import Gradient, Model
+from potluck.parameter_server.modes import Synchronous
+from potluck.parameter_server.placement import Placement
+from potluck.parameter_server.replica import Replica
 from potluck.parameter_server.signals import AskAgain
-from potluck.services.presence import Presence
-from potluck.services.waits import WaitingCalls
+from potluck.parameter_server.telling import Telling
 
 MAX_MODELS = 1024
 
@@ -43,47 +38,59 @@ _log = logging.getLogger(__name__)
 
 
 class Host:
-    """For any number of threads; a call holds the lock of all models."""
+    """For any number of threads; a call holds the lock of all models. It answers while this is the
+    first server: from ``lead`` until ``stand_down``, or until it joins another one."""
 
     def __init__(
         self,
-        mode: Mode,
-        optimizer: Optimizer,
-        presence: Presence,
+        replica: Replica,
         *,
-        servers: tuple[str, ...] = ("0",),
-        store: CheckpointStore | None,
+        checkpoints: Checkpoints | None,
         save_every: int,
         worker_timeout_s: float,
     ) -> None:
-        """``presence`` knows the workers; the first of ``servers`` is this one. A lease of a worker
-        that pushes nothing ends after ``worker_timeout_s``. CheckpointError if ``store`` has
-        checkpoints and none is intact; with several servers see ``Followers``."""
-        self._mode = mode
-        self._optimizer = optimizer
-        self._presence = presence
-        self.servers = servers
+        """A lease of a worker that pushes nothing ends after ``worker_timeout_s``. CheckpointError
+        if this server is alone, has checkpoints, and none is intact."""
+        self._replica = replica
+        self._presence = replica.presence
+        self._changed = replica.changed
+        self._waits = replica.waits
+        self._shard = replica.shard
+        self.log = replica.log
+        self._append = replica.decided
+        self._checkpoints = checkpoints
         self._save_every = save_every
         self._worker_timeout_s = worker_timeout_s
-        self.incarnation = 0
-        """Another number after each start: what was pulled before is of another life."""
-        self._models: dict[str, Model] = {}
-        self._changed = changed = threading.Condition(threading.RLock())
-        self._waits = WaitingCalls(changed, self._on_time, thread="potluck-parameter-server")
-        self._shard = Shard(optimizer, servers[0], servers)
-        self.shard_calls = ShardCalls(self._shard, changed, self._waits, self._open_as)
-        self.log = Log(changed, is_kept=len(servers) > 1)
-        self._is_open = False
+        self.present: tuple[str, ...] = ()
+        """The servers that are there. Empty while another one is the first."""
+        self._led: int | None = None
+        """The incarnation that this server leads."""
+        self._where: dict[str, frozenset[str]] = {}
+        """By model: which of them have tensors of it."""
+        self._telling = Telling(replica, self._check_open, self._carry_out)
         self._error: PotluckError | None = None
-        self._checkpoints = None if store is None else Checkpoints(store, servers, self._changed)
         self._is_save_due = False
-        if len(servers) == 1:
+        replica.on_time = self._on_time
+        if len(replica.servers) == 1:
             self._start_alone()
 
     @property
-    def arguments(self) -> tuple[str, str, str]:
-        """Mode, optimizer and servers, which all workers must give alike."""
-        return repr(self._mode), repr(self._optimizer), ", ".join(self.servers)
+    def arguments(self) -> tuple[str, ...]:
+        """What all workers must give alike."""
+        return self._replica.arguments
+
+    @property
+    def incarnation(self) -> int:
+        """The present one, while this is the first server."""
+        return self._replica.incarnation or 0
+
+    @property
+    def _is_open(self) -> bool:
+        return self._led is not None and self._led == self._replica.incarnation
+
+    @property
+    def _models(self) -> dict[str, Model]:
+        return self._replica.models
 
     # -- calls
 
@@ -106,40 +113,59 @@ class Host:
         *,
         layout: Layout,
         replace: bool = False,
-        incarnations: Sequence[int] = (),
-    ) -> int | None:
+        staged: Mapping[str, int] | None = None,
+    ) -> Any:
         """Take the first parameters of a model, or others with ``replace``; its version.
-        ``layout`` is that of all tensors. With several servers these are staged, on servers with
-        these ``incarnations``, and ``tensors`` is None; the reply is None if a server began anew
-        since, and has to be given them again."""
+        ``layout`` is that of all tensors. With several servers these are staged: ``staged`` is the
+        incarnation of each server that has some, and ``tensors`` is None. The reply is None if
+        they are to be staged anew: a server came, or began again."""
         with self._changing(), self._dropped_if_wrong(name, worker, push):
-            if any(each != self.incarnation for each in incarnations):
-                return None
-            model = self._models.get(name)
-            what = f"what is set for {name!r}"
-            if model is None:
-                if len(self._models) >= MAX_MODELS:
-                    raise ValueError(f"a parameter server has at most {MAX_MODELS} models")
-                self._stage(name, worker, push, tensors, what, layout)
-                model = Model(name, layout, self._mode, self._optimizer.learning_rate)
-                self._models[name] = model
-                model.set(worker, push)
-                self._save()
-            elif not replace:
-                model.check(layout)
-                self._append(Drop(name, worker, push))
-            elif model.outcome(worker, push) is None:
-                model.check(layout)
-                self._stage(name, worker, push, tensors, what, layout)
-                model.replace(worker, push)
-                self._save()
-            return model.version
+            version = self._create(name, tensors, worker, push, layout, replace, staged or {})
+        return self._told(version)
+
+    def _create(
+        self,
+        name: str,
+        tensors: Tensors | None,
+        worker: str,
+        push: int,
+        layout: Layout,
+        replace: bool,
+        staged: Mapping[str, int],
+    ) -> int | None:
+        if tensors is None and self._lacks(name, layout, staged):
+            return None
+        model = self._models.get(name)
+        what = f"what is set for {name!r}"
+        if model is None:
+            if len(self._models) >= MAX_MODELS:
+                raise ValueError(f"a parameter server has at most {MAX_MODELS} models")
+            self._stage(name, worker, push, tensors, what, layout)
+            replica = self._replica
+            model = Model(name, layout, replica.mode, replica.optimizer.learning_rate)
+            self._models[name] = model
+            model.set(worker, push)
+            self._save()
+        elif not replace:
+            model.check(layout)
+            self._append(Drop(name, worker, push))
+        elif model.outcome(worker, push) is None:
+            model.check(layout)
+            self._stage(name, worker, push, tensors, what, layout)
+            model.replace(worker, push)
+            self._save()
+        return model.version
 
     def push(
-        self, name: str, gradient: Gradient, tensors: Tensors | None, incarnation: int
-    ) -> Outcome | None:
-        """Take a gradient, which is staged if ``tensors`` is None. What became of it; None if it
-        waits, see ``outcome``."""
+        self,
+        name: str,
+        gradient: Gradient,
+        tensors: Tensors | None,
+        incarnation: int,
+        staged: Mapping[str, int] | None = None,
+    ) -> Any:
+        """Take a gradient, which is staged if ``tensors`` is None, see ``create``. What became of
+        it, as a dict; an empty one if it waits, see ``outcome``."""
         worker, push = gradient.worker, gradient.push
         with self._changing():
             model = self._model(name)
@@ -148,16 +174,24 @@ class Host:
                     model.drop(worker, push, "restarted")
             elif not model.knows(worker, push):
                 with self._dropped_if_wrong(name, worker, push):
+                    if tensors is None and self._lacks(name, model.layout, staged or {}):
+                        return None
                     self._stage(name, worker, push, tensors, gradient.of(name))
                     model.push(gradient, self._presence.workers())
             self._carry_out()
-            return model.outcome(worker, push)
+            outcome = model.outcome(worker, push)
+        return {} if outcome is None else self._told(outcome.reply())
 
-    def outcome(self, name: str, worker: str, push: int, wait_s: float) -> Any:
-        """What became of a push, as a dict; a Future of it while it waits."""
+    def outcome(self, name: str, worker: str, push: int, incarnation: int, wait_s: float) -> Any:
+        """What became of a push on parameters of ``incarnation``, as a dict; a Future of it while
+        it waits."""
 
         def attempt() -> dict[str, Any] | None:
-            found = self._model(name).outcome(worker, push)
+            model = self._model(name)
+            found = model.outcome(worker, push)
+            if found is None and incarnation != self.incarnation:
+                model.drop(worker, push, "restarted")
+                found = model.outcome(worker, push)
             return None if found is None else found.reply()
 
         return self._when(attempt, name, wait_s)
@@ -169,7 +203,7 @@ class Host:
 
         ``after``: a version to wait for, and the incarnation that it is of. ``compute``: a gradient
         will follow. With several servers the reply has no tensors, but the ``names`` of all, and
-        the ``servers`` from which the worker fetches that version.
+        the servers that are ``present``, from which the worker fetches that version.
         """
 
         def attempt() -> dict[str, Any] | None:
@@ -181,11 +215,10 @@ class Host:
                 if not model.may_pull(worker, self._presence.workers(), expires_at):
                     return None
             found = {"version": model.version, "incarnation": self.incarnation}
-            if len(self.servers) == 1:
-                return found | {"tensors": dict(self._shard.tensors(name)), "servers": []}
+            if len(self._replica.servers) == 1:
+                return found | {"tensors": dict(self._shard.tensors(name)), "present": []}
             self._append(Grant(name, worker, model.version))
-            where = {server_of(each, self.servers) for each in model.layout}
-            return found | {"names": list(model.layout), "servers": sorted(where)}
+            return found | {"names": list(model.layout), "present": list(self.present)}
 
         return self._when(attempt, name, wait_s)
 
@@ -194,14 +227,16 @@ class Host:
         with self._changed:
             self._check_open()
             model = self._model(name)
-            return isinstance(self._mode, Synchronous) and model.is_ready(self._presence.workers())
+            mode = self._replica.mode
+            return isinstance(mode, Synchronous) and model.is_ready(self._presence.workers())
 
-    def apply(self, name: str, step: int, rate: float | None) -> int:
+    def apply(self, name: str, step: int, rate: float | None) -> Any:
         """Make the update of ``step`` by hand, once; the version after it."""
         with self._changing():
             model = self._model(name)
             model.apply(step, rate, self._presence.workers())
-            return model.version
+            version = model.version
+        return self._told(version)
 
     def clear(self, name: str, step: int) -> None:
         """Drop the gradients of ``step``."""
@@ -226,24 +261,26 @@ class Host:
             if model is None or not model.knows(worker, push):
                 self._append(Drop(name, worker, push))
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> Any:
         """Versions, and counts of gradients by what became of them."""
         with self._changed:
             self._check_open()
-            return {
+            found = {
                 name: {"version": model.version, **model.counts}
                 for name, model in self._models.items()
             }
+        return self._told(found)
 
     # -- the end
 
-    def leave(self, worker: str) -> None:
+    def leave(self, worker: str) -> Any:
         """``worker`` calls no more."""
         with self._changing():
             self._presence.leave(worker)
             self._append(Leave(worker))
             for model in self._models.values():
                 model.leave(worker)
+        return self._told(True)
 
     def await_others(self, worker: str, deadline: float) -> list[str]:
         """Wait until the others have left or are silent; the names of those that have not."""
@@ -260,57 +297,46 @@ class Host:
                 self.save()
         finally:
             with self._changed:
-                self._append(Close())
+                if self._is_open:
+                    self._append(Close())
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self.log.is_empty, self._worker_timeout_s)
 
-    # -- for Followers
-
-    def saved_elsewhere(self, index: int) -> None:
-        """The others have checkpoints of ``index``: time for the one that makes it whole."""
-        with self._changed:
-            if self._checkpoints is not None:
-                self._checkpoints.commit(index)
-
-    def failed_elsewhere(self, reason: str) -> None:
-        """Another server could not write its checkpoint."""
-        with self._changed:
-            if self._checkpoints is not None:
-                self._checkpoints.fail(reason)
+    # -- for Leader
 
     @property
-    def is_saving(self) -> bool:
-        """Whether a checkpoint waits for the other servers."""
-        return self._checkpoints is not None and self._checkpoints.is_under_way
-
-    def begin_opening(self) -> tuple[int, list[int]]:
-        """Answer no calls until the servers agree on a state: the highest number of an entry that
-        is known here, and the numbers of the checkpoints, the newest first."""
+    def is_leading(self) -> bool:
+        """Whether this is the first server, and answers."""
         with self._changed:
-            self._is_open = self._is_save_due = False
-            if self._checkpoints is None:
-                return self.log.index, []
-            self._checkpoints.give_up()
-            steps = self._checkpoints.store.steps()
-            return max([self.log.index, *steps]), steps
+            return self._is_open
 
-    def load(self, index: int | None) -> None:
-        """Be as the checkpoint of ``index`` says, or without models. CheckpointError if it is
-        damaged, or of other servers."""
-        state: Mapping[str, Any] = {"models": {}, "shard": {}}
-        if index is not None:
-            assert self._checkpoints is not None
-            state = self._checkpoints.load(index)
+    def lead(self, incarnation: int, present: tuple[str, ...]) -> None:
+        """Answer calls: the servers that are ``present`` have agreed on a state of ``incarnation``,
+        or some that had are there no more."""
         with self._changed:
-            self._restore(state)
-
-    def open(self, index: int, incarnation: int) -> None:
-        """Answer calls: all servers have the same state, the one after entry ``index``."""
-        with self._changed:
-            self.log.begin(index)
-            self.incarnation, self._is_open = incarnation, True
+            self._led, self.present, self._where = incarnation, present, {}
+            self.log.is_kept = len(present) > 1
+            if len(present) == 1:
+                self.log.begin(self.log.index)
+                if self._checkpoints is not None:
+                    self._checkpoints.commit(self.log.index)
             self._look({})
             self._changed.notify_all()
+
+    def stand_down(self) -> None:
+        """Another server is the first one, or the servers agree anew."""
+        with self._changed:
+            self._led, self.present, self._is_save_due = None, (), False
+            self.log.is_kept = True
+            if self._checkpoints is not None:
+                self._checkpoints.give_up()
+            self._replica.look()
+
+    def carried_out(self, first: int) -> None:
+        """All other servers have carried out the entries before number ``first``."""
+        with self._changed:
+            self.log.drop_before(first)
+            self._waits.look()
 
     def fail(self, error: PotluckError) -> None:
         """Answer all calls by ``error`` from now on."""
@@ -342,7 +368,7 @@ class Host:
     ) -> None:
         if tensors is None:
             if not self._shard.is_staged(name, worker, push, layout):
-                raise ValueError(f"{what} was not staged on worker {self.servers[0]}")
+                raise ValueError(f"{what} was not staged on worker {self._replica.server}")
         elif not self._shard.stage(name, worker, push, tensors, what, layout):
             raise ValueError(f"{what}: too many of worker {worker} wait already")
 
@@ -368,15 +394,12 @@ class Host:
             raise
 
     def _to_begin(self) -> dict[str, str]:
-        return {"waits_for": f"its servers, worker {', '.join(self.servers)}, to begin"}
+        servers = ", ".join(self._replica.servers)
+        return {"waits_for": f"its servers, worker {servers}, to begin"}
 
     def _check_error(self) -> None:
         if self._error is not None:
             raise self._error
-
-    def _open_as(self) -> int:
-        self._check_open()
-        return self.incarnation
 
     def _check_open(self) -> None:
         self._check_error()
@@ -407,14 +430,25 @@ class Host:
             for entry in model.take_decided():
                 self._append(entry)
 
-    def _append(self, entry: Entry) -> None:
-        self.log.append(entry)
-        self._shard.carry_out(entry)
+    def _lacks(self, name: str, layout: Layout, staged: Mapping[str, int]) -> bool:
+        """Whether a server that is present has not all that is to be staged there."""
+        where = self._where.get(name)
+        if where is None:
+            replica = self._replica
+            placement = Placement(replica.servers, replica.copies, self.present)
+            where = frozenset(s for s, part in placement.split(layout).items() if part)
+            if name in self._models:
+                self._where[name] = where
+        return any(staged.get(server) != self.incarnation for server in where)
+
+    def _told(self, reply: Any) -> Any:
+        with self._changed:
+            return self._telling.told(reply)
 
     def _when(self, attempt: Callable[[], Any], name: str, wait_s: float) -> Future[Any]:
-        def attempt_if_open() -> Any:
+        def is_open() -> bool:
             self._check_error()
-            return attempt() if self._is_open else None
+            return self._is_open
 
         def otherwise() -> dict[str, Any]:
             if not self._is_open:
@@ -423,7 +457,7 @@ class Host:
 
         with self._changing():
             self._expire()
-            return self._waits.add(attempt_if_open, otherwise, wait_s)
+            return self._telling.when(attempt, otherwise, is_open, wait_s)
 
     def _on_time(self) -> None:
         with self._changed:
@@ -452,25 +486,15 @@ class Host:
         if not self._is_save_due:
             self._carry_out()
             self._append(Save())
-            models = {name: model.state() for name, model in self._models.items()}
-            state = {"models": models, "shard": self._shard.state()}
-            self._checkpoints.begin(self.log.index, state)
+            state = self._replica.state(self.incarnation)
+            is_alone = len(self.present) == 1
+            self._checkpoints.begin(self.log.index, state, is_alone=is_alone)
 
     def _start_alone(self) -> None:
         found = None if self._checkpoints is None else self._checkpoints.load_latest()
-        if found is not None:
-            self._restore(found[1])
-        self.open(0 if found is None else found[0], new_incarnation())
-
-    def _restore(self, state: Mapping[str, Any]) -> None:
-        rate = self._optimizer.learning_rate
-        self._models = {
-            name: Model.of_state(name, each, self._mode, rate)
-            for name, each in state["models"].items()
-        }
-        self._shard.restore(state["shard"])
-
-
-def new_incarnation() -> int:
-    """A number that no start of a parameter server had before."""
-    return secrets.randbits(62)
+        index, state = found or (0, {})
+        with self._changed:
+            self._replica.restore(state)
+            incarnation = secrets.randbits(62)
+            self._replica.begin(incarnation, index, Position(0, index))
+            self.lead(incarnation, self._replica.servers)

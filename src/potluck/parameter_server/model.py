@@ -1,6 +1,9 @@
 """``Model``: what the first server decides of one model: which gradients make its next version.
 Pure: no lock, no clock, no I/O, no tensors.
 
+Every decision is an entry of the log, and ``follow`` notes what it changes: on the first server
+when it is made, on the others when it comes. So all know the version, and what became of pushes.
+
 ``version`` counts updates, so it is also the number of the step that workers compute now.
 """
 
@@ -73,6 +76,32 @@ class Model:
         decided, self._decided = self._decided, []
         return decided
 
+    def follow(self, entry: Entry) -> None:
+        """Note a decision, one of this model."""
+        match entry:
+            case SetParameters(worker=worker, push=push, version=version):
+                self.version = version
+                self._outcomes[worker] = push, Outcome(True, version)
+            case Update(pushes=pushes, version=version, staleness=staleness):
+                self.version = version
+                for worker, push in pushes:
+                    self.counts["counted"] += 1
+                    self._outcomes[worker] = push, Outcome(True, version)
+                if staleness is not None:
+                    self.counts["max staleness"] = max(self.counts["max staleness"], staleness)
+            case Drop(worker=worker, push=push, reason=reason) if reason:
+                self.counts[reason] += 1
+                self._outcomes[worker] = push, Outcome(False, self.version, reason)
+
+    def forget_waiting(self) -> None:
+        """Forget what is in no entry: gradients that wait, and leases. Workers compute anew."""
+        self._pending.clear()
+        self._leases = None
+
+    def _decide(self, entry: Entry) -> None:
+        self._decided.append(entry)
+        self.follow(entry)
+
     # -- a worker's gradients
 
     def push(self, gradient: Gradient, workers: Sequence[str]) -> None:
@@ -89,15 +118,15 @@ class Model:
         if waiting is not None and waiting.push >> LIFE_BITS == gradient.push >> LIFE_BITS:
             raise ValueError(f"{what} is its second one in that step")
         if waiting is not None:
-            self.counts["restarted"] += 1  # its worker was killed, and computes that step again
-            self._decided.append(Drop(self.name, worker, waiting.push))
+            # Its worker was killed, and computes that step again.
+            self.drop(worker, waiting.push, "restarted")
         match self.mode:
             case Synchronous():
                 self._push_to_round(gradient, what)
             case Asynchronous():
                 self._push_on_lease(gradient, workers, what)
             case ElasticAveraging(alpha, of="gradients"):
-                self._update("mix", [gradient], self._rate, alpha)
+                self._update("mix", [gradient], self._rate, alpha=alpha)
             case ElasticAveraging():
                 self._update("add", [gradient], self._rate)
         self.progress(workers)
@@ -116,9 +145,7 @@ class Model:
 
     def drop(self, worker: str, push: int, reason: str) -> None:
         """Let a push count for nothing, and remember that."""
-        self.counts[reason] += 1
-        self._outcomes[worker] = push, Outcome(False, self.version, reason)
-        self._decided.append(Drop(self.name, worker, push))
+        self._decide(Drop(self.name, worker, push, reason))
 
     def _push_to_round(self, gradient: Gradient, what: str) -> None:
         assert isinstance(self.mode, Synchronous)
@@ -231,18 +258,19 @@ class Model:
 
     def set(self, worker: str, push: int) -> None:
         """Take the parameters that ``worker`` has staged; gradients that wait are dropped."""
-        self._decided.append(SetParameters(self.name, self.layout, worker, push))
+        self._set(worker, push, self.version)
+
+    def replace(self, worker: str, push: int) -> None:
+        """The same for a model that has parameters: as the next version."""
+        self._set(worker, push, self.version + 1)
+
+    def _set(self, worker: str, push: int, version: int) -> None:
         for gradient in self._pending.values():
             self.drop(gradient.worker, gradient.push, "replaced")
         self._pending.clear()
         if self._leases is not None:
             self._leases.held.clear()
-        self._outcomes[worker] = push, Outcome(True, self.version)
-
-    def replace(self, worker: str, push: int) -> None:
-        """The same for a model that has parameters: as the next version."""
-        self.version += 1
-        self.set(worker, push)
+        self._decide(SetParameters(self.name, self.layout, worker, push, version))
 
     def check(self, layout: Layout) -> None:
         """ValueError unless ``layout`` has the names and shapes of the model's."""
@@ -266,18 +294,12 @@ class Model:
         if staleness is None:
             return
         divisor = max(1, staleness) if self.mode.lr_by_staleness else 1
-        self._update("step", [gradient], self._rate / divisor)
-        self.counts["max staleness"] = max(self.counts["max staleness"], staleness)
+        self._update("step", [gradient], self._rate / divisor, staleness=staleness)
 
-    def _update(
-        self, how: str, gradients: Sequence[Gradient], rate: float, alpha: float = 1.0
-    ) -> None:
+    def _update(self, how: str, gradients: Sequence[Gradient], rate: float, **details: Any) -> None:
         pushes = tuple((each.worker, each.push) for each in gradients)
-        self._decided.append(Update(self.name, how, pushes, rate, alpha))
-        self.version += 1
+        self._decide(Update(self.name, how, pushes, rate, self.version + 1, **details))
         for each in gradients:
-            self.counts["counted"] += 1
-            self._outcomes[each.worker] = each.push, Outcome(True, self.version)
             self._pending.pop(each.worker, None)
 
     # -- for checkpoints
@@ -288,13 +310,19 @@ class Model:
             worker: [push, outcome.counted, outcome.version, outcome.reason]
             for worker, (push, outcome) in self._outcomes.items()
         }
-        return {"version": self.version, "outcomes": outcomes, "layout": plain(self.layout)}
+        return {
+            "version": self.version,
+            "outcomes": outcomes,
+            "counts": dict(self.counts),
+            "layout": plain(self.layout),
+        }
 
     @classmethod
     def of_state(cls, name: str, state: Mapping[str, Any], mode: Mode, rate: float) -> Model:
         """The inverse of ``state``."""
         model = cls(name, of_plain(state["layout"]), mode, rate)
         model.version = state["version"]
+        model.counts.update(state.get("counts", {}))
         model._outcomes = {
             worker: (push, Outcome(*outcome))
             for worker, (push, *outcome) in state["outcomes"].items()

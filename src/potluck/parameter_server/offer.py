@@ -1,5 +1,5 @@
-"""The services of a parameter server, as other workers call them: ``Offer`` of the first server,
-``FollowerOffer`` of each other one.
+"""The service of a parameter server, as other workers call it: ``Offer`` of a server that is alone,
+``SharedOffer`` of each of several.
 
 Each public method is one call. What callers send is checked here: they are other programs.
 """
@@ -24,12 +24,114 @@ from potluck.services import Call
 MAX_WAIT_S = 10.0
 """Of one call: a caller that waits longer asks again."""
 
+ARGUMENTS = "mode", "optimizer", "servers", "replicas"
+"""What every worker must give alike, see ``Replica.arguments``."""
 
-class ShardOffer:
-    """What each of several servers offers."""
 
-    def __init__(self, calls: ShardCalls) -> None:
+class Offer:
+    """What workers ask of the first server. AskAgain while this is not the first."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+
+    def agree(self, call: Call, *arguments: str) -> None:
+        for what, theirs, mine in zip(ARGUMENTS, arguments, self._host.arguments, strict=True):
+            if theirs != mine:
+                raise ValueError(
+                    f"every worker makes its ParameterServer with equal arguments, but {what} is "
+                    f"{theirs:.200} on worker {call.worker} and {mine} on the server"
+                )
+
+    def begun(self, call: Call, wait_s: float) -> Any:
+        return self._host.begun(_seconds(wait_s))
+
+    def create(
+        self,
+        call: Call,
+        model: str,
+        tensors: Any,
+        layout: Any,
+        push: int,
+        replace: bool,
+        staged: dict[str, int],
+    ) -> Any:
+        """``staged``: the incarnation of each of several servers, where all is staged; then
+        ``tensors`` is None. The version, or None if it is to be staged anew."""
+        return self._host.create(
+            _model(model),
+            None if tensors is None else _tensors(tensors),
+            call.worker,
+            int(push),
+            layout=of_plain(layout),
+            replace=bool(replace),
+            staged=_staged(staged),
+        )
+
+    def push(
+        self,
+        call: Call,
+        model: str,
+        tensors: Any,
+        step: int,
+        push: int,
+        incarnation: int,
+        staged: dict[str, int],
+    ) -> Any:
+        if call.rank < 0:
+            raise AskAgain(f"worker {call.worker} is not in the group of this parameter server")
+        gradient = Gradient(call.worker, call.rank, int(push), int(step))
+        given = None if tensors is None else _tensors(tensors)
+        return self._host.push(model, gradient, given, int(incarnation), _staged(staged))
+
+    def outcome(self, call: Call, model: str, push: int, incarnation: int, wait_s: float) -> Any:
+        asked = int(push), int(incarnation), _seconds(wait_s)
+        return self._host.outcome(model, call.worker, *asked)
+
+    def pull(
+        self, call: Call, model: str, after: tuple[int, int] | None, wait_s: float, compute: bool
+    ) -> Any:
+        if after is not None:
+            after = int(after[0]), int(after[1])
+        return self._host.pull(model, call.worker, after, _seconds(wait_s), compute=bool(compute))
+
+    def ready(self, call: Call, model: str) -> bool:
+        return self._host.is_ready(model)
+
+    def apply(self, call: Call, model: str, step: int, rate: float | None) -> Any:
+        return self._host.apply(model, int(step), None if rate is None else float(rate))
+
+    def clear(self, call: Call, model: str, step: int) -> None:
+        self._host.clear(model, int(step))
+
+    def abandon(self, call: Call, model: str, push: int) -> None:
+        self._host.abandon(_model(model), call.worker, int(push))
+
+    def stats(self, call: Call) -> Any:
+        return self._host.stats()
+
+    def leave(self, call: Call) -> Any:
+        return self._host.leave(call.worker)
+
+
+class SharedOffer(Offer):
+    """And what workers, and the first server, ask of each of several."""
+
+    def __init__(
+        self, host: Host, calls: ShardCalls, follower: Follower, began: Callable[[], None]
+    ) -> None:
+        """``began()`` is called when a server begins."""
+        super().__init__(host)
         self._calls = calls
+        self._follower = follower
+        self._began = began
+        self._servers = calls.servers
+        self._leading = calls.servers if calls.copies > 1 else calls.servers[:1]
+        """Who may be the first server: any, where another one can take over."""
+
+    def agree(self, call: Call, *arguments: str) -> None:
+        super().agree(call, *arguments)
+        if call.worker in self._servers:
+            self._began()
 
     def stage(
         self, call: Call, model: str, tensors: Any, layout: Any, step: int, push: int, wait_s: float
@@ -47,129 +149,80 @@ class ShardOffer:
         )
 
     def fetch(
-        self, call: Call, model: str, version: int, incarnation: int, wait_s: float
-    ) -> Future[Any]:
-        return self._calls.fetch(
-            _model(model), call.worker, int(version), int(incarnation), _seconds(wait_s)
-        )
-
-
-class Offer(ShardOffer):
-    """The first server's."""
-
-    def __init__(self, host: Host, began: Callable[[], None] = lambda: None) -> None:
-        """``began()`` is called when another server begins."""
-        super().__init__(host.shard_calls)
-        self._host = host
-        self._began = began
-
-    def agree(self, call: Call, mode: str, optimizer: str, servers: str) -> None:
-        for what, theirs, mine in zip(
-            ("mode", "optimizer", "servers"),
-            (mode, optimizer, servers),
-            self._host.arguments,
-            strict=True,
-        ):
-            if theirs != mine:
-                raise ValueError(
-                    f"every worker makes its ParameterServer with equal arguments, but {what} is "
-                    f"{theirs:.200} on worker {call.worker} and {mine} on the server"
-                )
-        if call.worker in self._host.servers[1:]:
-            self._began()
-
-    def begun(self, call: Call, wait_s: float) -> Any:
-        return self._host.begun(_seconds(wait_s))
-
-    def create(
         self,
         call: Call,
         model: str,
-        tensors: Any,
-        layout: Any,
-        push: int,
-        replace: bool,
-        incarnations: list[int],
-    ) -> dict[str, Any]:
-        """``incarnations``: those of several servers, where all is staged; then ``tensors`` is
-        None."""
-        version = self._host.create(
+        version: int,
+        incarnation: int,
+        names: list[str],
+        wait_s: float,
+    ) -> Future[Any]:
+        return self._calls.fetch(
             _model(model),
-            None if tensors is None else _tensors(tensors),
             call.worker,
-            int(push),
-            layout=of_plain(layout),
-            replace=bool(replace),
-            incarnations=[int(each) for each in incarnations],
+            int(version),
+            int(incarnation),
+            [str(name) for name in names],
+            _seconds(wait_s),
         )
-        if version is None:
-            return {"waits_for": "a server that began anew"}
-        return {"version": version}
 
-    def push(
-        self, call: Call, model: str, tensors: Any, step: int, push: int, incarnation: int
-    ) -> Any:
-        if call.rank < 0:
-            raise AskAgain(f"worker {call.worker} is not in the group of this parameter server")
-        gradient = Gradient(call.worker, call.rank, int(push), int(step))
-        given = None if tensors is None else _tensors(tensors)
-        outcome = self._host.push(model, gradient, given, int(incarnation))
-        return None if outcome is None else outcome.reply()
+    def join(self, call: Call, incarnation: int) -> dict[str, Any]:
+        self._hear_server(call)
+        return self._follower.join(int(incarnation))
 
-    def outcome(self, call: Call, model: str, push: int, wait_s: float) -> Any:
-        return self._host.outcome(model, call.worker, int(push), _seconds(wait_s))
+    def kept(self, call: Call, incarnation: int) -> dict[str, Any]:
+        self._hear_server(call)
+        return self._follower.kept(int(incarnation))
 
-    def pull(
-        self, call: Call, model: str, after: tuple[int, int] | None, wait_s: float, compute: bool
-    ) -> Any:
-        if after is not None:
-            after = int(after[0]), int(after[1])
-        return self._host.pull(model, call.worker, after, _seconds(wait_s), compute=bool(compute))
+    def catch_up(
+        self, call: Call, incarnation: int, base: list[int], newest: list[int], data: bytes
+    ) -> bool:
+        self._hear_server(call)
+        return self._follower.catch_up(int(incarnation), _pair(base), _pair(newest), data)
 
-    def ready(self, call: Call, model: str) -> bool:
-        return self._host.is_ready(model)
+    def models(self, call: Call, incarnation: int) -> dict[str, Any]:
+        self._hear_server(call)
+        return self._follower.models(int(incarnation))
 
-    def apply(self, call: Call, model: str, step: int, rate: float | None) -> int:
-        return self._host.apply(model, int(step), None if rate is None else float(rate))
+    def give(self, call: Call, incarnation: int, model: str, names: list[str]) -> dict[str, Any]:
+        self._hear_server(call)
+        return self._follower.give(int(incarnation), _model(model), [str(each) for each in names])
 
-    def clear(self, call: Call, model: str, step: int) -> None:
-        self._host.clear(model, int(step))
+    def take(self, call: Call, incarnation: int, models: dict[str, Any], gone: list[str]) -> None:
+        self._hear_server(call)
+        self._follower.take(int(incarnation), models, [str(each) for each in gone])
 
-    def abandon(self, call: Call, model: str, push: int) -> None:
-        self._host.abandon(_model(model), call.worker, int(push))
+    def take_part(self, call: Call, incarnation: int, model: str, part: dict[str, Any]) -> None:
+        self._hear_server(call)
+        self._follower.take_part(int(incarnation), _model(model), part)
 
-    def stats(self, call: Call) -> dict[str, Any]:
-        return self._host.stats()
+    def load(self, call: Call, incarnation: int, checkpoint: int | None) -> dict[str, Any]:
+        self._hear_server(call)
+        checkpoint = None if checkpoint is None else int(checkpoint)
+        return self._follower.load(int(incarnation), checkpoint)
 
-    def leave(self, call: Call) -> None:
-        self._host.leave(call.worker)
-
-
-class FollowerOffer(ShardOffer):
-    """Another server's."""
-
-    def __init__(self, follower: Follower, first: str) -> None:
-        """``first`` is the worker of the first server."""
-        super().__init__(follower.calls)
-        self._follower = follower
-        self._first = first
+    def begin(self, call: Call, incarnation: int, index: int, position: list[int]) -> None:
+        self._hear_server(call)
+        self._follower.begin(int(incarnation), int(index), _pair(position))
 
     def follow(self, call: Call, incarnation: int, first: int, data: bytes) -> dict[str, Any]:
-        self._hear_first(call)
+        self._hear_server(call)
         return self._follower.follow(int(incarnation), int(first), data)
 
-    def checkpoints(self, call: Call) -> dict[str, Any]:
-        self._hear_first(call)
-        return self._follower.checkpoints()
+    def _hear_server(self, call: Call) -> None:
+        if call.worker not in self._leading:
+            raise ValueError(
+                f"{call.method} is for the first server, worker {' or '.join(self._leading)}"
+            )
 
-    def load(self, call: Call, checkpoint: int | None, incarnation: int, index: int) -> None:
-        self._hear_first(call)
-        checkpoint = None if checkpoint is None else int(checkpoint)
-        self._follower.load(checkpoint, int(incarnation), int(index))
 
-    def _hear_first(self, call: Call) -> None:
-        if call.worker != self._first:
-            raise ValueError(f"{call.method} is for worker {self._first}, the first server")
+def _pair(given: Any) -> tuple[int, int]:
+    incarnation, index = given
+    return int(incarnation), int(index)
+
+
+def _staged(given: Any) -> dict[str, int]:
+    return {str(server): int(incarnation) for server, incarnation in dict(given).items()}
 
 
 def _seconds(wait_s: float) -> float:

@@ -14,9 +14,6 @@ from potluck.context import DistributedContext
 from potluck.errors import ServiceLost, ServiceTimeout, UnknownService
 from potluck.parameter_server.arguments import arrays_of, check_arguments, servers_of, store_of
 from potluck.parameter_server.calls import Calls
-from potluck.parameter_server.follower import Follower
-from potluck.parameter_server.followers import Followers
-from potluck.parameter_server.host import Host
 from potluck.parameter_server.layout import Array, layout_of, plain
 from potluck.parameter_server.model import LIFE_BITS
 from potluck.parameter_server.modes import (
@@ -25,16 +22,16 @@ from potluck.parameter_server.modes import (
     Mode,
     Synchronous,
 )
-from potluck.parameter_server.offer import FollowerOffer, Offer
 from potluck.parameter_server.optimizers import SGD, Optimizer
-from potluck.parameter_server.placement import split
-from potluck.parameter_server.remotes import Remotes
-from potluck.services import service
-from potluck.services.asking import SLICE_S, await_reply
+from potluck.parameter_server.replica import Replica
+from potluck.parameter_server.serving import Serving
+from potluck.services.asking import await_reply
 from potluck.services.presence import Presence
-from potluck.waiting import Reminder, checked_seconds
+from potluck.waiting import checked_seconds
 
 _LEAVE_S = 5.0
+
+_PAUSE_S = 0.05
 
 
 class Pulled(NamedTuple):
@@ -94,6 +91,7 @@ class ParameterServer:
         *,
         optimizer: Optimizer | None = None,
         servers: int | Sequence[int] = 1,
+        replicas: int = 0,
         checkpoint: str | os.PathLike[str] | CheckpointStore | None = None,
         save_every: int = 50,
         name: str = "parameters",
@@ -103,51 +101,26 @@ class ParameterServer:
         check_arguments(ctx, mode, optimizer, save_every)
         self.ctx = ctx
         self.mode: Mode = mode
-        self._servers = servers_of(ctx, servers)
-        self._calls = Calls(ctx, name, self._servers)
+        self._servers = servers_of(ctx, servers, replicas)
+        self._calls = Calls(ctx, name, self._servers, replicas + 1)
         self._pulled: dict[str, tuple[int, int]] = {}
         """By model: version and incarnation of the last pull."""
-        self._where: dict[str, tuple[str, ...]] = {}
-        """By model: which of several servers have tensors of it."""
+        self._where: dict[str, tuple[tuple[str, ...], list[str]]] = {}
+        """By model: the several servers that were present, and the names of all tensors."""
         self._after: dict[str, tuple[int, int]] = {}
         """By model: the version that the last push leads to, and its incarnation."""
         self._pushes = itertools.count(secrets.randbits(LIFE_BITS) << LIFE_BITS)
-        self._is_closed = self._has_ended = False
-        self._host: Host | None = None
-        self._follower: Follower | None = None
+        self._is_closed = False
+        self._serving: Serving | None = None
         me = ctx.group.me.worker
-        if me == self._servers[0]:
-            self._serve_first(name, optimizer, store_of(checkpoint), save_every)
-        elif me in self._servers:
-            follower = Follower(optimizer, me, self._servers, store_of(checkpoint, me))
-            ctx.serve(service(name, concurrent=True)(FollowerOffer(follower, self._servers[0])))
-            self._follower = follower
-        alike = repr(mode), repr(optimizer), ", ".join(self._servers)
+        if me in self._servers:
+            store = store_of(checkpoint, "" if me == self._servers[0] else me)
+            presence = Presence(lambda: ctx.group, ctx.timeout_s)
+            replica = Replica(mode, optimizer, presence, me, self._servers, replicas + 1)
+            self._serving = Serving(ctx, name, replica, store, save_every)
+        alike = repr(mode), repr(optimizer), ", ".join(self._servers), str(replicas)
         self._calls.ask("agree", *alike)
         self._await(lambda wait_s: self._calls.ask("begun", wait_s), "the parameter server", None)
-
-    def _serve_first(
-        self, name: str, optimizer: Optimizer, store: CheckpointStore | None, save_every: int
-    ) -> None:
-        ctx = self.ctx
-        presence = Presence(lambda: ctx.group, ctx.timeout_s)
-        self._host = Host(
-            self.mode,
-            optimizer,
-            presence,
-            servers=self._servers,
-            store=store,
-            save_every=save_every,
-            worker_timeout_s=ctx.timeout_s,
-        )
-        offer = Offer(self._host)
-        if len(self._servers) > 1:
-            followers = Followers(
-                self._host, Remotes(ctx, name), lambda: ctx.is_closed or self._has_ended
-            )
-            offer = Offer(self._host, followers.ask)
-            followers.start()
-        ctx.serve(service(name, concurrent=True, before=presence.hear)(offer))
 
     # -- parameters
 
@@ -166,17 +139,19 @@ class ParameterServer:
             if array.dtype.kind not in "fcV":
                 raise TypeError(f"parameters are floats, but {name!r} is {array.dtype}")
         push, layout = next(self._pushes), plain(layout_of(arrays))
+        last = layout, push, bool(replace)
         if len(self._servers) == 1:
-            reply = self._calls.ask("create", model, arrays, layout, push, bool(replace), [])
-            return int(reply["version"])
-        parts = {server: part for server, part in split(arrays, self._servers).items() if part}
+            return int(self._calls.ask("create", model, arrays, *last, {}))
 
-        def create(wait_s: float) -> Any:
+        def create(wait_s: float) -> dict[str, Any]:
+            present = self._calls.present
+            parts = self._calls.placement(present).split(arrays)
+            parts = {server: part for server, part in parts.items() if part}
             staged = self._stage(model, parts, layout, 0, push, wait_s)
             if "waits_for" in staged:
                 return staged
-            last = layout, push, bool(replace), staged["incarnations"]
-            return self._calls.ask("create", model, None, *last)  # or all again
+            version = self._calls.ask("create", model, None, *last, staged)
+            return self._again() if version is None else {"version": version}
 
         return int(self._await(create, f"setting the parameters of {model!r}", None)["version"])
 
@@ -194,23 +169,26 @@ class ParameterServer:
 
         def pull(wait_s: float) -> dict[str, Any]:
             reply = dict(self._calls.ask("pull", model, after, wait_s, wait))
-            if "waits_for" in reply or not reply["servers"]:
+            if "waits_for" in reply or not reply["present"]:
                 return reply
-            asked = model, reply["version"], reply["incarnation"], wait_s
+            names = reply["names"]
             tensors: dict[str, Array] = {}
-            for part in self._calls.ask_each(
-                "fetch", dict.fromkeys(reply["servers"], asked)
-            ).values():
+            sources = self._calls.placement(reply["present"]).sources(names)
+            asked = model, reply["version"], reply["incarnation"]
+            parts = self._calls.ask_each(
+                "fetch", {server: (*asked, its, wait_s) for server, its in sources.items()}
+            )
+            for part in [self._again()] if parts is None else parts.values():
                 if "waits_for" in part:
                     return dict(part)  # and begin again: that server was lost perhaps
                 tensors |= part["tensors"]
-            return reply | {"tensors": {name: tensors[name] for name in reply["names"]}}
+            return reply | {"tensors": {name: tensors[name] for name in names}}
 
         reply = self._await(pull, f"the parameters of {model!r}", timeout)
         version = int(reply["version"])
         if wait:
             self._pulled[model] = version, int(reply["incarnation"])
-            self._where[model] = tuple(reply["servers"])
+            self._where[model] = tuple(reply["present"]), reply.get("names", [])
         return Pulled(reply["tensors"], version)
 
     # -- gradients
@@ -295,8 +273,8 @@ class ParameterServer:
     def save(self) -> None:
         """Write a checkpoint now: on the server; elsewhere nothing happens. CheckpointError if it
         can't be written, ValueError without a directory."""
-        if self._host is not None:
-            self._host.save()
+        if self._serving is not None:
+            self._serving.save()
 
     def close(self, *, timeout: float | None = None) -> None:
         """Say that this worker calls no more. On the server: wait until all have, then write the
@@ -312,15 +290,8 @@ class ParameterServer:
         seconds = None if timeout is None else checked_seconds(timeout)
         deadline = None if seconds is None else time.monotonic() + seconds
         self._leave()
-        if self._host is not None:
-            self._await_others(self._host, deadline)
-            try:
-                self._host.close()
-            finally:
-                self._has_ended = True
-        elif self._follower is not None:
-            self._await_first(self._follower, deadline)
-            self._follower.close()
+        if self._serving is not None:
+            self._serving.close(deadline, self._leave, self._calls.reform_if_due)
 
     def __enter__(self) -> ParameterServer:
         return self
@@ -337,29 +308,29 @@ class ParameterServer:
         version, incarnation = self._known(model)
         step = version if step is None else step
         push = next(self._pushes)
-        if len(self._servers) > 1:
-            # Also to those that get nothing: they say what is missing.
-            parts = {
-                server: part
-                for server, part in split(arrays, self._servers).items()
-                if part or server in self._where[model]
-            }
-            self._await(
-                lambda wait_s: self._stage(model, parts, None, step, push, wait_s),
-                f"room for a gradient of {model!r}",
-                timeout,
-            )
-        given = arrays if len(self._servers) == 1 else None
-        reply = self._calls.ask("push", model, given, step, push, incarnation, timeout=timeout)
+        at = step, push, incarnation
+        if len(self._servers) == 1:
+            reply = self._calls.ask("push", model, arrays, *at, {}, timeout=timeout)
+        else:
+
+            def stage_and_push(wait_s: float) -> dict[str, Any]:
+                parts = self._parts_of(model, arrays)
+                staged = self._stage(model, parts, None, step, push, wait_s)
+                if "waits_for" in staged:
+                    return staged
+                reply = self._calls.ask("push", model, None, *at, staged, timeout=timeout)
+                return self._again() if reply is None else reply
+
+            reply = self._await(stage_and_push, f"room for a gradient of {model!r}", timeout)
         if isinstance(self.mode, Synchronous):
-            if reply is None or reply["counted"]:
+            if reply.get("counted", True):  # or waits for those of others
                 self._after[model] = step + 1, incarnation
                 return True
             self._after.pop(model, None)
             return False
-        if reply is None:
+        if not reply:
             reply = self._await(
-                lambda wait_s: self._calls.ask("outcome", model, push, wait_s),
+                lambda wait_s: self._calls.ask("outcome", model, push, incarnation, wait_s),
                 f"the update by a gradient of {model!r}",
                 timeout,
             )
@@ -390,19 +361,35 @@ class ParameterServer:
         push: int,
         wait_s: float,
     ) -> dict[str, Any]:
-        """Bring tensors to several servers, where they wait for the first one's decision."""
+        """Bring tensors to several servers, where they wait for the first one's decision: the
+        incarnation of each, or what it waits for."""
         arguments = {
             server: (model, part, layout, step, push, wait_s) for server, part in parts.items()
         }
         try:
-            replies = list(self._calls.ask_each("stage", arguments).values())
+            replies = self._calls.ask_each("stage", arguments)
         except (ValueError, TypeError):  # on one server: the others have it
             self._calls.ask("abandon", model, push)
             raise
-        for reply in replies:
+        if replies is None:
+            return self._again()
+        for reply in replies.values():
             if "waits_for" in reply:
                 return dict(reply)
-        return {"incarnations": [reply["incarnation"] for reply in replies]}
+        return {server: reply["incarnation"] for server, reply in replies.items()}
+
+    def _again(self) -> dict[str, Any]:
+        """Other servers are there than before: the call begins again, in the next group perhaps."""
+        time.sleep(_PAUSE_S)
+        return {"waits_for": "a server that was lost, or began anew"}
+
+    def _parts_of(self, model: str, arrays: dict[str, Array]) -> dict[str, dict[str, Array]]:
+        """A gradient by server, also for those that get nothing: they say what is missing."""
+        present, names = self._where[model]
+        placement = self._calls.placement(present)
+        have = placement.split(dict.fromkeys(names))
+        parts = placement.split(arrays)
+        return {server: part for server, part in parts.items() if part or have[server]}
 
     def _leave(self) -> bool:
         """Say that this worker calls no more; False if the first server has ended."""
@@ -414,34 +401,3 @@ class ParameterServer:
         except (ServiceTimeout, UnknownService):
             pass
         return True
-
-    def _await_first(self, follower: Follower, deadline: float | None) -> None:
-        """Serve until the first server says that all workers have left, or is away for long: when
-        it starts again, it needs the tensors that lie here."""
-        what = "this server waits for the other workers of the parameter server to end"
-        reminder = Reminder(lambda: what, deadline)
-        there_at = time.monotonic()
-        while not follower.await_closed(SLICE_S):
-            now = time.monotonic()
-            if deadline is not None and now >= deadline:
-                return
-            self._calls.reform_if_due()
-            if self._leave():
-                there_at = now
-            elif not self.ctx.elastic or now - there_at > self.ctx.timeout_s:
-                return
-            reminder.tick()
-
-    def _await_others(self, host: Host, deadline: float | None) -> None:
-        me = self.ctx.group.me.worker
-        rest: list[str] = []
-        reminder = Reminder(
-            lambda: f"the parameter server waits for worker {', '.join(rest)} to end", deadline
-        )
-        while True:
-            until = time.monotonic() + SLICE_S
-            rest = host.await_others(me, until if deadline is None else min(until, deadline))
-            if not rest or (deadline is not None and time.monotonic() >= deadline):
-                return
-            self._calls.reform_if_due()  # a worker that was killed meanwhile comes back
-            reminder.tick()

@@ -6,15 +6,23 @@ servers have the same versions, each of its own tensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from potluck.errors import ProtocolError
 from potluck.parameter_server.entries import Drop, Entry, Grant, Leave, SetParameters, Update
-from potluck.parameter_server.layout import Layout, Tensors, checked, of_plain, plain
+from potluck.parameter_server.layout import (
+    Layout,
+    Tensors,
+    check_layout,
+    checked,
+    layout_of,
+    of_plain,
+    plain,
+)
 from potluck.parameter_server.model import LIFE_BITS
 from potluck.parameter_server.optimizers import Optimizer
-from potluck.parameter_server.placement import server_of
+from potluck.parameter_server.placement import holders
 from potluck.parameter_server.table import Table
 
 MAX_STAGED = 4
@@ -23,12 +31,15 @@ has not reached yet."""
 
 
 class Shard:
-    """The part of ``server``, one of ``servers``."""
+    """The part of ``server``, one of ``servers``, ``copies`` of which have each tensor."""
 
-    def __init__(self, optimizer: Optimizer, server: str, servers: tuple[str, ...]) -> None:
+    def __init__(
+        self, optimizer: Optimizer, server: str, servers: tuple[str, ...], copies: int = 1
+    ) -> None:
         self._optimizer = optimizer
         self._server = server
         self._servers = servers
+        self._copies = copies
         self._layouts: dict[str, Layout] = {}
         self._tables: dict[str, Table] = {}
         self._staged: dict[tuple[str, str], dict[int, Tensors]] = {}
@@ -80,14 +91,17 @@ class Shard:
         """The newest version, immutable."""
         return self._tables[model].tensors
 
-    def fetch(self, model: str, worker: str, version: int) -> Tensors | None:
-        """The version that was granted to ``worker``, once; None if the log has no such grant
-        yet."""
+    def fetch(self, model: str, worker: str, version: int, names: Iterable[str]) -> Tensors | None:
+        """Of the version that was granted to ``worker`` the tensors ``names``, once; None if the
+        log has no such grant yet. ValueError for a tensor that is not here."""
         granted = self._granted.get((model, worker))
         if granted is None or granted[0] != version:
             return None
+        for name in names:
+            if name not in granted[1]:
+                raise ValueError(f"server {self._server} has no tensor {name!r:.80} of {model!r}")
         del self._granted[model, worker]
-        return granted[1]
+        return {name: granted[1][name] for name in names}
 
     # -- the log
 
@@ -97,7 +111,7 @@ class Shard:
         match entry:
             case SetParameters(model, layout, worker, push):
                 self._set(model, layout, self._take(model, layout, worker, push))
-            case Update(model, how, pushes, rate, alpha):
+            case Update(model, how, pushes, rate, alpha=alpha):
                 layout = self._layouts[model]
                 gradients = [self._take(model, layout, *each) for each in pushes]
                 table = self._tables[model]
@@ -116,7 +130,7 @@ class Shard:
                 for key in [key for key in self._granted if key[1] == worker]:
                     del self._granted[key]
 
-    # -- for checkpoints
+    # -- for checkpoints and for other servers
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds, by model: not what is staged, which workers push again."""
@@ -131,6 +145,32 @@ class Shard:
         self._tables = {
             name: Table.of_state(each["table"], self._optimizer) for name, each in state.items()
         }
+        self.forget_staged()
+
+    def names(self, model: str) -> dict[str, int]:
+        """The bytes of each tensor of ``model`` that lies here, by name."""
+        return {name: each.nbytes for name, each in self._tables[model].tensors.items()}
+
+    def names_on(self, server: str, layout: Iterable[str]) -> list[str]:
+        """Which tensors of ``layout`` lie on ``server``."""
+        every = self._servers, self._copies
+        return [name for name in layout if server in holders(name, *every)]
+
+    def part(self, model: str, names: Iterable[str]) -> dict[str, Any]:
+        """Of ``state`` the tensors ``names`` of one model, for another server."""
+        return self._tables[model].part(names)
+
+    def take(self, model: str, layout: Layout, part: Mapping[str, Any]) -> None:
+        """Add a ``part`` of another server to what lies here. ValueError for tensors of another
+        server's, or other shapes."""
+        here, given = set(self._names_here(layout)), layout_of(part["tensors"])
+        known = {name: layout[name] for name in given if name in here}
+        check_layout(given, known, f"a copy of {model!r}")
+        self._layouts[model] = layout
+        self._tables.setdefault(model, Table({}, self._optimizer)).take(part)
+
+    def forget_staged(self) -> None:
+        """Forget what workers staged or were granted: they begin again."""
         self._staged, self._granted = {}, {}
 
     # -- inside
@@ -167,4 +207,4 @@ class Shard:
         ]
 
     def _names_here(self, layout: Layout) -> list[str]:
-        return [name for name in layout if server_of(name, self._servers) == self._server]
+        return self.names_on(self._server, layout)

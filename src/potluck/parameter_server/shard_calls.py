@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from potluck.parameter_server.layout import Layout, Tensors
-from potluck.parameter_server.shard import Shard
-from potluck.services.waits import WaitingCalls
+from potluck.parameter_server.replica import Replica
+from potluck.parameter_server.signals import AskAgain
 
 
 class ShardCalls:
-    """Calls of ``shard``. Each returns a Future, which ends by what the caller asked for, or after
-    ``wait_s`` by what it waits for. For any number of threads."""
+    """Calls of the shard of ``replica``. Each returns a Future, which ends by what the caller asked
+    for, or after ``wait_s`` by what it waits for. For any number of threads."""
 
-    def __init__(
-        self,
-        shard: Shard,
-        changed: threading.Condition,
-        waits: WaitingCalls,
-        incarnation: Callable[[], int],
-    ) -> None:
-        """``changed`` is the lock of ``shard`` and ``waits``; ``incarnation()`` is the present
-        one, and raises AskAgain without one."""
-        self._shard = shard
-        self._changed = changed
-        self._waits = waits
-        self._incarnation = incarnation
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self._shard = replica.shard
+        self.servers = replica.servers
+        """All servers, whether they are there or not."""
+        self.copies = replica.copies
 
     def stage(
         self,
@@ -54,18 +46,30 @@ class ShardCalls:
         )
 
     def fetch(
-        self, model: str, worker: str, version: int, incarnation: int, wait_s: float
+        self,
+        model: str,
+        worker: str,
+        version: int,
+        incarnation: int,
+        names: Sequence[str],
+        wait_s: float,
     ) -> Future[Any]:
-        """The tensors of the version that the first server has granted to ``worker``."""
+        """The tensors ``names`` of the version that the first server has granted to ``worker``."""
 
         def attempt() -> dict[str, Any] | None:
             if self._incarnation() != incarnation:
                 return {"waits_for": "the first server, which began anew"}
-            found = self._shard.fetch(model, worker, version)
+            found = self._shard.fetch(model, worker, version, names)
             return None if found is None else {"tensors": dict(found)}
 
         return self._when(attempt, "the first server, which has not granted that version", wait_s)
 
     def _when(self, attempt: Callable[[], Any], waits_for: str, wait_s: float) -> Future[Any]:
-        with self._changed:
-            return self._waits.add(attempt, lambda: {"waits_for": waits_for}, wait_s)
+        with self._replica.changed:
+            return self._replica.waits.add(attempt, lambda: {"waits_for": waits_for}, wait_s)
+
+    def _incarnation(self) -> int:
+        incarnation = self._replica.incarnation
+        if incarnation is None:
+            raise AskAgain("the servers have not agreed on a state yet")
+        return incarnation

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -72,6 +72,22 @@ class Table:
             "num_steps": self._num_steps,
             "mixed": mixed,
         }
+
+    def part(self, names: Iterable[str]) -> dict[str, Any]:
+        """Of ``state`` the tensors ``names``."""
+        state, wanted = self.state(), set(names)
+        for each in ("tensors", "optimizer", "mixed"):
+            if state[each] is not None:
+                state[each] = {n: value for n, value in state[each].items() if n in wanted}
+        return state
+
+    def take(self, part: Mapping[str, Any]) -> None:
+        """Add a ``part`` of another table of the same model and version."""
+        self.tensors = frozen({**self.tensors, **part["tensors"]})
+        self._states |= part["optimizer"]
+        self._num_steps = part["num_steps"]
+        if part["mixed"] is not None:
+            self._mixed = {**(self._mixed or {}), **part["mixed"]}
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any], optimizer: Optimizer) -> Table:

@@ -33,6 +33,15 @@ class Presence:
         """``worker`` calls no more."""
         self._gone.add(worker)
 
+    def gone(self) -> list[str]:
+        """The workers that have left."""
+        return sorted(self._gone)
+
+    def begin_anew(self) -> None:
+        """Calls came elsewhere until now: all count as heard."""
+        self._heard_at.clear()
+        self._began = time.monotonic()
+
     def workers(self) -> list[str]:
         """The workers of the group that have not left, also those that are silent."""
         return [each.worker for each in self._group().members if each.worker not in self._gone]

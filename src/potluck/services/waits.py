@@ -59,13 +59,13 @@ class WaitingCalls:
     def _is_over(self, call: _Call) -> bool:
         try:
             reply = call.attempt()
+            if reply is None:
+                if call.until > time.monotonic():
+                    return False
+                reply = call.otherwise()
         except Exception as error:
             call.future.set_exception(error)
             return True
-        if reply is None:
-            if call.until > time.monotonic():
-                return False
-            reply = call.otherwise()
         call.future.set_result(reply)
         return True
 

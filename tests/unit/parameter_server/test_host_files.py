@@ -17,9 +17,11 @@ from potluck.checkpoint import CheckpointStore
 from potluck.checkpoint import files as files_module
 from potluck.errors import CheckpointError
 from potluck.parameter_server import SGD, Synchronous
+from potluck.parameter_server.checkpoints import Checkpoints
 from potluck.parameter_server.host import Host
 from potluck.parameter_server.layout import layout_of
 from potluck.parameter_server.model import Gradient
+from potluck.parameter_server.replica import Replica
 from potluck.services.presence import Presence
 from potluck.types import Group, Member
 
@@ -27,11 +29,10 @@ ALONE = Group(1, 0, (Member("0"),))
 
 
 def host(folder: Path, save_every: int = 1) -> Host:
+    replica = Replica(Synchronous(), SGD(1.0, momentum=0.5), Presence(lambda: ALONE, 30.0))
     return Host(
-        Synchronous(),
-        SGD(1.0, momentum=0.5),
-        Presence(lambda: ALONE, 30.0),
-        store=CheckpointStore(folder),
+        replica,
+        checkpoints=Checkpoints(CheckpointStore(folder), replica.servers, replica.changed),
         save_every=save_every,
         worker_timeout_s=30.0,
     )
@@ -44,7 +45,7 @@ def train(it: Host, num_steps: int) -> None:
         step = it.stats()["m"]["version"]
         tensors = {"w": -np.ones(3), "b": -np.ones(2)}
         gradient = Gradient("0", 0, step + 1, step)
-        assert it.push("m", gradient, tensors, it.incarnation) is not None
+        assert it.push("m", gradient, tensors, it.incarnation)["counted"]
 
 
 def version_in(folder: Path) -> int:
@@ -165,7 +166,7 @@ def test_parameters_that_are_set_twice_by_one_call_are_one_version(tmp_path: Pat
     tensors = {"w": np.ones(3), "b": np.ones(2)}
 
     def replace(it: Host, push: int) -> int:
-        return it.create("m", tensors, "0", push, layout=layout_of(tensors), replace=True)
+        return int(it.create("m", tensors, "0", push, layout=layout_of(tensors), replace=True))
 
     it = host(tmp_path)
     assert replace(it, 7) == 0

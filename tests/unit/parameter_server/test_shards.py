@@ -26,7 +26,7 @@ from potluck.parameter_server.entries import (
 from potluck.parameter_server.layout import layout_of, of_plain
 from potluck.parameter_server.model import LIFE_BITS, Gradient, Model
 from potluck.parameter_server.modes import Mode
-from potluck.parameter_server.placement import server_of, split
+from potluck.parameter_server.placement import Placement, holders
 from potluck.parameter_server.shard import MAX_STAGED, Shard
 
 SERVERS = ("0", "1", "2")
@@ -56,7 +56,7 @@ class Story:
     def stage(self, worker: str, push: int, value: float) -> None:
         given = {name: np.full(1, value) for name in NAMES}
         layout = self.model.layout
-        for server, part in split(given, SERVERS).items():
+        for server, part in Placement(SERVERS, 1, SERVERS).split(given).items():
             assert self.shards[server].stage("m", worker, push, part, "it", layout)
         assert self.whole.stage("m", worker, push, given, "it", layout)
 
@@ -92,7 +92,11 @@ class Story:
         grant = Grant("m", worker, version)
         if not all(grant in self.log[: self.reached[server]] for server in SERVERS):
             return
-        found = [self.shards[server].fetch("m", worker, version) for server in SERVERS]
+        parts = Placement(SERVERS, 1, SERVERS).split(dict.fromkeys(NAMES))
+        found = [
+            self.shards[server].fetch("m", worker, version, list(part))
+            for server, part in parts.items()
+        ]
         values = {float(each[0]) for part in found if part is not None for each in part.values()}
         assert sum(len(part or ()) for part in found) == len(NAMES)
         assert values == {self.versions[version]}
@@ -124,7 +128,7 @@ def test_whoever_is_late_every_worker_gets_one_version_of_all_tensors(
             story.deliver(server)
     whole = story.whole.tensors("m")
     for server, shard in story.shards.items():
-        assert shard.tensors("m").keys() == {n for n in NAMES if server_of(n, SERVERS) == server}
+        assert shard.tensors("m").keys() == {n for n in NAMES if holders(n, SERVERS) == (server,)}
         for name, each in shard.tensors("m").items():
             np.testing.assert_array_equal(each, whole[name])
         # What is staged is bounded by what was pushed and not carried out.
@@ -133,11 +137,27 @@ def test_whoever_is_late_every_worker_gets_one_version_of_all_tensors(
 
 def test_a_server_more_takes_its_tensors_from_the_others_and_moves_no_other() -> None:
     names = [f"tensor {number}" for number in range(3000)]
-    before = {name: server_of(name, ("0", "1", "2")) for name in names}
-    after = {name: server_of(name, ("0", "1", "2", "3")) for name in names}
-    assert {after[name] for name in names if after[name] != before[name]} == {"3"}
-    counts = Counter(after.values())
+    before = {name: holders(name, ("0", "1", "2")) for name in names}
+    after = {name: holders(name, ("0", "1", "2", "3")) for name in names}
+    assert {after[name] for name in names if after[name] != before[name]} == {("3",)}
+    counts = Counter(server for (server,) in after.values())
     assert all(650 < counts[server] < 850 for server in "0123")
+
+
+def test_copies_of_a_tensor_lie_on_unlike_servers_and_load_these_alike() -> None:
+    names = [f"tensor {number}" for number in range(3000)]
+    servers = ("0", "1", "2", "3")
+    every = {name: holders(name, servers, 2) for name in names}
+    assert all(len(set(each)) == 2 for each in every.values())
+    assert all(each[:1] == holders(name, servers) for name, each in every.items())
+    lost = Placement(servers, 2, ("0", "2", "3"))
+    counts = Counter({server: len(part) for server, part in lost.sources(names).items()})
+    assert counts.total() == len(names)
+    assert all(850 < count < 1150 for count in counts.values())
+    parts = lost.split(dict.fromkeys(names))
+    assert sorted(name for part in parts.values() for name in part) == sorted(
+        name for name, each in every.items() for server in each if server != "1"
+    )
 
 
 def test_a_worker_stages_a_few_gradients_until_the_log_comes() -> None:
@@ -148,7 +168,7 @@ def test_a_worker_stages_a_few_gradients_until_the_log_comes() -> None:
         assert shard.stage(name, "0", number, one, "it", layout_of(one))
     assert not shard.stage("one more", "0", 9, one, "it", layout_of(one))
     assert shard.stage("one more", "2", 9, one, "it", layout_of(one))  # of another worker
-    shard.carry_out(SetParameters("model 0", layout_of(one), "0", 0))
+    shard.carry_out(SetParameters("model 0", layout_of(one), "0", 0, 0))
     for number in range(MAX_STAGED):
         for _ in range(2):  # a repeat takes no room
             assert shard.stage("model 0", "0", 10 + number, one, "a gradient")
@@ -159,7 +179,7 @@ def test_a_worker_stages_a_few_gradients_until_the_log_comes() -> None:
     shard.carry_out(Drop("model 0", "0", again))
     shard.carry_out(Drop("model 0", "0", 11))
     assert shard.stage("model 0", "0", 20, one, "a gradient")
-    shard.carry_out(Update("model 0", "step", (("0", 20),), 1.0))
+    shard.carry_out(Update("model 0", "step", (("0", 20),), 1.0, 1))
     assert shard.tensors("model 0")["w"] == [0.0]
     assert not shard._staged["model 0", "0"]  # those before were never pushed
 
@@ -168,27 +188,29 @@ def test_a_server_that_has_lost_a_gradient_says_so_and_does_not_go_on_without() 
     shard = Shard(SGD(1.0), "1", ("1",))
     one = {"w": np.ones(1)}
     assert shard.stage("m", "0", 0, one, "it", layout_of(one))
-    shard.carry_out(SetParameters("m", layout_of(one), "0", 0))
+    shard.carry_out(SetParameters("m", layout_of(one), "0", 0, 0))
     with pytest.raises(ProtocolError, match="server 1 has no push 5 of worker 2 for 'm'"):
-        shard.carry_out(Update("m", "step", (("2", 5),), 1.0))
+        shard.carry_out(Update("m", "step", (("2", 5),), 1.0, 1))
 
 
 def test_a_version_that_was_granted_is_kept_until_it_is_fetched() -> None:
     shard = Shard(SGD(1.0), "1", ("1",))
     one = {"w": np.ones(1)}
     assert shard.stage("m", "0", 0, one, "it", layout_of(one))
-    shard.carry_out(SetParameters("m", layout_of(one), "0", 0))
+    shard.carry_out(SetParameters("m", layout_of(one), "0", 0, 0))
     shard.carry_out(Grant("m", "0", 0))
     shard.carry_out(Grant("m", "2", 0))
     assert shard.stage("m", "0", 1, one, "a gradient")
-    shard.carry_out(Update("m", "step", (("0", 1),), 1.0))
-    assert shard.fetch("m", "0", 1) is None
-    granted = shard.fetch("m", "0", 0)
+    shard.carry_out(Update("m", "step", (("0", 1),), 1.0, 1))
+    assert shard.fetch("m", "0", 1, ["w"]) is None
+    with pytest.raises(ValueError, match="server 1 has no tensor 'b' of 'm'"):
+        shard.fetch("m", "0", 0, ["w", "b"])
+    granted = shard.fetch("m", "0", 0, ["w"])
     assert granted is not None
     assert granted["w"] == [1.0]
-    assert shard.fetch("m", "0", 0) is None
+    assert shard.fetch("m", "0", 0, ["w"]) is None
     shard.carry_out(Leave("2"))
-    assert shard.fetch("m", "2", 0) is None
+    assert shard.fetch("m", "2", 0, ["w"]) is None
 
 
 @pytest.mark.parametrize(
