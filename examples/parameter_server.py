@@ -4,6 +4,7 @@ python examples/parameter_server.py                                  alone
 potluck run --workers 4 examples/parameter_server.py                 asynchronous
 potluck run --workers 4 examples/parameter_server.py --synchronous   a step waits for all workers
 potluck run --workers 4 examples/parameter_server.py --servers 2     two workers keep the parameters
+potluck run --workers 4 examples/parameter_server.py --servers 2 --replicas 1    and either may die
 """
 
 import argparse
@@ -27,6 +28,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--synchronous", action="store_true")
     parser.add_argument("--servers", type=int, default=1, help="how many workers keep parameters")
+    parser.add_argument("--replicas", type=int, default=0, help="how many of them may be lost")
     parser.add_argument("--epochs", type=int, default=25)
     arguments = parser.parse_args()
 
@@ -39,7 +41,13 @@ def main():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
         mode = Synchronous() if arguments.synchronous else Asynchronous()
-        ps = potluck.ParameterServer(ctx, mode, optimizer=SGD(0.2), servers=arguments.servers)
+        ps = potluck.ParameterServer(
+            ctx,
+            mode,
+            optimizer=SGD(0.2),
+            servers=arguments.servers,
+            replicas=arguments.replicas,
+        )
         optimizer = ParameterServerStrategy(model, ps)
 
         torch.manual_seed(1 + ctx.rank)

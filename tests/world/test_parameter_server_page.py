@@ -18,7 +18,7 @@ SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_every_snippet_runs(world_size: int) -> None:
-    assert len(SNIPPETS) == 5
+    assert len(SNIPPETS) == 6
     script = "\n".join(SNIPPETS).replace("ctx = potluck.init()", "")
 
     def run(ctx: DistributedContext) -> None:

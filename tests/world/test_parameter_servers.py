@@ -10,9 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from potluck.backends.inprocess import InProcessBackend
 from potluck.context import DistributedContext
 from potluck.errors import CheckpointError, ServiceTimeout
-from potluck.parameter_server import SGD, ParameterServer
+from potluck.parameter_server import SGD, Asynchronous, ParameterServer, Synchronous
+from potluck.parameter_server.modes import Mode
+from potluck.testing.elastic import ElasticWorld, MortalContext
 from potluck.testing.world import run_world
 
 NAMES = "abcdefgh"
@@ -72,6 +75,29 @@ def test_servers_without_a_common_checkpoint_do_not_start_anew_in_silence(tmp_pa
     def run(ctx: DistributedContext) -> None:
         with pytest.raises(CheckpointError, match="other servers have no checkpoint of the same"):
             train(ctx, 1, tmp_path)
+        ctx.barrier()
+
+    run_world(2, run)
+
+
+@pytest.mark.parametrize("server", ["first", "second"])
+def test_with_replicas_one_server_has_what_another_ones_disk_has_lost(
+    tmp_path: Path, server: str
+) -> None:
+    assert run_world(2, lambda ctx: train(ctx, 3, tmp_path, replicas=1)) == [(0, 3)] * 2
+    for path in (tmp_path if server == "first" else tmp_path / "server-1").glob("*.safetensors"):
+        damage(path)
+    assert run_world(2, lambda ctx: train(ctx, 2, tmp_path, replicas=1)) == [(3, 5)] * 2
+    shutil.rmtree(tmp_path / "server-1")
+    assert run_world(2, lambda ctx: train(ctx, 1, tmp_path, replicas=1)) == [(5, 6)] * 2
+
+
+def test_checkpoints_with_fewer_copies_are_refused(tmp_path: Path) -> None:
+    run_world(2, lambda ctx: train(ctx, 1, tmp_path))
+
+    def run(ctx: DistributedContext) -> None:
+        with pytest.raises(CheckpointError, match=r"replicas=0, and .* has replicas=1: give it"):
+            train(ctx, 1, tmp_path, replicas=1)
         ctx.barrier()
 
     run_world(2, run)
@@ -140,6 +166,88 @@ def test_workers_with_other_servers_are_told_so() -> None:
             ctx.barrier()
 
     run_world(2, run)
+
+
+def test_workers_with_other_replicas_are_told_so() -> None:
+    def run(ctx: DistributedContext) -> None:
+        if ctx.rank == 2:
+            with pytest.raises(ValueError, match="but replicas is 0 on worker 2 and 1 on the"):
+                ParameterServer(ctx, servers=2)
+        with ParameterServer(ctx, servers=2, replicas=1):
+            ctx.barrier()
+
+    run_world(3, run)
+
+
+@pytest.mark.parametrize(
+    ("servers", "replicas", "text"),
+    [
+        (1, 1, "replicas=1 needs at least 2 servers, and there are 1"),
+        (2, 2, "replicas=2 needs at least 3 servers"),
+        (2, -1, "replicas is -1; it must be an int of at least 0"),
+        (2, "1", "replicas is '1'; it must be an int"),
+        (2, True, "replicas is True; it must be an int"),
+    ],
+)
+def test_replicas_that_cannot_be_are_refused(servers: int, replicas: Any, text: str) -> None:
+    def run(ctx: DistributedContext) -> None:
+        with pytest.raises(ValueError, match=text):
+            ParameterServer(ctx, servers=servers, replicas=replicas)
+        ctx.barrier()
+
+    run_world(2, run)
+
+
+def test_replicas_need_a_group_that_goes_on_after_a_loss(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(InProcessBackend, "elastic", False)
+
+    def run(ctx: DistributedContext) -> None:
+        with pytest.raises(ValueError, match="that goes on without a lost worker, as that of `pot"):
+            ParameterServer(ctx, servers=2, replicas=1)
+        ctx.barrier()
+
+    run_world(2, run)
+
+
+@pytest.mark.parametrize("mode", [Synchronous(), Asynchronous(8, lr_by_staleness=False)], ids=repr)
+@pytest.mark.parametrize("victim", ["0", "1", "2"])
+def test_a_server_that_is_lost_is_replaced_by_copies(mode: Mode, victim: str) -> None:
+    """Of three servers and a worker one is killed; the momentum is in the copies, too."""
+    num_steps = 12
+
+    def work(ctx: MortalContext) -> tuple[list[int], float]:
+        me = ctx.group.me.worker
+        ps = ParameterServer(ctx, mode, servers=3, replicas=1, optimizer=SGD(1.0, momentum=0.5))
+        ps.set_parameters("m", filled(0.0))
+        versions = []
+        while True:
+            found, version = ps.get_parameters("m")
+            versions.append(version)
+            assert {float(x) for each in found.values() for x in each} == {value_of(version)}
+            if me == victim and version >= 5:
+                ctx.die()
+            if version >= num_steps:
+                break
+            ps.accumulate_gradient("m", filled(-1.0))
+        ps.close()
+        return versions, ctx.world_size
+
+    results = ElasticWorld(4, work, timeout_s=30.0).run()
+    assert results.keys() == {"0", "1", "2", "3"} - {victim}
+    for versions, world_size in results.values():
+        assert versions == sorted(versions)
+        assert world_size == 3
+
+
+def value_of(version: int) -> float:
+    """A step adds 1, and half of the step before."""
+    value = step = 0.0
+    for _ in range(version):
+        step = 1 + step / 2
+        value += step
+    return value
 
 
 def test_a_first_server_whose_others_do_not_begin_says_so() -> None:

@@ -63,7 +63,7 @@ def servers_of(ctx: DistributedContext, servers: Any, replicas: Any) -> tuple[st
 
 
 def _check_replicas(ctx: DistributedContext, replicas: Any, num_servers: int) -> None:
-    if not isinstance(replicas, int) or replicas < 0:
+    if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 0:
         raise ValueError(f"replicas is {replicas!r}; it must be an int of at least 0")
     if replicas >= num_servers:
         raise ValueError(

@@ -75,13 +75,19 @@ class ParameterServer:
     lost workers come back; then a server that is lost is waited for. Elsewhere its loss is a
     ServiceLost.
 
+    ``replicas`` is how many of the servers may be lost at a time without a wait, and without the
+    loss of a version: each tensor lies on so many more of them. When the first one is lost, the
+    next one decides (primary-backup replication: Budhiraja et al., "The primary-backup approach",
+    1993). For elastic contexts.
+
     Calls wait for other workers at most the context's ``timeout_s``, which is also the time after
     which ``Asynchronous`` waits no more for a worker that has pulled and pushes nothing.
 
     TypeError or ValueError for arguments that can't be meant; UnknownService if the server does not
     start in time, ConfigurationError on links of other libraries. Cost of a step: the parameters
     once to the worker, a gradient once to the server; the server's memory: parameters, optimizer
-    state, a gradient of each worker, each shared among the servers.
+    state, a gradient of each worker, each shared among the servers. With ``replicas`` gradients and
+    memory ``replicas + 1`` times, and a round trip more between servers for each call.
     """
 
     def __init__(
