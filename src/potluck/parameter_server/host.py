@@ -49,8 +49,8 @@ class Host:
         save_every: int,
         worker_timeout_s: float,
     ) -> None:
-        """A lease of a worker that pushes nothing ends after ``worker_timeout_s``. CheckpointError
-        if this server is alone, has checkpoints, and none is intact."""
+        """A worker's lease ends ``worker_timeout_s`` after its last pull, or when it is lost.
+        CheckpointError if this server is alone, has checkpoints, and none is intact."""
         self._replica = replica
         self._presence = replica.presence
         self._changed = replica.changed
@@ -63,8 +63,7 @@ class Host:
         self._worker_timeout_s = worker_timeout_s
         self.present: tuple[str, ...] = ()
         """The servers that are there. Empty while another one is the first."""
-        self._led: int | None = None
-        """The incarnation that this server leads."""
+        self._led: int | None = None  # incarnation
         self._where: dict[str, frozenset[str]] = {}
         """By model: which of them have tensors of it."""
         self._telling = Telling(replica, self._check_open, self._carry_out)
@@ -116,9 +115,8 @@ class Host:
         staged: Mapping[str, int] | None = None,
     ) -> Any:
         """Take the first parameters of a model, or others with ``replace``; its version.
-        ``layout`` is that of all tensors. With several servers these are staged: ``staged`` is the
-        incarnation of each server that has some, and ``tensors`` is None. The reply is None if
-        they are to be staged anew: a server came, or began again."""
+        ``layout`` is that of all tensors. With several servers ``tensors`` is None, and ``staged``
+        the incarnation of each that has some; None if they are to be staged anew there."""
         with self._changing(), self._dropped_if_wrong(name, worker, push):
             version = self._create(name, tensors, worker, push, layout, replace, staged or {})
         return self._told(version)
@@ -164,8 +162,8 @@ class Host:
         incarnation: int,
         staged: Mapping[str, int] | None = None,
     ) -> Any:
-        """Take a gradient, which is staged if ``tensors`` is None, see ``create``. What became of
-        it, as a dict; an empty one if it waits, see ``outcome``."""
+        """Take a gradient, staged or not as for ``create``. What became of it, as a dict; an empty
+        one if it waits, see ``outcome``."""
         worker, push = gradient.worker, gradient.push
         with self._changing():
             model = self._model(name)
@@ -311,8 +309,7 @@ class Host:
             return self._is_open
 
     def lead(self, incarnation: int, present: tuple[str, ...]) -> None:
-        """Answer calls: the servers that are ``present`` have agreed on a state of ``incarnation``,
-        or some that had are there no more."""
+        """Answer calls: those ``present`` agreed on the state of ``incarnation``."""
         with self._changed:
             self._led, self.present, self._where = incarnation, present, {}
             self.log.is_kept = len(present) > 1
@@ -466,7 +463,10 @@ class Host:
 
     def _expire(self) -> None:
         now = time.monotonic()
+        lost = self._presence.lost()
         for model in self._models.values():
+            for worker in lost:
+                model.leave(worker)
             for worker in model.expire(now, now + self._worker_timeout_s):
                 _log.warning(
                     "worker %s has pushed no gradient of %r for %g s: the others wait for it no "

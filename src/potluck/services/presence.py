@@ -22,6 +22,7 @@ class Presence:
         self._silence_s = silence_s
         self._heard_at: dict[str, float] = {}
         self._gone: set[str] = set()
+        self._members: set[str] = set()
         self._began = time.monotonic()
 
     def hear(self, call: Call) -> None:
@@ -45,6 +46,11 @@ class Presence:
     def workers(self) -> list[str]:
         """The workers of the group that have not left, also those that are silent."""
         return [each.worker for each in self._group().members if each.worker not in self._gone]
+
+    def lost(self) -> list[str]:
+        """The workers that were in the group at the last call of this method, and are not now."""
+        before, self._members = self._members, {each.worker for each in self._group().members}
+        return sorted(before - self._members)
 
     def is_there(self, worker: str) -> bool:
         return worker in self.workers() and self._is_heard(worker)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from potluck.errors import ProtocolError
-from potluck.parameter_server import SGD, Synchronous
+from potluck.parameter_server import SGD, Asynchronous, Synchronous
 from potluck.parameter_server.entries import Save, encode
 from potluck.parameter_server.follower import Follower
 from potluck.parameter_server.host import Host
@@ -130,6 +130,19 @@ def test_a_push_that_was_never_staged_is_refused_and_the_model_stays_whole() -> 
     with pytest.raises(ValueError, match="of worker 2 for 'm' was not staged on worker 0"):
         offer.push(call("2"), "m", None, 0, 2, 7, {"0": 7})
     assert offer.stats(call("2")) == {"m": {"version": 0}}
+
+
+def test_a_worker_that_is_lost_with_old_parameters_holds_up_nobody() -> None:
+    groups = [GROUP]
+    replica = Replica(Asynchronous(0), SGD(1.0), Presence(lambda: groups[0], 1e6))
+    host = Host(replica, checkpoints=None, save_every=1, worker_timeout_s=1e6)
+    tensors = {"w": np.zeros(2)}
+    host.create("m", tensors, "0", 1, layout=layout_of(tensors))
+    assert host.pull("m", "2", None, 5.0, compute=True).result(0)["version"] == 0
+    waiting = host.pull("m", "1", None, 0.0, compute=True).result(0)
+    assert waiting == {"waits_for": "worker 2, which computes on the oldest parameters"}
+    groups[0] = Group(2, 0, (Member("0"), Member("1")))
+    assert host.pull("m", "1", None, 0.0, compute=True).result(0)["version"] == 0
 
 
 @pytest.mark.parametrize("name", ["", "a\nb", "x" * 1000, 7])
