@@ -161,6 +161,20 @@ def test_training_goes_on_while_the_disk_is_full_and_the_last_checkpoint_says_so
     assert version_in(tmp_path) == 1
 
 
+def test_a_push_that_waited_when_the_server_was_started_again_is_dropped(tmp_path: Path) -> None:
+    """Its worker asks what became of it, and would ask for ever."""
+    it = host(tmp_path)
+    train(it, 1)
+    it.close()
+    again = host(tmp_path)
+    dropped = {"counted": False, "version": 1, "reason": "restarted"}
+    assert again.outcome("m", "0", 99, it.incarnation, 5.0).result(0) == dropped
+    assert again.outcome("m", "0", 99, it.incarnation, 5.0).result(0) == dropped
+    assert again.stats()["m"] == {"version": 1, "counted": 1, "restarted": 1}
+    assert "waits_for" in again.outcome("m", "0", 100, again.incarnation, 0.0).result(0)
+    again.close()
+
+
 def test_parameters_that_are_set_twice_by_one_call_are_one_version(tmp_path: Path) -> None:
     """The caller repeats a call whose reply it did not get, also from a server started again."""
     tensors = {"w": np.ones(3), "b": np.ones(2)}

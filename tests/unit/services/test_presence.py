@@ -35,3 +35,14 @@ def test_a_worker_is_there_while_it_is_in_the_group_and_calls(
     assert it.is_there("1")
     groups.append(Group(2, 0, (Member("0"),)))
     assert not it.is_there("1")
+
+
+def test_a_worker_that_is_in_the_group_no_more_is_lost_once() -> None:
+    groups = [Group(1, 0, (Member("0"), Member("1"), Member("2")))]
+    it = Presence(lambda: groups[-1], silence_s=10.0)
+    assert it.lost() == []
+    groups.append(Group(2, 0, (Member("0"), Member("3"))))
+    assert it.lost() == ["1", "2"]
+    assert it.lost() == []
+    groups.append(groups[0])
+    assert it.lost() == ["3"]
