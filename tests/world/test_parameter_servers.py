@@ -17,6 +17,7 @@ from potluck.parameter_server import SGD, Asynchronous, ParameterServer, Synchro
 from potluck.parameter_server.modes import Mode
 from potluck.testing.elastic import ElasticWorld, MortalContext
 from potluck.testing.world import run_world
+from support.momentum import value_of_version
 
 NAMES = "abcdefgh"
 
@@ -225,7 +226,9 @@ def test_a_server_that_is_lost_is_replaced_by_copies(mode: Mode, victim: str) ->
         while True:
             found, version = ps.get_parameters("m")
             versions.append(version)
-            assert {float(x) for each in found.values() for x in each} == {value_of(version)}
+            assert {float(x) for each in found.values() for x in each} == {
+                value_of_version(version)
+            }
             if me == victim and version >= 5:
                 ctx.die()
             if version >= num_steps:
@@ -239,15 +242,6 @@ def test_a_server_that_is_lost_is_replaced_by_copies(mode: Mode, victim: str) ->
     for versions, world_size in results.values():
         assert versions == sorted(versions)
         assert world_size == 3
-
-
-def value_of(version: int) -> float:
-    """A step adds 1, and half of the step before."""
-    value = step = 0.0
-    for _ in range(version):
-        step = 1 + step / 2
-        value += step
-    return value
 
 
 def test_a_first_server_whose_others_do_not_begin_says_so() -> None:

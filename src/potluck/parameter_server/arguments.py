@@ -16,6 +16,7 @@ from potluck.parameter_server.optimizers import Optimizer
 from potluck.wire.tensors import host_bytes, is_tensor
 
 FIRST_EPOCH = 1
+"""Of an elastic group; before a member is lost or joins."""
 
 
 def check_arguments(ctx: Any, mode: Any, optimizer: Any, save_every: Any) -> None:

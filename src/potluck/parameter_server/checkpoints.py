@@ -4,7 +4,6 @@ so that what it has is whole."""
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -12,25 +11,20 @@ from typing import Any
 from potluck.checkpoint import CheckpointStore
 from potluck.checkpoint.writer import BackgroundWriter
 from potluck.errors import CheckpointError
+from potluck.parameter_server.replica import Replica
 
 _log = logging.getLogger(__name__)
 
 
 class Checkpoints:
     """Writes states of one server, in a thread, each with the number of the last entry of the log
-    in it. All methods are called with ``changed`` held."""
+    in it. All methods are called with the replica's ``changed`` held."""
 
-    def __init__(
-        self,
-        store: CheckpointStore,
-        servers: tuple[str, ...],
-        changed: threading.Condition,
-        copies: int = 1,
-    ) -> None:
+    def __init__(self, store: CheckpointStore, replica: Replica) -> None:
         self.store = store
-        self._servers = servers
-        self._copies = copies
-        self._changed = changed
+        self._servers = replica.servers
+        self._copies = replica.copies
+        self._changed = replica.changed
         self._writer = BackgroundWriter("parameter-server-writer")
         self._unsaved: tuple[int, Any] | None = None
         self._failure = ""

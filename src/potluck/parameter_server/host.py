@@ -63,10 +63,11 @@ class Host:
         self._worker_timeout_s = worker_timeout_s
         self.present: tuple[str, ...] = ()
         """The servers that are there. Empty while another one is the first."""
-        self._led: int | None = None  # incarnation
+        self._led: int | None = None
+        """The incarnation in which this server was the first one at last."""
         self._where: dict[str, frozenset[str]] = {}
         """By model: which of them have tensors of it."""
-        self._telling = Telling(replica, self._check_open, self._carry_out)
+        self._telling = Telling(replica, self._may_answer, self._carry_out)
         self._error: PotluckError | None = None
         self._is_save_due = False
         replica.on_time = self._on_time
@@ -118,41 +119,29 @@ class Host:
         ``layout`` is that of all tensors. With several servers ``tensors`` is None, and ``staged``
         the incarnation of each that has some; None if they are to be staged anew there."""
         with self._changing(), self._dropped_if_wrong(name, worker, push):
-            version = self._create(name, tensors, worker, push, layout, replace, staged or {})
+            if tensors is None and self._lacks(name, layout, staged or {}):
+                return None
+            model = self._models.get(name)
+            what = f"what is set for {name!r}"
+            if model is None:
+                if len(self._models) >= MAX_MODELS:
+                    raise ValueError(f"a parameter server has at most {MAX_MODELS} models")
+                self._stage(name, worker, push, tensors, what, layout)
+                replica = self._replica
+                model = Model(name, layout, replica.mode, replica.optimizer.learning_rate)
+                self._models[name] = model
+                model.set(worker, push)
+                self._save()
+            elif not replace:
+                model.check(layout)
+                self._append(Drop(name, worker, push))
+            elif model.outcome(worker, push) is None:
+                model.check(layout)
+                self._stage(name, worker, push, tensors, what, layout)
+                model.replace(worker, push)
+                self._save()
+            version = model.version
         return self._told(version)
-
-    def _create(
-        self,
-        name: str,
-        tensors: Tensors | None,
-        worker: str,
-        push: int,
-        layout: Layout,
-        replace: bool,
-        staged: Mapping[str, int],
-    ) -> int | None:
-        if tensors is None and self._lacks(name, layout, staged):
-            return None
-        model = self._models.get(name)
-        what = f"what is set for {name!r}"
-        if model is None:
-            if len(self._models) >= MAX_MODELS:
-                raise ValueError(f"a parameter server has at most {MAX_MODELS} models")
-            self._stage(name, worker, push, tensors, what, layout)
-            replica = self._replica
-            model = Model(name, layout, replica.mode, replica.optimizer.learning_rate)
-            self._models[name] = model
-            model.set(worker, push)
-            self._save()
-        elif not replace:
-            model.check(layout)
-            self._append(Drop(name, worker, push))
-        elif model.outcome(worker, push) is None:
-            model.check(layout)
-            self._stage(name, worker, push, tensors, what, layout)
-            model.replace(worker, push)
-            self._save()
-        return model.version
 
     def push(
         self,
@@ -303,13 +292,14 @@ class Host:
     # -- for Leader
 
     @property
-    def is_leading(self) -> bool:
-        """Whether this is the first server, and answers."""
+    def led(self) -> int | None:
+        """The incarnation that this server leads; None while it is not the first one."""
         with self._changed:
-            return self._is_open
+            return self._led if self._is_open else None
 
     def lead(self, incarnation: int, present: tuple[str, ...]) -> None:
-        """Answer calls: those ``present`` agreed on the state of ``incarnation``."""
+        """Answer calls: the servers that are ``present`` have agreed on a state of ``incarnation``,
+        or some that had are there no more."""
         with self._changed:
             self._led, self.present, self._where = incarnation, present, {}
             self.log.is_kept = len(present) > 1
@@ -321,8 +311,10 @@ class Host:
             self._changed.notify_all()
 
     def stand_down(self) -> None:
-        """Another server is the first one, or the servers agree anew."""
+        """Another server is the first one, or the servers agree anew. Idempotent."""
         with self._changed:
+            if self._led is None:
+                return
             self._led, self.present, self._is_save_due = None, (), False
             self.log.is_kept = True
             if self._checkpoints is not None:
@@ -398,6 +390,10 @@ class Host:
         if self._error is not None:
             raise self._error
 
+    def _may_answer(self) -> bool:
+        self._check_error()
+        return self._is_open
+
     def _check_open(self) -> None:
         self._check_error()
         if not self._is_open:
@@ -443,10 +439,6 @@ class Host:
             return self._telling.told(reply)
 
     def _when(self, attempt: Callable[[], Any], name: str, wait_s: float) -> Future[Any]:
-        def is_open() -> bool:
-            self._check_error()
-            return self._is_open
-
         def otherwise() -> dict[str, Any]:
             if not self._is_open:
                 return self._to_begin()
@@ -454,7 +446,7 @@ class Host:
 
         with self._changing():
             self._expire()
-            return self._telling.when(attempt, otherwise, is_open, wait_s)
+            return self._telling.when(attempt, otherwise, wait_s)
 
     def _on_time(self) -> None:
         with self._changed:

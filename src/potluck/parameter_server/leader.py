@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from potluck.background import start_thread
@@ -68,8 +68,6 @@ class Leader:
         self._remotes = remotes
         self._group = group
         self._is_over = is_over
-        self._incarnation: int | None = None
-        """That of the state on which the servers ``host.present`` agreed, led from here."""
         self._num_attempts = 0
         self._asks = False
 
@@ -96,7 +94,7 @@ class Leader:
                 if error.type != OutOfStep.__name__:
                     raise
                 _log.info("the servers agree anew: %s", error)
-                self._incarnation = None
+                self._host.stand_down()
                 time.sleep(_PAUSE_S)
             except CheckpointError as error:
                 self._host.fail(error)
@@ -107,27 +105,25 @@ class Leader:
         group = self._group()
         present = self._present(group)
         if present[:1] != (self._replica.server,):
-            self._stand_down()
+            self._host.stand_down()
             time.sleep(_POLL_S)
             return
-        if self._incarnation != self._replica.incarnation:
-            self._incarnation = None  # another one leads, or did
-        elif self._incarnation is not None and present != self._host.present:
+        led = self._host.led
+        if led is not None and present != self._host.present:
             if set(present) < set(self._host.present) and self._are_enough(present):
-                self._lead(self._incarnation, present)  # the others go on
+                self._lead(led, present)  # the others go on
             else:
-                self._incarnation = None
-        if self._incarnation is None:
-            self._stand_down()
+                led = None
+        if led is not None:
+            self._bring(led)
+        else:
+            self._host.stand_down()
             incarnation = self._next_incarnation(group.epoch)
             self._agree(incarnation, present)
             self._lead(incarnation, present)
-        else:
-            self._bring(self._incarnation)
 
     def _lead(self, incarnation: int, present: tuple[str, ...]) -> None:
         self._host.lead(incarnation, present)
-        self._incarnation = incarnation
         away = [server for server in self._replica.servers if server not in present]
         if away:
             _log.warning(
@@ -148,11 +144,6 @@ class Leader:
         self._num_attempts += 1
         attempt = (epoch << _ATTEMPT_BITS) + self._num_attempts
         return (attempt << _CHANCE_BITS) + secrets.randbits(_CHANCE_BITS)
-
-    def _stand_down(self) -> None:
-        self._incarnation = None
-        if self._host.present:
-            self._host.stand_down()
 
     def _bring(self, incarnation: int) -> None:
         """The entries that are not everywhere, to all other servers."""
@@ -220,21 +211,22 @@ class Leader:
         why = "the other servers have no checkpoint of the same time"
         for checkpoint in sorted(set().union(*steps.values()), reverse=True):
             having = [server for server in present if checkpoint in steps[server]]
+            if not self._are_enough(having):
+                continue
             wrote: dict[str, int] = {}
-            while self._are_enough(having) and len(wrote) < len(having):
-                server = next(each for each in having if each not in wrote)
+            for server in having:
                 try:
                     loaded = self._each([server], "load", incarnation, checkpoint)
-                    wrote[server] = int(loaded[server]["incarnation"])
                 except HandlerError as error:
                     if error.type != CheckpointError.__name__:
                         raise
                     why = error.text
                     _log.warning("checkpoint %d is not used: %s", checkpoint, why)
-                    having.remove(server)
-            if self._are_enough(having):
+                else:
+                    wrote[server] = int(loaded[server]["incarnation"])
+            if self._are_enough(wrote):
                 if len(set(wrote.values())) == 1:
-                    return having, Position(incarnation, 0)
+                    return list(wrote), Position(incarnation, 0)
                 why = f"those numbered {checkpoint} are of different histories"
         first = present[0]
         if steps[first]:
@@ -244,7 +236,7 @@ class Leader:
         self._each(present, "load", incarnation, None)
         return list(present), Position(incarnation, 0)
 
-    def _are_enough(self, servers: Sequence[str]) -> bool:
+    def _are_enough(self, servers: Collection[str]) -> bool:
         """Whether each tensor lies on one of ``servers``."""
         return len(self._replica.servers) - len(servers) < self._replica.copies
 

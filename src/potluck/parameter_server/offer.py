@@ -16,6 +16,7 @@ from potluck.parameter_server.follower import Follower
 from potluck.parameter_server.host import Host
 from potluck.parameter_server.layout import Array, of_plain
 from potluck.parameter_server.model import Gradient
+from potluck.parameter_server.replica import Replica
 from potluck.parameter_server.shard_calls import ShardCalls
 from potluck.parameter_server.signals import AskAgain
 from potluck.printable import MAX_NAME
@@ -117,15 +118,15 @@ class SharedOffer(Offer):
     """And what workers, and the first server, ask of each of several."""
 
     def __init__(
-        self, host: Host, calls: ShardCalls, follower: Follower, began: Callable[[], None]
+        self, host: Host, replica: Replica, follower: Follower, began: Callable[[], None]
     ) -> None:
         """``began()`` is called when a server begins."""
         super().__init__(host)
-        self._calls = calls
+        self._calls = ShardCalls(replica)
         self._follower = follower
         self._began = began
-        self._servers = calls.servers
-        self._leading = calls.servers if calls.copies > 1 else calls.servers[:1]
+        self._servers = replica.servers
+        self._leading = replica.servers if replica.copies > 1 else replica.servers[:1]
         """Who may be the first server: any, where another one can take over."""
 
     def agree(self, call: Call, *arguments: str) -> None:
@@ -167,53 +168,47 @@ class SharedOffer(Offer):
         )
 
     def join(self, call: Call, incarnation: int) -> dict[str, Any]:
-        self._hear_server(call)
-        return self._follower.join(int(incarnation))
+        return self._ordered_by(call).join(int(incarnation))
 
     def kept(self, call: Call, incarnation: int) -> dict[str, Any]:
-        self._hear_server(call)
-        return self._follower.kept(int(incarnation))
+        return self._ordered_by(call).kept(int(incarnation))
 
     def catch_up(
         self, call: Call, incarnation: int, base: list[int], newest: list[int], data: bytes
     ) -> bool:
-        self._hear_server(call)
-        return self._follower.catch_up(int(incarnation), _pair(base), _pair(newest), data)
+        return self._ordered_by(call).catch_up(int(incarnation), _pair(base), _pair(newest), data)
 
     def models(self, call: Call, incarnation: int) -> dict[str, Any]:
-        self._hear_server(call)
-        return self._follower.models(int(incarnation))
+        return self._ordered_by(call).models(int(incarnation))
 
     def give(self, call: Call, incarnation: int, model: str, names: list[str]) -> dict[str, Any]:
-        self._hear_server(call)
-        return self._follower.give(int(incarnation), _model(model), [str(each) for each in names])
+        return self._ordered_by(call).give(
+            int(incarnation), _model(model), [str(each) for each in names]
+        )
 
     def take(self, call: Call, incarnation: int, models: dict[str, Any], gone: list[str]) -> None:
-        self._hear_server(call)
-        self._follower.take(int(incarnation), models, [str(each) for each in gone])
+        self._ordered_by(call).take(int(incarnation), models, [str(each) for each in gone])
 
     def take_part(self, call: Call, incarnation: int, model: str, part: dict[str, Any]) -> None:
-        self._hear_server(call)
-        self._follower.take_part(int(incarnation), _model(model), part)
+        self._ordered_by(call).take_part(int(incarnation), _model(model), part)
 
     def load(self, call: Call, incarnation: int, checkpoint: int | None) -> dict[str, Any]:
-        self._hear_server(call)
         checkpoint = None if checkpoint is None else int(checkpoint)
-        return self._follower.load(int(incarnation), checkpoint)
+        return self._ordered_by(call).load(int(incarnation), checkpoint)
 
     def begin(self, call: Call, incarnation: int, index: int, position: list[int]) -> None:
-        self._hear_server(call)
-        self._follower.begin(int(incarnation), int(index), _pair(position))
+        self._ordered_by(call).begin(int(incarnation), int(index), _pair(position))
 
     def follow(self, call: Call, incarnation: int, first: int, data: bytes) -> dict[str, Any]:
-        self._hear_server(call)
-        return self._follower.follow(int(incarnation), int(first), data)
+        return self._ordered_by(call).follow(int(incarnation), int(first), data)
 
-    def _hear_server(self, call: Call) -> None:
+    def _ordered_by(self, call: Call) -> Follower:
+        """The follower, for the first server alone."""
         if call.worker not in self._leading:
             raise ValueError(
                 f"{call.method} is for the first server, worker {' or '.join(self._leading)}"
             )
+        return self._follower
 
 
 def _pair(given: Any) -> tuple[int, int]:

@@ -150,8 +150,7 @@ class ParameterServer:
             return int(self._calls.ask("create", model, arrays, *last, {}))
 
         def create(wait_s: float) -> dict[str, Any]:
-            present = self._calls.present
-            parts = self._calls.placement(present).split(arrays)
+            parts = self._calls.placement(self._calls.present).split(arrays)
             parts = {server: part for server, part in parts.items() if part}
             staged = self._stage(model, parts, layout, 0, push, wait_s)
             if "waits_for" in staged:

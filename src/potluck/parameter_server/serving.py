@@ -15,7 +15,6 @@ from potluck.parameter_server.leader import Leader
 from potluck.parameter_server.offer import Offer, SharedOffer
 from potluck.parameter_server.remotes import Remotes
 from potluck.parameter_server.replica import Replica
-from potluck.parameter_server.shard_calls import ShardCalls
 from potluck.services import service
 from potluck.services.asking import SLICE_S
 from potluck.waiting import Reminder
@@ -34,12 +33,8 @@ class Serving:
     ) -> None:
         """``name`` is that of the service. CheckpointError as for ``Host``."""
         self._ctx = ctx
-        self._servers = replica.servers
         self._has_ended = False
-        checkpoints = None
-        if store is not None:
-            every = replica.servers, replica.changed, replica.copies
-            checkpoints = Checkpoints(store, *every)
+        checkpoints = None if store is None else Checkpoints(store, replica)
         self._host = Host(
             replica,
             checkpoints=checkpoints,
@@ -48,17 +43,22 @@ class Serving:
         )
         self._follower = Follower(replica, checkpoints)
         offer = Offer(self._host)
-        if len(self._servers) > 1:
-            remotes = Remotes(ctx, name)
-            parts = replica, self._host, checkpoints, remotes
-            leader = Leader(*parts, lambda: ctx.group, self._is_over)
-            offer = SharedOffer(self._host, ShardCalls(replica), self._follower, leader.ask)
+        if len(replica.servers) > 1:
+            leader = Leader(
+                replica,
+                self._host,
+                checkpoints,
+                Remotes(ctx, name),
+                lambda: ctx.group,
+                self._is_over,
+            )
+            offer = SharedOffer(self._host, replica, self._follower, leader.ask)
             leader.start()
         ctx.serve(service(name, concurrent=True, before=replica.presence.hear)(offer))
 
     def save(self) -> None:
         """On the first server: write a checkpoint now. CheckpointError, ValueError."""
-        if self._host.is_leading:
+        if self._host.led is not None:
             self._host.save()
 
     def close(
@@ -86,7 +86,7 @@ class Serving:
         while True:
             now = time.monotonic()
             until = now + SLICE_S if deadline is None else min(now + SLICE_S, deadline)
-            if self._host.is_leading:
+            if self._host.led is not None:
                 rest = self._host.await_others(me, until)
                 if not rest or (deadline is not None and time.monotonic() >= deadline):
                     break
@@ -103,7 +103,7 @@ class Serving:
             reform_if_due()  # a worker that was killed meanwhile comes back
             reminder.tick()
         try:
-            if self._host.is_leading:
+            if self._host.led is not None:
                 self._host.close()
             else:
                 self._follower.close()

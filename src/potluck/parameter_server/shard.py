@@ -153,8 +153,7 @@ class Shard:
 
     def names_on(self, server: str, layout: Iterable[str]) -> list[str]:
         """Which tensors of ``layout`` lie on ``server``."""
-        every = self._servers, self._copies
-        return [name for name in layout if server in holders(name, *every)]
+        return [n for n in layout if server in holders(n, self._servers, self._copies)]
 
     def part(self, model: str, names: Iterable[str]) -> dict[str, Any]:
         """Of ``state`` the tensors ``names`` of one model, for another server."""

@@ -18,9 +18,6 @@ class ShardCalls:
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
         self._shard = replica.shard
-        self.servers = replica.servers
-        """All servers, whether they are there or not."""
-        self.copies = replica.copies
 
     def stage(
         self,

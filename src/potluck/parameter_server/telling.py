@@ -19,12 +19,12 @@ class Telling:
     a lost server had is lost anyhow."""
 
     def __init__(
-        self, replica: Replica, check_open: Callable[[], None], carry_out: Callable[[], None]
+        self, replica: Replica, may_answer: Callable[[], bool], carry_out: Callable[[], None]
     ) -> None:
-        """``check_open()`` raises what callers get while this is not the first server;
+        """``may_answer()``: whether this is the first server; it raises what has failed.
         ``carry_out()`` makes entries of what was decided."""
         self._replica = replica
-        self._check_open = check_open
+        self._may_answer = may_answer
         self._carry_out = carry_out
 
     def told(self, reply: Any) -> Any:
@@ -34,8 +34,7 @@ class Telling:
             return reply
 
         def attempt() -> Any:
-            self._check_open()
-            if at[0] != self._replica.incarnation:
+            if not self._may_answer() or at[0] != self._replica.incarnation:
                 raise AskAgain("the servers have begun anew")
             return reply if self._may_tell(at) else None
 
@@ -45,11 +44,7 @@ class Telling:
         return self._replica.waits.add(attempt, otherwise, _TELL_S)
 
     def when(
-        self,
-        attempt: Callable[[], Any],
-        otherwise: Callable[[], dict[str, Any]],
-        is_open: Callable[[], bool],
-        wait_s: float,
+        self, attempt: Callable[[], Any], otherwise: Callable[[], dict[str, Any]], wait_s: float
     ) -> Future[Any]:
         """The reply of ``attempt()``, as soon as there is one; after ``wait_s`` that of
         ``otherwise()``."""
@@ -58,7 +53,7 @@ class Telling:
 
         def attempt_and_tell() -> Any:
             nonlocal found, at
-            if not is_open():
+            if not self._may_answer():
                 return None
             if found is None or at[0] != self._replica.incarnation:
                 found = attempt()
@@ -67,7 +62,7 @@ class Telling:
             return found if found is not None and self._may_tell(at) else None
 
         def otherwise_or_untold() -> dict[str, Any]:
-            if found is not None and is_open():
+            if found is not None and self._may_answer():
                 return {"waits_for": "the other servers, to carry it out"}
             return otherwise()
 

@@ -22,7 +22,7 @@ class Presence:
         self._silence_s = silence_s
         self._heard_at: dict[str, float] = {}
         self._gone: set[str] = set()
-        self._members: set[str] = set()
+        self._before: Group | None = None
         self._began = time.monotonic()
 
     def hear(self, call: Call) -> None:
@@ -49,8 +49,10 @@ class Presence:
 
     def lost(self) -> list[str]:
         """The workers that were in the group at the last call of this method, and are not now."""
-        before, self._members = self._members, {each.worker for each in self._group().members}
-        return sorted(before - self._members)
+        before, self._before = self._before, self._group()
+        if before is None or before is self._before:
+            return []
+        return [each.worker for each in before.members if self._before.rank_of(each.worker) < 0]
 
     def is_there(self, worker: str) -> bool:
         return worker in self.workers() and self._is_heard(worker)

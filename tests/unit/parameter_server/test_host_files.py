@@ -32,7 +32,7 @@ def host(folder: Path, save_every: int = 1) -> Host:
     replica = Replica(Synchronous(), SGD(1.0, momentum=0.5), Presence(lambda: ALONE, 30.0))
     return Host(
         replica,
-        checkpoints=Checkpoints(CheckpointStore(folder), replica.servers, replica.changed),
+        checkpoints=Checkpoints(CheckpointStore(folder), replica),
         save_every=save_every,
         worker_timeout_s=30.0,
     )

@@ -16,7 +16,6 @@ from potluck.parameter_server.layout import layout_of, plain
 from potluck.parameter_server.offer import SharedOffer
 from potluck.parameter_server.placement import holders
 from potluck.parameter_server.replica import Replica
-from potluck.parameter_server.shard_calls import ShardCalls
 from potluck.parameter_server.signals import AskAgain, OutOfStep
 from potluck.services import Call
 from potluck.services.presence import Presence
@@ -36,7 +35,7 @@ def offer_of(server: str, copies: int = 1) -> SharedOffer:
     presence = Presence(lambda: GROUP, 30.0)
     replica = Replica(Synchronous(), SGD(1.0), presence, server, SERVERS, copies)
     host = Host(replica, checkpoints=None, save_every=1, worker_timeout_s=30.0)
-    return SharedOffer(host, ShardCalls(replica), Follower(replica, None), lambda: None)
+    return SharedOffer(host, replica, Follower(replica, None), lambda: None)
 
 
 def begun(server: str) -> SharedOffer:

@@ -26,11 +26,11 @@ from potluck.parameter_server.modes import Mode
 from potluck.parameter_server.offer import SharedOffer
 from potluck.parameter_server.placement import Placement
 from potluck.parameter_server.replica import Replica
-from potluck.parameter_server.shard_calls import ShardCalls
 from potluck.parameter_server.signals import AskAgain, OutOfStep
 from potluck.services import Call, waits
 from potluck.services.presence import Presence
 from potluck.types import Group, Member
+from support.momentum import value_of_version
 
 NAMES = [f"layer{number}.weight" for number in range(8)]
 START = {name: np.zeros(1) for name in NAMES}
@@ -40,15 +40,6 @@ MODES = [
     Asynchronous(4, lr_by_staleness=False),
     ElasticAveraging(1.0),
 ]
-
-
-def value_of(version: int) -> float:
-    """A step adds 1, and half of the step before."""
-    value = step = 0.0
-    for _ in range(version):
-        step = 1.0 + step / 2
-        value += step
-    return value
 
 
 class Process:
@@ -73,9 +64,7 @@ class Server(Process):
         self.leader = Leader(
             self.replica, self.host, None, remotes, lambda: self.group, lambda: False
         )
-        self.offer = SharedOffer(
-            self.host, ShardCalls(self.replica), self.follower, self.leader.ask
-        )
+        self.offer = SharedOffer(self.host, self.replica, self.follower, self.leader.ask)
 
     def step(self) -> None:
         """What the thread does once."""
@@ -86,7 +75,7 @@ class Server(Process):
         except HandlerError as error:
             if error.type != "OutOfStep":
                 raise
-            self.leader._incarnation = None
+            self.host.stand_down()
 
 
 class Network:
@@ -173,7 +162,7 @@ class Worker(Process):
             self.asked = None  # it is lost
             return
         if not future.done():
-            if not server.host.is_leading:
+            if server.host.led is None:
                 self.asked = None  # its wait ends, and the worker asks the first one
             return
         self.asked, found = None, future.result(0)
@@ -198,7 +187,7 @@ class Worker(Process):
             assert set(there) < set(found["present"])
             return
         values = {float(each[0]) for each in tensors.values()}
-        assert values == {value_of(found["version"])}, (values, found["version"])
+        assert values == {value_of_version(found["version"])}, (values, found["version"])
         self.reply = found
         self.push += 1
 
@@ -351,7 +340,7 @@ class World:
             tensors = replica.shard.tensors("m")
             assert tensors.keys() == its.keys()
             for each in tensors.values():
-                assert each[0] == value_of(first.models["m"].version)
+                assert each[0] == value_of_version(first.models["m"].version)
 
 
 @pytest.fixture(autouse=True)
