@@ -33,7 +33,7 @@ REQUIRED = sorted(set(required()))
 @pytest.mark.parametrize(("package", "extra"), REQUIRED, ids=lambda each: each)
 def test_each_package_that_is_asked_for_is_in_its_extra(package: str, extra: str) -> None:
     names = [re.split(r"[<>=!~; ]", each)[0] for each in EXTRAS[extra]]
-    assert {"sklearn": "scikit-learn"}.get(package, package) in names
+    assert {"sklearn": "scikit-learn"}.get(package, package.replace("_", "-")) in names
 
 
 def test_every_extra_that_a_text_names_exists() -> None:
@@ -44,6 +44,7 @@ def test_every_extra_that_a_text_names_exists() -> None:
         for extra in extras.split(",")
     }
     assert {"torch", "sklearn"} <= named <= set(EXTRAS)
-    assert {"torch", "mpi", "data", "tensorboard", "ecosystem", "bench", "torchft", "sklearn"} == {
-        e for _, e in REQUIRED
+    assert {extra for _, extra in REQUIRED} == {
+        *("torch", "mpi", "data", "tensorboard", "ecosystem", "bench", "torchft", "sklearn"),
+        "privacy",
     }

@@ -3,7 +3,6 @@ a published library."""
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
 from collections import Counter
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from potluck.errors import MissingDependency
+from potluck.optional import require
 
 Vector = NDArray[np.float64]
 
@@ -29,9 +28,9 @@ class DifferentialPrivacy:
     Gaussian noise of standard deviation ``noise_multiplier * clip`` to their sum, and divides by
     the expected number of clients. Each round reports ``epsilon`` for ``delta``, so far, as the
     library dp-accounting computes it (Renyi accountant; one client's change is added or removed):
-    ``pip install dp-accounting``. It covers all private runs of a federation together. Clients that
-    drop out count as changes of zero, and every round is released, with noise alone if no update
-    came: a round that is left out would tell who was not asked.
+    ``pip install 'potluck[privacy]'``. It covers all private runs of a federation together. Clients
+    that drop out count as changes of zero, and every round is released, with noise alone if no
+    update came: a round that is left out would tell who was not asked.
 
     The bound holds for what the server publishes, the parameters; the server itself sees changes
     without noise: of each client, or with SecureAggregation their sum. Metrics of clients and
@@ -146,18 +145,7 @@ class Noise:
 
 
 def _accounting() -> ModuleType:
-    """The library. It is no extra of potluck: its bound on attrs would hold back the newer one that
-    other extras are tested with."""
-    try:
-        return importlib.import_module("dp_accounting")
-    except ModuleNotFoundError as error:
-        if error.name != "dp_accounting":
-            raise
-        raise MissingDependency(
-            "the account of differential privacy needs the Python package 'dp-accounting', which "
-            "is not installed: pip install dp-accounting",
-            name=error.name,
-        ) from None
+    return require("dp_accounting", "privacy")
 
 
 def clipped(change: Vector, clip: float) -> Vector:

@@ -104,7 +104,9 @@ def test_without_the_library_nothing_starts_and_the_error_names_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
-    with pytest.raises(MissingDependency, match="pip install dp-accounting"):
+    with pytest.raises(
+        MissingDependency, match=r"'dp_accounting', .* pip install 'potluck\[privacy\]'"
+    ):
         run(DifferentialPrivacy(1.0, 1.0))
 
 
@@ -112,7 +114,7 @@ def test_without_the_library_nothing_starts_and_the_error_names_it(
 def test_the_noise_is_of_the_size_asked_for_and_every_client_weighs_the_same(
     secure: SecureAggregation | None,
 ) -> None:
-    pytest.importorskip("dp_accounting", reason="pip install dp-accounting")
+    pytest.importorskip("dp_accounting", reason="pip install 'potluck[privacy]'")
     history = run(DifferentialPrivacy(0.2, clip=1.0, seed=4), secure=secure)
     expected = (1.0 + 9 * 0.5) / 10 / np.sqrt(2000)
     found = history.parameters["w"]
@@ -122,7 +124,7 @@ def test_the_noise_is_of_the_size_asked_for_and_every_client_weighs_the_same(
 
 
 def test_epsilon_is_the_librarys() -> None:
-    library = pytest.importorskip("dp_accounting", reason="pip install dp-accounting")
+    library = pytest.importorskip("dp_accounting", reason="pip install 'potluck[privacy]'")
     history = run(DifferentialPrivacy(1.1, 1.0, delta=1e-6), rounds=4)
     accountant = library.rdp.RdpAccountant()
     for report in history.rounds:
@@ -137,7 +139,7 @@ def test_epsilon_is_the_librarys() -> None:
 
 
 def test_all_private_runs_of_a_federation_are_one_account() -> None:
-    library = pytest.importorskip("dp_accounting", reason="pip install dp-accounting")
+    library = pytest.importorskip("dp_accounting", reason="pip install 'potluck[privacy]'")
 
     def twice(federation: Federation) -> History:
         federation.run(ZEROS, rounds=2, privacy=DifferentialPrivacy(1.1, 1.0))
@@ -155,7 +157,7 @@ def test_a_round_is_released_with_noise_even_if_no_update_came(
     secure: SecureAggregation | None,
 ) -> None:
     """Otherwise a round that was left out would tell that few were asked."""
-    pytest.importorskip("dp_accounting", reason="pip install dp-accounting")
+    pytest.importorskip("dp_accounting", reason="pip install 'potluck[privacy]'")
 
     def fails(parameters: Any, config: Mapping[str, Any]) -> Update:
         raise RuntimeError("no")
@@ -173,7 +175,7 @@ def test_a_round_is_released_with_noise_even_if_no_update_came(
 
 
 def test_a_poisson_round_that_asks_nobody_is_released_as_well() -> None:
-    pytest.importorskip("dp_accounting", reason="pip install dp-accounting")
+    pytest.importorskip("dp_accounting", reason="pip install 'potluck[privacy]'")
     strategy = FedAvg(1e-9, sampling="poisson")
     history = run(DifferentialPrivacy(1.0, 1.0), strategy=strategy)
     assert history.rounds[0].asked == ()
@@ -208,7 +210,7 @@ def test_arguments_that_do_not_fit(options: Any, text: str) -> None:
 
 
 def test_which_clients_are_asked_does_not_follow_from_the_federations_seed() -> None:
-    pytest.importorskip("dp_accounting", reason="pip install dp-accounting")
+    pytest.importorskip("dp_accounting", reason="pip install 'potluck[privacy]'")
     options = {"num_clients": 30, "strategy": FedAvg(0.5, sampling="poisson")}
 
     def asked(privacy: DifferentialPrivacy) -> list[tuple[str, ...]]:

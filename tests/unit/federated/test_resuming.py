@@ -75,7 +75,7 @@ def test_a_resumed_run_ends_as_an_undisturbed_one(
 
 
 def test_what_was_released_before_the_kill_counts(tmp_path: Path) -> None:
-    pytest.importorskip("dp_accounting", reason="pip install dp-accounting")
+    pytest.importorskip("dp_accounting", reason="pip install 'potluck[privacy]'")
     privacy = DifferentialPrivacy(1.0, 1.0)
     expected = run(privacy=privacy).rounds[-1].epsilon
     with pytest.raises(KilledServer):
