@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <functional>
 #include <vector>
 
 #include "core/kernels/kernels.hpp"
@@ -13,18 +12,44 @@ namespace {
 
 using Words = std::vector<std::uint32_t>;
 
-// Above so many values a selection in place is faster than one pass for each bit.
+// Up to so many values one pass for each bit is faster than a histogram.
 constexpr std::size_t few = 2048;
 constexpr std::size_t tile = 4096;
 
-// The k-th largest of magnitudes, k >= 1. May change their order.
-std::uint32_t kth_largest(std::uint32_t* values, std::size_t count, std::size_t k) {
-    if (count > few) {
-        std::nth_element(values, values + (k - 1), values + count, std::greater<>());
-        return values[k - 1];
+// Keeps, in place, the values whose 11 bits from `shift` on are those of the k-th largest; their
+// bits above must be equal. Sets these bits in `found`, lowers k by the number of larger values,
+// and returns how many are kept.
+std::size_t narrow(std::uint32_t* values, std::size_t count, std::size_t& k, unsigned shift,
+                   std::uint32_t& found) {
+    constexpr std::uint32_t mask = 2047;
+    std::uint32_t even[mask + 1] = {}, odd[mask + 1] = {};  // two: equal digits follow each other
+    std::size_t i = 0;
+    for (; i + 1 < count; i += 2) {
+        ++even[values[i] >> shift & mask];
+        ++odd[values[i + 1] >> shift & mask];
     }
+    if (i < count) ++even[values[i] >> shift & mask];
+    std::uint32_t digit = mask;
+    for (; even[digit] + odd[digit] < k; --digit) k -= even[digit] + odd[digit];
+    found |= digit << shift;
+    std::size_t kept = 0;
+    for (i = 0; i < count; ++i) {
+        const std::uint32_t value = values[i];
+        values[kept] = value;
+        kept += (value >> shift & mask) == digit;
+    }
+    return kept;
+}
+
+// The k-th largest of magnitudes, k >= 1: digit by digit, then bit by bit. Overwrites them.
+std::uint32_t kth_largest(std::uint32_t* values, std::size_t count, std::size_t k) {
     std::uint32_t found = 0;
-    for (std::uint32_t bit = 1u << 30; bit != 0; bit >>= 1) {
+    unsigned unknown = 31;  // bits
+    while (count > few && unknown > 9) {
+        unknown -= 11;
+        count = narrow(values, count, k, unknown, found);
+    }
+    for (std::uint32_t bit = 1u << unknown >> 1; bit != 0; bit >>= 1) {
         if (kernels().count_at_least(values, count, found | bit) >= k) found |= bit;
     }
     return found;
@@ -36,16 +61,21 @@ struct Scratch {
 };
 
 // Selects from one chunk. At least k groups of values have a maximum of `bound` or more, so at
-// least k values have: only these are candidates, and in a gradient they are few more than k.
+// least k values have: only these are candidates, and in a gradient they are few more than k. With
+// too few groups each value is one.
 void select_one(std::uint32_t* positions, const char* values, std::size_t count, std::size_t k,
                 std::size_t offset, Scratch& scratch) {
     const Kernels& table = kernels();
-    std::uint32_t bound = 0;
-    scratch.maxima.resize(16 * (count / 256) + count % 256);
-    if (k < scratch.maxima.size()) {
-        table.group_maxima(scratch.maxima.data(), values, count);
-        bound = kth_largest(scratch.maxima.data(), scratch.maxima.size(), k);
+    Words& maxima = scratch.maxima;
+    maxima.resize(16 * (count / 256) + count % 256);
+    if (k < maxima.size()) {
+        table.group_maxima(maxima.data(), values, count);
+    } else {
+        maxima.resize(count);
+        std::memcpy(maxima.data(), values, 4 * count);
+        for (std::uint32_t& each : maxima) each &= 0x7fffffff;
     }
+    const std::uint32_t bound = kth_largest(maxima.data(), maxima.size(), k);
     scratch.positions.clear();
     scratch.magnitudes.clear();
     std::uint32_t found[tile], magnitudes[tile];
