@@ -1,11 +1,11 @@
 """KMeans and a random forest on two workers of one thread, next to scikit-learn in one process.
 
     python benchmarks/estimators.py kmeans --rounds 3
-    python benchmarks/estimators.py forest --rounds 1
+    python benchmarks/estimators.py forest --rounds 1 --threads 2
     python benchmarks/estimators.py kmeans --hosts   # between two hosts at 1 Gbit/s; needs root
 
-Each round runs potluck's two workers, scikit-learn with one thread and scikit-learn with two, one
-after the other. The samples are made in each process from the same seed; only `fit` is timed, on
+Each round runs potluck's two workers, and scikit-learn with one thread and with two, one after the
+other. The samples are made in each process from the same seed; only `fit` is timed, on
 potluck's side of the slower worker. The medians of the rounds and their ratios are printed, also
 those of the CPU time of the process (of the busier worker), which other work on the machine
 disturbs less.
@@ -160,6 +160,9 @@ def main() -> None:
     parser.add_argument("kind", choices=["kmeans", "forest"])
     parser.add_argument("--samples", type=int, help="10 M for kmeans, 1 M for the forest")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--threads", nargs="+", choices=["1", "2"], default=["1", "2"], help="of scikit-learn"
+    )
     parser.add_argument("--hosts", action="store_true", help="one host against two at 1 Gbit/s")
     parser.add_argument("--who", help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
@@ -171,17 +174,21 @@ def main() -> None:
     if given.hosts:
         between_hosts(given.kind, num, given.rounds)
         return
-    found: dict[str, list[list[float]]] = {"potluck": [], "1": [], "2": []}
+    found: dict[str, list[list[float]]] = {who: [] for who in ("potluck", *given.threads)}
     for _ in range(given.rounds):
         for who, times in found.items():
             times.append(run(given.kind, num, who))
             print(f"{who:>8}: {times[-1][0]:.2f} s, {times[-1][1]:.2f} s of CPU", flush=True)
     print(f"{given.kind}, {num} x {FEATURES}, medians of {given.rounds}")
     for column, unit in enumerate(("s", "s of CPU")):
-        ours, one, two = (statistics.median(t[column] for t in times) for times in found.values())
+        medians = {who: statistics.median(t[column] for t in times) for who, times in found.items()}
+        ours = medians.pop("potluck")
         print(f"  potluck: {ours:.2f} {unit}")
-        print(f"  {ours / one:.2f} times scikit-learn with one thread ({one:.2f} {unit})")
-        print(f"  {ours / two:.2f} times scikit-learn with two threads ({two:.2f} {unit})")
+        for threads, theirs in medians.items():
+            print(
+                f"  {ours / theirs:.2f} times scikit-learn with {threads} thread"
+                f"{'s' * (threads != '1')} ({theirs:.2f} {unit})"
+            )
 
 
 if __name__ == "__main__":

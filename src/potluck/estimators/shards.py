@@ -165,6 +165,9 @@ BLOCK = 1 << 16
 """Rows that are worked on at once, so that temporary arrays stay in the cache."""
 
 
+_MOMENTS_VALUES = 1 << 17
+
+
 def blocks(num: int, size: int = BLOCK) -> list[slice]:
     """Slices that cover ``num`` rows."""
     return [slice(start, min(start + size, num)) for start in range(0, num, size)]
@@ -197,29 +200,23 @@ class Moments:
 
 
 def moments(X: Array, weights: Array | None = None) -> Moments:
-    """The moments of a shard without missing values."""
+    """The moments of a shard without missing values: of blocks that fit in the cache, merged."""
     num, features = X.shape
-    total = float(num if weights is None else weights.sum(dtype=np.float64))
-    if not total:
-        return Moments(np.zeros(features), np.zeros(features), np.zeros(features))
-    mean = np.zeros(features)
-    for rows in blocks(num):
-        mean += _sum(X[rows], None if weights is None else weights[rows])
-    mean /= total
-    squares, rest = np.zeros(features), np.zeros(features)
-    for rows in blocks(num):
-        away = X[rows] - mean  # float64
-        part = None if weights is None else weights[rows]
-        squares += _sum(away**2, part)
-        rest += _sum(away, part)
-    squares -= rest**2 / total  # the rounding of the mean
-    return Moments(np.full(features, total), mean + rest / total, squares)
-
-
-def _sum(X: Array, weights: Array | None) -> Array:
-    if weights is None:
-        return np.asarray(np.add.reduce(X, axis=0, dtype=np.float64))
-    return np.asarray(weights.astype(np.float64) @ X)
+    found = Moments(np.zeros(features), np.zeros(features), np.zeros(features))
+    for rows in blocks(num, max(1, _MOMENTS_VALUES // max(1, features))):
+        away = X[rows].astype(np.float64)
+        some = np.ones(len(away)) if weights is None else weights[rows].astype(np.float64)
+        total = some.sum()
+        mean = some @ away / total if total else np.zeros(features)
+        away -= mean
+        rest = some @ away  # the rounding of the mean
+        away *= away
+        squares = some @ away
+        if total:
+            mean += rest / total
+            squares -= rest**2 / total
+        found = found.merged(Moments(np.full(features, total), mean, squares))
+    return found
 
 
 def merge(parts: list[Array]) -> Moments:
