@@ -27,7 +27,9 @@ from potluck.torch import (
     DataParallel,
     DiLoCo,
     ElasticLoop,
+    GradScaler,
     LocalSGD,
+    LossScale,
     NoiseBatching,
     Policy,
     outer,
@@ -284,6 +286,39 @@ def test_alone_local_sgd_is_plain_training(adam: bool) -> None:
         plain = Training(ctx, None, adam=adam).run()
         rounds = Training(ctx, LocalSGD(every=4), adam=adam).run()
     close(rounds.parameters(), plain.parameters())
+
+
+@pytest.mark.parametrize(
+    "strategy", [LocalSGD(every=3), DiLoCo(every=4, delay=1, fragments=2)], ids=repr
+)
+def test_a_step_that_overflows_changes_nothing_on_its_own_rank_alone(strategy: Any) -> None:
+    def train(ctx: DistributedContext) -> tuple[list[float], str]:
+        model = DDP(copy.deepcopy(_START).float(), ctx)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = GradScaler(LossScale(scale=64.0))
+        job = ElasticLoop(
+            model, optimizer, (X.float(), Y), batch_size=8, seed=5,
+            also={"scaler": scaler}, policy=EVERY_ROUND, strategy=strategy,
+        )  # fmt: skip
+        factors: list[float] = []
+        for x, y in job:
+            with job.step():
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(x), y)
+                overflows = ctx.rank == 1 and len(factors) == 1
+                scaler.scale(loss * torch.inf if overflows else loss).backward()
+                before = copy.deepcopy(model.state_dict())
+                scaler.step(optimizer)
+                scaler.update()
+                is_same = [torch.equal(old, model.state_dict()[n]) for n, old in before.items()]
+                assert is_same == [overflows] * len(is_same)
+            factors.append(scaler.factor)
+        assert all(parameter.isfinite().all() for parameter in model.parameters())
+        return factors, job.parameter_hash()
+
+    (factors, mine), (others, theirs) = run_world(2, train)
+    assert (factors, others) == ([64.0] * 6, [64.0] + [32.0] * 5)
+    assert mine == theirs
 
 
 def test_a_model_in_bfloat16_keeps_its_global_parameters_in_float32() -> None:
