@@ -105,6 +105,24 @@ def test_a_killed_worker_is_left_behind_and_taken_back_in(counter, tmp_path: Pat
     assert result["committed_steps"] >= 20
 
 
+@pytest.mark.parametrize("delay", [0, 2])
+def test_two_kills_in_rounds_cost_no_step_and_no_sample(delay: int, tmp_path: Path) -> None:
+    summary = tmp_path / "summary.json"
+    orders = "kill rank 2 at step 30; kill rank 1 at step 101"
+    script = str(Path(__file__).parent / "scripts" / "rounds.py")
+    with run_command(
+        *("-n", "3", "--chaos", orders, "--json", str(summary)), *(script, str(delay))
+    ) as run:
+        assert run.finish() == 0, run.text
+    said = [line for line in run.lines if "counted once" in line]
+    assert len(said) >= 2
+    assert all(line.endswith("True") for line in said), run.text
+    result = told(summary)
+    assert [recovery["run_again"] for recovery in result["recoveries"]] == [False, False]
+    assert result["steps_run_again"] == 0
+    assert result["hashes_equal"] is True
+
+
 def test_a_job_begins_without_a_worker_that_keeps_dying_and_takes_it_in_later(
     tmp_path: Path,
 ) -> None:

@@ -169,7 +169,8 @@ class DistributedContext(UnevenCollectives, Messages):
 
     def begin_step(self, step: int) -> None:
         """Note the start of training step ``step``, counted from 0. Errors and reports name it; a
-        fault that ``potluck run --chaos`` orders for the step is injected here."""
+        fault that ``potluck run --chaos`` orders for the step is injected here. With -1 no step is
+        under way: a loss makes none run again."""
         self._backend.begin_step(step)
 
     def commit(

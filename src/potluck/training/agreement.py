@@ -128,6 +128,8 @@ class Agreement:
             self._agreed = False
             if self._store is not None and self.cause is not None:
                 self._store.give_up()
+            if not self.steps_run_again:
+                self._ctx.begin_step(-1)
             self._ctx.reform(self.cause)
             self.cause, self.newcomers = None, False
         progress = self._progress
