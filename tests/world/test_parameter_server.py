@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,33 @@ def test_a_server_that_starts_again_goes_on_from_its_checkpoint(
     run_world(2, lambda ctx: steps(ctx, 4, tmp_path))
     again = run_world(2, lambda ctx: steps(ctx, 3, tmp_path))
     assert again == run_world(2, lambda ctx: steps(ctx, 7, None))
+
+
+def test_a_worker_says_when_the_parameters_go_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The server is stopped without its last checkpoint, and another one goes on from the first."""
+
+    def work(ctx: DistributedContext) -> None:
+        kept: dict[str, int] = {}
+        for checkpoint in (tmp_path / "kept", tmp_path / "copy"):
+            ps = ParameterServer(ctx, checkpoint=checkpoint, save_every=100, name=checkpoint.name)
+            ps._newest = kept
+            ps.set_parameters("m", {"w": np.zeros(2)})
+            ps.get_parameters("m")
+            if checkpoint.name == "kept":
+                ps.save()
+                shutil.copytree(checkpoint, tmp_path / "copy")
+                for _ in range(3):
+                    ps.accumulate_gradient("m", {"w": np.ones(2)})
+                    ps.get_parameters("m")
+            ps.get_parameters("m")
+            ps.close()
+
+    run_world(1, work)
+    said = [record.getMessage() for record in caplog.records if "went back" in record.message]
+    assert len(said) == 1
+    assert said[0].startswith("the parameters of 'm' went back from version 3 to 0:")
 
 
 def test_mistakes_are_one_clear_error_each() -> None:

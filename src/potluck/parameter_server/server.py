@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import secrets
 import time
@@ -32,6 +33,8 @@ from potluck.waiting import checked_seconds
 _LEAVE_S = 5.0
 
 _PAUSE_S = 0.05
+
+_log = logging.getLogger(__name__)
 
 
 class Pulled(NamedTuple):
@@ -110,6 +113,8 @@ class ParameterServer:
         self._servers = servers_of(ctx, servers, replicas)
         self._calls = Calls(ctx, name, self._servers, replicas + 1)
         self._pulled: dict[str, tuple[int, int]] = {}
+        self._newest: dict[str, int] = {}
+        """By model: the version that was pulled last."""
         """By model: version and incarnation of the last pull."""
         self._where: dict[str, tuple[tuple[str, ...], list[str]]] = {}
         """By model: the several servers that were present, and the names of all tensors."""
@@ -191,6 +196,7 @@ class ParameterServer:
 
         reply = self._await(pull, f"the parameters of {model!r}", timeout)
         version = int(reply["version"])
+        self._note_version(model, version)
         if wait:
             self._pulled[model] = version, int(reply["incarnation"])
             self._where[model] = tuple(reply["present"]), reply.get("names", [])
@@ -340,6 +346,18 @@ class ParameterServer:
                 timeout,
             )
         return bool(reply["counted"])
+
+    def _note_version(self, model: str, version: int) -> None:
+        before = self._newest.get(model, version)
+        self._newest[model] = version
+        if version < before:
+            _log.warning(
+                "the parameters of %r went back from version %d to %d: the servers that had newer "
+                "ones are lost, and the others went on from what they have",
+                model,
+                before,
+                version,
+            )
 
     def _known(self, model: str) -> tuple[int, int]:
         known = self._pulled.get(model)
