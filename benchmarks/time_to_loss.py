@@ -46,6 +46,7 @@ FINAL = {"digits": 0.3, "gpt": 1.0}
 """By task: how far a last figure may be from that of one machine, in points or in percent."""
 _TIMED_STEPS = 8
 DOCS = Path(__file__).parents[1] / "docs" / "slow-networks.md"
+PICTURE = DOCS.parent / "assets" / "time-to-loss.png"
 
 
 def measure(quick: bool, say: script.Say) -> script.Measured:
@@ -279,6 +280,8 @@ def into_docs(result: dict[str, Any]) -> None:
     start, end = page.index(mark) + len(mark), page.index(end_mark)
     table = "\n".join(lines)
     DOCS.write_text(f"{page[:start]}\n{where}\n\n{table}\n{page[end:]}")
+    if not final:
+        loss_plot.draw(result, PICTURE)
     print(f"written into {DOCS.name}")
 
 
