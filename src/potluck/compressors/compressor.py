@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from potluck.codecs.codec import Bytes
+from potluck.compressors import options
 from potluck.compressors.compressed import Compressed
 from potluck.compressors.encoded import Encoded, Int
-from potluck.compressors.strategy import Strategy
+from potluck.compressors.strategy import Strategy, text_of
 from potluck.compressors.topk import TopK
 from potluck.compressors.wide import compress_any
 
@@ -79,6 +80,10 @@ class GradientCompressor:
 
     def decompress(self, compressed: Compressed) -> Array:
         """The array that ``compressed`` stands for, of its shape and dtype."""
+        if not isinstance(compressed, Compressed):
+            raise TypeError(
+                f"decompress takes what compress returned, not a {type(compressed).__name__}"
+            )
         return compressed.decompress()
 
     def residual(self, name: str = "gradient") -> Array | None:
@@ -89,17 +94,19 @@ class GradientCompressor:
     def state_dict(self) -> dict[str, Any]:
         """The residuals and steps by name, copies, with the strategy that they belong to."""
         return {
-            "strategy": repr(self.strategy),
+            "strategy": text_of(self.strategy),
             "steps": dict(self._steps),
             "residuals": {name: each.copy() for name, each in self._residuals.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a ``state_dict()``. ValueError for the state of another strategy."""
+        if not isinstance(state, Mapping):
+            raise TypeError(f"a state_dict() is a dict, not a {type(state).__name__}")
         missing = {"strategy", "steps", "residuals"} - state.keys()
         if missing:
             raise ValueError(f"not the state of a GradientCompressor: it has no {min(missing)!r}")
-        if state["strategy"] != repr(self.strategy):
+        if state["strategy"] != text_of(self.strategy):
             raise ValueError(
                 f"the state belongs to {state['strategy']}, this compressor is {self.strategy!r}: "
                 "a residual means nothing to another strategy; start from zeros instead"
@@ -161,6 +168,7 @@ def sparsify_gradients(
     array with zeros. Takes what ``GradientCompressor`` takes; ValueError unless 0 <= ``sparsity`` <
     1.
     """
+    sparsity = options.number("sparsify_gradients", "sparsity", sparsity)
     if not 0 <= sparsity < 1:
         raise ValueError(f"sparsity is {sparsity}; it must be at least 0 and below 1")
     strategy = TopK(1 - sparsity, chunk=None)

@@ -10,6 +10,7 @@ import numpy as np
 
 from potluck.codecs import Codec, codec_of, kernels
 from potluck.codecs.codec import Bytes, Floats
+from potluck.compressors import options
 from potluck.compressors.strategy import Shape, Strategy
 
 
@@ -68,12 +69,14 @@ class BF16(Encoded):
 class Int(Encoded):
     """Integers of 8, 4 or 2 bits with one float32 scale for 256 elements.
 
-    3.94, 7.76 and 15.1 times fewer bytes than float32. ValueError for other ``bits``.
+    3.94, 7.76 and 15.1 times fewer bytes than float32. ValueError for other ``bits``, TypeError for
+    what is no int.
     """
 
     bits: Literal[8, 4, 2] = 8
 
     def __post_init__(self) -> None:
+        options.put(self, bits=options.integer("Int", "bits", self.bits))
         if self.bits not in (8, 4, 2):
             raise ValueError(f"Int(bits={self.bits}): bits must be 8, 4 or 2")
 

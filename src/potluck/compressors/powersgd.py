@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from potluck.codecs.codec import Bytes, Floats
+from potluck.compressors import options
 from potluck.compressors.low_rank import Matrix, orthonormal, product_into, uniform
-from potluck.compressors.strategy import Shape, Strategy, check_seed
+from potluck.compressors.strategy import Shape, Strategy
 
 _ITERATIONS = 2
 _ROWS = 256
@@ -37,27 +38,33 @@ class PowerSGD(Strategy):
     the sum is the same, and a rank that is lost takes less with it.
 
     ValueError unless ``rank`` is a positive int, ``min_rate`` at least 1, and ``start_step`` and
-    ``seed`` are not negative.
+    ``seed`` are not negative; TypeError for options that are no numbers.
     """
 
     rank: int
     start_step: int = 2
-    min_rate: float = 2
+    min_rate: float = 2.0
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
-            raise ValueError(f"PowerSGD(rank={self.rank!r}): rank must be a positive int")
-        if not isinstance(self.start_step, int) or self.start_step < 0:
+        options.put(
+            self,
+            rank=options.integer("PowerSGD", "rank", self.rank),
+            start_step=options.integer("PowerSGD", "start_step", self.start_step),
+            min_rate=options.number("PowerSGD", "min_rate", self.min_rate),
+            seed=options.seed("PowerSGD", self.seed),
+        )
+        if self.rank < 1:
+            raise ValueError(f"PowerSGD(rank={self.rank}): rank must be a positive int")
+        if self.start_step < 0:
             raise ValueError(
-                f"PowerSGD(start_step={self.start_step!r}): start_step is a number of steps, 0 or "
+                f"PowerSGD(start_step={self.start_step}): start_step is a number of steps, 0 or "
                 "more"
             )
         if not 1 <= self.min_rate < math.inf:
             raise ValueError(
                 f"PowerSGD(min_rate={self.min_rate}): min_rate must be at least 1 and finite"
             )
-        check_seed("PowerSGD", self.seed)
 
     def applies_to(self, shape: Shape) -> bool:
         if len(shape) < 2:

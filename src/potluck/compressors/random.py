@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from potluck.codecs.codec import Bytes, Floats
-from potluck.compressors.strategy import Shape, Strategy, check_ratio, check_seed
+from potluck.compressors import options
+from potluck.compressors.strategy import Shape, Strategy
 
 _TABLE = 4096
 
@@ -38,10 +39,11 @@ class Random(Strategy):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_ratio("Random", self.ratio)
+        options.put(
+            self, ratio=options.ratio("Random", self.ratio), seed=options.seed("Random", self.seed)
+        )
         if self.mode not in ("bernoulli", "k"):
             raise ValueError(f"Random(mode={self.mode!r}): mode must be 'bernoulli' or 'k'")
-        check_seed("Random", self.seed)
 
     def positions(self, count: int, step: int) -> NDArray[np.int64]:
         """The positions, ascending, of the elements that are sent at ``step``."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
 
 from potluck.codecs.codec import Bytes, Floats
 
@@ -48,17 +47,10 @@ class Strategy(ABC):
         the payload where that shows every such value."""
 
 
-def check_ratio(name: str, ratio: Any) -> None:
-    """TypeError for what is no number, ValueError unless 0 < ``ratio`` <= 1."""
-    if isinstance(ratio, bool) or not isinstance(ratio, int | float):
-        raise TypeError(f"{name}(ratio={ratio!r}): ratio must be a number")
-    if not 0 < ratio <= 1:
-        raise ValueError(f"{name}(ratio={ratio}): ratio must be above 0 and at most 1")
-
-
-def check_seed(name: str, seed: Any) -> None:
-    """TypeError for what is no int, ValueError for a negative one."""
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TypeError(f"{name}(seed={seed!r}): seed must be an int")
-    if seed < 0:
-        raise ValueError(f"{name}(seed={seed}): seed must not be negative")
+def text_of(strategy: Strategy) -> str:
+    """The class with its options that are numbers or text: equal for equal strategies on all ranks
+    and in all processes, where a ``repr`` may hold addresses."""
+    plain = int | float | str | bytes | None
+    options = getattr(strategy, "__dict__", {}).items()
+    shown = ", ".join(f"{name}={value!r}" for name, value in options if isinstance(value, plain))
+    return f"{type(strategy).__name__}({shown})"

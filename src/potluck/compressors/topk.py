@@ -9,9 +9,10 @@ import numpy as np
 
 from potluck.codecs import codec_of, kernels
 from potluck.codecs.codec import Bytes, Floats
+from potluck.compressors import options
 from potluck.compressors import positions as coded_positions
 from potluck.compressors.selection import Sizes, select
-from potluck.compressors.strategy import Shape, Strategy, check_ratio
+from potluck.compressors.strategy import Shape, Strategy
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class TopK(Strategy):
     (Lin et al., "Deep Gradient Compression", 2018; chunk by chunk: Sarfi et al., "Communication
     Efficient LLM Pre-training with SparseLoCo", 2025.)
 
-    ValueError unless 0 < ``ratio`` <= 1, ``chunk`` is positive, and ``bits`` is 8, 4, 2 or None.
+    ValueError unless 0 < ``ratio`` <= 1, ``chunk`` is positive, and ``bits`` is 8, 4, 2 or None;
+    TypeError for options that are no numbers.
     """
 
     ratio: float
@@ -36,13 +38,17 @@ class TopK(Strategy):
     bits: Literal[8, 4, 2] | None = None
 
     def __post_init__(self) -> None:
-        check_ratio("TopK", self.ratio)
-        if self.chunk is not None and (not isinstance(self.chunk, int) or self.chunk < 1):
-            raise ValueError(
-                f"TopK(chunk={self.chunk}): chunk is a positive number of elements, or None"
-            )
-        if self.bits not in (8, 4, 2, None):
-            raise ValueError(f"TopK(bits={self.bits}): bits must be 8, 4, 2 or None")
+        options.put(self, ratio=options.ratio("TopK", self.ratio))
+        if self.chunk is not None:
+            options.put(self, chunk=options.integer("TopK", "chunk", self.chunk))
+            if self.chunk < 1:
+                raise ValueError(
+                    f"TopK(chunk={self.chunk}): chunk is a positive number of elements, or None"
+                )
+        if self.bits is not None:
+            options.put(self, bits=options.integer("TopK", "bits", self.bits))
+            if self.bits not in (8, 4, 2):
+                raise ValueError(f"TopK(bits={self.bits}): bits must be 8, 4, 2 or None")
 
     def sizes(self, count: int) -> Sizes:
         """How many of ``count`` elements are taken, chunk by chunk."""

@@ -183,6 +183,10 @@ def test_the_two_functions() -> None:
         (lambda: TopK(0.1, bits=3), ValueError, "bits must be 8, 4, 2 or None"),
         (lambda: TopK("0.1"), TypeError, "ratio must be a number"),
         (lambda: TopK(True), TypeError, "ratio must be a number"),
+        (lambda: TopK(0.1, bits=2.0), TypeError, r"TopK\(bits=2.0\): bits must be an int"),
+        (lambda: TopK(0.1, chunk=True), TypeError, "chunk must be an int"),
+        (lambda: Int(8.0), TypeError, r"Int\(bits=8.0\): bits must be an int"),
+        (lambda: Int("8"), TypeError, r"Int\(bits='8'\): bits must be an int"),
         (lambda: Random(None), TypeError, "ratio must be a number"),
         (lambda: Random(0.1, seed=0.5), TypeError, "seed must be an int"),
         (lambda: GradientCompressor(TopK), TypeError, "it must be one such as TopK"),
@@ -192,6 +196,10 @@ def test_the_two_functions() -> None:
         (lambda: Random(0.1, seed=-1), ValueError, "seed must not be negative"),
         (lambda: GradientCompressor("int8"), TypeError, "strategy is 'int8'; it must be one such"),
         (lambda: potluck.sparsify_gradients(gradient(9, 0), 1.0), ValueError, "sparsity is 1.0"),
+        (lambda: potluck.sparsify_gradients(gradient(9, 0), "x"), TypeError, "sparsity must be a"),
+        (lambda: potluck.quantize_gradients(gradient(9, 0), 8.0), TypeError, "bits must be an int"),
+        (lambda: GradientCompressor(Int()).decompress(b""), TypeError, "returned, not a bytes"),
+        (lambda: GradientCompressor(Int()).load_state_dict(None), TypeError, "not a NoneType"),
         (lambda: potluck.quantize_gradients(gradient(9, 0), 7), ValueError, "bits must be 8, 4"),
         (lambda: potluck.quantize_gradients(np.ones(3, int)), TypeError, "gradients is int64"),
         (lambda: potluck.quantize_gradients([1.0]), TypeError, "gradients is a list"),
@@ -200,6 +208,31 @@ def test_the_two_functions() -> None:
 def test_bad_input_is_one_clear_error(make, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make()
+
+
+def test_the_state_of_a_strategy_of_ones_own_fits_another_object_of_it() -> None:
+    class Zeros(Strategy):
+        def compress(self, source, residual, step):  # type: ignore[no-untyped-def]
+            return np.empty(0, np.uint8)
+
+        def decompress(self, payload, shape, step):  # type: ignore[no-untyped-def]
+            return np.zeros(shape, np.float32)
+
+        def looks_finite(self, payload, source):  # type: ignore[no-untyped-def]
+            return True
+
+    first, second = GradientCompressor(Zeros()), GradientCompressor(Zeros())
+    first.compress(gradient(10, 0), "w")
+    second.load_state_dict(first.state_dict())
+    assert np.array_equal(second.residual("w"), first.residual("w"))
+
+
+def test_numbers_of_numpy_are_those_of_python() -> None:
+    """The text of a strategy is compared with that in a state."""
+    made = TopK(np.float64(0.25), chunk=np.int64(64), bits=np.int8(4))
+    assert repr(made) == repr(TopK(0.25, chunk=64, bits=4))
+    assert repr(Random(np.float32(0.5), seed=np.uint8(3))) == repr(Random(0.5, seed=3))
+    assert repr(Int(np.int32(4))) == repr(Int(4))
 
 
 def test_a_shape_a_dtype_or_a_state_that_does_not_fit() -> None:

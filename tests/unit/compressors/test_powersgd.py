@@ -158,8 +158,10 @@ def test_nan_without_a_network(caplog: pytest.LogCaptureFixture) -> None:
     ("options", "message"),
     [
         ({"rank": 0}, r"PowerSGD\(rank=0\): rank must be a positive int"),
-        ({"rank": 1.5}, r"rank=1.5\): rank must be a positive int"),
-        ({"rank": True}, r"rank=True\): rank must be a positive int"),
+        ({"rank": 1.5}, r"rank=1.5\): rank must be an int"),
+        ({"rank": True}, r"rank=True\): rank must be an int"),
+        ({"rank": 2, "start_step": True}, "start_step must be an int"),
+        ({"rank": 2, "min_rate": "2"}, "min_rate must be a number"),
         ({"rank": 2, "start_step": -1}, r"start_step=-1\): start_step is a number of steps"),
         ({"rank": 2, "min_rate": 0.5}, r"min_rate=0.5\): min_rate must be at least 1"),
         ({"rank": 2, "min_rate": float("nan")}, "min_rate must be at least 1 and finite"),
@@ -167,5 +169,5 @@ def test_nan_without_a_network(caplog: pytest.LogCaptureFixture) -> None:
     ],
 )
 def test_bad_options(options: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         PowerSGD(**options)
