@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from potluck import BF16, FP16, Int, PowerSGD, Random, TopK
 from potluck.compressors import Strategy
 from potluck.context import DistributedContext
-from potluck.errors import CheckpointError
+from potluck.errors import CheckpointError, Desync
 from potluck.testing.elastic import ElasticWorld
 from potluck.testing.world import run_world
 from potluck.torch import DDP, ElasticLoop, Policy
@@ -305,6 +306,8 @@ def test_a_checkpoint_keeps_what_all_ranks_owe_in_a_world_of_any_size(
         ({"compression": TopK}, TypeError, "it must be a strategy such as TopK"),
         ({"compression": Int(8), "dense_below": -1}, ValueError, "dense_below is -1"),
         ({"compression": Int(8), "warmup_steps": -1}, ValueError, "warmup_steps -1"),
+        ({"compression": Int(8), "warmup_steps": 0.5}, TypeError, "warmup_steps must be an int"),
+        ({"compression": Int(8), "dense_below": "4k"}, TypeError, "dense_below must be an int"),
     ],
 )
 def test_bad_options(options: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -313,6 +316,56 @@ def test_bad_options(options: dict[str, Any], error: type[Exception], message: s
             DDP(network(), ctx, **({"dense_below": 0} | options))
 
     run_world(1, work)
+
+
+class Signs(Strategy):
+    """A strategy of one's own, with something that has another address on each rank."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+        self.lock = threading.Lock()
+
+    def compress(self, source: Any, residual: Any, step: int) -> Any:
+        return (source > 0).astype(np.uint8)
+
+    def decompress(self, payload: Any, shape: tuple[int, ...], step: int) -> Any:
+        return np.float32(self.scale) * (2 * payload.astype(np.float32) - 1).reshape(shape)
+
+    def looks_finite(self, payload: Any, source: Any) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"compression": Random(0.3, "k", seed=1)}, {"compression": Random(0.3, "k", seed=2)}),
+        ({"compression": Signs(0.1)}, {"compression": Signs(0.2)}),
+        ({"compression": Int(8)}, {"compression": Int(8), "error_feedback": False}),
+        ({"compression": Int(8)}, {"compression": Int(8), "dense_below": 500}),
+        ({"compression": Int(8)}, {"compression": Int(8), "warmup_steps": 1}),
+    ],
+    ids=["seed", "own", "feedback", "dense", "warm-up"],
+)
+def test_ranks_that_compress_in_unlike_ways_are_told(first: Any, second: Any) -> None:
+    """Payloads of one size would be taken for each other."""
+
+    def work(ctx: DistributedContext) -> None:
+        options = {"dense_below": 0} | (second if ctx.rank == 2 else first)
+        model = DDP(network(), ctx, **options)
+        others = {0: "rank 2", 1: "rank 2", 2: "rank 0, 1"}[ctx.rank]
+        with pytest.raises(Desync, match=f"{others} compresses gradients in another way than rank"):
+            backward(model, *batch(ctx.rank, 0))
+
+    run_world(3, work)
+
+
+def test_a_strategy_of_ones_own_is_the_same_on_all_ranks() -> None:
+    def work(ctx: DistributedContext) -> bytes:
+        model = DDP(network(), ctx, compression=Signs(0.1), error_feedback=False, dense_below=0)
+        return b"".join(g.numpy().tobytes() for g in backward(model, *batch(ctx.rank, 0)).values())
+
+    first, second = run_world(2, work)
+    assert first == second
 
 
 def test_a_state_of_another_strategy_rank_or_model() -> None:

@@ -66,13 +66,14 @@ def test_backward_goes_on_while_buckets_are_encoded() -> None:
 
 
 class Counted(DistributedContext):
-    """A context that keeps the Work of each all_gather."""
+    """A context that keeps the Work of each payload's all_gather."""
 
     works: list[Any]
 
-    def all_gather(self, array: Any, **options: Any) -> Any:
-        work = super().all_gather(array, **options)
-        self.works.append(work)
+    def all_gather(self, array: Any, *, async_op: bool = False, **options: Any) -> Any:
+        work = super().all_gather(array, async_op=async_op, **options)
+        if async_op:
+            self.works.append(work)
         return work
 
 

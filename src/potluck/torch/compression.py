@@ -7,6 +7,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,13 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from potluck.compressors import PowerSGD, Strategy
+from potluck.compressors import PowerSGD, Strategy, options
 from potluck.compressors.encoded import Encoded
 from potluck.compressors.low_rank import Matrix
 from potluck.compressors.powersgd import LowRankSum, as_matrix
+from potluck.compressors.strategy import text_of
 from potluck.compressors.wide import Array
 from potluck.context.compressed import start_compressed, start_low_rank
-from potluck.errors import CheckpointError
+from potluck.errors import CheckpointError, Desync
 from potluck.torch.encoding import Encoder
 from potluck.training.buckets import Bucket
 
@@ -53,6 +55,9 @@ class Compression:
         dense_below: int,
         warmup_steps: int,
     ) -> None:
+        owner = "DistributedDataParallel"
+        dense_below = options.integer(owner, "dense_below", dense_below)
+        warmup_steps = options.integer(owner, "warmup_steps", warmup_steps)
         if dense_below < 0 or warmup_steps < 0:
             raise ValueError(
                 f"dense_below is {dense_below} and warmup_steps {warmup_steps}; neither may be "
@@ -73,6 +78,7 @@ class Compression:
         self.num_nonfinite: Counter[str] = Counter()
         self._error_feedback = error_feedback
         self._warmup_steps = warmup_steps
+        self._agreed_in = -1  # the epoch of the group in which all ranks compress alike
         self._shapes = [tuple(parameter.shape) for parameter in parameters.values()]
         self._dtypes = [parameter.dtype for parameter in parameters.values()]
         self._buckets: tuple[Bucket, ...] = ()
@@ -120,6 +126,28 @@ class Compression:
         reduction.)"""
         chosen = [self.strategy(number) for number in range(len(self._buckets))]
         return any(not (each is None or isinstance(each, Encoded)) for each in chosen)
+
+    def agree(self, ctx: DistributedContext) -> None:
+        """Compare how ranks compress, once in each group. Desync on all ranks if it differs:
+        unlike seeds or error feedback would give wrong sums of payloads that fit. A collective
+        call; nothing where this rank compresses nothing, for its calls differ then."""
+        if ctx.epoch == self._agreed_in or not any(self.strategies):
+            return
+        chosen = [each and text_of(each) for each in self.strategies]
+        text = f"{self.names} {chosen} {self._error_feedback} {self._warmup_steps}"
+        mine = np.frombuffer(blake2b(text.encode(), digest_size=8).digest(), np.uint8)
+        digests = ctx.all_gather(mine.copy()).reshape(ctx.world_size, -1)
+        others = [str(rank) for rank, each in enumerate(digests) if (each != mine).any()]
+        if others:
+            raise Desync(
+                f"rank {', '.join(others)} compresses gradients in another way than rank "
+                f"{ctx.rank} in epoch {ctx.epoch}: pass the same compression, error_feedback, "
+                "dense_below and warmup_steps on all ranks",
+                rank=int(others[0]),
+                epoch=ctx.epoch,
+                operation="backward",
+            )
+        self._agreed_in = ctx.epoch
 
     def begin(self, step: int) -> None:
         """Begin training step ``step``, equal on all ranks."""

@@ -45,8 +45,10 @@ class DistributedDataParallel(nn.Module):
     count these are as before it. Compressed gradients are summed as float32, those of float64
     parameters as float64 where the strategy has no codec.
 
-    Parameters may have any float
-    dtype, may be shared between modules, and may be unused on some ranks.
+    Ranks compare how they compress before the first backward of a group: Desync if it differs.
+
+    Parameters may have any float dtype, may be shared between modules, and may be unused on some
+    ranks.
 
     ``forward`` and ``backward()`` raise PeerLost and other GroupErrors. Then parameters are
     unchanged, gradients are this rank's own, and the same module works in the next group.
@@ -87,35 +89,23 @@ class DistributedDataParallel(nn.Module):
         self.broadcast_buffers = broadcast_buffers
         self.ctx = ctx if ctx is not None else init()
         self._bucket_size_mb = bucket_size_mb
-        self.compress(
-            compression,
-            error_feedback=error_feedback,
-            dense_below=dense_below,
-            warmup_steps=warmup_steps,
-        )
+        self._how: dict[str, Any] = {
+            "error_feedback": error_feedback,
+            "dense_below": dense_below,
+            "warmup_steps": warmup_steps,
+        }
+        self.compress(compression)
         self.synchronized = False
         """Whether this rank's parameters and buffers are known to be equal to the group's."""
         if not self.ctx.elastic:
             self.synchronize()
 
-    def compress(
-        self,
-        compression: Choice,
-        *,
-        error_feedback: bool = True,
-        dense_below: int = 4096,
-        warmup_steps: int = 0,
-    ) -> None:
-        """Compress later gradients by ``compression``, on every rank between the same two steps;
-        the arguments are the constructor's. Residuals start from zero."""
+    def compress(self, compression: Choice) -> None:
+        """Compress later gradients by ``compression``, on every rank between the same two steps,
+        with the constructor's ``error_feedback``, ``dense_below`` and ``warmup_steps``. Residuals
+        start from zero."""
         trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
-        self.compression = Compression(
-            trained,
-            compression,
-            error_feedback=error_feedback,
-            dense_below=dense_below,
-            warmup_steps=warmup_steps,
-        )
+        self.compression = Compression(trained, compression, **self._how)
         """The residuals, by parameter name."""
         self._reducer = Reducer(
             list(trained.values()), self.ctx, self._bucket_size_mb, self.compression

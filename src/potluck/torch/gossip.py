@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +50,6 @@ class GossipStrategy(OuterStrategy):
         self._are_equal = False
         self._whole: dict[int, bool] = {}
         self._graphs: dict[int, tuple[Graph, ...]] = {}  # by world size
-        self.num_nonfinite: Counter[str] = Counter()
 
     def begin(self, number: int) -> None:
         self._are_equal = False

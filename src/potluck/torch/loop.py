@@ -227,9 +227,10 @@ class ElasticLoop(elastic.ElasticLoop):
 
     @property
     def num_nonfinite(self) -> Counter[str]:
-        """By parameter: with ``Gossip`` how many of its elements were inf or NaN on this rank at
-        the end of a round, else of its compressed gradients (see ``DDP``)."""
-        if isinstance(self._outer, GossipStrategy):
+        """By parameter: how many elements were inf or NaN. With ``Gossip`` those of this rank at
+        the end of a round; with ``LocalSGD`` and ``DiLoCo`` of what a round changed, on a rank or
+        in the sum; else of compressed gradients (see ``DDP``)."""
+        if self._outer is not None:
             return self._outer.num_nonfinite
         if isinstance(self._model, DistributedDataParallel):
             return self._model.num_nonfinite

@@ -12,6 +12,8 @@ ranks on unlike devices end with equal bits.
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from potluck.checkpoint.state import State, fingerprint
+from potluck.compressors.encoded import Encoded
 from potluck.context.compressed import start_compressed
 from potluck.errors import CheckpointError
 from potluck.training.buckets import Bucket, Slot, assign
@@ -31,6 +34,7 @@ from potluck.training.strategies.fragments import fragment_of, partition
 if TYPE_CHECKING:
     from potluck.context import DistributedContext
 
+_log = logging.getLogger(__name__)
 _BUCKET_BYTES = 25 << 20
 LEAST_BYTES_PER_S = 100_000
 """A reduction may take as long as on a network of this rate."""
@@ -104,6 +108,8 @@ class OuterStrategy:
         self._residuals: dict[Part, Any] = {}
         self._trials: dict[Part, Any] = {}  # what the residuals become if the round counts
         self._sums: list[tuple[Part, Tensor]] = []
+        self.num_nonfinite: Counter[str] = Counter()
+        """By parameter or buffer: how many elements of what rounds changed were inf or NaN."""
 
     # ------------------------------------------------------------ a round
 
@@ -147,12 +153,11 @@ class OuterStrategy:
         if self._compression is None or not part.is_trained:
             work = ctx.all_reduce(flat, "sum", timeout=timeout_s, async_op=True)
             return lambda: work.wait()
-        # float64 travels as float32; what that loses is kept, too.
-        wide = flat.numpy()
+        wide, dtype = flat.numpy(), self._residual_dtype(part)
         residual = self._residuals.get(part)
-        trial = np.zeros(wide.size, np.float32) if residual is None else residual.copy()
+        trial = np.zeros(wide.size, dtype) if residual is None else residual.copy()
         self._trials[part] = trial
-        sent = wide if wide.dtype == np.float32 else wide.astype(np.float32)
+        sent = wide.astype(dtype, copy=False)
         call = number << 16 | part.number
         end = start_compressed(ctx, sent, self._compression, trial, call, timeout=timeout_s)
 
@@ -171,6 +176,7 @@ class OuterStrategy:
         if fraction:
             self._residuals |= self._trials
             for index, gradient in self._gradients():
+                self._count_nonfinite(number, index, gradient)
                 self._move(index, gradient / fraction if fraction != 1 else gradient)
         for index in kept:
             tensor, anchor = self._tensors[index], self._anchors[index]
@@ -181,6 +187,24 @@ class OuterStrategy:
             else:
                 tensor.copy_(anchor)
         self._sums, self._trials = [], {}
+
+    def _residual_dtype(self, part: Part) -> np.dtype[Any]:
+        """What a part is compressed as: codecs encode float32."""
+        is_wide = part.dtype == torch.float64 and not isinstance(self._compression, Encoded)
+        return np.dtype(np.float64 if is_wide else np.float32)
+
+    def _count_nonfinite(self, number: int, index: int, gradient: Tensor) -> None:
+        if gradient.sum().isfinite():
+            return
+        num = gradient.numel() - int(gradient.isfinite().sum())
+        if num:
+            name = self._names[index]
+            if name not in self.num_nonfinite:  # a parameter that is NaN stays so
+                _log.warning(
+                    "%s: %d of %d elements of what round %d changed are inf or NaN, on a rank or "
+                    "in the sum: so they are on all ranks now", name, num, gradient.numel(), number,
+                )  # fmt: skip
+            self.num_nonfinite[name] += num
 
     def _gradients(self) -> Iterator[tuple[int, Tensor]]:
         """The summed pseudo-gradients, by the tensor's index."""
@@ -282,7 +306,8 @@ class OuterStrategy:
             found = [state for state in states if known & state.keys()]
             if self._compression is None or not found:
                 continue
-            residual = self._residuals[part] = np.zeros(part.bucket.numel, np.float32)
+            residual = np.zeros(part.bucket.numel, self._residual_dtype(part))
+            self._residuals[part] = residual
             for index, offset in places:
                 for state in found:
                     if self._names[index] in state:

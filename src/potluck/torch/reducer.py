@@ -42,11 +42,11 @@ class Reducer:
     """Averages the gradients of ``parameters`` over the ranks of ``ctx`` in every backward.
 
     The result is the sum of ``weight * gradient`` over all ranks; a ``weight`` of None means 1 /
-    world size. ``compression`` says which gradients are sent compressed. A rank with weight 0
-    contributes zeros even if its gradients are inf or NaN. The ``.grad`` of a parameter that no
-    rank has used is unchanged. While ``enabled`` is False gradients only accumulate. Cost: one
-    all_reduce of all gradients; with compression of their compressed form, and of one number for
-    each compressed parameter.
+    world size. ``compression`` says which gradients are sent compressed, on all ranks alike, else
+    Desync. A rank with weight 0 contributes zeros even if its gradients are inf or NaN. The
+    ``.grad`` of a parameter that no rank has used is unchanged. While ``enabled`` is False
+    gradients only accumulate. Cost: one all_reduce of all gradients; with compression of their
+    compressed form, and of one number for each compressed parameter.
     """
 
     def __init__(
@@ -117,6 +117,7 @@ class Reducer:
             if self._backward == -1:
                 self._backward = backward
                 self._compression.begin_backward()
+                self._compression.agree(self._ctx)
                 torch.autograd.Variable._execution_engine.queue_callback(self._finish)
             if self._backward != backward or index in self._ready:
                 raise RuntimeError(

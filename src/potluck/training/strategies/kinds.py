@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from potluck.compressors import PowerSGD
+from potluck.compressors import PowerSGD, options
 from potluck.compressors import Strategy as Compressor
 
 
@@ -22,6 +22,11 @@ class SGD:
     nesterov: bool = False
 
     def __post_init__(self) -> None:
+        options.put(
+            self,
+            lr=options.number("SGD", "lr", self.lr),
+            momentum=options.number("SGD", "momentum", self.momentum),
+        )
         if not 0 < self.lr < math.inf:
             raise ValueError(f"SGD(lr={self.lr}): lr must be positive and finite")
         if not 0 <= self.momentum < 1:
@@ -42,6 +47,11 @@ class DataParallel:
     compression: Compressor | None = None
 
     def __post_init__(self) -> None:
+        if callable(self.compression) and not isinstance(self.compression, type):
+            raise TypeError(
+                "DataParallel(compression=...) is one strategy for all parameters; a function that "
+                "chooses for each belongs to DistributedDataParallel(model, compression=...)"
+            )
         _check_compressor(self.compression)
 
 
@@ -53,10 +63,16 @@ class Rounds:
     deadline: float | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.every, int) or self.every < 1:
-            raise ValueError(f"every is {self.every!r}; a round has at least 1 step")
-        if self.deadline is not None and not 0 <= self.deadline < math.inf:
-            raise ValueError(f"deadline is {self.deadline}; it must be finite, at least 0")
+        owner = type(self).__name__
+        options.put(self, every=options.integer(owner, "every", self.every))
+        if self.every < 1:
+            raise ValueError(f"{owner}(every={self.every}): a round has at least 1 step")
+        if self.deadline is not None:
+            options.put(self, deadline=options.number(owner, "deadline", self.deadline))
+            if not 0 <= self.deadline < math.inf:
+                raise ValueError(
+                    f"{owner}(deadline={self.deadline}): deadline must be finite, at least 0"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,17 +129,27 @@ class DiLoCo(Rounds):
     def __post_init__(self) -> None:
         Rounds.__post_init__(self)
         if not isinstance(self.outer, SGD):
-            raise TypeError(f"outer is {self.outer!r}: pass potluck.torch.SGD(...)")
-        if not isinstance(self.fragments, int) or self.fragments < 1:
-            raise ValueError(f"fragments is {self.fragments!r}; it must be at least 1")
+            what = self.outer if isinstance(self.outer, type) else type(self.outer)
+            raise TypeError(
+                f"DiLoCo(outer=...): outer is a {what.__module__}.{what.__qualname__}; pass "
+                "potluck.torch.SGD(lr, momentum, nesterov), which is not made from parameters"
+            )
+        options.put(
+            self,
+            fragments=options.integer("DiLoCo", "fragments", self.fragments),
+            delay=options.integer("DiLoCo", "delay", self.delay),
+            mixing=options.number("DiLoCo", "mixing", self.mixing),
+        )
+        if self.fragments < 1:
+            raise ValueError(f"fragments is {self.fragments}; it must be at least 1")
         if self.every % self.fragments:
             raise ValueError(
                 f"every is {self.every} and fragments {self.fragments}: every must be a multiple, "
                 "for one fragment is reduced after each every / fragments steps"
             )
-        if not isinstance(self.delay, int) or not 0 <= self.delay < self.every // self.fragments:
+        if not 0 <= self.delay < self.every // self.fragments:
             raise ValueError(
-                f"delay is {self.delay!r}; it must be at least 0 and below every / fragments = "
+                f"delay is {self.delay}; it must be at least 0 and below every / fragments = "
                 f"{self.every // self.fragments} steps, so that one reduction ends before the next"
             )
         if not 0 <= self.mixing < 1:
