@@ -38,6 +38,7 @@ class Counts:
     callbacks: list[object] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.num_steps = self.every
         self.delay = min(self.delay, self.every - 1)
         self.seen = np.zeros(self.schedule.num_samples, np.int64)
         self.mine = np.zeros_like(self.seen)
@@ -56,10 +57,6 @@ class Counts:
         self.kept.clear()
 
     # -- the strategy
-
-    @property
-    def num_steps(self) -> int:
-        return self.every
 
     def begin(self, number: int) -> None:
         assert self.num_fragments > 1 or not self.mine.any(), "steps of another round are left"
