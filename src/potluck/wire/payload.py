@@ -17,6 +17,7 @@ Checkpoints use a format of their own (``checkpoint/state.py``), which other pro
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 import sys
@@ -30,7 +31,7 @@ from msgspec.msgpack import Decoder, Encoder, Ext
 from numpy.typing import NDArray
 
 from potluck.errors import ProtocolError
-from potluck.wire.dtypes import code_of, code_of_name, dtype_of
+from potluck.wire.dtypes import code_of, dtype_named, dtype_of
 from potluck.wire.tensors import host_bytes, is_tensor
 
 MAX_HEADER_BYTES = 16 << 20
@@ -38,6 +39,8 @@ MAX_DEPTH = 64
 MAX_ARRAYS = 65_536
 
 _MAX_DIMS = 32
+_NUM_SPECS = 1024
+"""Of descriptions of arrays, so many are kept: calls in a loop pass the same shapes."""
 _ARRAY, _TUPLE, _SCALAR = 1, 2, 3
 _NUMPY, _TORCH = 0, 1
 _KEYS = frozenset({str, int, bool, type(None)})
@@ -47,7 +50,16 @@ _HOLDS = (
     "of them"
 )
 
-_encoder = Encoder()
+_encode = Encoder().encode
+
+
+class _MisfitError(Exception):
+    """A value that a payload can't hold."""
+
+    def __init__(self, text: str) -> None:
+        """``text`` follows the path of the value, which is known when the walk has unwound."""
+        self.text = text
+        self.steps: list[str] = []
 
 
 class Packed(NamedTuple):
@@ -76,7 +88,10 @@ def pack(value: Any, path: str = "payload") -> Packed:
     exceeds its bound. Cost: no copy of contiguous arrays.
     """
     buffers: list[memoryview] = []
-    header = _encoder.encode(_packed(value, path, buffers, 0))
+    try:
+        header = _encode(_packed(value, buffers, 0))
+    except _MisfitError as error:
+        raise TypeError(f"{path}{''.join(reversed(error.steps))}{error.text}") from None
     if len(header) > MAX_HEADER_BYTES:
         raise ValueError(
             f"the texts, bytes and small values of {path} take {len(header)} bytes, more than "
@@ -87,117 +102,142 @@ def pack(value: Any, path: str = "payload") -> Packed:
     return Packed(header, buffers, sum(len(each) for each in buffers))
 
 
-def unpack(
-    header: bytes | bytearray | memoryview,
-    limit: int,
-    allocate: Callable[[int], NDArray[np.uint8]] = lambda nbytes: np.empty(nbytes, np.uint8),
-) -> Unpacked:
-    """The payload of ``header``, with memory for its arrays from ``allocate(nbytes)``.
+def unpack(header: bytes | bytearray | memoryview, limit: int) -> Unpacked:
+    """The payload of ``header``, with new memory for its arrays.
 
     ProtocolError if it is no header, or if its arrays take more than ``limit`` bytes together.
     """
-    reader = _Reader(limit, allocate)
-    try:
-        value = reader.decoder.decode(header)
-    except (MsgspecError, UnicodeDecodeError, TypeError, ValueError, RecursionError) as error:
-        raise ProtocolError(f"not the header of a payload: {error!r:.200}") from error
-    # The reader is part of a cycle (its decoder calls it), and must not keep the arrays alive.
-    buffers, reader.buffers = reader.buffers, []
-    return Unpacked(value, buffers, reader.nbytes)
+    return Unpacker(limit).unpack(header)
 
 
-def _packed(value: Any, path: str, buffers: list[memoryview], depth: int) -> Any:
+def _packed(value: Any, buffers: list[memoryview], depth: int) -> Any:
     kind = type(value)
     if kind in _PLAIN:
         return value
+    if kind is np.ndarray:
+        return _array(value, buffers)
     if kind is int:
         if not -(2**63) <= value < 2**64:
-            raise TypeError(f"{path} is an integer of more than 64 bits: send it as str")
+            raise _MisfitError(" is an integer of more than 64 bits: send it as str")
         return value
     if depth == MAX_DEPTH:
-        raise TypeError(f"{path} is nested more than {MAX_DEPTH} deep")
+        raise _MisfitError(f" is nested more than {MAX_DEPTH} deep")
     if kind is dict:
-        return {
-            _key(key, path): _packed(item, f"{path}[{_named(key)}]", buffers, depth + 1)
-            for key, item in value.items()
-        }
+        parts = {}
+        for key, item in value.items():
+            if type(key) not in _KEYS:
+                raise _MisfitError(
+                    f" has the key {key!r:.60} of type {type(key).__qualname__}; keys of a payload "
+                    "are str, int, bool or None"
+                )
+            try:
+                parts[key] = _packed(item, buffers, depth + 1)
+            except _MisfitError as error:
+                error.steps.append(f'["{key}"]' if type(key) is str else f"[{key!r}]")
+                raise
+        return parts
     if kind is list or kind is tuple:
-        parts = [
-            _packed(item, f"{path}[{index}]", buffers, depth + 1)
-            for index, item in enumerate(value)
-        ]
-        return parts if kind is list else Ext(_TUPLE, _encoder.encode(parts))
+        row = []
+        for item in value:
+            try:
+                row.append(_packed(item, buffers, depth + 1))
+            except _MisfitError as error:
+                error.steps.append(f"[{len(row)}]")
+                raise
+        return row if kind is list else Ext(_TUPLE, _encode(row))
     if isinstance(value, np.ndarray):
-        return _array(value, path, buffers)
+        return _array(value, buffers)
     if isinstance(value, np.generic):
         array = np.asarray(value)
-        return Ext(_SCALAR, bytes([_code(array.dtype, path)]) + array.tobytes())
+        return Ext(_SCALAR, bytes([_code(array.dtype)]) + array.tobytes())
     if is_tensor(value):
-        return _tensor(value, path, buffers)
-    raise TypeError(f"{path} is of type {kind.__qualname__}; {_HOLDS}")
+        return _tensor(value, buffers)
+    raise _MisfitError(f" is of type {kind.__qualname__}; {_HOLDS}")
 
 
-def _key(key: Any, path: str) -> Any:
-    if type(key) not in _KEYS:
-        raise TypeError(
-            f"{path} has the key {key!r:.60} of type {type(key).__qualname__}; keys of a payload "
-            "are str, int, bool or None"
-        )
-    return key
+def _array(array: Any, buffers: list[memoryview]) -> Ext:
+    if type(array) is not np.ndarray and isinstance(array, np.ma.MaskedArray):
+        raise _MisfitError(" is a masked array, whose mask would be lost; send .data")
+    dtype, shape = array.dtype, array.shape
+    spec = _spec(_NUMPY, dtype, shape)
+    if not (array.flags.c_contiguous and dtype.isnative):
+        array = np.ascontiguousarray(array, dtype.newbyteorder("="))
+    buffers.append(array.reshape(-1).view(np.uint8).data)
+    return spec
 
 
-def _named(key: Any) -> str:
-    return f'"{key}"' if type(key) is str else repr(key)
-
-
-def _array(array: Any, path: str, buffers: list[memoryview]) -> Ext:
-    if isinstance(array, np.ma.MaskedArray):
-        raise TypeError(f"{path} is a masked array, whose mask would be lost; send .data")
-    code = _code(array.dtype, path)
-    # NumPy keeps a 0-d array 0-d here, and copies only what is not contiguous or of another order.
-    plain = np.ascontiguousarray(array, array.dtype.newbyteorder("=")).reshape(-1)
-    buffers.append(plain.view(np.uint8).data)
-    return _spec(_NUMPY, code, array.shape)
-
-
-def _tensor(tensor: Any, path: str, buffers: list[memoryview]) -> Ext:
+def _tensor(tensor: Any, buffers: list[memoryview]) -> Ext:
     if tensor.layout != sys.modules["torch"].strided:
-        raise TypeError(f"{path} is a tensor of layout {tensor.layout}; send .to_dense()")
-    name = str(tensor.dtype).removeprefix("torch.")
+        raise _MisfitError(f" is a tensor of layout {tensor.layout}; send .to_dense()")
     try:
-        code = code_of_name(name)
+        dtype = dtype_named(str(tensor.dtype).removeprefix("torch."))
     except TypeError as error:
-        raise TypeError(f"{path}: {error}") from None
+        raise _MisfitError(f": {error}") from None
     buffers.append(host_bytes(tensor).data)
-    return _spec(_TORCH, code, tuple(tensor.shape))
+    return _spec(_TORCH, dtype, tuple(tensor.shape))
 
 
-def _code(dtype: np.dtype[Any], path: str) -> int:
+def _code(dtype: np.dtype[Any]) -> int:
     try:
         return code_of(dtype)
     except TypeError as error:
-        raise TypeError(f"{path}: {error}") from None
+        raise _MisfitError(f": {error}") from None
 
 
-def _spec(kind: int, code: int, shape: tuple[int, ...]) -> Ext:
-    return Ext(_ARRAY, struct.pack(f"<BB{len(shape)}Q", kind, code, *shape))
+@functools.lru_cache(_NUM_SPECS)
+def _spec(kind: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Ext:
+    return Ext(_ARRAY, struct.pack(f"<BB{len(shape)}Q", kind, _code(dtype), *shape))
 
 
-class _Reader:
-    """What the extensions of one header ask for."""
+class _Spec(NamedTuple):
+    kind: int
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    nbytes: int
 
-    def __init__(self, limit: int, allocate: Callable[[int], NDArray[np.uint8]]) -> None:
-        self.buffers: list[memoryview] = []
-        self.nbytes = 0
-        self.decoder: Decoder[Any] = Decoder(ext_hook=self._extension)
+
+@functools.lru_cache(_NUM_SPECS)
+def _spec_in(data: bytes) -> _Spec:
+    num_dims, rest = divmod(len(data) - 2, 8)
+    if rest or not 0 <= num_dims <= _MAX_DIMS:
+        raise ValueError(f"an array's description of {len(data)} bytes")
+    kind, code, *shape = struct.unpack(f"<BB{num_dims}Q", data)
+    dtype = _dtype(code)
+    return _Spec(kind, dtype, tuple(shape), math.prod(shape) * dtype.itemsize)
+
+
+class Unpacker:
+    """Reads the headers of payloads, one at a time. It is part of a cycle, so make one for many."""
+
+    def __init__(
+        self,
+        limit: int,
+        allocate: Callable[[int], NDArray[np.uint8]] = lambda nbytes: np.empty(nbytes, np.uint8),
+    ) -> None:
+        """Memory for arrays, at most ``limit`` bytes per payload, comes from
+        ``allocate(nbytes)``."""
         self._limit = limit
         self._allocate = allocate
+        self._decode = Decoder(ext_hook=self._extension).decode
+        self._buffers: list[memoryview] = []
+        self._nbytes = 0
+
+    def unpack(self, header: bytes | bytearray | memoryview) -> Unpacked:
+        """See the function of this name."""
+        self._nbytes = 0
+        try:
+            value = self._decode(header)
+            return Unpacked(value, self._buffers, self._nbytes)
+        except (MsgspecError, UnicodeDecodeError, TypeError, ValueError, RecursionError) as error:
+            raise ProtocolError(f"not the header of a payload: {error!r:.200}") from error
+        finally:
+            self._buffers = []  # it must not keep the arrays alive
 
     def _extension(self, code: int, data: memoryview) -> Any:
         if code == _ARRAY:
             return self._array(data)
         if code == _TUPLE:
-            return tuple(self.decoder.decode(data))
+            return tuple(self._decode(data))
         if code == _SCALAR and len(data):
             dtype = _dtype(data[0])
             if len(data) == 1 + dtype.itemsize:
@@ -205,23 +245,18 @@ class _Reader:
         raise ValueError(f"an unknown extension, {code} of {len(data)} bytes")
 
     def _array(self, data: memoryview) -> Any:
-        num_dims, rest = divmod(len(data) - 2, 8)
-        if rest or not 0 <= num_dims <= _MAX_DIMS:
-            raise ValueError(f"an array's description of {len(data)} bytes")
-        kind, code, *shape = struct.unpack(f"<BB{num_dims}Q", data)
-        dtype = _dtype(code)
-        nbytes = math.prod(shape) * dtype.itemsize
-        self.nbytes += nbytes
-        if self.nbytes > self._limit or max(shape, default=0) >= 2**63:
+        kind, dtype, shape, nbytes = _spec_in(bytes(data))
+        self._nbytes += nbytes
+        if self._nbytes > self._limit or max(shape, default=0) >= 2**63:
             raise ProtocolError(
-                f"a payload's arrays take {self.nbytes} bytes; at most {self._limit} are taken here"
+                f"a payload's arrays take {self._nbytes} bytes; at most {self._limit} are taken "
+                "here"
             )
-        if len(self.buffers) == MAX_ARRAYS:
+        if len(self._buffers) == MAX_ARRAYS:
             raise ValueError(f"more than {MAX_ARRAYS} arrays")
         flat = self._allocate(nbytes)
-        self.buffers.append(flat.data)
-        torch = sys.modules.get("torch")
-        if kind == _TORCH and torch is not None:
+        self._buffers.append(flat.data)
+        if kind == _TORCH and (torch := sys.modules.get("torch")) is not None:
             return _as_tensor(torch, flat, dtype, shape)
         return flat.view(dtype).reshape(shape)
 
@@ -233,7 +268,7 @@ def _dtype(code: int) -> np.dtype[Any]:
     return dtype
 
 
-def _as_tensor(torch: Any, flat: Any, dtype: np.dtype[Any], shape: list[int]) -> Any:
+def _as_tensor(torch: Any, flat: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
     name = "bfloat16" if dtype == ml_dtypes.bfloat16 else dtype.name
     kind = getattr(torch, name)
     if not flat.size:
