@@ -257,19 +257,24 @@ void loop(nb::module_& m) {
         .def("send",
              [](Stream& stream, nb::handle source) {
                  const Buffer buffer(source, false);
-                 const Unlocked unlocked;
-                 return stream.send(static_cast<const uint8_t*>(buffer.data()), buffer.size());
+                 size_t taken = 0;
+                 without_lock(buffer.size(), [&] {
+                     taken = stream.send(static_cast<const uint8_t*>(buffer.data()), buffer.size());
+                 });
+                 return taken;
              })
         .def("recv_into",
              [](Stream& stream, nb::handle target) {
                  const Buffer buffer(target, true);
-                 const Unlocked unlocked;
-                 return stream.recv(static_cast<uint8_t*>(buffer.data()), buffer.size());
+                 size_t count = 0;
+                 without_lock(buffer.size(), [&] {
+                     count = stream.recv(static_cast<uint8_t*>(buffer.data()), buffer.size());
+                 });
+                 return count;
              })
         .def("flush",
              [](Stream& stream) {
-                 const Unlocked unlocked;
-                 stream.flush();
+                 without_lock(stream.unsent(), [&] { stream.flush(); });
                  return stream.unsent() == 0;
              })
         .def_prop_ro("is_readable", &Stream::is_readable);

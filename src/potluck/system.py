@@ -16,7 +16,7 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -127,6 +127,15 @@ def wait_ready(fd: int, *, write: bool, timeout_s: float) -> bool:
     poll = select.poll()
     poll.register(fd, select.POLLOUT if write else select.POLLIN)
     return bool(poll.poll(timeout_s * 1000))
+
+
+def wait_readable(fd: int) -> Callable[[float], bool]:
+    """``wait_ready`` for reading, as a function of ``timeout_s``, for many waits on one socket."""
+    if sys.platform == "win32":
+        return lambda timeout_s: wait_ready(fd, write=False, timeout_s=timeout_s)
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return lambda timeout_s: bool(poll.poll(timeout_s * 1000))
 
 
 def send_parts(sock: socket.socket, parts: Sequence[bytes | memoryview]) -> int:

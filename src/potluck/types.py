@@ -140,8 +140,10 @@ class Group:
 
     def rank_of(self, worker: str) -> int:
         """The rank of ``worker``, -1 if it is no member."""
-        names = (rank for rank, member in enumerate(self.members) if member.worker == worker)
-        return next(names, -1)
+        for rank, member in enumerate(self.members):
+            if member.worker == worker:
+                return rank
+        return -1
 
     def describe(self, rank: int) -> str:
         """A rank with its member, for errors and logs: ``rank 2 (worker 2 at 10.0.0.7:52416)``."""

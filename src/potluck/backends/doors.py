@@ -138,6 +138,7 @@ class TcpDoor:
 
     def __init__(self, switchboard: Switchboard) -> None:
         self._switchboard = switchboard
+        self.objects_to = switchboard.credentials.objects_to
         self._own: tuple[Objection, Take] | None = None
 
     def open(self, objection: Objection, take: Take) -> None:
@@ -162,6 +163,3 @@ class TcpDoor:
             whom=str(member),
             deadline=deadline,
         )
-
-    def objects_to(self, node: str) -> str | None:
-        return self._switchboard.credentials.objects_to(node)

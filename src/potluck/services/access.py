@@ -9,9 +9,10 @@ from typing import Any
 
 from potluck.backends.doors import Caller, Door
 from potluck.errors import ConfigurationError, LinkError, PotluckError, UnknownService
-from potluck.services.client import Connection, Remote
+from potluck.services.client import Remote
 from potluck.services.definition import services_of
 from potluck.services.memory import Blocks
+from potluck.services.pool import Connection
 from potluck.services.server import Server
 from potluck.transport.bulk import BulkLink
 from potluck.types import Group, Member
@@ -48,7 +49,7 @@ class Services:
             rank_of=self._rank_of,
             max_bytes=max_bytes,
             memory=self._memory,
-            objects_to=self._objects_to,
+            objects_to=(lambda node: None) if door is None else door.objects_to,
         )
         self._remotes: weakref.WeakSet[Remote] = weakref.WeakSet()
         if door is not None:
@@ -72,10 +73,10 @@ class Services:
             raise LinkError(f"worker {worker} is not in the group of epoch {group.epoch}")
 
         def may_use() -> bool:
-            members = self._group().members
-            return all(
-                door.objects_to(each.node) is None for each in members if each.worker == worker
-            )
+            for each in self._group().members:
+                if each.worker == worker and door.objects_to(each.node) is not None:
+                    return False
+            return True
 
         remote = Remote(
             name,
@@ -104,9 +105,6 @@ class Services:
                 "library; choose backend='auto', 'env' or 'ring'"
             )
         return self._door
-
-    def _objects_to(self, node: str) -> str | None:
-        return None if self._door is None else self._door.objects_to(node)
 
     def _rank_of(self, worker: str) -> int:
         return self._group().rank_of(worker)

@@ -10,7 +10,8 @@ T = TypeVar("T")
 
 
 class Budget(Generic[T]):
-    """Bytes of the requests and replies under way, of all clients together.
+    """Bytes of the requests and replies under way, of all clients together. Small ones
+    (``channel.SMALL_BYTES``) are not counted while it is not full.
 
     A client whose request does not fit waits, in order, and its bytes stay in the network until
     others have ended. One request alone always fits. Replies are counted, not refused: their size
@@ -23,6 +24,11 @@ class Budget(Generic[T]):
         self._charged: dict[T, int] = {}
         self._waiting: deque[tuple[T, int]] = deque()
         self._lock = threading.Lock()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every request must wait, or enter in its turn."""
+        return bool(self._waiting) or self._used >= self._limit
 
     def enter(self, client: T, nbytes: int) -> bool:
         """Charge a request; False if ``client`` must wait until ``leave`` names it."""

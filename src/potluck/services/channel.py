@@ -12,15 +12,16 @@ import msgspec
 from potluck.errors import ProtocolError
 from potluck.services.memory import Blocks
 from potluck.transport.bulk import BulkLink
-from potluck.wire.payload import Packed, unpack
+from potluck.wire.payload import Packed, Unpacked, Unpacker
 from potluck.wire.services import PREFIX_BYTES, Head, Lengths, encode, lengths_in
 
 T = TypeVar("T", bound=Head)
 
+SMALL_BYTES = 4096
+"""A frame of up to this size is received whole, by one read in most cases."""
+
 _JOINED_BYTES = 64 * 1024
 """Arrays up to this size are copied behind the head, so that the frame leaves by one write."""
-
-_NOTHING = memoryview(b"")
 
 
 class State(Enum):
@@ -38,22 +39,28 @@ class Channel(Generic[T]):
         """``received`` is the type of the heads that come in, ``limit`` the most bytes of their
         arrays, which are taken from ``memory``."""
         self.link = link
-        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(received)
+        self._decode = msgspec.msgpack.Decoder(received).decode
         self._limit = limit
-        self._memory = memory
+        self._unpacker = Unpacker(limit, memory.take)
         self._outgoing: deque[memoryview] = deque()
+        self._start = memoryview(bytearray(SMALL_BYTES))
+        """The beginning of a frame, or all of it."""
+        self._num_start = 0
+        self._lengths = Lengths(0, 0, 0)
+        self.nbytes = 0
+        self._is_announced = False
+        self._rooms: Iterator[memoryview] | None = None
+        """The memory for the rest of a frame that is not small."""
+        self._room = memoryview(b"")
         self.value: Any = None
-        self._rooms: Iterator[memoryview] = self._frame()
-        self._room = self._prefix = next(self._rooms)
-        self._at = 0
 
     def close(self) -> None:
         """End the connection, and let go of all arrays now: a cycle keeps this object for a
         while."""
         self.link.close()
         self._outgoing.clear()
-        self._rooms = iter(())
-        self._room = self._prefix = _NOTHING
+        self._rooms = None
+        self._room = memoryview(b"")
         self.value = None
 
     # -- out
@@ -86,54 +93,100 @@ class Channel(Generic[T]):
         """Receive what has come. LinkError if the connection has ended, ProtocolError for bytes
         that are no frame.
 
-        After ANNOUNCED ``lengths`` is known, and the next call goes on. After COMPLETE ``head`` and
+        After ANNOUNCED ``nbytes`` is known, and the next call goes on. After COMPLETE ``head`` and
         ``value`` are the frame's; the next call begins another frame.
         """
-        while True:
-            while self._at < len(self._room):
-                count = self.link.recv_into(self._room[self._at :])
-                if not count:
-                    return State.WAITING
-                self._at += count
-            self._at = 0
-            room = next(self._rooms, None)
-            if room is None:
-                self._begin()
-                return State.COMPLETE
-            self._room = room
-            if room is _NOTHING:
-                return State.ANNOUNCED
+        if not self._is_announced:
+            if not self._receive_start():
+                return State.WAITING
+            self._is_announced = True
+            return State.ANNOUNCED
+        if self.nbytes <= SMALL_BYTES:
+            self._take_small()
+        elif not self._receive_rest():
+            return State.WAITING
+        self._is_announced = False
+        self._num_start = 0
+        return State.COMPLETE
 
     @property
     def is_receiving(self) -> bool:
         """Whether a part of a frame has come."""
-        return self._at > 0 or self._room is not self._prefix
+        return self._num_start > 0
 
-    def _begin(self) -> None:
-        self._rooms = self._frame()
-        self._room = self._prefix = next(self._rooms)
-        self._at = 0
+    def _receive_start(self) -> bool:
+        """Whether a small frame is complete, or that a long one comes is known."""
+        size = self._num_start
+        while count := self.link.recv_into(self._start[size:] if size else self._start):
+            before, self._num_start = size, size + count
+            size += count
+            if size < PREFIX_BYTES:
+                continue
+            if before < PREFIX_BYTES:
+                self._lengths = lengths_in(self._start, self._limit)
+                self.nbytes = PREFIX_BYTES + sum(self._lengths)
+            if size > self.nbytes:
+                raise ProtocolError(
+                    f"{size - self.nbytes} bytes came behind a frame, before it was answered"
+                )
+            if size == self.nbytes or self.nbytes > SMALL_BYTES:
+                return True
+        return False
 
-    def _frame(self) -> Iterator[memoryview]:
-        """The memory for each part of a frame, in order; a part is full when the next is asked
-        for."""
-        prefix = memoryview(bytearray(PREFIX_BYTES))
-        yield prefix
-        self.lengths: Lengths = lengths_in(prefix, self._limit)
-        yield _NOTHING
-        start = memoryview(bytearray(self.lengths.head + self.lengths.header))
-        yield start
+    def _take_small(self) -> None:
+        at = self.nbytes - self._lengths.arrays
+        unpacked = self._parsed(self._start[PREFIX_BYTES:at])
+        for buffer in unpacked.buffers:
+            buffer[:] = self._start[at : at + len(buffer)]
+            at += len(buffer)
+        self.value = unpacked.value
+
+    def _receive_rest(self) -> bool:
+        """Whether a frame that is not small is complete."""
+        if self._rooms is None:
+            self._rooms = self._rest()
+        while True:
+            while self._room:
+                count = self.link.recv_into(self._room)
+                if not count:
+                    return False
+                self._room = self._room[count:]
+            room = next(self._rooms, None)
+            if room is None:
+                self._rooms = None
+                return True
+            self._room = room
+
+    def _rest(self) -> Iterator[memoryview]:
+        """The memory that is to be filled, in order, of a frame that is not small; each is full
+        when the next is asked for."""
+        came = self._start[PREFIX_BYTES : self._num_start]
+
+        def left_of(room: memoryview) -> memoryview:
+            nonlocal came
+            size = min(len(came), len(room))
+            room[:size] = came[:size]
+            came = came[size:]
+            return room[size:]
+
+        heads = memoryview(bytearray(self._lengths.head + self._lengths.header))
+        yield left_of(heads)
+        unpacked = self._parsed(heads)
+        for buffer in unpacked.buffers:
+            yield left_of(buffer)
+        self.value = unpacked.value
+
+    def _parsed(self, heads: memoryview) -> Unpacked:
+        """The payload of a frame whose head is ``self.head`` from now on."""
+        lengths = self._lengths
         try:
-            head = self._decoder.decode(start[: self.lengths.head])
+            self.head: T = self._decode(heads[: lengths.head])
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ProtocolError(f"not the head of a call: {error}") from error
-        given = start[self.lengths.head :]
-        unpacked = unpack(given, self.lengths.arrays, self._memory.take)
-        if unpacked.nbytes != self.lengths.arrays:
+        unpacked = self._unpacker.unpack(heads[lengths.head :])
+        if unpacked.nbytes != lengths.arrays:
             raise ProtocolError(
-                f"the arrays of a call take {unpacked.nbytes} bytes, {self.lengths.arrays} were "
+                f"the arrays of a call take {unpacked.nbytes} bytes, {lengths.arrays} were "
                 "announced"
             )
-        yield from unpacked.buffers
-        self.head: T = head
-        self.value = unpacked.value
+        return unpacked

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from potluck.background import start_thread
 from potluck.engine.work import Work
@@ -17,62 +16,18 @@ from potluck.errors import (
     ServiceTimeout,
     UnknownService,
 )
-from potluck.services.channel import Channel, State
 from potluck.services.memory import Blocks
-from potluck.system import wait_ready
+from potluck.services.pool import AllInUseError, Connection, Pool
 from potluck.transport.bulk import BulkLink
 from potluck.waiting import checked_seconds
 from potluck.wire.payload import Packed, pack
-from potluck.wire.services import Failure, Reply, Request
+from potluck.wire.services import Failure, Request
 
 MAX_IN_FLIGHT = 16
-
-_LONGEST_WAIT_S = 60.0
-"""Of one wait of many: poll() counts milliseconds in 32 bits."""
 
 Dial = Callable[[float], BulkLink]
 """``dial(deadline)`` makes a connection to the process of the service, ``may_use()`` says whether
 one that was made before may be used: its node may be banned by now."""
-
-
-class Connection:
-    """One connection of a client, for one call at a time. It blocks."""
-
-    def __init__(self, link: BulkLink, max_bytes: int, memory: Blocks) -> None:
-        self._channel: Channel[Reply] = Channel(link, Reply, max_bytes, memory)
-        self._link = link
-
-    def is_intact(self) -> bool:
-        """Whether the server, which has nothing to say between calls, has not hung up."""
-        channel = self._channel
-        try:
-            # The native stream does not ask the kernel in the first look after a short read.
-            looks = [channel.receive() for _ in range(2)]
-        except PotluckError:
-            return False
-        return looks == [State.WAITING, State.WAITING] and not channel.is_receiving
-
-    def call(self, request: Request, packed: Packed, deadline: float) -> tuple[Failure | None, Any]:
-        """The failure or result of one call. TimeoutError at the deadline, LinkError if the
-        connection ends; it is of no use after either."""
-        channel = self._channel
-        channel.put(request, packed)
-        while not channel.send():
-            self._wait(deadline, write=True)
-        while (state := channel.receive()) is not State.COMPLETE:
-            if state is State.WAITING:
-                self._wait(deadline, write=False)
-        value, channel.value = channel.value, None
-        return channel.head.failure, value
-
-    def close(self) -> None:
-        self._channel.close()
-
-    def _wait(self, deadline: float, *, write: bool) -> None:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        wait_ready(self._link.fileno(), write=write, timeout_s=min(left, _LONGEST_WAIT_S))
 
 
 class Remote:
@@ -97,48 +52,72 @@ class Remote:
         memory: Blocks,
     ) -> None:
         """``where``, in errors: ``worker 3``."""
-        self._name = name
-        self._where = where
-        self._dial = dial
-        self._may_use = may_use
-        self._timeout_s = timeout_s
-        self._max_bytes = max_bytes
-        self._memory = memory
-        self._lock = threading.Lock()
-        self._idle: list[Connection] = []
-        self._slots = threading.BoundedSemaphore(MAX_IN_FLIGHT)
-        self._started = threading.BoundedSemaphore(MAX_IN_FLIGHT)
-        self._is_closed = False
-        weakref.finalize(self, _close_all, self._idle)
+        pool = Pool(
+            lambda deadline: Connection(dial(deadline), max_bytes, memory), may_use, MAX_IN_FLIGHT
+        )
+        self._callee = _Callee(name, where, pool, timeout_s, max_bytes)
 
     def __repr__(self) -> str:
-        return f"<Remote {self._name!r} on {self._where}>"
+        return f"<Remote {self._callee.name!r} on {self._callee.where}>"
 
     def __getattr__(self, name: str) -> RemoteMethod:
         if name.startswith("_"):
             raise AttributeError(f"{self!r} has no attribute {name!r}")
-        return RemoteMethod(self, name)
+        method = RemoteMethod(self._callee, name)
+        self.__dict__[name] = method  # found at once from now on
+        return method
 
-    def _call(self, method: str, packed: Packed, timeout: float | None) -> Any:
+    def close(self) -> None:
+        """Close the connections that no call uses. Idempotent."""
+        self._callee.pool.close()
+
+
+class _Callee:
+    """The service that a ``Remote`` calls."""
+
+    def __init__(self, name: str, where: str, pool: Pool, timeout_s: float, max_bytes: int) -> None:
+        self.name = name
+        self.where = where
+        self.pool = pool
+        self._timeout_s = timeout_s
+        self._max_bytes = max_bytes
+        self._started = threading.BoundedSemaphore(MAX_IN_FLIGHT)
+
+    def call(self, method: str, packed: Packed, timeout: float | None) -> Any:
         seconds = self._timeout_s if timeout is None else checked_seconds(timeout)
         deadline = time.monotonic() + seconds
-        if not self._slots.acquire(timeout=seconds):
-            raise ServiceTimeout(
-                f"{self._named(method)} was not called within {seconds:g} s: {MAX_IN_FLIGHT} other "
-                "calls of this remote were under way all the time"
+        if packed.nbytes > self._max_bytes:
+            raise ValueError(
+                f"the arrays of the arguments take {packed.nbytes} bytes, above {self._max_bytes} "
+                "(POTLUCK_MAX_CALL_BYTES)"
             )
+        connection = self._connection(method, seconds, deadline)
         try:
-            return self._ask(Request(self._name, method, seconds), packed, deadline)
-        finally:
-            self._slots.release()
+            failure, value = connection.call(Request(self.name, method, seconds), packed, deadline)
+        except BaseException as error:
+            connection.close()
+            self.pool.give_back(None)
+            what = self._named(method)
+            if isinstance(error, TimeoutError):
+                raise ServiceTimeout(
+                    f"{what} gave no result within {seconds:g} s; it may have run, or still run "
+                    "there"
+                ) from None
+            if isinstance(error, PotluckError):  # also bytes that are no reply
+                raise ServiceLost(f"{what} was cut off, and may have run: {error}") from error
+            raise
+        self.pool.give_back(connection)
+        if failure is not None:
+            self._raise(method, failure)
+        return value
 
-    def _start(self, method: str, packed: Packed, timeout: float | None) -> Work:
+    def start(self, method: str, packed: Packed, timeout: float | None) -> Work:
         result: list[Any] = []
         work = Work(self._named(method)).then(lambda _: result[0])
 
         def run() -> None:
             try:
-                result.append(self._call(method, packed, timeout))
+                result.append(self.call(method, packed, timeout))
             except Exception as error:
                 work.finish(error)
             else:
@@ -147,83 +126,46 @@ class Remote:
                 self._started.release()
 
         self._started.acquire()
-        start_thread(run, name=f"potluck-call-{self._name}.{method}", on_broken=work.finish)
+        start_thread(run, name=f"potluck-call-{self.name}.{method}", on_broken=work.finish)
         return work
 
-    def _ask(self, request: Request, packed: Packed, deadline: float) -> Any:
-        if packed.nbytes > self._max_bytes:
-            raise ValueError(
-                f"the arrays of the arguments take {packed.nbytes} bytes, above {self._max_bytes} "
-                "(POTLUCK_MAX_CALL_BYTES)"
-            )
-        what = self._named(request.method)
-        connection = self._connection(what, request.timeout_s, deadline)
-        try:
-            failure, value = connection.call(request, packed, deadline)
-        except BaseException as error:
-            connection.close()
-            if isinstance(error, TimeoutError):
-                raise ServiceTimeout(
-                    f"{what} gave no result within {request.timeout_s:g} s; it may have run, or "
-                    "still run there"
-                ) from None
-            if isinstance(error, PotluckError):  # also bytes that are no reply
-                raise ServiceLost(f"{what} was cut off, and may have run: {error}") from error
-            raise
-        self._keep(connection)
-        if failure is None:
-            return value
-        if failure.is_unknown:
-            raise UnknownService(f"{self._where}: {failure.text}")
-        where = f" (at {failure.place})" if failure.place else ""
-        raise HandlerError(
-            f"{what} raised {failure.type}: {failure.text}{where}",
-            type=failure.type,
-            text=failure.text,
-            place=failure.place,
-        )
-
-    def _connection(self, what: str, seconds: float, deadline: float) -> Connection:
+    def _connection(self, method: str, seconds: float, deadline: float) -> Connection:
         """A connection that no call uses. The request was not sent if there is none."""
-        while True:
-            with self._lock:
-                kept = self._idle.pop() if self._idle else None
-            if kept is None:
-                break
-            if self._may_use() and kept.is_intact():
-                return kept
-            kept.close()
         try:
-            return Connection(self._dial(deadline), self._max_bytes, self._memory)
+            return self.pool.take(deadline)
+        except AllInUseError:
+            raise ServiceTimeout(
+                f"{self._named(method)} was not called within {seconds:g} s: {MAX_IN_FLIGHT} other "
+                "calls of this remote were under way all the time"
+            ) from None
         except PotluckError as error:
+            what = self._named(method)
             if time.monotonic() >= deadline:
                 raise ServiceTimeout(
                     f"{what} was not called within {seconds:g} s: {error}"
                 ) from error
             raise ServiceLost(f"{what} was not called: {error}") from error
 
-    def _keep(self, connection: Connection) -> None:
-        with self._lock:
-            if not self._is_closed:
-                self._idle.append(connection)
-                return
-        connection.close()
+    def _raise(self, method: str, failure: Failure) -> NoReturn:
+        if failure.is_unknown:
+            raise UnknownService(f"{self.where}: {failure.text}")
+        where = f" (at {failure.place})" if failure.place else ""
+        raise HandlerError(
+            f"{self._named(method)} raised {failure.type}: {failure.text}{where}",
+            type=failure.type,
+            text=failure.text,
+            place=failure.place,
+        )
 
     def _named(self, method: str) -> str:
-        return f"{self._name}.{method}() on {self._where}"
-
-    def close(self) -> None:
-        """Close the connections that no call uses. Idempotent."""
-        with self._lock:
-            self._is_closed = True
-            _close_all(self._idle)
+        return f"{self.name}.{method}() on {self.where}"
 
 
 class RemoteMethod:
     """One method of a ``Remote``."""
 
-    def __init__(self, remote: Remote, name: str) -> None:
-        self._remote = remote
+    def __init__(self, callee: _Callee, name: str) -> None:
+        self._callee = callee
         self._name = name
 
     def __call__(self, *args: Any, timeout: float | None = None, **named: Any) -> Any:
@@ -233,18 +175,12 @@ class RemoteMethod:
         HandlerError if the method raised, UnknownService if there is none, ServiceTimeout after
         ``timeout`` seconds (the context's ``timeout_s`` if None), ServiceLost if its worker ended.
         """
-        return self._remote._call(self._name, _packed(args, named), timeout)
+        return self._callee.call(self._name, _packed(args, named), timeout)
 
     def start(self, *args: Any, timeout: float | None = None, **named: Any) -> Work:
         """The same at once, as a Work. Waits while 16 calls of this remote are under way. Calls
         that run at the same time may arrive in any order."""
-        packed = _packed(args, named)
-        return self._remote._start(self._name, packed, timeout)
-
-
-def _close_all(idle: list[Connection]) -> None:
-    while idle:
-        idle.pop().close()
+        return self._callee.start(self._name, _packed(args, named), timeout)
 
 
 def _packed(args: tuple[Any, ...], named: dict[str, Any]) -> Packed:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import msgspec
+
 from potluck.printable import MAX_NAME
 
 T = TypeVar("T")
@@ -14,8 +16,7 @@ T = TypeVar("T")
 _MARK = "_potluck_service"
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(msgspec.Struct, frozen=True):
     """One call of a service, as its method sees it.
 
     ``node`` is the id of the caller's node, which its certificate has proved, and ``worker`` the

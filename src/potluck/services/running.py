@@ -5,45 +5,46 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from potluck.services.definition import Call, Service
 from potluck.wire.services import MAX_TEXT, Failure, Request
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What a call ends with. ``place`` is that of the method."""
+class Answer(NamedTuple):
+    """What a call ends with. ``method`` is the one that was called."""
 
     result: Any = None
     failure: Failure | None = None
-    place: str = ""
+    method: Callable[..., Any] | None = None
 
 
 def run(service: Service, call: Call, arguments: Any) -> Answer:
     """Call the method that ``call`` names, with arguments by position (int keys) and by name."""
     method = service.methods[call.method]
-    place = _place_of(method)
     try:
         if service.before is not None:
             service.before(call)
-        positional = [arguments[key] for key in arguments if isinstance(key, int)]
-        named = {key: value for key, value in arguments.items() if isinstance(key, str)}
-        return Answer(method(call, *positional, **named), place=place)
+        positional, named = [], {}
+        for key, value in arguments.items():
+            if isinstance(key, str):
+                named[key] = value
+            elif isinstance(key, int):
+                positional.append(value)
+        return Answer(method(call, *positional, **named), method=method)
     except (Exception, SystemExit) as error:
         # Without an own frame of the method, its arguments did not fit.
         frames = traceback.extract_tb(error.__traceback__)[1:]
         raised = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
-        return Answer(failure=failure_of(error, raised or place))
+        return Answer(failure=failure_of(error, raised or place_of(method)))
 
 
-def outcome(future: Future[Any], place: str) -> Answer:
-    """What a call ends with whose method, at ``place``, returned ``future``, which has ended."""
+def outcome(future: Future[Any], method: Callable[..., Any] | None) -> Answer:
+    """What a call ends with whose ``method`` returned ``future``, which has ended."""
     try:
-        return Answer(future.result(), place=place)
+        return Answer(future.result(), method=method)
     except (Exception, CancelledError) as error:
-        return Answer(failure=failure_of(error, place), place=place)
+        return Answer(failure=failure_of(error, place_of(method)), method=method)
 
 
 def failure_of(error: BaseException, place: str) -> Failure:
@@ -65,7 +66,8 @@ def unknown(request: Request, services: Mapping[str, Service]) -> Answer:
     return Answer(failure=Failure("", text[:MAX_TEXT], is_unknown=True))
 
 
-def _place_of(method: Callable[..., Any]) -> str:
+def place_of(method: Callable[..., Any] | None) -> str:
+    """The file and line of ``method``."""
     code = getattr(method, "__code__", None)
     if code is None:
         return ""

@@ -1,19 +1,15 @@
 """``Server``: runs the calls of a process's services on a few threads, for any number of clients.
 
-Leader and followers: one thread, the leader, waits for all connections. When one of them has
-bytes, the leader takes it out of the selector, lets another thread become the leader, and goes on
-with that connection itself: receives, runs the method, replies. So a call passes through no queue
-between threads, and a connection that has sent half a request costs no thread. A connection has one
-call at a time; its next request is not read before the reply has left, so a client that stops
-reading stops only itself.
+All threads wait for all connections (``poller.py``). The thread that is told of a connection goes
+on with it: receives, runs the method, replies. So a call passes through no queue between threads,
+nobody else wakes up for it, and a connection that has sent half a request costs no thread. A
+connection has one call at a time; its next request is not read before the reply has left, so a
+client that stops reading stops only itself.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import selectors
-import socket
 import threading
 import time
 from collections import deque
@@ -25,10 +21,11 @@ from potluck.backends.doors import Caller
 from potluck.background import start_thread
 from potluck.errors import PotluckError, ProtocolError, SecurityError
 from potluck.services.budget import Budget
-from potluck.services.channel import Channel, State
+from potluck.services.channel import SMALL_BYTES, Channel, State
 from potluck.services.definition import Call, Service
 from potluck.services.memory import Blocks
-from potluck.services.running import Answer, failure_of, outcome, run, unknown
+from potluck.services.poller import poller
+from potluck.services.running import Answer, failure_of, outcome, place_of, run, unknown
 from potluck.system import wait_ready
 from potluck.transport.bulk import BulkLink
 from potluck.wire.payload import pack
@@ -41,7 +38,8 @@ CLOSE_S = 5.0
 
 _SWEEP_S = 1.0
 _FLOW_S = 0.005
-_READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+_FRESH_S = 0.001
+"""The list of bans is asked when a call comes in, and if it takes longer before the reply again."""
 
 _log = logging.getLogger(__name__)
 
@@ -49,19 +47,32 @@ _log = logging.getLogger(__name__)
 class _Client:
     """One connection, and how far its present call is."""
 
-    __slots__ = ("answer", "caller", "channel", "due", "is_replying", "is_waiting", "moved_at")
+    __slots__ = (
+        "answer",
+        "caller",
+        "channel",
+        "due",
+        "fd",
+        "is_charged",
+        "is_replying",
+        "moved_at",
+        "welcome_at",
+    )
 
     def __init__(self, channel: Channel[Request], caller: Caller) -> None:
         self.channel = channel
         self.caller = caller
+        self.fd = channel.link.fileno()
+        self.is_charged = False
+        """Bytes of it are in the budget."""
         self.is_replying = False
-        self.is_waiting = False
-        """In the selector: only the leader may touch it."""
         self.due: _Queue | None = None
         """The queue of the service whose method is to run now."""
         self.answer: Answer | None = None
         """What a Future has ended with, and is to be replied now."""
         self.moved_at = time.monotonic()
+        self.welcome_at = 0.0
+        """When the list of bans was last asked."""
 
 
 class _Queue:
@@ -123,11 +134,13 @@ class Server:
         self._queues: dict[str, _Queue] = {}
         self._budget: Budget[_Client] = Budget(max_bytes)
         self._lock = threading.Lock()
-        self._leading = threading.Lock()
         self._parking = threading.Lock()
-        """Held while a connection enters or leaves the selector, with its ``is_waiting``."""
+        self._parked: dict[int, _Client] = {}
+        """Those that wait for bytes, by descriptor. All others belong to a thread, a queue, the
+        budget or a Future. Whoever takes one out, under ``_parking``, has it."""
         self._clients: set[_Client] = set()
         self._ready: deque[_Client] = deque()
+        """Those that wait for nothing but a thread."""
         self._swept_at = time.monotonic()
         self._threads: list[threading.Thread] = []
         self._is_closed = False
@@ -171,7 +184,7 @@ class Server:
                 return
             self._clients.add(client)
             self._start_threads()
-            self._wait(client, _READ)
+            self._park(client)
 
     def close(self) -> None:
         """End all connections, and the threads. A method that runs, and its reply, are waited for,
@@ -183,7 +196,7 @@ class Server:
             threads = list(self._threads)
         if not threads:
             return
-        self._wake()
+        self._poller.wake()
         deadline = time.monotonic() + CLOSE_S
         for thread in threads:
             if thread is not threading.current_thread():
@@ -194,26 +207,23 @@ class Server:
             clients, self._clients = self._clients, set()
         for client in clients:
             client.channel.close()
-        self._selector.close()
-        self._wakes.close()
-        self._woken.close()
+        self._poller.close()
 
     # -- the threads
 
     def _start_threads(self) -> None:
         """With the first service or connection: most contexts have neither."""
         if not self._threads:
-            self._selector = selectors.DefaultSelector()
-            self._wakes, self._woken = socket.socketpair()
-            for end in (self._wakes, self._woken):
-                end.setblocking(False)
-            self._selector.register(self._woken, _READ, None)
+            self._poller = poller()
         while len(self._threads) < self._num_threads:
             name = f"potluck-service-{len(self._threads)}"
             self._threads.append(start_thread(self._run, name=name, on_broken=lambda error: None))
 
     def _run(self) -> None:
-        while (client := self._next()) is not None:
+        while not self._is_closed:
+            client = self._next()
+            if client is None:
+                continue
             try:
                 self._go_on(client)
             except PotluckError as error:
@@ -221,77 +231,66 @@ class Server:
             except Exception as error:
                 _log.exception("the call of %s broke", client.channel.link.peer)
                 self._drop(client, error)
+        self._poller.wake()  # the next thread, to end as well
 
     def _next(self) -> _Client | None:
-        """The next connection to go on with; None when the server is closed. One thread at a time
-        waits here."""
-        with self._leading:
-            while not self._is_closed:
-                if self._ready:
-                    return self._ready.popleft()
-                for key, _ in self._selector.select(_SWEEP_S):
-                    if key.data is None:
-                        self._drain()
-                    else:
-                        self._unregister(key.data)
-                        self._ready.append(key.data)
-                if time.monotonic() - self._swept_at > _SWEEP_S:
-                    self._sweep()
-        self._wake()  # the next leader
-        return None
+        """A connection to go on with; None if there was none for a while."""
+        try:
+            return self._ready.popleft()
+        except IndexError:
+            fd = self._poller.wait(_SWEEP_S)
+        if time.monotonic() - self._swept_at > _SWEEP_S:
+            self._sweep()
+        if fd is None:
+            return None
+        with self._parking:
+            return self._parked.pop(fd, None)  # None: it was dropped meanwhile
 
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # it is full, and wakes; or the server is closed
-            self._wakes.send(b"\0")
-
-    def _drain(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while self._woken.recv(4096):
-                pass
+    def _share(self) -> None:
+        """This thread may take a while: let another one go on with what is ready."""
+        if self._ready:
+            self._poller.wake()
 
     def _sweep(self) -> None:
         """Drop the connections that have stopped in the middle of a call, and those of nodes that
-        were banned. Only the leader takes connections out of the selector, so those in it are no
-        other thread's."""
+        were banned."""
         self._swept_at = now = time.monotonic()
         with self._lock:
-            waiting = [each for each in self._clients if each.is_waiting]
-        reasons = {node: self._objects_to(node) for node in {each.caller.node for each in waiting}}
-        for client in waiting:
-            reason = reasons[client.caller.node]
-            if reason is not None:
-                self._unregister(client)
-                self._drop(client, SecurityError(reason))
-                continue
-            is_in_a_call = client.is_replying or client.channel.is_receiving
-            if is_in_a_call and now - client.moved_at > self._stall_s:
-                self._unregister(client)
-                doing = "reading its reply" if client.is_replying else "sending its request"
-                stalled = ProtocolError(f"it stopped {doing} for {self._stall_s:g} s")
-                self._drop(client, stalled)
+            nodes = {each.caller.node for each in self._clients}
+        reasons = {node: self._objects_to(node) for node in nodes}
+        doomed = []
+        with self._parking:
+            for client in list(self._parked.values()):
+                error = self._end_of(client, reasons.get(client.caller.node), now)
+                if error is not None:
+                    del self._parked[client.fd]
+                    doomed.append((client, error))
+        for client, error in doomed:
+            self._drop(client, error)
 
-    def _wait(self, client: _Client, event: int) -> None:
+    def _end_of(self, client: _Client, objection: str | None, now: float) -> PotluckError | None:
+        """Why the connection of ``client``, which waits for bytes, is to end."""
+        if objection is not None:
+            return SecurityError(objection)
+        is_in_a_call = client.is_replying or client.channel.is_receiving
+        if is_in_a_call and now - client.moved_at > self._stall_s:
+            doing = "reading its reply" if client.is_replying else "sending its request"
+            return ProtocolError(f"it stopped {doing} for {self._stall_s:g} s")
+        return None
+
+    def _park(self, client: _Client) -> None:
+        """Let ``client`` go until bytes come, or leave."""
         if self._is_closed:
             return client.channel.close()
-        with self._parking:  # from then on the leader has it
-            self._selector.register(client.channel.link.fileno(), event, client)
-            client.is_waiting = True
-
-    def _flows(self, client: _Client, event: int) -> bool:
-        """Whether the bytes of a call go on at once. While they do, its thread stays with it: the
-        way through the selector and another thread would halve the bandwidth."""
-        fd = client.channel.link.fileno()
-        return wait_ready(fd, write=event == _WRITE, timeout_s=_FLOW_S)
-
-    def _unregister(self, client: _Client) -> None:
         with self._parking:
-            client.is_waiting = False
-            self._selector.unregister(client.channel.link.fileno())
+            self._parked[client.fd] = client
+            self._poller.watch(client.fd, write=client.is_replying)
 
-    def _resume(self, clients: Iterable[_Client]) -> None:
-        for client in clients:
-            self._ready.append(client)
-            self._wake()
+    def _flows(self, client: _Client) -> bool:
+        """Whether the bytes of a call go on at once. While they do, its thread stays with it: the
+        way through the poller and another thread would halve the bandwidth."""
+        self._share()
+        return wait_ready(client.fd, write=client.is_replying, timeout_s=_FLOW_S)
 
     # -- one connection
 
@@ -303,28 +302,32 @@ class Server:
             if client.due is not None:
                 answer = self._answer(client, client.due)
                 if isinstance(answer.result, Future):
-                    return self._defer(client, answer.result, answer.place)
+                    return self._defer(client, answer)
                 self._reply(client, answer)
             elif client.answer is not None:
                 answer, client.answer = client.answer, None
                 self._reply(client, answer)
             if client.is_replying:
                 if not channel.send():
-                    if self._flows(client, _WRITE):
+                    if self._flows(client):
                         continue
-                    return self._wait(client, _WRITE)
+                    return self._park(client)
                 client.is_replying = False
-                self._resume(self._budget.leave(client))
+                if client.is_charged:
+                    client.is_charged = False
+                    self._ready.extend(self._budget.leave(client))
             if self._is_closed:
                 return channel.close()
             state = channel.receive()
             if state is State.WAITING:
-                if channel.is_receiving and self._flows(client, _READ):
+                if channel.is_receiving and self._flows(client):
                     continue
-                return self._wait(client, _READ)
+                return self._park(client)
             if state is State.ANNOUNCED:
-                if not self._budget.enter(client, channel.lengths.total):
-                    return None
+                if channel.nbytes > SMALL_BYTES or self._budget.is_full:
+                    client.is_charged = True
+                    if not self._budget.enter(client, channel.nbytes):
+                        return None
                 continue
             head = channel.head
             queue = self._queues.get(head.service)
@@ -343,30 +346,36 @@ class Server:
         caller = client.caller
         rank = self._rank_of(caller.worker)
         call = Call(caller.node, caller.worker, rank, head.service, head.method, head.timeout_s)
+        self._share()
         try:
             self._check_welcome(client)
             return run(queue.service, call, arguments)
         finally:
             after = queue.leave()
             if after is not None:
-                self._resume([after])
+                self._ready.append(after)
 
-    def _defer(self, client: _Client, future: Future[Any], place: str) -> None:
-        """Go on with ``client`` when ``future`` has ended: until then no thread has it."""
+    def _defer(self, client: _Client, answer: Answer) -> None:
+        """Go on with ``client`` when the Future that its method returned has ended: until then no
+        thread has it."""
+        client.welcome_at = 0.0
 
-        def ended(_: Future[Any]) -> None:
-            client.answer = outcome(future, place)
-            self._resume([client])
+        def ended(future: Future[Any]) -> None:
+            client.answer = outcome(future, answer.method)
+            self._ready.append(client)
+            self._poller.wake()
 
-        future.add_done_callback(ended)
+        answer.result.add_done_callback(ended)
 
     def _check_welcome(self, client: _Client) -> None:
         """SecurityError if the client's node was banned since it connected."""
+        client.welcome_at = time.monotonic()
         if reason := self._objects_to(client.caller.node):
             raise SecurityError(reason)
 
     def _reply(self, client: _Client, answer: Answer) -> None:
-        self._check_welcome(client)
+        if time.monotonic() - client.welcome_at > _FRESH_S:
+            self._check_welcome(client)
         try:
             packed = pack(answer.result, "result")
             if packed.nbytes > self._max_bytes:
@@ -376,14 +385,17 @@ class Server:
                 )
             failure = answer.failure
         except (TypeError, ValueError) as error:
-            packed, failure = pack(None), failure_of(error, answer.place)
-        self._budget.add(client, packed.nbytes)
+            packed, failure = pack(None), failure_of(error, place_of(answer.method))
+        if packed.nbytes > SMALL_BYTES:
+            client.is_charged = True
+            self._budget.add(client, packed.nbytes)
         client.channel.put(Reply(failure), packed)
         client.is_replying = True
 
     def _drop(self, client: _Client, error: Exception) -> None:
         _log.debug("dropped %s: %s", client.channel.link.peer, error)
+        self._poller.forget(client.fd)
         client.channel.close()
         with self._lock:
             self._clients.discard(client)
-        self._resume(self._budget.leave(client))
+        self._ready.extend(self._budget.leave(client))

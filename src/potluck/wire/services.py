@@ -4,8 +4,9 @@
     head       msgpack: ``Request`` or ``Reply``
     payload    header and raw arrays (``payload.py``): arguments, or the result
 
-A connection carries one call at a time. Every length is compared with its bound before memory is
-taken. The connection's greeting is that of all others (``Hello.kind`` is ``service``).
+A connection carries one call at a time: no byte follows a request before its reply. Every length
+is compared with its bound before memory is taken. The connection's greeting is that of all others
+(``Hello.kind`` is ``service``).
 """
 
 from __future__ import annotations
@@ -63,10 +64,6 @@ class Lengths(NamedTuple):
     header: int
     arrays: int
 
-    @property
-    def total(self) -> int:
-        return PREFIX_BYTES + self.head + self.header + self.arrays
-
 
 def encode(head: Head, packed: Packed) -> bytes:
     """A frame up to its arrays, whose bytes (``packed.buffers``) follow."""
@@ -76,12 +73,16 @@ def encode(head: Head, packed: Packed) -> bytes:
     return _PREFIX.pack(len(body), len(packed.header), packed.nbytes) + body + packed.header
 
 
-def lengths_in(prefix: bytes | bytearray | memoryview, limit: int) -> Lengths:
-    """What ``prefix`` announces; ProtocolError if a length is above its bound, ``limit`` for
-    arrays."""
-    lengths = Lengths(*_PREFIX.unpack(prefix))
-    bounds = Lengths(MAX_HEAD_BYTES, MAX_HEADER_BYTES, limit)
-    for name, length, bound in zip(Lengths._fields, lengths, bounds, strict=True):
-        if length > bound:
-            raise ProtocolError(f"the {name} of a call takes {length} bytes; at most {bound} here")
+def lengths_in(frame: bytes | bytearray | memoryview, limit: int) -> Lengths:
+    """What the prefix, at the beginning of ``frame``, announces; ProtocolError if a length is above
+    its bound, ``limit`` for arrays."""
+    head, header, arrays = _PREFIX.unpack_from(frame)
+    lengths = Lengths(head, header, arrays)
+    if head > MAX_HEAD_BYTES or header > MAX_HEADER_BYTES or arrays > limit:
+        bounds = Lengths(MAX_HEAD_BYTES, MAX_HEADER_BYTES, limit)
+        for name, length, bound in zip(Lengths._fields, lengths, bounds, strict=True):
+            if length > bound:
+                raise ProtocolError(
+                    f"the {name} of a call takes {length} bytes; at most {bound} here"
+                )
     return lengths

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import random
 import resource
-import selectors
 import struct
 import threading
 import time
@@ -21,13 +20,16 @@ from potluck.backends.doors import Caller
 from potluck.errors import LinkError, ServiceLost
 from potluck.services import Call, service
 from potluck.services.budget import Budget
-from potluck.services.client import Connection, Remote
+from potluck.services.channel import Channel, State
+from potluck.services.client import Remote
 from potluck.services.definition import services_of
 from potluck.services.memory import Blocks
+from potluck.services.pool import Connection
 from potluck.services.server import Server
+from potluck.system import wait_ready
 from potluck.transport.bulk import BulkLink, socket_pair
 from potluck.wire.payload import Packed, pack
-from potluck.wire.services import Request, encode
+from potluck.wire.services import Reply, Request, encode
 
 MIB = 1 << 20
 LATE_S = 20.0
@@ -75,8 +77,8 @@ def offering(*things: Any, **options: Any) -> Iterator[Offer]:
         offer.server.close()
 
 
-def call(client: Connection, method: str, *args: Any) -> Any:
-    failure, value = client.call(Request("s", method, 20.0), arguments(*args), soon())
+def call(client: Connection, method: str, *args: Any, to: str = "s") -> Any:
+    failure, value = client.call(Request(to, method, 20.0), arguments(*args), soon())
     assert failure is None, failure
     return value
 
@@ -170,9 +172,7 @@ def test_a_banned_nodes_calls_that_are_under_way_get_no_reply() -> None:
         assert len(ends) == 1
 
 
-def test_a_sweep_leaves_a_connection_that_is_not_in_the_selector_yet(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_sweep_leaves_a_connection_that_a_thread_has() -> None:
     banned: set[str] = set()
 
     def objects_to(node: str) -> str | None:
@@ -183,23 +183,36 @@ def test_a_sweep_leaves_a_connection_that_is_not_in_the_selector_yet(
     )
     mine, theirs = socket_pair("client", "client 2")
     server.take(theirs, Caller("thief", "2", "job"))
-    [client] = server._clients
-    server._unregister(client)
+    mine.send(memoryview(b"\0"))
+    client = server._next()
+    assert client is not None
     banned.add("thief")
-    register = server._selector.register
-
-    def after_a_sweep(*args: Any) -> Any:
-        server._sweep()
-        return register(*args)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(server._selector, "register", after_a_sweep)
-        server._wait(client, selectors.EVENT_READ)
+    server._sweep()
     assert server._clients == {client}
+    server._park(client)
     server._sweep()
     assert not server._clients
-    for each in (mine, server._selector, server._wakes, server._woken):
-        each.close()  # ``close`` does it when there are threads
+    mine.close()
+    server._poller.close()  # ``close`` does it when there are threads
+
+
+def test_a_method_that_blocks_delays_no_other_service() -> None:
+    entered, gate = threading.Event(), threading.Event()
+
+    @service("slow")
+    def block(call: Call) -> int:
+        entered.set()
+        assert gate.wait(LATE_S)
+        return call.rank
+
+    with offering(rank, block, num_threads=2) as offer:
+        first = threading.Thread(target=lambda: call(offer.client(), "block", to="slow"))
+        first.start()
+        assert entered.wait(LATE_S)
+        assert [call(offer.client(str(number)), "rank") for number in range(20)] == list(range(20))
+        gate.set()
+        first.join(LATE_S)
+        assert not first.is_alive()
 
 
 @pytest.mark.parametrize("num_clients", [300, pytest.param(1000, marks=pytest.mark.long)])
@@ -287,6 +300,36 @@ def test_a_request_that_stops_halfway_costs_no_thread_and_is_dropped() -> None:
         eventually(lambda: offer.num_clients == 1, "the five to be dropped")
 
 
+def send_all(link: BulkLink, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[link.send(left) :]
+        assert wait_ready(link.fileno(), write=True, timeout_s=LATE_S)
+
+
+@pytest.mark.parametrize("piece", [1, 15, 4095, 4096, 4097, 1 << 20])
+def test_a_request_comes_in_pieces_of_any_size(piece: int) -> None:
+    @service("s")
+    def echo(call: Call, *parts: Any) -> Any:
+        return parts
+
+    empty = len(encode(Request("s", "echo", 20.0), arguments(np.empty(0, np.uint8))))
+    with offering(echo, num_threads=1) as offer:
+        link = offer.link()
+        channel = Channel(link, Reply, MIB, Blocks(0))
+        for size in (0, 1, 4095 - empty, 4096 - empty, 4097 - empty, 4096, 9000):
+            sent = np.random.default_rng(size).integers(0, 256, size, np.uint8)
+            packed = arguments(sent, np.empty(0), "text")
+            frame = encode(Request("s", "echo", 20.0), packed) + b"".join(packed.buffers)
+            for at in range(0, len(frame), piece):
+                send_all(link, frame[at : at + piece])
+            eventually(lambda: channel.receive() is State.COMPLETE, "an answer")
+            assert channel.head.failure is None
+            received, nothing, text = channel.value
+            assert received.tobytes() == sent.tobytes()
+            assert (nothing.size, text) == (0, "text")
+
+
 def lengths(head: int, header: int, arrays: int) -> bytes:
     return struct.pack("<IIQ", head, header, arrays)
 
@@ -299,7 +342,8 @@ HOSTILE: dict[str, bytes] = {
     "noise": random.Random(1).randbytes(4096),
     "a reply": lengths(1, 1, 0) + b"\x80\xc0",
     "no arguments": encode(Request("s", "rank", 1.0), Packed(b"\xc0", [], 0)),
-    "fewer arrays": encode(Request("s", "rank", 1.0), Packed(b"\x80", [], 8)),
+    "fewer arrays": encode(Request("s", "rank", 1.0), Packed(b"\x80", [], 8)) + bytes(8),
+    "two requests": 2 * encode(Request("s", "rank", 1.0), Packed(b"\x80", [], 0)),
 }
 
 
@@ -310,8 +354,9 @@ def test_what_is_no_call_ends_that_connection_only(said: str) -> None:
         link = offer.link()
         link.send(memoryview(HOSTILE[said]))
         if said == "no arguments":  # well formed, but the method can't be called so
-            client = Connection(link, MIB, Blocks(0))
-            assert client.call(Request("s", "rank", 1.0), arguments(), soon())[0] is not None
+            channel = Channel(link, Reply, MIB, Blocks(0))
+            eventually(lambda: channel.receive() is State.COMPLETE, "an answer")
+            assert channel.head.failure is not None
         else:
             eventually(lambda: ended(link), "the end of the connection")
         assert call(other, "rank") == 3

@@ -66,7 +66,7 @@ UNKNOWN = (-1, -1, -1)
 """The stamp of a file about which the system says nothing."""
 
 
-def stamp(path: Path) -> tuple[int, int, int] | None:
+def stamp(path: Path | str) -> tuple[int, int, int] | None:
     """What changes whenever the file at ``path`` does; None if there is none."""
     try:
         status = os.stat(path)

@@ -51,12 +51,16 @@ class AdmissionFile:
 
     def __init__(self, home: Path, name: str = ADMISSIONS_FILE) -> None:
         self.path = home / name
+        self._name = str(self.path)
         self._lock = threading.Lock()
-        self._stamp: tuple[int, int, int] | None = UNKNOWN
-        self._admissions: Admissions | None = None
+        self._known: tuple[tuple[int, int, int] | None, Admissions | None] = UNKNOWN, None
+        """The file's stamp, and the list when it had that."""
 
     def load(self) -> Admissions | None:
         """The list as it is now; None if the cluster is open. Not to be changed by the caller."""
+        known, admissions = self._known
+        if stamp(self._name) == known != UNKNOWN:
+            return admissions
         with self._lock:
             return self._refresh()
 
@@ -143,16 +147,17 @@ class AdmissionFile:
 
     def _write(self, admissions: Admissions) -> None:
         replace_private(self.path, _WHAT, _encode(admissions.founding, admissions.records))
-        self._stamp, self._admissions = stamp(self.path), admissions
+        self._known = stamp(self._name), admissions
 
     def _refresh(self) -> Admissions | None:
-        now = stamp(self.path)
-        if now == self._stamp != UNKNOWN:
-            return self._admissions
+        now = stamp(self._name)
+        known, admissions = self._known
+        if now == known != UNKNOWN:
+            return admissions
         try:
             data = read_private(self.path, _WHAT, max_bytes=MAX_LIST_BYTES)
         except FileNotFoundError:
-            self._stamp, self._admissions = None, None
+            self._known = None, None
             return None
         try:
             file = msgspec.msgpack.decode(data, type=_File)
@@ -167,9 +172,9 @@ class AdmissionFile:
                 "install the version that wrote it"
             )
         # Nobody but this user can write the file: the signatures were checked before it was.
-        self._admissions = Admissions(file.founding, file.records, is_trusted=True)
-        self._stamp = UNKNOWN if now is None else now  # None: it was made meanwhile
-        return self._admissions
+        admissions = Admissions(file.founding, file.records, is_trusted=True)
+        self._known = UNKNOWN if now is None else now, admissions  # None: it was made meanwhile
+        return admissions
 
 
 def refusal(node: str, entry: Entry | None) -> str:
