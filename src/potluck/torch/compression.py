@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-Choice = Strategy | Callable[[str, Parameter], Strategy | None] | None
+Choice = Strategy | Callable[[str, Any], Strategy | None] | None
 """One strategy, or a function that chooses for each parameter; None: not compressed."""
 
 
@@ -71,7 +71,7 @@ class Compression:
             )
         self.names = list(parameters)
         self.strategies = [
-            None if p.numel() < dense_below else _chosen(choice, name, p)
+            None if p.numel() < dense_below else chosen(choice, name, p)
             for name, p in parameters.items()
         ]
         """By parameter; None: not compressed."""
@@ -336,9 +336,10 @@ class Compression:
                 )  # fmt: skip
 
 
-def _chosen(choice: Choice, name: str, parameter: Parameter) -> Strategy | None:
-    chosen = choice if choice is None or isinstance(choice, Strategy) else choice(name, parameter)
-    if not (chosen is None or isinstance(chosen, Strategy)):
-        raise TypeError(f"compression chose {chosen!r} for {name}; it must be a strategy or None")
-    applies = chosen is not None and chosen.applies_to(tuple(parameter.shape))
-    return chosen if applies else None
+def chosen(choice: Choice, name: str, parameter: Tensor) -> Strategy | None:
+    """The strategy of a parameter, None where it does not apply; TypeError for what is none."""
+    made = choice if choice is None or isinstance(choice, Strategy) else choice(name, parameter)
+    if not (made is None or isinstance(made, Strategy)):
+        raise TypeError(f"compression chose {made!r} for {name}; it must be a strategy or None")
+    applies = made is not None and made.applies_to(tuple(parameter.shape))
+    return made if applies else None

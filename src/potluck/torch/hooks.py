@@ -9,7 +9,7 @@ which needs the backend "potluck"; the others run on any backend.
 import logging
 from collections import Counter
 from collections.abc import Mapping
-from functools import partial
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,22 +18,36 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 
-from potluck.compressors import PowerSGD, Random, Strategy
+from potluck.compressors import PowerSGD, Random, Strategy, options
 from potluck.compressors.encoded import Encoded
 from potluck.compressors.low_rank import Matrix
 from potluck.compressors.powersgd import LowRankSum, as_matrix
+from potluck.compressors.strategy import text_of
 from potluck.compressors.wide import Array, compress_any
 from potluck.context.compressed import sum_payloads
+from potluck.errors import Desync
+from potluck.torch.compression import Choice, chosen
 from potluck.torch.process_group.group import PotluckProcessGroup
 
 _log = logging.getLogger(__name__)
 
 
-class _Bucket(NamedTuple):
-    """A bucket of PowerSGD, until all buckets of a backward are reduced together."""
+class _Piece(NamedTuple):
+    """The gradients of a bucket that are sent in one way."""
 
-    number: int
-    buffer: Tensor
+    strategy: Strategy | None
+    bucket: int
+    parameters: list[Tensor]
+    flat: Tensor
+    """The bucket's buffer, or a copy of its parts."""
+    parts: list[Tensor]
+    """Where a copy goes in the buffer."""
+
+
+class _Bucket(NamedTuple):
+    """A piece of PowerSGD, until those of all buckets of a backward are reduced together."""
+
+    piece: _Piece
     host: Tensor
     parts: list[tuple[Tensor, Array, Array]]
     """For each parameter: itself, its gradient in ``host``, and the same or its residual with the
@@ -48,33 +62,60 @@ class CompressionState:
     takes as much memory as float32 gradients (of float64 gradients float64's, unless the strategy
     is a codec's). ``process_group`` is that of the model, by default the group of all ranks.
     Gradients with inf or NaN are counted and reported in a warning, by the names of ``model``, if
-    it is given, else by number and shape. TypeError for what is no strategy.
+    it is given, else by number and shape.
+
+    ``strategy`` may be a function of a parameter's name and the parameter that returns one, or
+    None for those not to compress; it needs the ``model``. Parameters with fewer than
+    ``dense_below`` elements are not compressed, nor is any in the first ``warmup_steps`` backwards.
+    Cost: a bucket with parameters that are sent in several ways is copied, and is as many
+    collectives.
+
+    Ranks compare how they compress in the first backward: Desync if it differs. TypeError for what
+    is no strategy, and for a function without a model; ValueError for negative numbers.
     """
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: Choice,
         *,
         error_feedback: bool = True,
+        dense_below: int = 0,
+        warmup_steps: int = 0,
         process_group: dist.ProcessGroup | None = None,
         model: nn.Module | None = None,
     ) -> None:
-        if not isinstance(strategy, Strategy):
-            raise TypeError(
-                f"strategy is {strategy!r}; it must be one such as TopK(0.01) or Int(bits=8)"
+        owner = "CompressionState"
+        self._dense_below = options.integer(owner, "dense_below", dense_below)
+        self._warmup_steps = options.integer(owner, "warmup_steps", warmup_steps)
+        if dense_below < 0 or warmup_steps < 0:
+            raise ValueError(
+                f"dense_below is {dense_below} and warmup_steps {warmup_steps}; neither may be "
+                "negative"
             )
+        if isinstance(strategy, type) or not (isinstance(strategy, Strategy) or callable(strategy)):
+            raise TypeError(
+                f"strategy is {strategy!r}; it must be one such as TopK(0.01) or Int(bits=8), or a "
+                "function of a parameter's name and the parameter"
+            )
+        self._chosen: dict[Tensor, Strategy | None] = {}
+        if not isinstance(strategy, Strategy):
+            if model is None:
+                raise TypeError("a function chooses by the names of parameters: pass model=")
+            self._chosen = {p: chosen(strategy, n, p) for n, p in _parameters(model).items()}
         self.strategy = strategy
         self.error_feedback = error_feedback
+        self._has_agreed = False
         self.process_group = process_group
         self.step = 0
         """The number of backwards so far."""
         self.num_nonfinite: Counter[str] = Counter()
         """By parameter: how many elements of its gradients were inf or NaN in the mean."""
         self._names = {} if model is None else {p: n for n, p in _parameters(model).items()}
-        self._flats: dict[int, tuple[list[Tensor], Tensor]] = {}  # by bucket, of its parameters
+        # By bucket and strategy, of their parameters.
+        self._flats: dict[tuple[int, Strategy | None], tuple[list[Tensor], Tensor]] = {}
         self._residuals: dict[Tensor, Tensor] = {}  # by parameter, parts of these or loaded
         self._qs: dict[Tensor, Matrix] = {}  # of PowerSGD, equal on all ranks
-        self._waiting: list[_Bucket] = []
+        self._waiting: dict[PowerSGD, list[_Bucket]] = {}
 
     def state_dict(self, model: nn.Module) -> dict[str, Any]:
         """This rank's residuals by parameter name, with the step and PowerSGD's matrices, copies.
@@ -121,22 +162,67 @@ class CompressionState:
             parameters[name]: np.array(q) for name, q in state["qs"].items() if name in parameters
         }
 
-    def watch(self, buffer: Tensor, index: int, parameters: list[Tensor]) -> Tensor:
-        """Count what is not finite in the reduced gradients of a bucket; returns ``buffer``."""
-        if buffer.sum().isfinite():
-            return buffer
-        parts = torch.split(buffer, [each.numel() for each in parameters])
-        for place, (parameter, part) in enumerate(zip(parameters, parts, strict=True)):
+    def pieces(self, bucket: GradBucket) -> list[_Piece]:
+        """The gradients of a bucket, by the way in which they are sent in this step."""
+        ways: dict[Strategy | None, list[tuple[Tensor, Tensor]]] = {}
+        views = zip(bucket.parameters(), bucket.gradients(), strict=True)
+        for parameter, gradient in views:
+            ways.setdefault(self._way(parameter), []).append((parameter, gradient))
+        if len(ways) == 1:
+            way = next(iter(ways))
+            return [_Piece(way, bucket.index(), bucket.parameters(), bucket.buffer(), [])]
+        pieces = []
+        for way, pairs in ways.items():
+            flat = torch.cat([gradient.reshape(-1) for _, gradient in pairs])
+            parameters, parts = [p for p, _ in pairs], [gradient for _, gradient in pairs]
+            pieces.append(_Piece(way, bucket.index(), parameters, flat, parts))
+        return pieces
+
+    def _way(self, parameter: Tensor) -> Strategy | None:
+        given = self.strategy
+        way = given if isinstance(given, Strategy) else self._chosen[parameter]
+        if way is None or parameter.numel() < self._dense_below:
+            return None
+        return way if self.step >= max(self._warmup_steps, way.start_step) else None
+
+    def agree(self, device: torch.device) -> None:
+        """Compare how ranks compress, in the first backward. Desync on all ranks if it differs."""
+        if self._has_agreed:
+            return
+        given = [self.strategy] if isinstance(self.strategy, Strategy) else self._chosen.values()
+        texts = [each and text_of(each) for each in given]
+        text = f"{texts} {self.error_feedback} {self._dense_below} {self._warmup_steps}"
+        digest = blake2b(text.encode(), digest_size=8).digest()
+        mine = torch.tensor(list(digest), dtype=torch.uint8, device=device)
+        digests = mine.new_empty(self.group().size(), len(mine))
+        dist.all_gather_into_tensor(digests.view(-1), mine, group=self.group())
+        others = [str(rank) for rank, each in enumerate(digests) if not torch.equal(each, mine)]
+        if others:
+            raise Desync(
+                f"rank {', '.join(others)} compresses gradients in another way than rank "
+                f"{self.group().rank()}: make the CompressionState alike on all ranks",
+                rank=int(others[0]),
+                operation="backward",
+            )
+        self._has_agreed = True
+
+    def watch(self, piece: _Piece, flat: Tensor) -> Tensor:
+        """Count what is not finite in the reduced gradients of a piece; returns them."""
+        if flat.sum().isfinite():
+            return flat
+        parts = torch.split(flat, [each.numel() for each in piece.parameters])
+        for place, (parameter, part) in enumerate(zip(piece.parameters, parts, strict=True)):
             num = int(part.isfinite().logical_not().sum())
             if num:
-                number = f"parameter {place} of bucket {index}, of shape {tuple(parameter.shape)}"
+                shape = tuple(parameter.shape)
+                number = f"parameter {place} of bucket {piece.bucket}, of shape {shape}"
                 name = self._names.get(parameter, number)
                 self.num_nonfinite[name] += num
                 _log.warning(
                     "the gradient of %s: %d of %d elements are inf or NaN at step %d, on a rank or "
                     "in the mean", name, num, part.numel(), self.step,
                 )  # fmt: skip
-        return buffer
+        return flat
 
     def group(self) -> dist.ProcessGroup:
         """The group to reduce over."""
@@ -144,25 +230,24 @@ class CompressionState:
         assert group is not None
         return group
 
-    def own_group(self) -> PotluckProcessGroup:
+    def own_group(self, strategy: Strategy) -> PotluckProcessGroup:
         """The group, for codecs; TypeError if it is not potluck's."""
         group = self.group()
         if not isinstance(group, PotluckProcessGroup):
             raise TypeError(
-                f"{self.strategy!r} needs a process group of backend 'potluck', and this group has "
+                f"{strategy!r} needs a process group of backend 'potluck', and this group has "
                 f"{dist.get_backend(group)!r}: call init_process_group('potluck')"
             )
         return group
 
-    def residual(self, bucket: GradBucket) -> Tensor | None:
-        """The residual of a bucket, flat; its parameters keep theirs when DDP builds new
-        buckets."""
+    def residual(self, piece: _Piece, dtype: torch.dtype) -> Tensor | None:
+        """The residual of a piece, flat; parameters keep theirs when DDP builds new buckets."""
         if not self.error_feedback:
             return None
-        index, parameters = bucket.index(), bucket.parameters()
+        index, parameters = (piece.bucket, piece.strategy), piece.parameters
         kept = self._flats.get(index)
         if kept is None or [id(each) for each in kept[0]] != [id(each) for each in parameters]:
-            flat = torch.zeros(bucket.buffer().numel(), dtype=self.dtype(bucket.buffer()))
+            flat = torch.zeros(piece.flat.numel(), dtype=dtype)
             sizes = [each.numel() for each in parameters]
             for parameter, part in zip(parameters, torch.split(flat, sizes), strict=True):
                 if parameter in self._residuals:
@@ -171,46 +256,65 @@ class CompressionState:
             kept = self._flats[index] = (parameters, flat)
         return kept[1]
 
-    def dtype(self, buffer: Tensor) -> torch.dtype:
-        """The dtype in which a bucket's gradients are summed, and its residual kept."""
-        is_wide = buffer.dtype == torch.float64 and not isinstance(self.strategy, Encoded)
-        return torch.float64 if is_wide else torch.float32
-
 
 def compression_hook(
     state: CompressionState, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:  # torch checks these annotations
     """Average a bucket of gradients over the ranks, sent compressed by the state's strategy."""
-    buffer, strategy, group = bucket.buffer(), state.strategy, state.group()
+    buffer = bucket.buffer()
+    state.agree(buffer.device)
+    pieces = state.pieces(bucket)
     step, call = state.step, state.step << 16 | bucket.index()
     if bucket.is_last():
         state.step += 1
-    if step < strategy.start_step:
-        dense = dist.all_reduce(buffer.div_(group.size()), group=group, async_op=True)
+    futures = [_start(state, piece, call) for piece in pieces]
+    if bucket.is_last():
+        waiting, state._waiting = state._waiting, {}
+        for strategy, buckets in waiting.items():
+            _reduce_matrices(state, strategy, buckets, step)
+    if len(pieces) == 1:
+        return futures[0]
+
+    def put_back(done: torch.futures.Future[Any]) -> torch.Tensor:
+        for piece, future in zip(pieces, done.value(), strict=True):
+            flat = future.value()
+            sizes = [part.numel() for part in piece.parts]
+            for part, reduced in zip(piece.parts, torch.split(flat, sizes), strict=True):
+                part.copy_(reduced.view(part.shape))
+        return buffer
+
+    together: torch.futures.Future[Tensor] = torch.futures.collect_all(futures).then(put_back)
+    return together
+
+
+def _start(state: CompressionState, piece: _Piece, call: int) -> torch.futures.Future[Tensor]:
+    """Start the mean of a piece over the ranks; the future has it in the piece's array."""
+    flat, strategy, group = piece.flat, piece.strategy, state.group()
+    if strategy is None:
+        dense = dist.all_reduce(flat.div_(group.size()), group=group, async_op=True)
         assert dense is not None
         summed: torch.futures.Future[Tensor] = dense.get_future().then(lambda done: done.value()[0])
         return summed
-    watch = partial(state.watch, index=bucket.index(), parameters=bucket.parameters())
-    residual, dtype = state.residual(bucket), state.dtype(buffer)
-    flat = buffer if buffer.dtype == dtype else buffer.to(dtype)
+    is_wide = flat.dtype == torch.float64 and not isinstance(strategy, Encoded)
+    dtype = torch.float64 if is_wide else torch.float32
+    residual = state.residual(piece, dtype)
+    wide = flat if flat.dtype == dtype else flat.to(dtype)
     if isinstance(strategy, Encoded):
-        coded = state.own_group().all_reduce_encoded(flat, strategy.codec.name, residual)
-        return coded.get_future().then(lambda done: watch(buffer.copy_(done.value()[0])))
-    host = flat.cpu()
+        own = state.own_group(strategy)
+        coded = own.all_reduce_encoded(wide, strategy.codec.name, residual)
+        return coded.get_future().then(lambda done: state.watch(piece, flat.copy_(done.value()[0])))
+    host = wide.cpu()
     array: Array = host.numpy()
     kept: Array | None = None if residual is None else residual.numpy()
     if isinstance(strategy, PowerSGD):
-        state._waiting.append(_bucket(bucket, host, array, kept))
-        future = state._waiting[-1].future
-        if bucket.is_last():
-            waiting, state._waiting = state._waiting, []
-            _reduce_matrices(state, strategy, waiting, step)
-        return future
+        waiting = _bucket(piece, host, array, kept)
+        state._waiting.setdefault(strategy, []).append(waiting)
+        return waiting.future
     if isinstance(strategy, Random):
-        sent = torch.from_numpy(strategy.take(array, kept, call)).to(buffer.device)
+        sent = torch.from_numpy(strategy.take(array, kept, call)).to(flat.device)
     else:
         payload, _ = compress_any(strategy, array, kept, call)
-        sent = torch.from_numpy(payload).to(buffer.device)
+        sent = torch.from_numpy(payload).to(flat.device)
 
     def end(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
         future.value()
@@ -219,7 +323,7 @@ def compression_hook(
         else:
             sum_payloads(array, received.cpu().numpy(), strategy, call)
         np.divide(array, array.dtype.type(group.size()), out=array)
-        return watch(buffer.copy_(host))
+        return state.watch(piece, flat.copy_(host))
 
     if isinstance(strategy, Random):
         work = dist.all_reduce(sent, group=group, async_op=True)
@@ -231,19 +335,19 @@ def compression_hook(
     return done
 
 
-def _bucket(bucket: GradBucket, host: Tensor, array: Array, residual: Array | None) -> _Bucket:
+def _bucket(piece: _Piece, host: Tensor, array: Array, residual: Array | None) -> _Bucket:
     if residual is not None:
         with np.errstate(over="ignore", invalid="ignore"):
             residual += array
     parts, at = [], 0
-    for parameter in bucket.parameters():
+    for parameter in piece.parameters:
         part, shape = slice(at, at + parameter.numel()), tuple(parameter.shape)
         target = array[part].reshape(shape)
         source = target if residual is None else residual[part].reshape(shape)
         parts.append((parameter, target, source))
         at = part.stop
     future: torch.futures.Future[Tensor] = torch.futures.Future()
-    return _Bucket(bucket.index(), bucket.buffer(), host, parts, future)
+    return _Bucket(piece, host, parts, future)
 
 
 def _reduce_matrices(
@@ -264,7 +368,7 @@ def _reduce_matrices(
             one.add(name, as_matrix(source))
         left = one.begin()
         together = np.concatenate([left, *(source.reshape(-1) for _, _, source in dense)])
-        _sum(together, buckets[0].buffer.device, group)
+        _sum(together, buckets[0].piece.flat.device, group)
         left[:] = together[: left.size]
         at = left.size
         for _, target, source in dense:
@@ -275,7 +379,7 @@ def _reduce_matrices(
         right = one.turn()
         if state.error_feedback:
             one.lose()
-        _sum(right, buckets[0].buffer.device, group)
+        _sum(right, buckets[0].piece.flat.device, group)
         qs = one.qs()
         for name, (parameter, target, _) in named.items():
             one.decode(name, as_matrix(target))
@@ -283,9 +387,7 @@ def _reduce_matrices(
             if name in qs:
                 state._qs[parameter] = qs[name]
     for each in buckets:
-        parameters = [parameter for parameter, _, _ in each.parts]
-        state.watch(each.buffer.copy_(each.host), each.number, parameters)
-        each.future.set_result(each.buffer)
+        each.future.set_result(state.watch(each.piece, each.piece.flat.copy_(each.host)))
 
 
 def _sum(array: Array, device: torch.device, group: dist.ProcessGroup) -> None:

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from potluck import BF16, Int, PowerSGD, Random, TopK
+from potluck.errors import Desync
 from potluck.torch import (
     CompressionState,
     GradientInterceptor,
@@ -202,6 +203,58 @@ def the_hooks_state_goes_on_where_it_was_saved(run):
 
 
 @check(2)
+def the_compression_hook_chooses_by_parameter_size_and_step(run):
+    def policy(name, parameter):
+        return {"0.weight": TopK(0.3, chunk=64), "2.weight": PowerSGD(2, start_step=3)}.get(name)
+
+    def lossy(make, bucket_cap_mb):
+        parallel = DistributedDataParallel(mlp(), bucket_cap_mb=bucket_cap_mb)
+        parallel.register_comm_hook(make(parallel), compression_hook)
+        plain = DistributedDataParallel(mlp())
+        found = []
+        for x, y in batches(4):
+            for model in (parallel, plain):
+                model.zero_grad()
+                backward(model, *mine(run, x, y))
+            names = set()
+            for (name, one), other in zip(
+                parallel.module.named_parameters(), plain.parameters(), strict=True
+            ):
+                same_bits(one.grad)
+                if (one.grad - other.grad).abs().max() > 1e-6:
+                    names.add(name)
+            found.append(names)
+        return found
+
+    everything = {name for name, _ in mlp().named_parameters()}
+    weights = {name for name, p in mlp().named_parameters() if p.numel() >= 100}
+    assert weights < everything
+    for cap in (25, 2e-3):  # one bucket with all, and several
+        found = lossy(lambda model: CompressionState(policy, model=model), cap)
+        assert found == [{"0.weight"}] * 3 + [{"0.weight", "2.weight"}], found
+        half = TopK(0.5, chunk=8)
+        found = lossy(lambda model: CompressionState(half, dense_below=100, warmup_steps=2), cap)
+        assert found == [set(), set(), weights, weights], found
+
+
+@check(2)
+def ranks_whose_compression_hooks_differ_are_told(run):
+    for differs in (
+        lambda: CompressionState(Random(0.5, "k", seed=run.rank)),
+        lambda: CompressionState(Int(8), error_feedback=bool(run.rank)),
+        lambda: CompressionState(Int(8), dense_below=run.rank),
+        lambda: CompressionState(lambda n, p: Int(4 * (1 + run.rank)), model=mlp()),
+    ):
+        try:
+            differs().agree(torch.device("cpu"))
+        except Desync as error:
+            assert f"rank {1 - run.rank} compresses gradients in another way" in str(error)
+        else:
+            raise AssertionError("nothing was raised")
+    CompressionState(Int(8)).agree(torch.device("cpu"))
+
+
+@check(2)
 def the_compression_hook_names_gradients_that_are_not_finite(run):
     for strategy in (BF16(), Random(0.5), TopK(0.3, chunk=64), PowerSGD(2, start_step=0)):
         parallel = DistributedDataParallel(mlp())
@@ -229,7 +282,14 @@ def the_compression_hook_takes_all_floats_and_says_what_it_can_not_do(run):
     assert "it must be one such as" in reason(lambda: CompressionState("int8"))
     gloo = dist.new_group(backend="gloo")
     state = CompressionState(BF16(), process_group=gloo)
-    assert "init_process_group('potluck')" in reason(state.own_group)
+    assert "init_process_group('potluck')" in reason(lambda: state.own_group(BF16()))
+    assert "pass model=" in reason(lambda: CompressionState(lambda name, p: BF16()))
+    chosen = reason(lambda: CompressionState(lambda name, p: 8, model=mlp()))
+    assert "compression chose 8 for 0.weight" in chosen
+    assert "dense_below is -1" in reason(lambda: CompressionState(BF16(), dense_below=-1))
+    assert "warmup_steps must be an int" in reason(
+        lambda: CompressionState(BF16(), warmup_steps=1.0)
+    )
     doubles = DistributedDataParallel(mlp())
     doubles.register_comm_hook(CompressionState(BF16()), compression_hook)
     backward(doubles, *mine(run, *batches(1)[0]))
