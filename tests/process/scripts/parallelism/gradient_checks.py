@@ -226,13 +226,13 @@ def the_compression_hook_chooses_by_parameter_size_and_step(run):
             found.append(names)
         return found
 
+    half = TopK(0.5, chunk=8)
     everything = {name for name, _ in mlp().named_parameters()}
     weights = {name for name, p in mlp().named_parameters() if p.numel() >= 100}
     assert weights < everything
     for cap in (25, 2e-3):  # one bucket with all, and several
         found = lossy(lambda model: CompressionState(policy, model=model), cap)
         assert found == [{"0.weight"}] * 3 + [{"0.weight", "2.weight"}], found
-        half = TopK(0.5, chunk=8)
         found = lossy(lambda model: CompressionState(half, dense_below=100, warmup_steps=2), cap)
         assert found == [set(), set(), weights, weights], found
 
