@@ -33,7 +33,7 @@ _ARRAYS = (
 COLLECTIVES = (
     *("all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "reduce"),
     *("reduce_scatter", "scatter", "send", "recv", "rank", "world_size", "local_rank"),
-    *("is_master", "new_group"),
+    *("is_master", "new_group", "neighbor_all_reduce"),
 )
 """Names that scripts expect at the top of the module, and that potluck's context has."""
 
@@ -85,12 +85,15 @@ MODULE = {
     "min": 'op="min"',
     "max": 'op="max"',
     "product": 'op="product"',
+    "compressionstrategy": "potluck.TopK(ratio), potluck.Random(ratio), potluck.Int(bits=8), "
+    "potluck.FP16(), potluck.BF16() or potluck.PowerSGD(rank)",
     "distributedoptimizer": "potluck.torch.DDP(model), and any optimizer as it is",
     **{
         name.lower(): f"potluck.torch.{name}"
         for name in (
             *("DDP", "DistributedDataParallel", "DistributedSampler", "ElasticLoop", "GradScaler"),
-            *("CheckpointStore", "GradientInterceptor"),
+            *("CheckpointStore", "GradientInterceptor", "CompressionState", "DataParallel"),
+            *("LocalSGD", "DiLoCo", "Gossip"),
         )
     },
 }

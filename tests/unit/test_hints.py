@@ -84,6 +84,12 @@ ON_THE_MODULE = {
     "World": "ctx = potluck.init()",
     "DDP": "potluck.torch.DDP",
     "DistributedSampler": "potluck.torch.DistributedSampler",
+    "DiLoCo": "potluck.torch.DiLoCo",
+    "neighbor_allreduce": "ctx.neighbor_all_reduce, with ctx = potluck.init()",
+    "CompressionStrategy": (
+        "potluck.TopK(ratio), potluck.Random(ratio), potluck.Int(bits=8), potluck.FP16(), "
+        "potluck.BF16() or potluck.PowerSGD(rank)"
+    ),
     "MockBackend": "potluck.InProcessBackend.world(n), or potluck.testing.world.run_world",
 }
 
