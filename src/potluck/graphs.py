@@ -119,11 +119,17 @@ class Graph:
         """This graph without the edges between the two ranks of each pair, in both directions.
 
         Each rank adds the weight of an edge that it loses to its own, so that rows have the sum 1,
-        and a symmetric matrix stays doubly stochastic.
+        and a symmetric matrix stays doubly stochastic. A doubly stochastic matrix that is not
+        symmetric is first replaced by its mean with its transpose, so that the mean over all ranks
+        stays as it is; edges then have both directions.
         """
-        cut = {edge for a, b in pairs for edge in ((a, b), (b, a))}
+        cut = {edge for a, b in pairs for edge in ((a, b), (b, a))} & set(self.edges)
+        if not cut:
+            return self
         matrix = self.matrix()
-        for j, i in cut & set(self.edges):
+        if self.is_doubly_stochastic:
+            matrix = (matrix + matrix.T) / 2
+        for j, i in {edge for a, b in cut for edge in ((a, b), (b, a))}:
             matrix[i, i] += matrix[i, j]
             matrix[i, j] = 0
         return _of_matrix(matrix)
@@ -134,6 +140,12 @@ def ring(num_nodes: int) -> Graph:
     _check_size(num_nodes)
     steps = {1 % num_nodes, -1 % num_nodes} - {0}
     return _circulant(num_nodes, steps)
+
+
+def complete(num_nodes: int) -> Graph:
+    """Each rank averages with all others, with equal weights: one call gives the mean."""
+    _check_size(num_nodes)
+    return _circulant(num_nodes, set(range(1, num_nodes)))
 
 
 def exponential(num_nodes: int) -> Graph:

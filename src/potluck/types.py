@@ -106,7 +106,8 @@ class Group:
     Members are in rank order. Rank 0 is the most senior member. A change of membership is a new
     group with a higher epoch, never a change of this one. ``job`` keeps two jobs of one cluster
     apart. ``paths`` are the measured links between the members' nodes when the group was formed,
-    equal on all ranks; empty without measurements.
+    equal on all ranks; empty without measurements. ``cut`` are the pairs of ranks that can't reach
+    each other, in rising order, the lower rank first; equal on all ranks.
     """
 
     epoch: int
@@ -114,6 +115,7 @@ class Group:
     members: tuple[Member, ...]
     job: str = ""
     paths: tuple[MeasuredPath, ...] = ()
+    cut: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < len(self.members):
@@ -144,6 +146,10 @@ class Group:
             if member.worker == worker:
                 return rank
         return -1
+
+    def is_cut(self, rank: int) -> bool:
+        """Whether this rank and ``rank`` can't reach each other."""
+        return (min(rank, self.rank), max(rank, self.rank)) in self.cut
 
     def describe(self, rank: int) -> str:
         """A rank with its member, for errors and logs: ``rank 2 (worker 2 at 10.0.0.7:52416)``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from potluck.collectives.neighbors import plans_for, verify_on
 from potluck.collectives.plan import Action
 from potluck.collectives.verify import VerificationError
 from potluck.graphs import Graph
+from potluck.training.strategies import Gossip
 
 nx = pytest.importorskip("networkx", reason="graphs of networkx are taken; torch brings it")
 
@@ -120,6 +122,33 @@ def test_a_graph_without_a_cut_link_still_keeps_the_mean() -> None:
     assert cut.rows[0] == ((0, pytest.approx(2 / 3)), (3, 1 / 3))
     assert cut.without([(0, 1)]) == cut
     assert cut.digest != graph.digest
+
+
+def test_directed_weights_are_made_symmetric_before_a_link_is_left_out() -> None:
+    graph = graphs.exponential(6)
+    assert not np.array_equal(graph.matrix(), graph.matrix().T)
+    for pair in [(0, 1), (1, 3), (5, 0)]:
+        cut = graph.without([pair])
+        assert cut.is_doubly_stochastic
+        assert np.array_equal(cut.matrix(), cut.matrix().T)
+        assert not {pair, pair[::-1]} & set(cut.edges)
+    assert graph.without([]) is graph
+    assert graph.without([(0, 3)]) is graph, "it has no such edge"
+
+
+def test_gossip_around_a_cut_link_keeps_the_mean_and_all_together() -> None:
+    chain = nx.path_graph(4).to_directed()
+    for graph in ("ring", "exponential", "base", chain):
+        for pair in combinations(range(4), 2):
+            made = Gossip(graph).graphs(4, (pair,))
+            assert all(each.is_doubly_stochastic for each in made)
+            assert all(not {pair, pair[::-1]} & set(each.edges) for each in made)
+            mean = np.eye(4)
+            for number in range(200):
+                mean = made[number % len(made)].matrix() @ mean
+            np.testing.assert_allclose(mean, 0.25, atol=1e-6)
+    (whole,) = Gossip(chain).graphs(4, ((1, 2),))
+    assert set(whole.edges) > {(0, 2), (0, 3), (1, 3)}, "all links that are left"
 
 
 def test_plans_are_proved_and_a_step_without_an_edge_is_found() -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from potluck.backends.doors import LocalDoor, LocalDoors
+from potluck.collectives.spanning_tree import connects, cut_of
 from potluck.engine.communicator import SEGMENT_BYTES, Communicator
 from potluck.engine.connector import Deliver, Fail
 from potluck.engine.failures.group_errors import refusal_of
@@ -37,6 +38,7 @@ class Hub:
         self._departed: dict[tuple[int, int], Refusal] = {}
         self._killed: defaultdict[str, threading.Event] = defaultdict(threading.Event)
         self._links: defaultdict[str, list[Link]] = defaultdict(list)
+        self._cut: set[frozenset[str]] = set()
         self.segment_bytes = segment_bytes
         self.doors = LocalDoors()
 
@@ -73,6 +75,30 @@ class Hub:
         """Take a worker that was cut off into the next group, as its last rank."""
         with self._changed:
             self._alive.append(worker)
+            self._announce()
+
+    def cut(self, worker: str, other: str) -> None:
+        """Cut the network between two workers: their link ends, and no other can be made. The next
+        group knows it, if the links that are left connect all members."""
+        pair = frozenset({worker, other})
+        with self._changed:
+            self._cut.add(pair)
+            links = [link for name in pair for link in self._links[name] if link.peer in pair]
+            waiting = [
+                (connector, rank)
+                for name in pair
+                for connector, rank in self._waiting_for(name)
+                if connector.group.me.worker in pair
+            ]
+        for link in links:
+            link.close()
+        for connector, rank in waiting:
+            connector.fail(rank, _no_network(connector.group, rank))
+
+    def mend(self, worker: str, other: str) -> None:
+        """Undo ``cut``, and announce a group that has the link."""
+        with self._changed:
+            self._cut.discard(frozenset({worker, other}))
             self._announce()
 
     def leave(self, worker: str) -> None:
@@ -131,7 +157,11 @@ class Hub:
             if worker not in self._alive:
                 raise Evicted(f"worker {worker} was killed")
             rank = self._members.index(worker)
-            return Group(self._epoch, rank, self.members, job="in-process")
+            names = self._members
+            cut = cut_of(map(names.index, pair) for pair in self._cut if pair <= set(names))
+            if not connects(len(names), cut):
+                cut = ()
+            return Group(self._epoch, rank, self.members, job="in-process", cut=cut)
 
     # -- links
 
@@ -169,6 +199,9 @@ class Hub:
                 if worker not in self._alive:
                     caller.fail(rank, LinkError(f"worker {worker} was killed"))
                     return
+            if frozenset({name, other_name}) in self._cut:
+                caller.fail(rank, _no_network(group, rank))
+                return
             left = self._departed.get((group.epoch, rank))
             if left is not None and left.code != "left":
                 caller.fail(rank, Refused(left.reason, left.code))
@@ -202,6 +235,10 @@ class Hub:
             if connector.group.members[rank].worker == worker
             and (before is None or connector.group.epoch < before)
         ]
+
+
+def _no_network(group: Group, rank: int) -> LinkError:
+    return LinkError(f"no network between {group.describe(group.rank)} and {group.describe(rank)}")
 
 
 def _stale(group: Group) -> Refused:

@@ -22,12 +22,14 @@ class Draft(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One rank of ``world_size``. ``nodes[r]`` is the node index of rank ``r`` (hierarchical)."""
+    """One rank of ``world_size``. ``nodes[r]`` is the node index of rank ``r`` (hierarchical);
+    ``cut`` are pairs of ranks that can't reach each other (spanning tree)."""
 
     world_size: int
     rank: int
     root: int = 0
     nodes: tuple[int, ...] = ()
+    cut: tuple[tuple[int, int], ...] = ()
 
     @property
     def position(self) -> int:

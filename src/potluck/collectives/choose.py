@@ -21,6 +21,7 @@ from potluck.collectives.links import (
 from potluck.collectives.plan import Action, Algorithm, Operation, Plan
 from potluck.collectives.registry import algorithms_for, build_plan
 from potluck.collectives.simulate import chunk_sizes, simulate, simulate_rotated
+from potluck.collectives.spanning_tree import Cut
 from potluck.types import Engine, Group, ReduceOp
 
 ROTATED = frozenset(
@@ -106,14 +107,26 @@ def choose_coded(
 class Chooser:
     """``choose`` and ``choose_coded`` for some ranks of a group, with what it knows of its links.
 
-    All ranks hold the same figures, so all choose alike.
+    All ranks hold the same figures, so all choose alike. ``cut`` are pairs of ``ranks``, by their
+    places there, that can't reach each other: then everything goes over the tree that spares them.
     """
 
-    def __init__(self, group: Group, ranks: Sequence[int], nodes: tuple[int, ...]) -> None:
+    def __init__(
+        self, group: Group, ranks: Sequence[int], nodes: tuple[int, ...], cut: Cut = ()
+    ) -> None:
+        self._cut = cut
         on = [group.members[rank].node for rank in ranks]
         links = measured_links(LINKS[group.engine], on, group.paths)
-        self.choose = partial(choose, nodes=nodes, links=links)
+        self._choose = partial(choose, nodes=nodes, links=links)
         self.choose_coded = partial(choose_coded, nodes=nodes, links=links)
+
+    def choose(
+        self, operation: Operation, nbytes: int, world_size: int, op: ReduceOp | None = None
+    ) -> Algorithm:
+        """:func:`choose` for these ranks."""
+        if self._cut:
+            return Algorithm.SPANNING_TREE
+        return self._choose(operation, nbytes, world_size, op)
 
 
 def _bucket(operation: Operation, nbytes: int) -> int:
@@ -164,6 +177,7 @@ def _choose(
         (build_plan(operation, algorithm, world_size, 0, nodes=nodes), links)
         for algorithm in algorithms_for(operation)
         if not (flat and algorithm is Algorithm.HIERARCHICAL)
+        and algorithm is not Algorithm.SPANNING_TREE  # for cut links only
         and (may_double or algorithm is not Algorithm.DOUBLING)
     ]
     return _fastest(options, nbytes)

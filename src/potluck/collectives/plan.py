@@ -47,6 +47,7 @@ class Algorithm(StrEnum):
     HIERARCHICAL = "hierarchical"
     SHARED_MEMORY = "shared_memory"
     """Through memory that the ranks of one node share; no plan: see ``shared_memory.py``."""
+    SPANNING_TREE = "spanning_tree"
 
     @classmethod
     def _missing_(cls, value: object) -> Algorithm:

@@ -6,7 +6,15 @@ from __future__ import annotations
 from functools import lru_cache
 from hashlib import blake2b
 
-from potluck.collectives import centralized, direct, doubling, hierarchical, ring, tree
+from potluck.collectives import (
+    centralized,
+    direct,
+    doubling,
+    hierarchical,
+    ring,
+    spanning_tree,
+    tree,
+)
 from potluck.collectives.builder import Builder, Rank
 from potluck.collectives.plan import (
     OWN_ALGORITHMS,
@@ -15,6 +23,7 @@ from potluck.collectives.plan import (
     Plan,
     own_algorithm,
 )
+from potluck.collectives.spanning_tree import Cut
 from potluck.collectives.verify import verify
 
 _BUILDERS: dict[Algorithm, dict[Operation, Builder]] = {
@@ -24,6 +33,7 @@ _BUILDERS: dict[Algorithm, dict[Operation, Builder]] = {
     Algorithm.CENTRALIZED: centralized.BUILDERS,
     Algorithm.DOUBLING: doubling.BUILDERS,
     Algorithm.HIERARCHICAL: hierarchical.BUILDERS,
+    Algorithm.SPANNING_TREE: spanning_tree.BUILDERS,
 }
 
 ROOTED = frozenset({Operation.BROADCAST, Operation.REDUCE, Operation.SCATTER, Operation.GATHER})
@@ -94,20 +104,22 @@ def make_plan(
     root: int = 0,
     nodes: tuple[int, ...] | None = None,
     is_coded: bool = False,
+    cut: Cut = (),
 ) -> Plan:
     """The steps of ``rank`` in one collective of ``world_size`` ranks. Pure, and cached.
 
     ``root`` is the source or destination of a rooted operation. Of the others only the centralized
     algorithm takes one: the rank through which everything goes. ``nodes[r]`` is the node index of
     rank ``r`` (any integers); the hierarchical algorithm needs it, the others ignore it. All ranks
-    must pass the same ``root`` and ``nodes``. ``is_coded``: for a codec; a hierarchical all_reduce
-    then has no ring of nodes, in which sums would be encoded again and again. A world of one has an
+    must pass the same ``root``, ``nodes`` and ``cut``: the pairs of ranks that can't reach each
+    other, which the spanning tree spares. ``is_coded``: for a codec; a hierarchical all_reduce then
+    has no ring of nodes, in which sums would be encoded again and again. A world of one has an
     empty plan.
 
     Raises ``ValueError`` for a pair that does not exist (and lists those that do), a rank or root
     outside the world, a ``root`` where none belongs, and ``nodes`` missing or of the wrong length.
     """
-    return _kept(operation, algorithm, world_size, rank, root, nodes, is_coded)
+    return _kept(operation, algorithm, world_size, rank, root, nodes, is_coded, cut)
 
 
 def build_plan(
@@ -118,6 +130,7 @@ def build_plan(
     root: int = 0,
     nodes: tuple[int, ...] | None = None,
     is_coded: bool = False,
+    cut: Cut = (),
 ) -> Plan:
     """:func:`make_plan` without the cache, for code that reads the plans of all ranks once."""
     operation, algorithm = Operation(operation), Algorithm(algorithm)
@@ -140,7 +153,7 @@ def build_plan(
         raise ValueError(f"nodes names {len(nodes)} ranks in a world of {world_size}")
     if is_coded and builder is hierarchical.all_reduce:
         builder = hierarchical.coded_all_reduce
-    draft = builder(Rank(world_size, rank, root, nodes or ()))
+    draft = builder(Rank(world_size, rank, root, nodes or (), cut))
     return Plan(
         operation=operation,
         algorithm=algorithm,
@@ -153,3 +166,26 @@ def build_plan(
 
 
 _kept = lru_cache(maxsize=1024)(build_plan)
+
+
+@lru_cache(maxsize=256)
+def crossing(
+    operation: Operation,
+    algorithm: Algorithm,
+    world_size: int,
+    root: int,
+    nodes: tuple[int, ...] | None,
+    cut: Cut,
+    is_coded: bool,
+) -> tuple[int, int] | None:
+    """A pair of ``cut`` over which some rank's plan would send; None if no plan does.
+
+    Equal on all ranks, so that all refuse such a call.
+    """
+    for rank in range(world_size) if cut else ():
+        plan = build_plan(operation, algorithm, world_size, rank, root, nodes, is_coded, cut)
+        for step in plan.steps:
+            pair = (min(rank, step.peer), max(rank, step.peer))
+            if pair in cut:
+                return pair
+    return None

@@ -369,7 +369,8 @@ class Collectives:
 
         Rank ``dst`` receives it with a [recv][potluck.DistributedContext.recv] of the same ``tag``
         (0 to 2**31 - 1), size and dtype. Messages with one tag from one rank arrive in order.
-        ValueError for a tag out of range, or if ``dst`` is this rank or no rank.
+        ValueError for a tag out of range, or if ``dst`` is this rank or no rank; LinkError if the
+        network between the two ranks is cut (``ctx.group.cut``).
         """
         mine = self._adapt(array, writable=False)
         peer = checked_rank("dst", dst, self.world_size)

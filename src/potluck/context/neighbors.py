@@ -80,7 +80,8 @@ class NeighborCollectives(Collectives):
         array to each of its out-neighbours, and has memory for those of its in-neighbours.
 
         TypeError for integers and for what is no directed graph; ValueError for a graph whose
-        nodes are not the ranks, or whose weights have another sum than 1. Desync, on all ranks, as
+        nodes are not the ranks, whose weights have another sum than 1, or with an edge between
+        ranks that can't reach each other (``ctx.group.cut``). Desync, on all ranks, as
         soon as a rank hears from one that passed another graph, dtype or size, or was not to send
         to it at all; OperationTimeout if it hears from none.
         """
@@ -101,6 +102,14 @@ class NeighborCollectives(Collectives):
             raise TypeError(
                 f"the mean of {mine.array.dtype} values is not {mine.array.dtype}; pass floats"
             )
+        group = self.communicator.group
+        for edge in chosen.edges if group.cut else ():
+            if (min(edge), max(edge)) in group.cut:
+                raise ValueError(
+                    f"neighbor_all_reduce: the graph has an edge from rank {edge[0]} to rank "
+                    f"{edge[1]}, which can't reach each other in epoch {group.epoch}; pass "
+                    "graph.without(ctx.group.cut)"
+                )
         plan = plans_for(chosen)[self.rank]
         rooms: dict[int, Any] = {}
         works: list[Work] = []

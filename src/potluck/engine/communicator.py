@@ -22,7 +22,7 @@ from potluck.engine.resources import GroupResources, open_resources
 from potluck.engine.shm.channel import NO_SHARED_MEMORY, ChannelMemory
 from potluck.engine.shm.group import SharedMemoryWork
 from potluck.engine.work import Work, deadline_after
-from potluck.errors import PotluckError
+from potluck.errors import LinkError, PotluckError
 from potluck.metrics import Metrics
 from potluck.types import Group
 from potluck.wire.dtypes import code_of
@@ -222,6 +222,12 @@ class Communicator:
             raise ValueError(f"rank {peer} is outside a world of {self.world_size}")
         if peer == self.rank:
             raise ValueError(f"rank {peer} is this rank; a message to oneself needs no network")
+        if self.group.cut and self.group.is_cut(self._ranks[peer]):
+            raise LinkError(
+                f"{self.group.describe(self._ranks[peer])} can't be reached from "
+                f"{self.group.describe(self.group.rank)} in epoch {self.group.epoch}: the network "
+                "between the two is cut. Collectives go by way of other ranks; messages do not"
+            )
 
     def _run_over_links(
         self,

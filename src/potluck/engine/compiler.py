@@ -12,7 +12,8 @@ import numpy as np
 from potluck.codecs import Codec
 from potluck.collectives.choose import Chooser
 from potluck.collectives.plan import Algorithm, Operation
-from potluck.collectives.registry import digest, make_plan
+from potluck.collectives.registry import crossing, digest, make_plan
+from potluck.collectives.spanning_tree import cut_of
 from potluck.engine.arrays.layout import lay_out
 from potluck.engine.call import Call
 from potluck.engine.loop.compiled import CompiledPlan
@@ -43,13 +44,16 @@ class Compiler:
         self._nodes = tuple(nodes)
         self._rank = ranks.index(group.rank)
         self._segment_bytes = segment_bytes
-        self._chooser = Chooser(group, ranks, self._nodes)
+        place = {rank: at for at, rank in enumerate(ranks)}
+        self._cut = cut_of((place[a], place[b]) for a, b in group.cut if a in place and b in place)
+        self._chooser = Chooser(group, ranks, self._nodes, self._cut)
         self._kept = lru_cache(maxsize=_KEPT)(self._make)
 
     def compile(self, request: Request, parent_call: str = "") -> CompiledPlan:
         """The plan of ``request``; costs a microsecond when the same was asked before.
 
-        TypeError or ValueError for what has no meaning. ``parent_call`` is as in ``Call``.
+        TypeError or ValueError for what has no meaning, ValueError for what needs a link between
+        ranks that can't reach each other. ``parent_call`` is as in ``Call``.
         """
         source, result, encoding = request.source, request.result, request.encoding
         described = part_of_call(request.operation, source, result)
@@ -96,6 +100,7 @@ class Compiler:
         else:
             chosen = self._chooser.choose(operation, nbytes, world, op)
         plans = digest(operation, chosen, world, root, self._nodes)  # verified before it runs
+        self._check_links(operation, chosen, root, codec)
         plan = make_plan(
             operation,
             chosen,
@@ -103,6 +108,7 @@ class Compiler:
             self._rank,
             root=root,
             nodes=self._nodes,
+            cut=self._cut,
             is_coded=codec is not None,
         )
         call = Call(
@@ -129,4 +135,19 @@ class Compiler:
             codec=codec,
             nodes=self._nodes,
             num_residual=num_source if has_residual else None,
+        )
+
+    def _check_links(
+        self, operation: Operation, algorithm: Algorithm, root: int, codec: Codec | None
+    ) -> None:
+        """ValueError if the plan of some rank needs a link that is cut."""
+        world, is_coded = len(self._ranks), codec is not None
+        pair = crossing(operation, algorithm, world, root, self._nodes, self._cut, is_coded)
+        if pair is None:
+            return
+        a, b = (self._ranks[place] for place in pair)
+        how = f"codec={codec.name!r}" if codec is not None else f"algorithm={str(algorithm)!r}"
+        raise ValueError(
+            f"{operation} with {how} needs a link between rank {a} and rank {b}, which can't reach "
+            f"each other; leave it out, and the call goes by way of other ranks"
         )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from potluck.checkpoint.state import State, fingerprint
+from potluck.collectives.spanning_tree import Cut
 from potluck.graphs import Graph
 from potluck.torch.outer import LEAST_BYTES_PER_S, OuterStrategy, Part
 from potluck.training.strategies import Gossip
@@ -49,7 +50,7 @@ class GossipStrategy(OuterStrategy):
         self._gossip = config
         self._are_equal = False
         self._whole: dict[int, bool] = {}
-        self._graphs: dict[int, tuple[Graph, ...]] = {}  # by world size
+        self._graphs: dict[tuple[int, Cut], tuple[Graph, ...]] = {}  # by world size and cut links
 
     def begin(self, number: int) -> None:
         self._are_equal = False
@@ -77,10 +78,10 @@ class GossipStrategy(OuterStrategy):
         if self._whole[number]:
             works = [ctx.all_reduce(flat, "mean", **options) for _, flat in self._sums]
         else:
-            size = ctx.world_size
-            if size not in self._graphs:
-                self._graphs[size] = self._gossip.graphs(size)
-            sequence = self._graphs[size]
+            links = ctx.world_size, ctx.group.cut
+            if links not in self._graphs:
+                self._graphs[links] = self._gossip.graphs(*links)
+            sequence = self._graphs[links]
             graph = sequence[number % len(sequence)]
             works = [ctx.neighbor_all_reduce(flat, graph, **options) for _, flat in self._sums]
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from potluck import graphs
+from potluck.collectives.spanning_tree import Cut
 from potluck.graphs import Graph
 from potluck.training.strategies.kinds import SGD, Rounds
 
@@ -32,7 +33,8 @@ class Gossip(Rounds):
     ``graph`` is ``"exponential"``, ``"base"`` (the Base-2 graphs, one after the other) or
     ``"ring"``; a ``networkx.DiGraph`` or a sequence of them, of which each round takes the next; or
     a function of the world size that returns one of these. In a world of another size than that of
-    a DiGraph the exponential graph takes its place.
+    a DiGraph the exponential graph takes its place. Edges between ranks that can't reach each
+    other are left out, and their weight goes to the ranks themselves.
 
     Cost of a round: each rank sends its parameters to each of its out-neighbours. Votes and
     reports, of some hundred bytes, are those of all strategies, between all ranks. ``deadline``
@@ -61,8 +63,20 @@ class Gossip(Rounds):
         """None of its own: what is applied are the means."""
         return SGD(1.0)
 
-    def graphs(self, world_size: int) -> tuple[Graph, ...]:
-        """The graphs of the rounds in a world of this size, in turn."""
+    def graphs(self, world_size: int, cut: Cut = ()) -> tuple[Graph, ...]:
+        """The graphs of the rounds in a world of this size, in turn.
+
+        They have no edge between the pairs of ranks in ``cut``, which can't reach each other. Where
+        they would fall into parts without these edges, the graph of all other links takes their
+        place, unless that falls into parts, too.
+        """
+        made = self._uncut(world_size)
+        left = tuple(graph.without(cut) for graph in made)
+        if not cut or _is_connected(left, world_size):
+            return left
+        return (graphs.complete(world_size).without(cut),)
+
+    def _uncut(self, world_size: int) -> tuple[Graph, ...]:
         if isinstance(self.graph, str):
             return _sequence(_NAMED[self.graph](world_size))
         if callable(self.graph):
@@ -84,7 +98,6 @@ def _sequence(graph: Any) -> tuple[Graph, ...]:
 
 def _check(made: tuple[Graph, ...], world_size: int) -> None:
     """ValueError unless the mean stays as it is, and every rank's array comes to all others."""
-    reached = np.eye(world_size, dtype=bool)
     for graph in made:
         if graph.num_nodes != world_size:
             raise ValueError(
@@ -96,10 +109,17 @@ def _check(made: tuple[Graph, ...], world_size: int) -> None:
                 "the columns of the graph's mixing matrix have other sums than 1, so that the mean "
                 "of the parameters would drift: pass weights whose rows and columns have the sum 1"
             )
-        reached |= graph.matrix() > 0
-    for _ in range(world_size.bit_length()):
-        reached = reached @ reached
-    if not reached.all():
+    if not _is_connected(made, world_size):
         raise ValueError(
             "the graph falls into parts: what some ranks learn would never come to the others"
         )
+
+
+def _is_connected(made: tuple[Graph, ...], world_size: int) -> bool:
+    """Whether every rank's array comes to all others."""
+    reached = np.eye(world_size, dtype=bool)
+    for graph in made:
+        reached |= graph.matrix() > 0
+    for _ in range(world_size.bit_length()):
+        reached = reached @ reached
+    return bool(reached.all())
