@@ -50,6 +50,9 @@ _number = itertools.count()
 _lock = threading.Lock()
 
 
+AGENT_PORT = 52415
+
+
 class HostError(RuntimeError):
     """A command that makes or changes a network failed; says which, and what it wrote."""
 
@@ -87,6 +90,12 @@ class Host:
         shown = _run(["ip", "-n", self.namespace, "-6", "-j", "addr", "show", "dev", INTERFACE])
         addresses = json.loads(shown.stdout)[0]["addr_info"]
         return next(str(each["local"]) for each in addresses if each["scope"] == "link")
+
+    @functools.cached_property
+    def mac(self) -> str:
+        """The address of ``eth0`` in Ethernet frames."""
+        shown = _run(["ip", "-n", self.namespace, "-j", "link", "show", "dev", INTERFACE])
+        return str(json.loads(shown.stdout)[0]["address"])
 
     @property
     def port(self) -> str:
@@ -161,6 +170,21 @@ class Host:
             else:
                 self._ip(kind, "route", "replace", "blackhole", half)
 
+    def drop_workers(self, other: Host, *, on: bool = True) -> None:
+        """Drop what comes from ``other``, but for the connections of agents, as a firewall does
+        that knows the agents' port only; or stop that."""
+        _need_nft()
+        rules = "table inet workers\ndelete table inet workers\n"
+        if on:
+            rules += (
+                "table inet workers {\nchain drops {\ntype filter hook input priority 0;\n"
+                f"tcp dport {AGENT_PORT} accept\n"
+                f"tcp sport {AGENT_PORT} accept\n"
+                f"iifname {INTERFACE} ether saddr {other.mac} meta l4proto tcp drop\n"
+                "}\n}\n"
+            )
+        self.run(["nft", "-f", "-"], input=rules)
+
     def refuse(self, other: Host, *, on: bool = True) -> None:
         """Let this host have no route to ``other``: senders get an error at once; or stop that."""
         for address, bits, kind in ((other.address, 32, "-4"), (other.address6, 128, "-6")):
@@ -171,8 +195,7 @@ class Host:
         """Drop this part (0 to 1) of the packets that come in, at random; 0 ends it."""
         if not 0 <= fraction <= 1:
             raise ValueError(f"a part of the packets is between 0 and 1, not {fraction}")
-        if shutil.which("nft") is None:
-            raise HostError("needs the program 'nft' (Debian, Ubuntu: apt-get install nftables)")
+        _need_nft()
         rules = "table inet potluck\ndelete table inet potluck\n"
         if fraction:
             some = f" numgen random mod 1000000 < {round(fraction * 1e6)}" if fraction < 1 else ""
@@ -328,6 +351,11 @@ class Network(Sequence[Host]):
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _need_nft() -> None:
+    if shutil.which("nft") is None:
+        raise HostError("needs the program 'nft' (Debian, Ubuntu: apt-get install nftables)")
 
 
 def remove_stale() -> list[str]:

@@ -17,10 +17,12 @@ from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
+from potluck.backends import cut_links
 from potluck.backends.agent_link import AgentLink, agent_address, check_free, leave
 from potluck.backends.doors import TcpDoor
 from potluck.backends.exit_report import ExitReport, is_group_error, may_follow_from_a_loss
 from potluck.backends.tcp import TcpBase
+from potluck.collectives.spanning_tree import cut_of
 from potluck.engine.communicator import Communicator
 from potluck.errors import (
     AgentLost,
@@ -121,11 +123,18 @@ class AgentBackend:
                     epoch=after_epoch,
                 ) from cause
             names = [member.worker for member in told.members]
-            group = Group(told.epoch, names.index(self.worker), told.members, self.job, told.paths)
+            cut = cut_of(map(names.index, pair) for pair in told.cut)
+            rank = names.index(self.worker)
+            group = Group(told.epoch, rank, told.members, self.job, told.paths, cut)
             communicator = self._base.open(group)
             self._communicator = communicator
             self._chaos_steps = frozenset(told.chaos_steps)
         self._talk.say(worker_link.Entered(self.worker, told.epoch))
+        cut_links.watch(
+            communicator,
+            self._base.credentials,
+            lambda rank: self._talk.say(worker_link.Mended(self.worker, told.epoch, rank)),
+        )
         return communicator
 
     def next_epoch(self) -> int:
@@ -189,6 +198,7 @@ class AgentBackend:
             certain=cause.certain,
             cause=worker_link.clip(str(cause)),
             step=self._step,
+            unreachable=tuple(sorted(self._base.unreachable(after_epoch))),
         )
 
     def _await_group(self, after_epoch: int, timeout_s: float) -> None:

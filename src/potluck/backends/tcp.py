@@ -50,6 +50,7 @@ class TcpBase:
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
         self._on_broken: Callable[[GroupError], None] | None = None
+        self._mesh: Mesh | None = None
         self._newest: Callable[[], Communicator | None] = lambda: None
         self.listener = Listener(
             host or settings.bind,
@@ -110,6 +111,7 @@ class TcpBase:
             else None,
             wire=settings.wire,
         )
+        self._mesh = mesh
         communicator = Communicator.open(
             group,
             mesh,
@@ -124,6 +126,14 @@ class TcpBase:
         if failure is not None:
             communicator.abort(self._error(failure, group))
         return communicator
+
+    def unreachable(self, epoch: int) -> frozenset[int]:
+        """The ranks of the newest group, if that is of ``epoch``, to which no link could be made
+        since they did not answer."""
+        mesh = self._mesh
+        if mesh is None or mesh.group.epoch != epoch:
+            return frozenset()
+        return mesh.unreachable()
 
     def open_linked(
         self,

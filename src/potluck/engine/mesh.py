@@ -26,6 +26,14 @@ from potluck.wire.greeting import SEALED, Hello, Refusal, Welcome
 
 _LATE = {"collision", "not_ready"}
 
+REACHED = "reached"
+"""The kind of a HELLO that only asks whether this process can be reached, and the code of the
+refusal that answers it."""
+
+_SILENT_S = 2.0
+"""A member counts as unreachable if its listener has not answered for so long: a listener has a
+thread of its own, and answers in milliseconds."""
+
 _NUM_REFUSALS = 16
 
 _PART_S = 0.2
@@ -81,6 +89,8 @@ class Switchboard:
         self.listener.close()
 
     def _admit(self, hello: Hello, node: str) -> Admission:
+        if hello.kind == REACHED:
+            return _refuse(REACHED, "this worker can be reached")
         if hello.kind != "data":
             with self._changed:
                 self._changed.wait_for(
@@ -135,6 +145,8 @@ class Mesh:
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._calling: set[int] = set()
+        self._unanswered_since: dict[int, float] = {}
+        self._unreachable: set[int] = set()
         self._linked: set[int] = set()
         self._is_closed = threading.Event()
         self._gives_up_at = 0.0
@@ -156,6 +168,7 @@ class Mesh:
             if self._is_closed.is_set() or rank in self._linked or rank in self._calling:
                 return
             self._calling.add(rank)
+            self._unanswered_since[rank] = time.monotonic()
             thread = start_thread(
                 partial(self._call, rank),
                 name=f"potluck-connect-{rank}",
@@ -163,12 +176,26 @@ class Mesh:
             )
             self._threads.append(thread)
 
+    def unreachable(self) -> frozenset[int]:
+        """The ranks to which this rank could make no link, or could not so far, since they do not
+        answer; also after the end of the group."""
+        with self._lock:
+            self._note_silent()
+            return frozenset(self._unreachable - self._linked)
+
+    def _note_silent(self) -> None:
+        long_ago = time.monotonic() - _SILENT_S
+        for rank in self._calling - self._linked:
+            if self._unanswered_since[rank] < long_ago:
+                self._unreachable.add(rank)
+
     def close(self, error: BaseException) -> None:
         self._refusal = refusal_of(self.group, error)
         self._switchboard.disconnect_mesh(self, self._refusal)
         self._gives_up_at = time.monotonic() + _PART_S
-        self._is_closed.set()
         with self._lock:
+            self._note_silent()
+            self._is_closed.set()
             threads = list(self._threads)
         for thread in threads:
             if thread is not threading.current_thread():
@@ -228,6 +255,7 @@ class Mesh:
                 error = failure
                 # The peer calls this rank, or has not formed this epoch yet: try again for a while.
                 if isinstance(failure, Refused) and failure.code in _LATE:
+                    self._unanswered_since[rank] = time.monotonic()
                     if self._wait_for_call(rank, failure, deadline):
                         return
                     if time.monotonic() < deadline:
@@ -246,6 +274,8 @@ class Mesh:
             self._calling.discard(rank)
             if rank in self._linked or self._is_closed.is_set():
                 return  # the peer's own call has come meanwhile, or no link is wanted any more
+            if isinstance(error, LinkError) and not isinstance(error, Refused):
+                self._unreachable.add(rank)
         self._give_up(rank, error)
 
     def _give_up(self, rank: int, error: BaseException) -> None:

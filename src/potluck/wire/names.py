@@ -23,3 +23,8 @@ class Versions(msgspec.Struct, frozen=True):
     numpy: Name
     machine: Name
     byte_order: Name = "little"
+
+
+MAX_PAIRS = 1024
+Pairs = Annotated[tuple[tuple[Name, Name], ...], msgspec.Meta(max_length=MAX_PAIRS)]
+"""Pairs of workers."""

@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 
 from potluck.types import MeasuredPath, Member
-from potluck.wire.names import Name, Text
+from potluck.wire.names import Name, Pairs, Text
 
 MAX_NODES = 1024
 MAX_GROUPS = 64
@@ -58,6 +58,7 @@ class JobGroup(msgspec.Struct, frozen=True):
     steps since the last checkpoint may be repeated. ``entering`` are members that may lack the
     state, in a first group all members. ``paths`` are the links between the members' nodes as the
     leader knew them. ``world`` is the number of the world for which the workers were started.
+    ``cut`` are pairs of workers that can't reach each other.
     """
 
     job: Name
@@ -67,6 +68,7 @@ class JobGroup(msgspec.Struct, frozen=True):
     entering: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_WORKERS)] = ()
     paths: Annotated[tuple[MeasuredPath, ...], msgspec.Meta(max_length=MAX_PATHS)] = ()
     world: Count = 0
+    cut: Pairs = ()
 
 
 class View(msgspec.Struct, frozen=True):

@@ -19,7 +19,7 @@ import msgspec
 from potluck.types import Engine, MeasuredPath, Member
 from potluck.wire.format import MessageFormat
 from potluck.wire.greeting import SEALED
-from potluck.wire.names import Name
+from potluck.wire.names import Name, Pairs
 
 MAX_MESSAGE = 1 << 20
 MAX_TEXT = 16 * 1024
@@ -76,7 +76,8 @@ class Lost(msgspec.Struct, frozen=True, tag=True):
     """The worker has left its broken group ``epoch`` and requests a later one.
 
     ``rank`` is the member that the worker blames (-1: none). ``certain``: the link to that member
-    ended; otherwise the member was silent for too long. ``step`` is the present training step,
+    ended; otherwise the member was silent for too long. ``unreachable``: the members that
+    did not answer when this worker called them for a link. ``step`` is the present training step,
     counted from 0 (-1: unknown).
     """
 
@@ -86,6 +87,7 @@ class Lost(msgspec.Struct, frozen=True, tag=True):
     certain: bool = False
     cause: Text = ""
     step: Step = -1
+    unreachable: Annotated[tuple[Step, ...], msgspec.Meta(max_length=MAX_MEMBERS)] = ()
 
 
 class WorkerProgress(msgspec.Struct, frozen=True, tag=True):
@@ -153,6 +155,14 @@ class Waiting(msgspec.Struct, frozen=True, tag=True):
     epoch: Epoch
 
 
+class Mended(msgspec.Struct, frozen=True, tag=True):
+    """The worker has reached member ``rank`` of its group ``epoch``, to which its link is cut."""
+
+    worker: Name
+    epoch: Epoch
+    rank: Step
+
+
 # From an agent to a worker.
 
 
@@ -160,7 +170,8 @@ class NewGroup(msgspec.Struct, frozen=True, tag=True):
     """The group of ``epoch``: its members in rank order, the most senior as rank 0.
 
     Before each of ``chaos_steps`` the worker sends ChaosDue. ``paths`` are the measured links
-    between the members' nodes, equal for all members.
+    between the members' nodes, equal for all members; ``cut`` are pairs of workers that can't reach
+    each other.
     """
 
     job: Name
@@ -168,6 +179,7 @@ class NewGroup(msgspec.Struct, frozen=True, tag=True):
     members: Annotated[tuple[Member, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
     chaos_steps: Annotated[tuple[Step, ...], msgspec.Meta(max_length=4096)] = ()
     paths: Annotated[tuple[MeasuredPath, ...], msgspec.Meta(max_length=256)] = ()
+    cut: Pairs = ()
 
 
 class GroupOver(msgspec.Struct, frozen=True, tag=True):
@@ -271,6 +283,7 @@ FromWorker = (
     | ChaosDue
     | ProbeReply
     | Waiting
+    | Mended
 )
 FromAgent = NewGroup | GroupOver | Probe | ChaosDone | Hold | Stop
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import queue
 import re
 import socket
 import threading
@@ -14,8 +15,10 @@ from functools import partial
 import numpy as np
 import pytest
 
+from potluck.backends import cut_links
 from potluck.backends.tcp import TcpBase
 from potluck.collectives.plan import Operation
+from potluck.engine import mesh
 from potluck.engine.communicator import Communicator
 from potluck.engine.request import Request
 from potluck.errors import ConfigurationError, Desync, GroupError, PeerLost, Refused
@@ -79,6 +82,7 @@ REFUSALS = [
     ({"rank": -1}, "duplicate", "rank -1 can't call"),
     ({"rank": 2}, "identity", "rank 2 is on node"),
     ({"kind": "rendezvous"}, "kind", "does not take 'rendezvous' connections"),
+    ({"kind": "reached"}, "reached", "this worker can be reached"),
     ({"wire": "signed"}, "wire", "are sealed, the caller's signed: set POTLUCK_WIRE to the same"),
 ]
 
@@ -191,6 +195,54 @@ def test_an_address_that_leads_nowhere_is_a_lost_peer(
     opened.close()
 
 
+def test_members_that_can_not_be_called_are_known_when_the_group_is_over(base: TcpBase) -> None:
+    members = (Member("a", host="127.0.0.1", port=closed_port()), Member("b"))
+    opened = base.open(Group(EPOCH, 1, members))
+    assert base.unreachable(EPOCH) == frozenset()
+    with pytest.raises(PeerLost):
+        opened.run(Request(Operation.BARRIER, timeout_s=20)).wait()
+    opened.close()
+    assert base.unreachable(EPOCH) == {0}
+    assert base.unreachable(EPOCH - 1) == frozenset(), "that group is not the newest"
+
+
+def test_a_member_that_answers_nothing_for_long_counts_as_unreachable(
+    base: TcpBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mesh, "_SILENT_S", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        members = (Member("a", host="127.0.0.1", port=silent.getsockname()[1]), Member("b"))
+        opened = base.open(Group(EPOCH, 1, members))
+        opened.run(Request(Operation.BARRIER, timeout_s=60))
+        peer, _ = silent.accept()
+        opened.close()
+        assert base.unreachable(EPOCH) == {0}
+        peer.close()
+
+
+def test_a_member_beyond_a_cut_link_is_called_until_it_answers(
+    base: TcpBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cut_links, "_EVERY_S", 0.05)
+    port = closed_port()
+    members = (Member("a", host="127.0.0.1", port=port), Member("b"), Member("c"))
+    opened = base.open(Group(EPOCH, 1, members, cut=((0, 1),)))
+    answered: queue.Queue[int] = queue.Queue()
+    cut_links.watch(opened, STRANGER, answered.put)
+    with pytest.raises(queue.Empty):
+        answered.get(timeout=0.5)
+    other = TcpBase("127.0.0.1", port, SETTINGS, STRANGER)
+    assert answered.get(timeout=20) == 0
+    assert opened.error is None, "the group goes on as it is"
+    opened.close()
+    other.close()
+
+
+def closed_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
 def test_another_node_at_a_members_address_is_not_that_member(base: TcpBase) -> None:
     backends = tcp_backends(2, 2, SETTINGS)
     group = backends[0].group
@@ -206,8 +258,6 @@ def test_another_node_at_a_members_address_is_not_that_member(base: TcpBase) -> 
 
 def test_closing_while_a_call_is_under_way_does_not_wait_for_it() -> None:
     """Rank 0 accepts TCP and never greets: closing must not take the whole deadline."""
-    import socket
-
     silent = socket.create_server(("127.0.0.1", 0))
     base = TcpBase("127.0.0.1", 0, replace(SETTINGS, connection_timeout_s=60), STRANGER)
     members = (Member("a", host="127.0.0.1", port=silent.getsockname()[1]), Member("b"))

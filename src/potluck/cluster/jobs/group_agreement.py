@@ -87,6 +87,7 @@ class GroupAgreement:
             renew=True,
             paths=paths,
             world=action.world or 0,
+            cut=action.cut,
         )
 
     def want_all_hold(self) -> WantGroup | None:

@@ -319,7 +319,9 @@ class LocalRunner:
         self._peers = frozenset((member.host, member.port) for member in members)
         for rank, name in enumerate(names):
             steps = chaos.steps_of(rank)
-            told = worker_link.NewGroup(self.spec.job, group.epoch, members, steps, group.paths)
+            told = worker_link.NewGroup(
+                self.spec.job, group.epoch, members, steps, group.paths, group.cut
+            )
             # Only to a process that was started for the group's world: one of an earlier world is
             # about to end.
             if self._reports.world_of(name) == group.world:

@@ -53,6 +53,7 @@ class WantGroup:
     are none, and every one that did is known to have ended. ``renew``: the group is a new one also
     if its members are those of the group before, which does not work any more. ``paths``: what was
     measured of the links between their nodes. ``world``: the number of the world they are of.
+    ``cut``: pairs of workers that can't reach each other.
     """
 
     job: str
@@ -63,6 +64,7 @@ class WantGroup:
     renew: bool = False
     paths: tuple[MeasuredPath, ...] = ()
     world: int = 0
+    cut: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

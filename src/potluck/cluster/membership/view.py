@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 
 from potluck.cluster.membership.election import by_seniority
 from potluck.cluster.membership.events import WantGroup
+from potluck.collectives.spanning_tree import connects, cut_of
 from potluck.wire.nodes import MAX_GROUPS, MAX_VIEW_BYTES, JobGroup, View, ViewMember
 
 _ROOM = 160 * 1024
@@ -51,7 +52,7 @@ def objection_to(want: WantGroup, view: View) -> str:
     if away:
         return f"{', '.join(away)} is not in the cluster's view"
     others = tuple(group for group in view.groups if group.job != want.job)
-    new = (*others, JobGroup(want.job, view.epoch, want.members, 0, (), want.paths))
+    new = (*others, _group(want, view.epoch, 0, ()))
     size = len(msgspec.msgpack.encode(msgspec.structs.replace(view, groups=new)))
     if len(new) > MAX_GROUPS or size > MAX_VIEW_BYTES - _ROOM:
         return f"a view has no room for {len(new)} groups with {size} bytes"
@@ -77,11 +78,17 @@ def _wanted(want: WantGroup, before: JobGroup | None, epoch: int) -> JobGroup:
     to be renewed: a group whose members all hold the state by now stays the group it is."""
     entering = tuple(m.worker for m in want.members if m.worker not in want.kept)
     if before is None or want.fresh:
-        return JobGroup(want.job, epoch, want.members, epoch, entering, want.paths, want.world)
+        return _group(want, epoch, epoch, entering)
     is_the_same = want.members == before.members and not want.renew
     if is_the_same:
         return msgspec.structs.replace(before, entering=entering)
-    return JobGroup(want.job, epoch, want.members, before.origin, entering, want.paths, want.world)
+    return _group(want, epoch, before.origin, entering)
+
+
+def _group(want: WantGroup, epoch: int, origin: int, entering: tuple[str, ...]) -> JobGroup:
+    return JobGroup(
+        want.job, epoch, want.members, origin, entering, want.paths, want.world, want.cut
+    )
 
 
 def _without(group: JobGroup, nodes: set[str], epoch: int) -> JobGroup:
@@ -90,4 +97,13 @@ def _without(group: JobGroup, nodes: set[str], epoch: int) -> JobGroup:
     if members == group.members or set(names) <= set(group.entering):
         return group
     entering = tuple(name for name in group.entering if name in names)
-    return msgspec.structs.replace(group, epoch=epoch, members=members, entering=entering)
+    cut = spared(group.cut, names)
+    return msgspec.structs.replace(group, epoch=epoch, members=members, entering=entering, cut=cut)
+
+
+def spared(cut: Iterable[tuple[str, str]], members: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """The pairs of ``cut`` whose links a group of the workers ``members`` does without: none if the
+    links that are left do not connect all, for then every link is tried."""
+    within = tuple(sorted(pair for pair in cut if set(pair) <= set(members)))
+    ranks = cut_of(map(members.index, pair) for pair in within)
+    return within if connects(len(members), ranks) else ()

@@ -12,7 +12,15 @@ from potluck.cluster.membership.events import Note as Note
 from potluck.cluster.membership.events import Tick as Tick
 from potluck.types import Member
 from potluck.wire.jobs import Disconnected, Exited, Seen, Stalled
-from potluck.wire.worker_link import Entered, Failed, Finished, Lost, ProbeReply, Ready
+from potluck.wire.worker_link import (
+    Entered,
+    Failed,
+    Finished,
+    Lost,
+    Mended,
+    ProbeReply,
+    Ready,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +73,7 @@ Event = (
     | Entered
     | Lost
     | ProbeReply
+    | Mended
     | Stalled
     | Finished
     | Failed
@@ -85,13 +94,15 @@ class Announce:
     """Have the nodes agree on the group of these ``members`` (in rank order), of which the
     ``joined`` were not in the group before. ``epoch`` is provisional: it names this announcement
     until ``Agreed`` gives the group's real epoch. ``world`` is the number of the fixed world that
-    the members form, None if they are elastic."""
+    the members form, None if they are elastic. ``cut``: the pairs of them that can't reach each
+    other."""
 
     epoch: int
     members: tuple[Member, ...]
     joined: tuple[str, ...]
     reason: str
     world: int | None = None
+    cut: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

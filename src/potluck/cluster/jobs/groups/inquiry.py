@@ -3,13 +3,14 @@ ended.
 
 All members are probed. A member that does not answer is evicted. If all answer, the members that
 are blamed and not blocked themselves are evicted. If no member is to blame, the same members get a
-new epoch.
+new epoch. Members that can't reach each other, although both answer, stay both (``cut_links.py``).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from potluck.cluster.jobs.groups import cut_links
 from potluck.cluster.jobs.groups.events import Note, SendProbe
 from potluck.cluster.jobs.groups.roster import Inquiry, LossReport, Phase
 from potluck.cluster.jobs.groups.turn import Turn
@@ -28,7 +29,10 @@ def lost(turn: Turn, event: Lost) -> None:
         turn.end_groups({event.epoch}, f"worker {blamed} has left")
         return
     inquiry = turn.state.inquiry or _open(turn, event)
-    report = LossReport(worker.name, event.epoch, blamed, event.certain)
+    silent = tuple(
+        group.members[rank] for rank in event.unreachable if 0 <= rank < len(group.members)
+    )
+    report = LossReport(worker.name, event.epoch, blamed, event.certain, silent)
     turn.change(
         inquiry=replace(
             inquiry,
@@ -90,7 +94,18 @@ def judge(turn: Turn) -> None:
 
 
 def _conclude(turn: Turn, inquiry: Inquiry, members: set[str]) -> None:
-    """All members answered the probe: evict those that hold the others up, or renew the group."""
+    """All members answered the probe: spare links that can't be made, evict those that hold the
+    others up, or renew the group."""
+    epochs = {report.epoch for report in inquiry.reports}
+    pairs = cut_links.pairs_of(
+        (report.worker, name)
+        for report in inquiry.reports
+        for name in report.unreachable
+        if {report.worker, name} <= members
+    )
+    if pairs:
+        cut_links.noted(turn, pairs, epochs)
+        return
     silences = [report for report in inquiry.reports if not report.certain]
     excused = inquiry.blocked | {report.worker for report in inquiry.reports}
     for report in silences:
@@ -104,7 +119,6 @@ def _conclude(turn: Turn, inquiry: Inquiry, members: set[str]) -> None:
         reason = f"worker {name} did not take part while others waited for it"
         turn.remove({name}, Phase.EVICTED, certain=False, reason=reason)
     if not blamed:
-        epochs = {report.epoch for report in inquiry.reports}
         turn.end_groups(epochs, "its links failed and nobody is to blame")
 
 

@@ -10,7 +10,8 @@ is any monotonic clock in seconds. Rules:
 - An exit is certain death: the other members get a new group at once. Silence is not: a report of
   it starts an inquiry. A member that does not answer a probe is evicted. If all answer, the members
   that are blamed and not blocked themselves are evicted (in a ring, each rank blames its
-  neighbour). If no member is to blame, the same members get a new epoch.
+  neighbour). If no member is to blame, the same members get a new epoch. Of two members that can't
+  reach each other neither is to blame: the group goes on without their link (``cut_links.py``).
 - A newcomer enters by a new group once all members are in the present one. Members of a working
   group go over to the new one between two steps; only a group with a lost member is ended at once.
 - An announced group counts once the nodes have agreed on it (``Agreed``). The nodes may agree on a
@@ -28,7 +29,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import assert_never
 
-from potluck.cluster.jobs.groups import inquiry, worlds
+from potluck.cluster.jobs.groups import cut_links, inquiry, worlds
 from potluck.cluster.jobs.groups.events import (
     Action,
     Agreed,
@@ -55,11 +56,20 @@ from potluck.cluster.jobs.groups.roster import (
     name_exit,
 )
 from potluck.cluster.jobs.groups.turn import Turn
+from potluck.cluster.membership.view import spared
 from potluck.cluster.topology.graph import in_ring
 from potluck.types import Member
 from potluck.wire.jobs import Disconnected, Exited, Seen, Stalled, WorldSpec
 from potluck.wire.nodes import JobGroup
-from potluck.wire.worker_link import Entered, Failed, Finished, Lost, ProbeReply, Ready
+from potluck.wire.worker_link import (
+    Entered,
+    Failed,
+    Finished,
+    Lost,
+    Mended,
+    ProbeReply,
+    Ready,
+)
 
 
 def begin(
@@ -102,6 +112,7 @@ def take_over(
         epoch=epoch,
         groups=(live,) if members else (),
         world=WorldState(world.members, world.number, world.restarts, world.is_fixed),
+        cut=frozenset() if group is None else frozenset(group.cut),
     )
 
 
@@ -133,6 +144,8 @@ class _Turn(Turn):
                 inquiry.lost(self, event)
             case ProbeReply():
                 inquiry.probe_reply(self, event)
+            case Mended():
+                cut_links.mended(self, event)
             case Stalled(name, reason):
                 if self.state.worker(name).phase is Phase.MEMBER:
                     self.remove({name}, Phase.EVICTED, certain=False, reason=reason)
@@ -363,9 +376,10 @@ class _Turn(Turn):
         elif state.broken:
             if not state.not_before:
                 self.announce((*members, *ready), ready, state.broken)
-        elif ready and state.inquiry is None and self.all_entered():
+        elif (ready or state.mended) and state.inquiry is None and self.all_entered():
             names = ", ".join(worker.name for worker in ready)
-            self.announce((*members, *ready), ready, f"worker {names} comes in")
+            reasons = [state.mended, f"worker {names} comes in" if ready else ""]
+            self.announce((*members, *ready), ready, "; ".join(filter(None, reasons)))
 
     def announce(
         self, workers: tuple[WorkerState, ...], joining: tuple[WorkerState, ...], reason: str
@@ -378,9 +392,11 @@ class _Turn(Turn):
         places = in_ring([w.member for w in members if w.member is not None], self.state.ring)
         assert len(places) == len(members), "a worker is ready and did not say where"
         group = LiveGroup(epoch, tuple(member.worker for member in places))
+        cut = spared(self.state.cut, group.members)
         groups = self.state.groups[-1:] if self.all_entered() else self.state.groups
-        self.change(epoch=epoch, groups=(*groups, group), broken="", ready_since=None)
-        self.actions.append(Announce(epoch, places, tuple(w.name for w in joining), reason))
+        self.change(epoch=epoch, groups=(*groups, group), broken="", mended="", ready_since=None)
+        joined = tuple(worker.name for worker in joining)
+        self.actions.append(Announce(epoch, places, joined, reason, cut=cut))
 
     def all_entered(self) -> bool:
         """Whether every member of the newest group said that it has entered it."""

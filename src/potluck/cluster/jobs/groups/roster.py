@@ -18,6 +18,10 @@ time on the way."""
 _CAUSE_S_LOCAL = 1.0
 
 
+Pairs = frozenset[tuple[str, str]]
+"""Pairs of workers, each in rising order."""
+
+
 class Phase(StrEnum):
     """What membership knows about a worker."""
 
@@ -134,12 +138,14 @@ class LiveGroup:
 
 @dataclass(frozen=True, slots=True)
 class LossReport:
-    """``worker`` says that its group ``epoch`` does not work, and blames ``blamed`` if anyone."""
+    """``worker`` says that its group ``epoch`` does not work, and blames ``blamed`` if anyone.
+    ``unreachable`` are the members that did not answer when it called them for a link."""
 
     worker: str
     epoch: int
     blamed: str | None
     certain: bool
+    unreachable: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +205,8 @@ class State:
     group has to be replaced, ``not_before`` when at the earliest (0: at once). ``casualty`` is the
     last worker that was killed and not replaced. ``ring`` are nodes in the order of the ring that
     avoids slow links. ``ready_since``: when the first worker was ready for a group while there was
-    none. ``world`` is what the workers were started for.
+    none. ``world`` is what the workers were started for. ``cut`` are workers that can't reach each
+    other, ``mended`` says why a new group can do without fewer links.
     """
 
     policy: JobPolicy
@@ -217,6 +224,8 @@ class State:
     ring: tuple[str, ...] = ()
     ready_since: float | None = None
     world: WorldState = WorldState()
+    cut: Pairs = frozenset()
+    mended: str = ""
 
     def worker(self, name: str) -> WorkerState:
         for worker in self.workers:

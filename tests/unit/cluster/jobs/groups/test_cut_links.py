@@ -1,0 +1,190 @@
+"""Members that can't reach each other while others reach both."""
+
+from __future__ import annotations
+
+from potluck.cluster.jobs.groups import membership
+from potluck.cluster.jobs.groups.events import (
+    Action,
+    Agreed,
+    Announce,
+    EndGroup,
+    Event,
+    SendProbe,
+    Tick,
+)
+from potluck.cluster.jobs.groups.roster import JobPolicy, Phase
+from potluck.cluster.membership.view import spared
+from potluck.types import Member
+from potluck.wire.jobs import Exited, WorldSpec
+from potluck.wire.nodes import JobGroup
+from potluck.wire.worker_link import Entered, Lost, Mended, ProbeReply, Ready
+from support import stories
+
+
+class Story(stories.Story):
+    """A story of which all actions so far are kept."""
+
+    def __init__(self, num_workers: int) -> None:
+        super().__init__(num_workers)
+        self.so_far: list[Action] = []
+
+    def tell(self, *events: Event, at: float | None = None) -> tuple[Action, ...]:
+        self.so_far += super().tell(*events, at=at)
+        return self.did
+
+    def conclude(self) -> None:
+        """Time passes until an inquiry has ended."""
+        while (due := self.state.next_wakeup()) is not None:
+            self.tell(Tick(), at=max(due, self.now))
+
+    @property
+    def announced(self) -> Announce:
+        """The last group."""
+        return [action for action in self.so_far if isinstance(action, Announce)][-1]
+
+    @property
+    def ended(self) -> list[EndGroup]:
+        """All groups that were ended."""
+        return [action for action in self.so_far if isinstance(action, EndGroup)]
+
+
+def ready(name: str, after_epoch: int = 0) -> Ready:
+    return Ready(name, after_epoch, 5000 + int(name), node=f"node {name}", host="127.0.0.1")
+
+
+def training(num_workers: int) -> Story:
+    story = Story(num_workers)
+    story.tell(*(ready(str(index)) for index in range(num_workers)))
+    enter(story)
+    return story
+
+
+def enter(story: Story) -> None:
+    group = story.state.newest_group
+    assert group is not None
+    story.tell(*(Entered(name, group.epoch) for name in group.members))
+
+
+def unreachable(name: str, rank: int, epoch: int) -> Lost:
+    return Lost(name, epoch, rank, certain=True, cause="no link", unreachable=(rank,))
+
+
+def told_by(name: str, rank: int, epoch: int) -> Lost:
+    """What a member says that another one has told of its failure."""
+    return Lost(name, epoch, rank, certain=True, cause="told")
+
+
+def cut(story: Story, at: float, epoch: int, *pairs: tuple[int, int]) -> None:
+    """The first of each pair can't make its link; all others hear of that."""
+    lost = dict(pairs)
+    for rank in range(len(story.state.workers)):
+        if rank in lost:
+            story.tell(unreachable(str(rank), lost[rank], epoch), at=at)
+        else:
+            story.tell(told_by(str(rank), pairs[0][1], epoch), at=at)
+    story.conclude()
+
+
+def test_a_pair_without_a_link_stays_and_the_next_group_knows_of_it() -> None:
+    story = training(3)
+    cut(story, 5.0, 1, (1, 2))
+    (probe,) = (action for action in story.so_far if isinstance(action, SendProbe))
+    assert probe.to == ("1", "2"), "worker 0 was the first to report"
+    (over,) = story.ended
+    assert over.reason == (
+        "workers 1 and 2 can't reach each other: the group goes on without a link between them"
+    )
+    assert story.announced.cut == (("1", "2"),)
+    assert [member.worker for member in story.announced.members] == ["0", "1", "2"]
+    enter(story)
+    assert story.state.inquiry is None
+    assert {worker.phase for worker in story.state.workers} == {Phase.MEMBER}
+
+
+def test_what_a_member_was_told_by_another_one_is_no_pair() -> None:
+    story = training(3)
+    story.tell(told_by("0", 2, 1), told_by("1", 2, 1), ProbeReply("2", 1), at=5.0)
+    story.conclude()
+    assert story.announced.cut == ()
+
+
+def test_a_member_that_does_not_answer_is_evicted_not_spared() -> None:
+    story = training(3)
+    story.tell(unreachable("0", 2, 1), told_by("1", 2, 1), at=5.0)
+    story.conclude()
+    assert story.state.worker("2").phase is Phase.EVICTED
+    assert story.announced.cut == ()
+    assert not story.state.cut
+
+
+def test_a_second_pair_is_added_to_the_first() -> None:
+    story = training(4)
+    cut(story, 5.0, 1, (0, 1))
+    enter(story)
+    cut(story, 9.0, 2, (2, 3))
+    assert story.announced.cut == (("0", "1"), ("2", "3"))
+
+
+def test_links_that_do_not_connect_all_are_tried_again() -> None:
+    story = training(3)
+    cut(story, 5.0, 1, (0, 2))
+    enter(story)
+    cut(story, 9.0, 2, (1, 2))
+    assert story.announced.epoch == 3
+    assert story.announced.cut == ()
+    assert "do not connect all members, so all are tried again" in story.ended[-1].reason
+    two = training(2)
+    cut(two, 5.0, 1, (0, 1))
+    assert two.announced.cut == ()
+
+
+def test_a_link_that_works_again_brings_a_new_group_between_two_steps() -> None:
+    story = training(3)
+    cut(story, 5.0, 1, (0, 2))
+    enter(story)
+    num_ended = len(story.ended)
+    story.tell(Mended("2", 2, 0), at=30.0)
+    assert story.announced.epoch == 3
+    assert story.announced.cut == ()
+    assert story.announced.reason == "worker 2 reaches worker 0 again"
+    assert len(story.ended) == num_ended, "the old group works until all go over"
+    story.tell(Mended("2", 2, 0), Mended("0", 3, 2), Mended("0", 3, 17))
+    assert story.announced.epoch == 3, "what is known already changes nothing"
+
+
+def test_a_worker_that_dies_takes_its_pair_with_it_until_it_is_back() -> None:
+    story = training(4)
+    cut(story, 5.0, 1, (0, 3))
+    enter(story)
+    story.tell(Exited("3", -9), at=8.0)
+    assert story.announced.cut == ()
+    story.tell(ready("3"))
+    enter(story)
+    assert story.announced.cut == (("0", "3"),), "until one of the two has reached the other"
+
+
+def test_the_one_worker_that_reached_both_dies_and_all_links_are_tried() -> None:
+    story = training(3)
+    cut(story, 5.0, 1, (0, 1))
+    story.tell(Exited("2", -9), at=8.0)
+    assert [member.worker for member in story.announced.members] == ["0", "1"]
+    assert story.announced.cut == ()
+
+
+def test_a_new_leader_takes_the_pairs_over_from_the_view() -> None:
+    members = tuple(Member(str(index), f"node {index}") for index in range(3))
+    group = JobGroup("job", 7, members, cut=(("0", "1"),))
+    state = membership.take_over("012", JobPolicy(), 7, group, WorldSpec(members=("0", "1", "2")))
+    assert state.cut == {("0", "1")}
+    state, _ = membership.handle(state, Agreed(9, ("0", "1", "2")), 0.0)
+    told = [Entered(name, 9) for name in "012"]
+    for event in [*told, Exited("2", -9)]:
+        state, actions = membership.handle(state, event, 1.0)
+    assert [action.cut for action in actions if isinstance(action, Announce)] == [()]
+
+
+def test_a_group_that_loses_nodes_spares_what_its_other_members_can_do_without() -> None:
+    pairs = (("0", "1"), ("2", "3"))
+    assert spared(pairs, ["0", "1", "2", "3"]) == pairs
+    assert spared(pairs, ["0", "2", "3"]) == (("2", "3"),)
+    assert spared(pairs, ["0", "1"]) == ()
