@@ -296,47 +296,55 @@ class Server:
 
     def _go_on(self, client: _Client) -> None:
         """Go on with the call of ``client`` as far as its bytes flow."""
-        channel = client.channel
-        while True:
-            client.moved_at = time.monotonic()
+        if not client.is_replying:
+            if client.due is None and client.answer is None and not self._receive(client):
+                return
             if client.due is not None:
                 answer = self._answer(client, client.due)
                 if isinstance(answer.result, Future):
                     return self._defer(client, answer)
-                self._reply(client, answer)
-            elif client.answer is not None:
-                answer, client.answer = client.answer, None
-                self._reply(client, answer)
-            if client.is_replying:
-                if not channel.send():
-                    if self._flows(client):
-                        continue
-                    return self._park(client)
-                client.is_replying = False
-                if client.is_charged:
-                    client.is_charged = False
-                    self._ready.extend(self._budget.leave(client))
-            if self._is_closed:
-                return channel.close()
-            state = channel.receive()
-            if state is State.WAITING:
-                if channel.is_receiving and self._flows(client):
-                    continue
-                return self._park(client)
-            if state is State.ANNOUNCED:
-                if channel.nbytes > SMALL_BYTES or self._budget.is_full:
-                    client.is_charged = True
-                    if not self._budget.enter(client, channel.nbytes):
-                        return None
-                continue
-            head = channel.head
-            queue = self._queues.get(head.service)
-            if queue is None or head.method not in queue.service.methods:
-                self._reply(client, unknown(head, {n: q.service for n, q in self._queues.items()}))
             else:
-                client.due = queue
-                if not queue.enter(client):
-                    return None
+                assert client.answer is not None
+                answer, client.answer = client.answer, None
+            self._reply(client, answer)
+        self._send(client)
+
+    def _receive(self, client: _Client) -> bool:
+        """Whether the request is complete, and its method may run or its answer is known. If not,
+        ``client`` waits for bytes, the budget or its turn."""
+        channel = client.channel
+        while True:
+            client.moved_at = time.monotonic()
+            state = channel.receive()
+            if state is State.COMPLETE:
+                break
+            if state is State.WAITING:
+                if not channel.is_receiving or not self._flows(client):
+                    self._park(client)
+                    return False
+            elif channel.nbytes > SMALL_BYTES or self._budget.is_full:
+                client.is_charged = True
+                if not self._budget.enter(client, channel.nbytes):
+                    return False
+        head = channel.head
+        queue = self._queues.get(head.service)
+        if queue is None or head.method not in queue.service.methods:
+            client.answer = unknown(head, {n: q.service for n, q in self._queues.items()})
+            return True
+        client.due = queue
+        return queue.enter(client)
+
+    def _send(self, client: _Client) -> None:
+        """Send the reply. The next request can't have come yet."""
+        while not client.channel.send():
+            client.moved_at = time.monotonic()
+            if not self._flows(client):
+                return self._park(client)
+        client.is_replying = False
+        if client.is_charged:
+            client.is_charged = False
+            self._ready.extend(self._budget.leave(client))
+        self._park(client)
 
     def _answer(self, client: _Client, queue: _Queue) -> Answer:
         """Run the method that is due."""

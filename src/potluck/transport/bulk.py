@@ -67,34 +67,39 @@ class NativeBulkLink:
         self._is_closed = False
 
     def send(self, data: memoryview) -> int:
-        self._check()
+        if self._is_closed:
+            raise self._closed()
         try:
-            return int(self._stream.send(data))
+            count: int = self._stream.send(data)
         except RuntimeError as error:
             raise LinkError(str(error)) from None
+        return count
 
     def flush(self) -> bool:
-        self._check()
+        if self._is_closed:
+            raise self._closed()
         try:
-            return bool(self._stream.flush())
+            is_empty: bool = self._stream.flush()
         except RuntimeError as error:
             raise LinkError(str(error)) from None
+        return is_empty
 
     def recv_into(self, buffer: memoryview) -> int:
-        self._check()
+        if self._is_closed:
+            raise self._closed()
         try:
-            return int(self._stream.recv_into(buffer))
+            count: int = self._stream.recv_into(buffer)
         except RuntimeError as error:
             raise LinkError(str(error)) from None
+        return count
 
     def close(self) -> None:
         self._is_closed = True
         self._link.close()
 
-    def _check(self) -> None:
+    def _closed(self) -> LinkError:
         # The stream knows the number of the descriptor, which may be another's by now.
-        if self._is_closed:
-            raise LinkError(f"link to {self.peer} was closed here")
+        return LinkError(f"link to {self.peer} was closed here")
 
 
 class SocketPairLink:
