@@ -30,6 +30,8 @@ from potluck.torch.compression import Choice, chosen
 from potluck.torch.process_group.group import PotluckProcessGroup
 
 _log = logging.getLogger(__name__)
+# Its name before torch 2.13, which warns of it.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class _Piece(NamedTuple):
@@ -195,7 +197,7 @@ class CompressionState:
         digest = blake2b(text.encode(), digest_size=8).digest()
         mine = torch.tensor(list(digest), dtype=torch.uint8, device=device)
         digests = mine.new_empty(self.group().size(), len(mine))
-        dist.all_gather_into_tensor(digests.view(-1), mine, group=self.group())
+        _all_gather(digests.view(-1), mine, group=self.group())
         others = [str(rank) for rank, each in enumerate(digests) if not torch.equal(each, mine)]
         if others:
             raise Desync(
@@ -329,7 +331,7 @@ def _start(state: CompressionState, piece: _Piece, call: int) -> torch.futures.F
         work = dist.all_reduce(sent, group=group, async_op=True)
     else:
         received = sent.new_empty(group.size(), sent.numel())
-        work = dist.all_gather_into_tensor(received.view(-1), sent, group=group, async_op=True)
+        work = _all_gather(received.view(-1), sent, group=group, async_op=True)
     assert work is not None
     done: torch.futures.Future[torch.Tensor] = work.get_future().then(end)
     return done

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import numpy as np
 import torch
@@ -97,8 +98,10 @@ def gradients_of_torchs_ddp_are_intercepted_before_and_after_the_reduction(run):
 @check(2, 4)
 def what_the_compression_hook_loses_is_sent_with_later_gradients(run):
     torch.set_default_dtype(torch.float32)
-    for strategy in (Int(bits=8), TopK(0.3, chunk=64), Random(0.5), PowerSGD(2, start_step=0)):
-        losses_of_the_hook(run, strategy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)  # a user would see them in each training
+        for strategy in (Int(bits=8), TopK(0.3, chunk=64), Random(0.5), PowerSGD(2, start_step=0)):
+            losses_of_the_hook(run, strategy)
 
 
 def losses_of_the_hook(run, strategy):
