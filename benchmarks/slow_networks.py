@@ -1,22 +1,26 @@
 """Training over slow networks: how much of a step is computation, by strategy, beside Gloo.
 
-    python benchmarks/slow_networks.py --save --docs          # about 24 minutes; needs root
-    python benchmarks/slow_networks.py --save --docs --quick  # without cells of 10 s a step; 17
-    python benchmarks/slow_networks.py --networks 100mbit --hosts 2 --strategies int4 sparse
-    python benchmarks/slow_networks.py --read benchmarks/results/DATE-slow_networks.json
+    python benchmarks/slow_networks.py --into grid.json --minutes 10   # a piece; again for the next
+    python benchmarks/slow_networks.py --into grid.json --sizes 1m --hosts 2 --strategies int4
+    python benchmarks/slow_networks.py --read grid.json --save --docs  # count, draw, write the page
 
-The last one measures nothing: it predicts anew, by the model of today, from the measurements that
-a result keeps, and draws and counts again.
+The grid: models of 1 M, 25 M and 110 M parameters on 2 and 4 hosts, in networks from 10 Gbit/s to
+20 Mbit/s, by each strategy of the planner and by torch's DDP over Gloo. ``--into`` keeps each cell
+as soon as it is measured, and measures none that is there, so the grid can be measured in pieces.
+``--read`` measures nothing: it predicts anew, by the model of today, from the measurements that a
+result keeps, and draws and counts again.
 
-25 million parameters, 200 ms of computation in a step; the computation is timed waits, layer by
-layer (``common/timed.py``), the communication is real: TLS between hosts in network namespaces of
-this machine, whose links have a rate (a token bucket), a delay and a jitter (every frame waits in a
-program, and each path has both). *Efficiency* is the time of a step that communicates nothing over
-the time of a step. A strategy of rounds is measured over whole rounds. *Predicted* is what
-``potluck plan`` says of the strategy, by measurements in the same network; *auto* marks its choice.
+The computation of a step is timed waits, layer by layer (``common/timed.py``): 200 ms for 25 M
+parameters, in proportion for the others. The communication is real: TLS between hosts in network
+namespaces of this machine, whose links have a rate (a token bucket), a delay and a jitter (every
+frame waits in a program, and each path has both). *Efficiency* is the time of a step that
+communicates nothing over the time of a step. A strategy of rounds is measured over whole rounds.
+*Predicted* is what ``potluck plan`` says of the strategy, by measurements and rehearsals in the
+same network just before; *auto* marks its choice. ``NAME@SIZE`` is a strategy in buckets of SIZE
+MiB, measured where a plan prefers them. Cells whose bytes alone take longer than ``--longest``
+seconds a step are left out, and said so.
 Hosts share the cores of this machine: with more hosts than cores a rank has less than one core for
-encoding, encryption and copying, which the measurements of a plan, taken on all hosts at once, have
-in them, and which makes these cells slower than as many machines would be.
+encoding, encryption and copying, which makes these cells slower than as many machines would be.
 """
 
 from __future__ import annotations
@@ -28,146 +32,251 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-from common import claims, results, script, slow_plot, timed, wire
+from common import claims, results, script, slow_plot, slow_results, timed, wire
 from common.claims import Claim
 from common.networks import KINDS, Kind, settle, slowed
 from common.placements import InHosts
+from common.slow_results import Place, Row, place, plan_of, predicted
 
 from potluck.bench.crew import Crew
 from potluck.bench.machine import heading, load, machine
 from potluck.bench.peers import PEERS
-from potluck.training.planner import Measured, Plan, decode, make_plan
+from potluck.training.planner import Plan
+from potluck.training.planner.candidates import candidates_for
+from potluck.training.planner.measured import Measured
+from potluck.training.planner.model import bytes_of
 from support import hosts
 
 ALL = (*timed.OURS, *timed.GLOO)
 _ENOUGH_S = 2.5
 """A cell takes further steps until it has taken this long."""
-_SLOWEST_QUICK_S = 10.0
-DOCS = Path(__file__).parents[1] / "docs" / "slow-networks.md"
-MARK, END_MARK = "<!-- measured -->", "<!-- end of measured -->"
+LONGEST_S, _LONGEST_QUICK_S = 60.0, 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Which cells are to be measured."""
+
+    sizes: Sequence[str] = tuple(timed.SIZES)
+    networks: Sequence[str] = tuple(KINDS)
+    hosts: Sequence[int] = (2, 4)
+    strategies: Sequence[str] = ALL
+    steps: int = 10
+    """At most, of a cell (or rounds)."""
+    longest_s: float = LONGEST_S
+    minutes: float = float("inf")
+    """After so long no cell is begun."""
+
+
+class Kept:
+    """A result, on disk after each cell."""
+
+    def __init__(self, file: Path | None) -> None:
+        self.file = file
+        self.result: dict[str, Any] = {
+            "benchmark": "slow_networks",
+            "machine": machine(),
+            "sizes": {
+                key: {"num_parameters": size.num_parameters, "asked_compute_s": size.compute_s}
+                for key, size in timed.SIZES.items()
+            },
+            "pieces": [],
+            "plans": [],
+            "skipped": [],
+            "rows": [],
+        }
+        if file is not None and file.exists():
+            self.result = json.loads(file.read_text())
+
+    def has(self, where: Place, strategy: str) -> bool:
+        """Whether this cell was measured before."""
+        rows = self.result["rows"]
+        return any(place(row) == where and row["strategy"] == strategy for row in rows)
+
+    def plan(self, where: Place) -> dict[str, Any] | None:
+        """What the plan for this network was made from."""
+        return next((each for each in self.result["plans"] if place(each) == where), None)
+
+    def add(self, kind: str, item: dict[str, Any]) -> None:
+        self.result[kind].append(item)
+        order = list(timed.SIZES), list(KINDS)
+        self.result["rows"].sort(
+            key=lambda r: (order[0].index(r["size"]), r["hosts"], order[1].index(r["network"]))
+        )
+        self.write()
+
+    def write(self) -> None:
+        if self.file is not None:
+            made = self.file.with_suffix(".new")
+            made.write_text(json.dumps(self.result, indent=1) + "\n")
+            made.replace(self.file)
 
 
 def measure(quick: bool, say: script.Say) -> script.Measured:
-    """All cells, for ``make bench``."""
-    return run(list(KINDS), [2] if quick else [2, 4], ALL, 2 if quick else 10, quick, say)
+    """The cells of 25 M parameters, for ``make bench``."""
+    part = Part(
+        sizes=["25m"],
+        hosts=[2] if quick else [2, 4],
+        steps=2 if quick else 10,
+        longest_s=_LONGEST_QUICK_S if quick else LONGEST_S,
+    )
+    kept = Kept(None)
+    return kept.result, run(part, kept, say)
 
 
-def run(
-    kinds: Sequence[str],
-    num_hosts: Sequence[int],
-    strategies: Sequence[str],
-    steps: int,
-    quick: bool,
-    say: script.Say,
-) -> script.Measured:
-    """The cells of these networks, hosts and strategies, with at most ``steps`` steps or rounds."""
-    facts = machine()
-    rows: list[dict[str, Any]] = []
-    plans: list[dict[str, Any]] = []
+def run(part: Part, kept: Kept, say: script.Say) -> list[Claim]:
+    """Measure those cells of ``part`` that ``kept`` has not, and add them."""
     if reason := hosts.missing():
         say(f"skipped: {reason}")
-        return {"machine": facts, "rows": rows}, []
-    began = time.monotonic()
-    head = f"{'network':<34}{'hosts':>5}  {'strategy':<14}"
-    say(f"{head}{'step':>10}{'predicted':>11}{'efficiency':>12}{'MB/step':>10}")
-    for count in num_hosts:
+        return []
+    began, load_before = time.monotonic(), load()
+
+    def is_over() -> bool:
+        return time.monotonic() - began > part.minutes * 60
+
+    say(
+        f"{'parameters':<11}{'network':<34}{'hosts':>5}  {'strategy':<14}"
+        f"{'step':>10}{'predicted':>11}{'off':>6}{'efficiency':>12}{'MB/step':>10}"
+    )
+    for count in part.hosts:
         with hosts.Network(count) as network:
             for peer in ("potluck-tls", "gloo"):
-                named = [each for each in strategies if (each in timed.GLOO) == (peer == "gloo")]
-                if named:
-                    for row in of_peer(peer, network, named, kinds, steps, quick, plans):
-                        rows.append(row)
-                        say(line(row))
-        if count > facts["cores"]:
-            say(f"({count} hosts share {facts['cores']} cores)")
-    facts["load_after"] = load()
-    rows.sort(key=lambda row: (row["hosts"], list(KINDS).index(row["network"])))
-    say(f"\n{time.monotonic() - began:.0f} s, load after: {facts['load_after']}")
-    result = {
-        "machine": facts,
-        "num_parameters": timed.NUM_PARAMETERS,
-        "asked_compute_s": timed.COMPUTE_S,
-        "plans": plans,
-        "rows": rows,
-    }
-    return result, what_follows(rows)
+                ours = [
+                    name for name in part.strategies if (name in timed.GLOO) == (peer == "gloo")
+                ]
+                if ours and not is_over():
+                    of_peer(peer, network, ours, part, kept, say, is_over)
+    if is_over():
+        say(f"stopped after {part.minutes:g} minutes: the same command goes on")
+    took_s, load_after = time.monotonic() - began, load()
+    kept.add("pieces", {"load_before": load_before, "seconds": took_s, "load_after": load_after})
+    say(f"\n{took_s:.0f} s, load after: {load_after}")
+    return slow_results.what_follows(kept.result["rows"])
 
 
 def of_peer(
     peer: str,
     network: hosts.Network,
     strategies: Sequence[str],
-    kinds: Sequence[str],
-    steps: int,
-    quick: bool,
-    kept: list[dict[str, Any]],
-) -> Iterator[dict[str, Any]]:
-    """The rows of one library: its processes live through all networks, and each strategy is made
-    and warmed up while the links are fast. What plans were made from is added to ``kept``."""
+    part: Part,
+    kept: Kept,
+    say: script.Say,
+    is_over: Callable[[], bool],
+) -> None:
+    """The cells of one library: its processes live through all networks and models, and each
+    strategy is made and warmed up while the links are fast."""
     program = (sys.executable, __file__)
+    crowd = tuple(map(str, range(len(network))))
+    known = {each.name for each in candidates_for(crowd)} | set(timed.GLOO)
+    strategies = [name for name in strategies if name in known]
     with tempfile.TemporaryDirectory(prefix="potluck-slow-") as folder:
-        place = InHosts(network)
+        place_ = InHosts(network)
         with Crew(
-            PEERS[peer], len(network), Path(folder), placement=place, program=program
+            PEERS[peer], len(network), Path(folder), placement=place_, program=program
         ) as crew:
             crew.join()
-            compute_s = max(answer["seconds"] for answer in crew.ask("alone"))
-            plans = {}
-            for key in kinds if peer != "gloo" else ():
-                with slowed(network, KINDS[key]):
-                    settle(crew, KINDS[key])
-                    [text, *_] = [
-                        each["measured"] for each in crew.ask("plan", compute_s=compute_s)
-                    ]
-                plans[key] = make_plan(decode(text))
-                kept.append({"network": key, "hosts": len(network), "measured": json.loads(text)})
-            for name in strategies:
-                crew.ask("make", strategy=name)
-                for key in kinds:
-                    if quick and too_slow(name, KINDS[key]):
-                        continue
-                    with slowed(network, KINDS[key]):
-                        settle(crew, KINDS[key])
-                        row = cell(crew, network, name, steps)
-                    if key in plans:
-                        row |= predicted(plans[key], name)
-                    yield {
-                        "network": key,
-                        "hosts": len(network),
-                        "strategy": name,
-                        **row,
-                        "compute_s": compute_s,
-                        "efficiency": compute_s / row["step_s"],
-                    }
+            for size in part.sizes:
+                cells = {
+                    key: list(_to_measure(strategies, (size, key, len(network)), part, kept, say))
+                    for key in part.networks
+                }
+                if not any(cells.values()) or is_over():
+                    continue
+                compute_s = max(answer["seconds"] for answer in crew.ask("alone", size=size))
+                plans: dict[str, Plan] = {}
+                for key in part.networks if peer != "gloo" else ():
+                    if cells[key] and not is_over():
+                        where = size, key, len(network)
+                        plans[key] = made = _plan(crew, network, where, kept)
+                        best = [timed.cell_name(each.candidate) for each in made.predictions]
+                        other = [name for name in best if "@" in name]
+                        cells[key] += [name for name in other if not kept.has(where, name)]
+                for name in dict.fromkeys(name for some in cells.values() for name in some):
+                    keys = [key for key in part.networks if name in cells[key]]
+                    if is_over():
+                        break
+                    crew.ask("make", size=size, strategy=name)
+                    for key in keys:
+                        if is_over():
+                            break
+                        with slowed(network, KINDS[key]):
+                            settle(crew, KINDS[key])
+                            row = cell(crew, network, name, part.steps)
+                        where = size, key, len(network)
+                        row = dict(zip(("size", "network", "hosts"), where, strict=True)) | {
+                            "strategy": name,
+                            **row,
+                            "compute_s": compute_s,
+                            "efficiency": compute_s / row["step_s"],
+                        }
+                        if key in plans:
+                            source = kept.plan(where)
+                            assert source is not None
+                            row |= predicted(source, plans[key], name)
+                        kept.add("rows", row)
+                        say(line(row))
 
 
-def predicted(plan: Plan, name: str) -> dict[str, Any]:
-    """What a plan made in the same network has said of a strategy, before it was measured."""
-    [found] = [each for each in plan.predictions if each.candidate.name == name]
-    return {"predicted_s": found.step_s, "is_choice": plan.choice.name == name}
+def _to_measure(
+    strategies: Sequence[str], where: Place, part: Part, kept: Kept, say: script.Say
+) -> Iterator[str]:
+    """The strategies that are to be measured there; says which are too slow."""
+    size, key, count = where
+    for name in strategies:
+        least_s = transfer_s(name, timed.SIZES[size], count, KINDS[key])
+        if least_s > part.longest_s:
+            reason = f"its bytes alone take {least_s:.0f} s a step"
+            item = {"size": size, "network": key, "hosts": count, "strategy": name}
+            if not any(place(e) == where and e["strategy"] == name for e in kept.result["skipped"]):
+                kept.add("skipped", item | {"reason": reason})
+            say(f"{timed.SIZES[size].name:<11}{KINDS[key].name:<34}{count:>5}  {name:<14} {reason}")
+        elif not kept.has(where, name):
+            yield name
 
 
-def predict_anew(result: dict[str, Any]) -> None:
-    """Replace the predictions and choices in a kept result by those of the model of today.
+def _plan(crew: Crew, network: hosts.Network, where: Place, kept: Kept) -> Plan:
+    """The plan for a network: made from what was measured in an earlier piece, or now."""
+    found = kept.plan(where)
+    if found is None:
+        size, key, count = where
+        if KINDS[key].delay_s:
+            # Cells come from a fast network, and the congestion control of links keeps something of
+            # that: links that were slow from their first byte took twice as long on the Wi-Fi-like.
+            for name in ("plain", "int8"):
+                crew.ask("make", size="25m", strategy=name)
+        with slowed(network, KINDS[key]):
+            settle(crew, KINDS[key])
+            began = time.monotonic()
+            [text, *_] = [each["measured"] for each in crew.ask("plan", size=size)]
+            took_s = time.monotonic() - began
+        found = {"size": size, "network": key, "hosts": count, "took_s": took_s}
+        found["measured"] = json.loads(text)
+        kept.add("plans", found)
+    return plan_of(found)
 
-    ValueError for a result that has not kept what its plans were made from.
-    """
-    if not result.get("plans"):
-        raise ValueError("this result has not kept the measurements that its plans were made from")
-    plans = {
-        (each["network"], each["hosts"]): make_plan(msgspec.convert(each["measured"], Measured))
-        for each in result["plans"]
-    }
-    for row in result["rows"]:
-        plan = plans.get((row["network"], row["hosts"]))
-        if plan is not None and row["strategy"] in timed.OURS:
-            row |= predicted(plan, row["strategy"])
-    result["claims"] = claims.as_dicts(what_follows(result["rows"]))
+
+def transfer_s(name: str, size: timed.Size, count: int, kind: Kind) -> float:
+    """The least seconds in which what a rank sends for a step can leave it."""
+    if name in timed.GLOO:
+        name = {"gloo": "plain", "gloo-fp16": "bf16"}.get(name, "powersgd")
+    group = Measured(
+        compute_s=(1.0,) * count,
+        bytes_per_s=(1.0,) * count,
+        crossing_bytes_per_s=(1.0,) * count,
+        latency_s=0.0,
+        nodes=tuple(map(str, range(count))),
+        shapes=((size.width, size.width),) * size.depth,
+        encode_s={},
+        decode_s={},
+        copy_s=0.0,
+        hash_s=0.0,
+    )
+    return bytes_of(group, timed.candidate_of(name)) * 8 / kind.bits_per_s
 
 
 def cell(crew: Crew, network: hosts.Network, name: str, steps: int) -> dict[str, Any]:
@@ -192,150 +301,79 @@ def cell(crew: Crew, network: hosts.Network, name: str, steps: int) -> dict[str,
     }
 
 
-def too_slow(name: str, kind: Kind) -> bool:
-    """Whether a step certainly takes too long for a quick look."""
-    parts = {"plain": 1, "gloo": 1, "local-sgd": 1, "bf16": 0.5, "gloo-fp16": 0.5, "int8": 0.25}
-    part = parts.get(name, 0)
-    return timed.NUM_PARAMETERS * 32 * part / kind.bits_per_s > _SLOWEST_QUICK_S
-
-
-def line(row: dict[str, Any]) -> str:
-    kind = KINDS[row["network"]]
-    said = f"{row['predicted_s'] * 1e3:.0f} ms" if "predicted_s" in row else "-"
+def line(row: Row) -> str:
+    kind, said, off = KINDS[row["network"]], "-", ""
+    if "predicted_s" in row:
+        said = f"{row['predicted_s'] * 1e3:.4g} ms"
+        off = f"{row['predicted_s'] / row['step_s'] - 1:+.0%}"
     return (
-        f"{kind.name:<34}{row['hosts']:>5}  {row['strategy']:<14}{row['step_s'] * 1e3:>7.0f} ms"
-        f"{said:>11}{row['efficiency']:>12.1%}{row['wire_bytes_per_step'] / 1e6:>10.2f}"
+        f"{timed.SIZES[row['size']].name:<11}{kind.name:<34}{row['hosts']:>5}  "
+        f"{row['strategy']:<14}{row['step_s'] * 1e3:>7.4g} ms{said:>11}{off:>6}"
+        f"{row['efficiency']:>12.1%}{row['wire_bytes_per_step'] / 1e6:>10.3g}"
         f"{'  auto' if row.get('is_choice') else ''}"
     )
-
-
-def what_follows(rows: Sequence[dict[str, Any]]) -> list[Claim]:
-    """The asked efficiency of each network, by the strategy that the plan has chosen there."""
-    found = []
-    for key, kind in KINDS.items():
-        best = []
-        for count in sorted({row["hosts"] for row in rows}):
-            mine = {
-                row["strategy"]: row["efficiency"] * 100
-                for row in rows
-                if (row["network"], row["hosts"]) == (key, count) and row.get("is_choice")
-            }
-            best += [(f"{count} hosts by {name}", value) for name, value in mine.items()]
-        if best:
-            what = f"25 M parameters, 200 ms of computation, {kind.name}: efficiency"
-            reach = kind.reach * 100
-            found.append(claims.at_least(what, f">= {reach:g}%", reach, best, "%"))
-    return found + of_predictions(rows)
-
-
-def of_predictions(rows: Sequence[dict[str, Any]]) -> list[Claim]:
-    """How many cells were predicted within 15%, and how often the choice was within 5% of the
-    fastest."""
-    ours = [row for row in rows if "predicted_s" in row]
-    if not ours:
-        return []
-    near = [abs(row["predicted_s"] / row["step_s"] - 1) <= 0.15 for row in ours]
-    what = "200 ms of computation, all cells: steps predicted within 15%"
-    shown = [(f"{sum(near)} of {len(near)} cells", sum(near) / len(near) * 100)]
-    found = [claims.at_least(what, ">= 90%", 90.0, shown, "%")]
-    best: dict[tuple[str, int], float] = {}
-    for row in ours:
-        key = row["network"], row["hosts"]
-        best[key] = min(best.get(key, row["step_s"]), row["step_s"])
-    chosen = [row for row in ours if row["is_choice"]]
-    good = [row["step_s"] <= 1.05 * best[row["network"], row["hosts"]] for row in chosen]
-    if good:
-        what = "200 ms of computation, all networks: choices within 5% of the fastest measured"
-        shown = [(f"{sum(good)} of {len(good)} networks", sum(good) / len(good) * 100)]
-        found.append(claims.at_least(what, ">= 90%", 90.0, shown, "%"))
-    return found
-
-
-def into_docs(result: dict[str, Any]) -> None:
-    """Replace what stands between the marks of docs/slow-networks.md by the efficiencies."""
-    rows = result["rows"]
-    columns = [
-        (key, count)
-        for key in KINDS
-        for count in sorted({row["hosts"] for row in rows})
-        if any((row["network"], row["hosts"]) == (key, count) for row in rows)
-    ]
-    heads = [f"{KINDS[key].name}, {count} hosts" for key, count in columns]
-    lines = [f"| strategy | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
-    for name in dict.fromkeys(row["strategy"] for row in rows):
-        code = f"`{timed.OURS[name].code}`" if name in timed.OURS else timed.GLOO[name]
-        cells = []
-        for key, count in columns:
-            at = (key, count, name)
-            found = [r for r in rows if (r["network"], r["hosts"], r["strategy"]) == at]
-            shown = f"{found[0]['efficiency']:.0%}" if found else "-"
-            cells.append(f"**{shown}**" if found and found[0].get("is_choice") else shown)
-        lines.append(f"| {code} | {' | '.join(cells)} |")
-    where = "\n".join(f"    {line}" for line in heading(result["machine"]).splitlines())
-    said = "\n".join(
-        f"- {claim['what'].split(': ')[-1]}: {claim['measured']}"
-        for claim in result["claims"]
-        if "all" in claim["what"]
-    )
-    page = DOCS.read_text()
-    start, end = page.index(MARK) + len(MARK), page.index(END_MARK)
-    table = "\n".join(lines)
-    DOCS.write_text(f"{page[:start]}\n{where}\n\n{table}\n\n{said}\n{page[end:]}")
-    print(f"written into {DOCS.name}")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--networks", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--hosts", nargs="+", type=int, default=[2, 4])
+    sizes, networks, counts = list(timed.SIZES), list(KINDS), [2, 4]
+    parser.add_argument("--sizes", nargs="+", choices=sizes, default=sizes)
+    parser.add_argument("--networks", nargs="+", choices=networks, default=networks)
+    parser.add_argument("--hosts", nargs="+", type=int, default=counts)
     parser.add_argument("--strategies", nargs="+", choices=ALL, default=list(ALL))
     parser.add_argument("--steps", type=int, default=10, help="at most, for each cell (or rounds)")
-    parser.add_argument("--quick", action="store_true", help="without cells of 10 s a step")
+    parser.add_argument(
+        "--longest", type=float, default=LONGEST_S, metavar="SECONDS", help="of a step's transfer"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="begin no cell after so long"
+    )
+    parser.add_argument(
+        "--into", type=Path, metavar="FILE", help="keep each cell there; measure none that is there"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them")
     parser.add_argument("--save", action="store_true", help="write both to benchmarks/results/")
     parser.add_argument(
-        "--read", type=Path, metavar="FILE", help="predict a kept result anew, and draw it"
+        "--read", type=Path, metavar="FILE", help="measure nothing: predict a kept result anew"
     )
     parser.add_argument("--docs", action="store_true", help="write into docs/slow-networks.md")
     arguments = parser.parse_args()
-    if arguments.read:
-        kept = json.loads(arguments.read.read_text())
-        try:
-            predict_anew(kept)
-        except ValueError as error:
-            print(f"as it was predicted then: {error}")
-        print("\n".join(line(row) for row in kept["rows"]))
-        print("\n" + claims.markdown([Claim(**each) for each in kept["claims"]]))
-        slow_plot.draw(kept, KINDS, arguments.plot or arguments.read.with_suffix(".png"))
-        if arguments.docs:
-            into_docs(kept)
-        return 0
     page = script.Page()
-    page.say(heading(machine()))
-    result, found = run(
-        arguments.networks,
-        arguments.hosts,
-        arguments.strategies,
-        arguments.steps,
-        arguments.quick,
-        page.say,
-    )
-    result["benchmark"] = "slow_networks"
-    result["claims"] = claims.as_dicts(found)
+    if arguments.read:
+        kept = Kept(arguments.read)
+        slow_results.predict_anew(kept.result)
+        page.say(heading(kept.result["machine"]))
+        page.say("\n".join(line(row) for row in kept.result["rows"]))
+        found = [Claim(**each) for each in kept.result["claims"]]
+    else:
+        page.say(heading(machine()))
+        part = Part(
+            sizes=arguments.sizes,
+            networks=arguments.networks,
+            hosts=arguments.hosts,
+            strategies=arguments.strategies,
+            steps=arguments.steps,
+            longest_s=arguments.longest,
+            minutes=arguments.minutes,
+        )
+        kept = Kept(arguments.into)
+        found = run(part, kept, page.say)
+        kept.result["claims"] = claims.as_dicts(found)
+        kept.write()
     page.say("\n" + claims.markdown(found))
     if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+        arguments.json.write_text(json.dumps(kept.result, indent=1) + "\n")
     if arguments.plot:
-        slow_plot.draw(result, KINDS, arguments.plot)
+        slow_plot.draw(kept.result, KINDS, arguments.plot)
     if arguments.save:
-        path = results.save(result, page.lines)
-        slow_plot.draw(result, KINDS, path.with_suffix(".png"))
+        path = results.save(kept.result, page.lines)
+        slow_plot.draw(kept.result, KINDS, path.with_suffix(".png"))
         print(f"saved: {path}")
     if arguments.docs:
-        into_docs(result)
+        slow_results.into_docs(kept.result)
     return 0 if all(claim.met is not False for claim in found) else 1
 
 

@@ -19,21 +19,25 @@ _OLD_PATH_S = 10.5
 @dataclass(frozen=True, slots=True)
 class Kind:
     """A kind of network: every path's rate, its delay each way, and the asked efficiency of a
-    step with 200 ms of computation."""
+    step of 25 M parameters with 200 ms of computation (None: none is asked)."""
 
     name: str
+    short: str
     rate: str
     bits_per_s: float
     delay_s: float
     jitter_s: float
-    reach: float
+    reach: float | None
 
 
 KINDS = {
-    "1gbit": Kind("1 Gbit/s", "1gbit", 1e9, 0.0, 0.0, 0.90),
-    "wifi": Kind("Wi-Fi-like, 300 Mbit/s, 3 ± 3 ms", "300mbit", 3e8, 0.003, 0.003, 0.85),
-    "100mbit": Kind("100 Mbit/s", "100mbit", 1e8, 0.0, 0.0, 0.85),
-    "20mbit": Kind("20 Mbit/s, 50 ± 20 ms", "20mbit", 2e7, 0.050, 0.020, 0.80),
+    "10gbit": Kind("10 Gbit/s", "10 Gbit/s", "10gbit", 1e10, 0.0, 0.0, None),
+    "1gbit": Kind("1 Gbit/s", "1 Gbit/s", "1gbit", 1e9, 0.0, 0.0, 0.90),
+    "wifi": Kind(
+        "Wi-Fi-like, 300 Mbit/s, 3 ± 3 ms", "Wi-Fi-like", "300mbit", 3e8, 0.003, 0.003, 0.85
+    ),
+    "100mbit": Kind("100 Mbit/s", "100 Mbit/s", "100mbit", 1e8, 0.0, 0.0, 0.85),
+    "20mbit": Kind("20 Mbit/s, 50 ± 20 ms", "20 Mbit/s", "20mbit", 2e7, 0.050, 0.020, 0.80),
 }
 
 

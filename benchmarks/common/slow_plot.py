@@ -13,10 +13,12 @@ OURS_COLOR, GLOO_COLOR, AUTO_COLOR = "#e2a27e", "#1d4ed8", "#c2410c"
 
 
 def draw(result: Mapping[str, Any], kinds: Mapping[str, Any], file: Path) -> None:
-    """A panel for each network and number of hosts, a bar for each strategy."""
+    """A panel for each network and number of hosts, a bar for each strategy; of the model of 25 M
+    parameters, if it was measured."""
     from matplotlib.figure import Figure
 
     rows = result["rows"]
+    rows = [row for row in rows if row["size"] == "25m"] or rows
     networks = [key for key in kinds if any(row["network"] == key for row in rows)]
     counts = sorted({row["hosts"] for row in rows})
     names = list(dict.fromkeys(row["strategy"] for row in rows))[::-1]
@@ -36,7 +38,8 @@ def draw(result: Mapping[str, Any], kinds: Mapping[str, Any], file: Path) -> Non
             bars = axes.barh(names, values, color=colors, height=0.7)
             labels = [f"{here[name]:.3g}%" if name in here else "" for name in names]
             axes.bar_label(bars, labels, padding=2, fontsize=7)
-            axes.axvline(kinds[key].reach * 100, color="#555555", lw=0.8, ls=":")
+            if kinds[key].reach is not None:
+                axes.axvline(kinds[key].reach * 100, color="#555555", lw=0.8, ls=":")
             axes.set_xlim(0, 118)
             axes.set_xticks([0, 25, 50, 75, 100])
             axes.tick_params(labelsize=8)

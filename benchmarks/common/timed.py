@@ -1,9 +1,9 @@
 """A training whose computation is timed waits: the communication is real, and needs all the cores.
 
 Hosts in namespaces share the cores of one machine, so that real arithmetic on each of them would
-measure those cores. Here a step of ``COMPUTE_S`` is waits: a third before the loss, and two thirds
-layer by layer in backward, where each layer writes a gradient of its own size. What an optimizer
-takes for its update is taken off the first wait.
+measure those cores. Here the computation of a step is waits: a third before the loss, and two
+thirds layer by layer in backward, where each layer writes a gradient of its own size. What an
+optimizer takes for its update is taken off the first wait.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,20 +22,37 @@ from torch import Tensor, nn
 import potluck
 import potluck.torch as pt
 from potluck.bench.channel import Channel
-from potluck.system import usable_cpus
-from potluck.torch.planning import measure
-from potluck.training.planner import CANDIDATES, encode
+from potluck.training.plan_file import FACT, VARIABLE
+from potluck.training.planner import CANDIDATES, Candidate, named
 
-COMPUTE_S = 0.2
-WIDTH, DEPTH = 1024, 24
-NUM_PARAMETERS = DEPTH * WIDTH * WIDTH
-"""25.2 million float32, 100.7 MB."""
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """``depth`` square matrices of ``width`` float32, and the computation of a step."""
+
+    name: str
+    width: int
+    depth: int
+    compute_s: float
+
+    @property
+    def num_parameters(self) -> int:
+        return self.depth * self.width**2
+
+
+SIZES = {
+    "1m": Size("1 M", 512, 4, 0.0083),
+    "25m": Size("25 M", 1024, 24, 0.2),
+    "110m": Size("110 M", 2048, 26, 0.867),
+}
+"""1.05, 25.2 and 109 million parameters; the computation is in proportion to them."""
 _TIMEOUT_S = 290.0
 _MANY = 1 << 24
 _WARM_STEPS = 8
 """With fewer, the first cells of a strategy were slower than the later ones: 737, then 470 ms."""
 
-OURS = {candidate.name: candidate for candidate in CANDIDATES}
+OURS = {each.name: each for each in CANDIDATES if each.name != "hierarchical"}
+"""Without that of several workers in one host."""
 GLOO = {
     "gloo": "torch's DDP over Gloo, float32",
     "gloo-fp16": "the same with torch's fp16 hook",
@@ -54,19 +72,33 @@ class _Layer(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         began = time.perf_counter()
         of_weight = ctx.model.gradient.clone()
-        _wait_until(began + ctx.model.compute_s * 2 / 3 / DEPTH)
+        _wait_until(began + ctx.model.compute_s * 2 / 3 / ctx.model.depth)
         return gradient, of_weight, None
 
 
-class TimedModel(nn.Module):
-    """``DEPTH`` matrices whose computation is waits. ``compute_s`` is the time of a step."""
+def cell_name(candidate: Candidate) -> str:
+    """A candidate's name, with the size of its buckets in MiB if it is not the usual one."""
+    is_usual = candidate == named(candidate.name)
+    return candidate.name if is_usual else f"{candidate.name}@{candidate.bucket_size_mb:g}"
 
-    def __init__(self, rank: int) -> None:
+
+def candidate_of(name: str) -> Candidate:
+    """The candidate of ``cell_name``."""
+    base, _, size_mb = name.partition("@")
+    return named(base).in_buckets(float(size_mb)) if size_mb else named(base)
+
+
+class TimedModel(nn.Module):
+    """Matrices whose computation is waits. ``compute_s`` is the time of a step."""
+
+    def __init__(self, rank: int, size: Size) -> None:
         super().__init__()
+        width = size.width
+        self.depth = size.depth
         self.layers = nn.ParameterList(
-            nn.Parameter(torch.zeros(WIDTH, WIDTH)) for _ in range(DEPTH)
+            nn.Parameter(torch.zeros(width, width)) for _ in range(size.depth)
         )
-        self.gradient = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(rank))
+        self.gradient = torch.randn(width, width, generator=torch.Generator().manual_seed(rank))
         self.compute_s = 0.0
         self.update_s = 0.0
         """What the last update of the optimizer took."""
@@ -125,7 +157,7 @@ class _Ours:
             *(parallel, optimizer, dataset),
             batch_size=self.world_size,
             shuffle=False,
-            strategy=OURS[name].strategy,
+            strategy=candidate_of(name).strategy,
         )
         model.time_updates(optimizer)
         for _ in job:
@@ -134,6 +166,20 @@ class _Ours:
                 torch.autograd.backward(parallel(_batch()))
                 optimizer.step()
             yield
+
+    def plan(self, model: TimedModel) -> str | None:
+        """What ``potluck plan`` measures for a script of this model; on rank 0, else None."""
+        reported: dict[str, Any] = {}
+        self.ctx.report = lambda **facts: reported.update(facts)  # type: ignore[method-assign]
+        os.environ[VARIABLE] = "1"
+        try:
+            for _ in self.steps("plain", model):
+                pass
+        except SystemExit:
+            return reported.get(FACT)
+        finally:
+            del os.environ[VARIABLE], self.ctx.report
+        raise AssertionError("a script that is only measured trained to its end")
 
     def close(self) -> None:
         self.ctx.close()
@@ -184,12 +230,12 @@ class _Gloo:
 def round_steps(name: str) -> int:
     """The number of steps that are timed together: those between two exchanges; of long rounds as
     many as it takes for parameters to be compared once."""
-    if name not in OURS:
+    if name in GLOO:
         return 1
-    strategy = OURS[name].strategy
-    if isinstance(strategy, pt.DataParallel):
+    candidate = candidate_of(name)
+    if isinstance(candidate.strategy, pt.DataParallel):
         return 1
-    steps = strategy.every // (strategy.fragments if isinstance(strategy, pt.DiLoCo) else 1)
+    steps = round(candidate.round_steps)
     compared = pt.Policy().hash_every
     return compared if compared // 2 <= steps <= compared and compared % steps == 0 else steps
 
@@ -219,25 +265,26 @@ def worker(peer: str) -> int:
         rank=group.rank,
         world_size=group.world_size,
     )
-    model = TimedModel(group.rank)
     training: Iterator[None] = iter(())
     while True:
         match channel.receive():
-            case {"do": "alone"}:
-                model = TimedModel(group.rank)
-                model.compute_s = COMPUTE_S
+            case {"do": "alone", "size": str(size)}:
+                training = iter(())
+                model = TimedModel(group.rank, SIZES[size])
+                model.compute_s = SIZES[size].compute_s
                 channel.send(seconds=alone_s(model))
-            case {"do": "plan", "compute_s": float(compute_s)}:
-                shapes = ((WIDTH, WIDTH),) * DEPTH
-                cores = len(usable_cpus()) / group.world_size  # shared by all hosts
-                found = measure(group.ctx, shapes, compute_s, cores)
-                channel.send(measured=encode(found))
-            case {"do": "make", "strategy": str(name)}:
-                model = TimedModel(group.rank)
+            case {"do": "plan", "size": str(size)}:
+                training = iter(())
+                model = TimedModel(group.rank, SIZES[size])
+                model.compute_s = SIZES[size].compute_s
+                channel.send(measured=group.plan(model))
+            case {"do": "make", "size": str(size), "strategy": str(name)}:
+                training = iter(())  # its memory first
+                model = TimedModel(group.rank, SIZES[size])
                 training = group.steps(name, model)
                 for _ in range(max(_WARM_STEPS, round_steps(name))):
                     next(training)  # buckets, links, memory; without waits
-                model.compute_s = COMPUTE_S
+                model.compute_s = SIZES[size].compute_s
                 channel.send()
             case {"do": "send", "nbytes": int(nbytes), "times": int(times)}:
                 for _ in range(times):

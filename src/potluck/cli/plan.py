@@ -47,12 +47,15 @@ def plan(
 
     Nothing is trained: every worker takes 5 steps alone and ends inside its ElasticLoop; no
     callback is called, and no checkpoint is read or written. What SCRIPT does before its loop is
-    done. Then come the links, in both directions, and what compressing costs on each machine.
+    done. Then come the links, in both directions, and what compressing costs on each machine, and
+    each strategy is rehearsed: all workers send gradients of the model's sizes, or of a part of it
+    where that takes long. This takes half a minute to two minutes.
 
     The table has a row for each strategy, those that change the least first: the predicted time of
-    a step, how much of it is computation (the efficiency), the bytes that a worker sends, and what
-    it changes in the mathematics of the training. The plan takes the first row whose efficiency is
-    95% or more, else the first that is about as fast as the fastest.
+    a step (~ where only a part was rehearsed), how much of it is computation (the efficiency), the
+    bytes that a worker sends, and what it changes in the mathematics of the training. The plan
+    takes the first row whose efficiency is 95% or more, else the first that is about as fast as the
+    fastest.
 
     The choice is kept beside SCRIPT, in a file such as train.plan.json. A script that asks for it,
     by ElasticLoop(..., strategy="auto"), trains so; no other script is changed. Plan again when the
@@ -102,16 +105,20 @@ def plan(
     facts = {
         "version": SCHEMA_VERSION,
         "choice": made.choice.name,
+        "bucket_size_mb": made.choice.bucket_size_mb,
         "code": made.choice.code,
         "reason": made.reason,
         "without_workers": made.without,
         "without_step_s": made.without_s,
+        "proportional_step_s": made.proportional_s,
         "strategies": [
             {
                 "name": each.candidate.name,
                 "code": each.candidate.code,
                 "changes": each.candidate.changes,
+                "bucket_size_mb": each.candidate.bucket_size_mb,
                 "predicted_step_s": each.step_s,
+                "basis": each.basis,
                 "efficiency": each.efficiency,
                 "bytes_per_step": each.bytes_per_step,
             }
@@ -130,8 +137,10 @@ def plan(
 
 
 def _lines(measured: Measured, made: Plan, kept: Path) -> Iterator[str]:
+    from potluck.training.planner import Basis
+
     size = 4 * measured.num_elements / 1e6
-    computes = _s(max(measured.compute_s))
+    computes = _s(measured.step_compute_s)
     yield (
         f"\n{measured.world_size} workers, gradients of {size:.3g} MB; the computation of a step "
         f"takes {computes}"
@@ -142,7 +151,9 @@ def _lines(measured: Measured, made: Plan, kept: Path) -> Iterator[str]:
         yield f"\n  {'predicted':>10}{'efficiency':>12}{'MB a step':>11}  strategy"
     for each in made.predictions:
         mark = "*" if each.candidate is made.choice else " "
-        row = f"{_s(each.step_s):>10}{each.efficiency:>12.0%}{each.bytes_per_step / 1e6:>11.3g}"
+        about = "" if each.basis is Basis.REHEARSED else "~"
+        said = f"{about + _s(each.step_s):>10}{each.efficiency:>12.0%}"
+        row = f"{said}{each.bytes_per_step / 1e6:>11.3g}"
         yield f"{mark} {row}  {each.candidate.code}"
         yield f"  {'':>33}  changes: {each.candidate.changes}"
     yield f"\nchoice: {made.choice.code}: {made.reason}"
@@ -152,6 +163,12 @@ def _lines(measured: Measured, made: Plan, kept: Path) -> Iterator[str]:
         yield (
             f"Without worker {names} a step would take {_s(made.without_s)} instead of "
             f"{_s(made.chosen.step_s)}. It takes part unless you leave it out (--nodes)."
+        )
+    if made.proportional_s:
+        assert made.chosen is not None
+        yield (
+            f"The workers are unlike: with policy=Policy(shares=ProportionalShares()) a step would "
+            f"take {_s(made.proportional_s)} instead of {_s(made.chosen.step_s)}."
         )
     yield f'\nkept in {kept}, for scripts with ElasticLoop(..., strategy="auto")'
 

@@ -20,6 +20,7 @@ from potluck import hints
 from potluck.context import DistributedContext, init
 from potluck.torch.compression import Choice, Compression
 from potluck.torch.reducer import Reducer
+from potluck.training.strategies import DataParallel
 
 _PIECE_BYTES = 25 << 20
 
@@ -89,6 +90,7 @@ class DistributedDataParallel(nn.Module):
         self.broadcast_buffers = broadcast_buffers
         self.ctx = ctx if ctx is not None else init()
         self._bucket_size_mb = bucket_size_mb
+        self._algorithm: str | None = None
         self._how: dict[str, Any] = {
             "error_feedback": error_feedback,
             "dense_below": dense_below,
@@ -105,11 +107,22 @@ class DistributedDataParallel(nn.Module):
         with the constructor's ``error_feedback``, ``dense_below`` and ``warmup_steps``. Residuals
         start from zero."""
         trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+        self._choice = compression
         self.compression = Compression(trained, compression, **self._how)
         """The residuals, by parameter name."""
         self._reducer = Reducer(
-            list(trained.values()), self.ctx, self._bucket_size_mb, self.compression
+            *(list(trained.values()), self.ctx, self._bucket_size_mb, self.compression),
+            algorithm=self._algorithm,
         )
+
+    def follow(self, strategy: DataParallel) -> None:
+        """Reduce later gradients as ``strategy`` says, on every rank between the same two steps.
+        What it leaves open stays as it is."""
+        if strategy == DataParallel():
+            return
+        self._bucket_size_mb = strategy.bucket_size_mb or self._bucket_size_mb
+        self._algorithm = strategy.algorithm or self._algorithm
+        self.compress(strategy.compression or self._choice)
 
     @property
     def weight(self) -> float | None:

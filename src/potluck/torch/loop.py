@@ -108,7 +108,7 @@ class ElasticLoop(elastic.ElasticLoop):
             )
         if ctx is None:
             ctx = model.ctx if isinstance(model, DistributedDataParallel) else init()
-        self._rehearsal = Rehearsal(ctx, model) if is_planning() else None
+        self._rehearsal = Rehearsal(ctx, model, policy) if is_planning() else None
         if self._rehearsal is not None:
             strategy, checkpoint, callbacks = None, None, ()  # nothing is trained or written
         elif strategy == "auto":
@@ -136,12 +136,8 @@ class ElasticLoop(elastic.ElasticLoop):
                 self._outer = GossipStrategy(strategy, inner, optimizers, also or {})
             else:
                 self._outer = OuterStrategy(strategy, inner, optimizers, also or {})
-        elif (
-            strategy is not None
-            and strategy.compression is not None
-            and isinstance(model, DistributedDataParallel)
-        ):
-            model.compress(strategy.compression)
+        elif strategy is not None and isinstance(model, DistributedDataParallel):
+            model.follow(strategy)
         super().__init__(
             ctx,
             Schedule(len(dataset), batch_size, epochs, seed, shuffle, shards),

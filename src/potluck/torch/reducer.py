@@ -43,10 +43,11 @@ class Reducer:
 
     The result is the sum of ``weight * gradient`` over all ranks; a ``weight`` of None means 1 /
     world size. ``compression`` says which gradients are sent compressed, on all ranks alike, else
-    Desync. A rank with weight 0 contributes zeros even if its gradients are inf or NaN. The
-    ``.grad`` of a parameter that no rank has used is unchanged. While ``enabled`` is False
-    gradients only accumulate. Cost: one all_reduce of all gradients; with compression of their
-    compressed form, and of one number for each compressed parameter.
+    Desync; the others are reduced by ``algorithm``, None for the one that the links suggest. A rank
+    with weight 0 contributes zeros even if its gradients are inf or NaN. The ``.grad`` of a
+    parameter that no rank has used is unchanged. While ``enabled`` is False gradients only
+    accumulate. Cost: one all_reduce of all gradients; with compression of their compressed form,
+    and of one number for each compressed parameter.
     """
 
     def __init__(
@@ -55,12 +56,15 @@ class Reducer:
         ctx: DistributedContext,
         bucket_size_mb: float,
         compression: Compression,
+        *,
+        algorithm: str | None = None,
     ) -> None:
         self.enabled = True
         self.weight: float | None = None
         self._ctx = ctx
         self._parameters = list(parameters)
         self._compression = compression
+        self._algorithm = algorithm
         self._buckets = assign(
             [
                 Slot(p.numel(), p.element_size(), (p.device, p.dtype, strategy))
@@ -217,7 +221,7 @@ class Reducer:
     def _start(self, number: int, host: Tensor) -> Callable[[], object]:
         """Start the sum of a bucket over all ranks; returns the function that waits for it."""
         if self._compression.strategy(number) is None:
-            work = self._ctx.all_reduce(host, op="sum", async_op=True)
+            work = self._ctx.all_reduce(host, "sum", algorithm=self._algorithm, async_op=True)
             wait: Callable[[], object] = work.wait
             return wait
         return self._compression.start(self._ctx, number, host[: self._buckets[number].numel])

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from potluck.backends.local import LocalBackend
+from potluck.compressors import Int
 from potluck.context import DistributedContext
 from potluck.torch import DDP, DataParallel, ElasticLoop, LocalSGD, planning
 from potluck.types import Member
@@ -47,6 +48,11 @@ def test_a_plan_is_taken_by_its_name_for_a_strategy(ctx: DistributedContext, pla
     assert len(job.losses) == 1  # one round of 8 steps
 
 
+def test_a_plan_says_how_large_buckets_are(ctx: DistributedContext, plan: Path) -> None:
+    plan.write_text('{"choice": "int4", "bucket_size_mb": 100}')
+    assert planning.planned(ctx) == DataParallel(Int(4), bucket_size_mb=100)
+
+
 def test_without_a_plan_auto_is_data_parallelism_where_nothing_is_sent(
     ctx: DistributedContext, plan: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -61,10 +67,14 @@ def test_without_a_plan_auto_is_data_parallelism_where_nothing_is_sent(
     ("text", "said"),
     [
         ("", "Input data was truncated"),
-        ("[]", "list indices"),
-        ("{}", "'choice'"),
-        ('{"choice": "zip"}', "no strategy is called 'zip'; a plan knows plain, bf16"),
-        ('{"choice": ["plain"]}', "no strategy is called"),
+        ("[]", "Expected `object`, got `array`"),
+        ("{}", "missing required field `choice`"),
+        (
+            '{"choice": "zip"}',
+            "no strategy is called 'zip'; a plan knows plain, ",
+        ),
+        ('{"choice": ["plain"]}', "Expected `str`, got `array`"),
+        ('{"choice": "int4", "bucket_size_mb": -1}', "it must be positive and finite"),
     ],
 )
 def test_a_plan_that_is_none(ctx: DistributedContext, plan: Path, text: str, said: str) -> None:

@@ -1,20 +1,26 @@
-"""Which strategy is fast enough on a network, predicted from a few measured figures. Pure."""
+"""Which strategy is fast enough on a network, predicted from measurements and rehearsals. Pure."""
 
 from potluck.training.planner.candidates import CANDIDATES, METHODS, Candidate, named
 from potluck.training.planner.choose import Plan, make_plan
-from potluck.training.planner.measured import Measured, decode, encode
-from potluck.training.planner.predict import Prediction, predict
+from potluck.training.planner.measured import Measured, Rehearsed, decode, encode
+from potluck.training.planner.predict import Basis, Prediction, predict
+from potluck.training.planner.rehearsals import in_other_buckets, parts, to_rehearse
 
 __all__ = [
     "CANDIDATES",
     "METHODS",
+    "Basis",
     "Candidate",
     "Measured",
     "Plan",
     "Prediction",
+    "Rehearsed",
     "decode",
     "encode",
+    "in_other_buckets",
     "make_plan",
     "named",
+    "parts",
     "predict",
+    "to_rehearse",
 ]

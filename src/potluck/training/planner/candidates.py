@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from potluck.compressors import BF16, Int, PowerSGD, Strategy, TopK
-from potluck.training.strategies import SGD, DataParallel, DiLoCo, LocalSGD
+from potluck.training.strategies import SGD, DataParallel, DiLoCo, Gossip, LocalSGD
+
+BUCKET_SIZE_MB = 25.0
+"""Of a DistributedDataParallel, unless it is told otherwise."""
+BUCKET_SIZES_MB = (BUCKET_SIZE_MB, 5.0, 100.0)
+"""Those that a plan compares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,17 +19,52 @@ class Candidate:
 
     name: str
     code: str
-    strategy: DataParallel | LocalSGD | DiLoCo
+    strategy: DataParallel | LocalSGD | DiLoCo | Gossip
     changes: str
 
     @property
     def compression(self) -> Strategy | None:
         """The method that encodes what is sent."""
-        return None if isinstance(self.strategy, LocalSGD) else self.strategy.compression
+        if isinstance(self.strategy, LocalSGD | Gossip):
+            return None
+        return self.strategy.compression
+
+    @property
+    def bucket_size_mb(self) -> float:
+        """The size of the buckets of gradients, in MiB."""
+        strategy = self.strategy
+        own = strategy.bucket_size_mb if isinstance(strategy, DataParallel) else None
+        return own or BUCKET_SIZE_MB
+
+    @property
+    def fragments(self) -> int:
+        """In how many rounds all parameters are exchanged once."""
+        return self.strategy.fragments if isinstance(self.strategy, DiLoCo) else 1
+
+    @property
+    def round_steps(self) -> float:
+        """The number of steps between two exchanges; 1 for data parallelism."""
+        if isinstance(self.strategy, DataParallel):
+            return 1
+        return self.strategy.every / self.fragments
+
+    def in_buckets(self, size_mb: float) -> Candidate:
+        """The same with buckets of another size; itself for that of a DistributedDataParallel."""
+        if size_mb == BUCKET_SIZE_MB or not isinstance(self.strategy, DataParallel):
+            return self
+        comma = "" if self.code.endswith("()") else ", "
+        code = f"{self.code[:-1]}{comma}bucket_size_mb={size_mb:g})"
+        return replace(self, code=code, strategy=replace(self.strategy, bucket_size_mb=size_mb))
 
 
 CANDIDATES = (
     Candidate("plain", "DataParallel()", DataParallel(), "nothing"),
+    Candidate(
+        "hierarchical",
+        'DataParallel(algorithm="hierarchical")',
+        DataParallel(algorithm="hierarchical"),
+        "nothing: the workers of a machine add up first, then the machines",
+    ),
     Candidate(
         "bf16",
         "DataParallel(compression=BF16())",
@@ -62,6 +102,12 @@ CANDIDATES = (
         "parameters are averaged every 8 steps, not gradients in each",
     ),
     Candidate(
+        "gossip",
+        'Gossip("exponential", every=8)',
+        Gossip("exponential", every=8),
+        "each worker averages parameters of its own with its neighbours' every 8 steps",
+    ),
+    Candidate(
         "diloco",
         "DiLoCo(every=100, fragments=4, delay=5, compression=Int(4))",
         DiLoCo(every=100, fragments=4, delay=5, compression=Int(4)),
@@ -80,6 +126,17 @@ METHODS: dict[str, Strategy] = {
     if candidate.compression is not None
 }
 """What is measured for its speed, by the name of the candidate."""
+
+
+def candidates_for(nodes: tuple[str, ...]) -> tuple[Candidate, ...]:
+    """Those that make sense for ranks on these machines: ``hierarchical`` where several share one,
+    ``gossip`` where there are more than two, whose mean is not that of ``local-sgd``."""
+    left_out = set()
+    if not 1 < len(set(nodes)) < len(nodes):
+        left_out.add("hierarchical")
+    if len(nodes) <= 2:
+        left_out.add("gossip")
+    return tuple(each for each in CANDIDATES if each.name not in left_out)
 
 
 def named(name: str) -> Candidate:

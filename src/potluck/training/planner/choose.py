@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from potluck.training.planner.candidates import CANDIDATES, Candidate
+import msgspec
+
+from potluck.training.planner.candidates import (
+    BUCKET_SIZES_MB,
+    CANDIDATES,
+    Candidate,
+    candidates_for,
+)
 from potluck.training.planner.measured import Measured
 from potluck.training.planner.predict import Prediction, predict
 
@@ -30,6 +37,8 @@ class Plan:
     """Ranks without which a step of the choice is predicted to be faster."""
     without_s: float = 0.0
     """The step without them."""
+    proportional_s: float = 0.0
+    """The step of the choice with shares by speed, where ranks are so unlike that it is shorter."""
 
     @property
     def chosen(self) -> Prediction | None:
@@ -37,15 +46,42 @@ class Plan:
         return next((each for each in self.predictions if each.candidate is self.choice), None)
 
 
-def make_plan(measured: Measured, candidates: tuple[Candidate, ...] = CANDIDATES) -> Plan:
-    """Predict each candidate, and choose the one that changes the least of those fast enough."""
+def make_plan(measured: Measured, candidates: tuple[Candidate, ...] | None = None) -> Plan:
+    """Predict each candidate, by default all that make sense, in its best buckets, and choose the
+    one that changes the least of those fast enough."""
     if len(set(measured.nodes)) == 1:
         what = "all workers are on one machine, and share its memory"
         reason = "one worker sends nothing" if measured.world_size == 1 else what
-        return Plan((), candidates[0], reason)
-    predictions = tuple(predict(measured, each) for each in candidates)
+        return Plan((), CANDIDATES[0], reason)
+    if candidates is None:
+        candidates = candidates_for(measured.nodes)
+    predictions = tuple(in_best_buckets(measured, each) for each in candidates)
     choice, reason = _choose(predictions)
-    return Plan(predictions, choice.candidate, reason, *_slowing(measured, choice))
+    return Plan(
+        predictions,
+        choice.candidate,
+        reason,
+        *_slowing(measured, choice),
+        proportional_s=_in_proportion_s(measured, choice),
+    )
+
+
+def _in_proportion_s(measured: Measured, choice: Prediction) -> float:
+    """The step if ranks computed as many samples as their speed allows; 0 where that is not
+    clearly shorter, or is so already."""
+    other = msgspec.structs.replace(measured, shares="proportional")
+    step_s = predict(other, choice.candidate).step_s
+    return step_s if step_s * SLOWED < choice.step_s else 0.0
+
+
+def in_best_buckets(measured: Measured, candidate: Candidate) -> Prediction:
+    """The prediction with buckets of the usual size, or of another that is clearly faster."""
+    usual, *others = (
+        predict(measured, each)
+        for each in dict.fromkeys(map(candidate.in_buckets, BUCKET_SIZES_MB))
+    )
+    best = min(others, key=lambda each: each.step_s, default=usual)
+    return best if best.step_s * AS_FAST < usual.step_s else usual
 
 
 def _choose(predictions: tuple[Prediction, ...]) -> tuple[Prediction, str]:
@@ -67,7 +103,7 @@ def _slowing(measured: Measured, choice: Prediction) -> tuple[tuple[int, ...], f
     left, step_s = world, choice.step_s
     while len(left) > 1 and len(world) <= _MAX_RANKS:
         tried = [tuple(rank for rank in left if rank != other) for other in left]
-        times = [predict(measured.of(ranks), choice.candidate).step_s for ranks in tried]
+        times = [predict(measured, choice.candidate, ranks).step_s for ranks in tried]
         best = min(range(len(tried)), key=times.__getitem__)
         if times[best] * SLOWED > step_s:
             break

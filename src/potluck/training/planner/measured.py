@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -11,16 +11,26 @@ _Seconds = Annotated[float, msgspec.Meta(ge=0)]
 _Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 
+class Rehearsed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a candidate added to the computation of a model of ``elements`` float32, timed on all
+    ranks at once. See ``model.Times`` for the seconds."""
+
+    name: str
+    bucket_size_mb: _Positive
+    elements: Annotated[int, msgspec.Meta(ge=1)]
+    own_s: _Seconds
+    way_s: _Seconds
+
+
 class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Figures of a group of ``len(compute_s)`` ranks. Lists are in rank order.
 
     Ranks that share a processor, memory or a cable take from each other, for all do the same at the
-    same time. So links are measured on all ranks at once, and seconds of work are those of a rank
-    that has only its part of the ``processors``.
+    same time. So links and work are measured on all ranks at once.
     """
 
     compute_s: Annotated[tuple[_Positive, ...], msgspec.Meta(min_length=1, max_length=1024)]
-    """Seconds that a rank computes for its share of a step."""
+    """Seconds that a rank computes for an equal share of a step."""
     bytes_per_s: tuple[_Positive, ...]
     """The rate of each rank's links, of the slower direction; empty for one rank."""
     crossing_bytes_per_s: tuple[_Positive, ...]
@@ -42,8 +52,9 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Seconds to copy one float32 in memory that is in no cache."""
     hash_s: _Seconds
     """Seconds to hash one float32 of the parameters."""
-    processors: _Positive
-    """That a rank has to itself, on the machine where it has the fewest; 0.5 if two share one."""
+    shares: Literal["equal", "proportional"] = "equal"
+    """Whether all ranks compute as many samples, or as their speed allows."""
+    rehearsed: tuple[Rehearsed, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.nodes) != self.world_size:
@@ -62,8 +73,29 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def num_elements(self) -> int:
         return sum(math.prod(shape) for shape in self.shapes)
 
+    @property
+    def step_compute_s(self) -> float:
+        """Seconds until the last rank has computed its share of a step."""
+        if self.shares == "equal":
+            return max(self.compute_s)
+        return self.world_size / sum(1 / seconds for seconds in self.compute_s)
+
+    def compute_s_of(self, rank: int) -> float:
+        """Seconds that a rank computes for the share that it gets."""
+        return self.compute_s[rank] if self.shares == "equal" else self.step_compute_s
+
+    def part(self, elements: int) -> Measured:
+        """As if the model had only its last ``elements`` parameters, and computed for as much
+        less."""
+        share = elements / max(1, self.num_elements)
+        return msgspec.structs.replace(
+            self,
+            compute_s=tuple(seconds * share for seconds in self.compute_s),
+            shapes=last(self.shapes, elements),
+        )
+
     def of(self, ranks: tuple[int, ...]) -> Measured:
-        """The same samples divided among only these ranks."""
+        """The same samples divided among only these ranks; nothing is rehearsed for them."""
         more = self.world_size / len(ranks)
         return msgspec.structs.replace(
             self,
@@ -73,7 +105,25 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 self.crossing_bytes_per_s[rank] for rank in ranks if self.crossing_bytes_per_s
             ),
             nodes=tuple(self.nodes[rank] for rank in ranks),
+            rehearsed=(),
         )
+
+
+def last(shapes: tuple[tuple[int, ...], ...], elements: int) -> tuple[tuple[int, ...], ...]:
+    """The last shapes, with ``elements`` elements together, or a few more: what does not fit whole
+    is cut in its first dimension."""
+    kept: list[tuple[int, ...]] = []
+    left = elements
+    for shape in reversed(shapes):
+        if left <= 0:
+            break
+        size = math.prod(shape)
+        if size > left and shape:
+            row = size // shape[0]
+            shape = (-(-left // row), *shape[1:])
+        kept.append(shape)
+        left -= size
+    return tuple(reversed(kept))
 
 
 def encode(measured: Measured) -> str:

@@ -1,42 +1,40 @@
-"""The time of a step by a strategy, predicted from what was measured. Pure.
+"""The time of a step by a strategy: from its rehearsal where there is one, else by the model. Pure.
 
-A rank's backward makes gradients at an even rate in the last two thirds of its computation. A
-bucket is copied, encoded by a thread beside backward, then sent, one bucket after the other; after
-backward all are decoded and written back. The network is ``collectives.simulate``'s, with the exact
-bytes of each payload and the slowest link everywhere, for a ring is as fast as that. What a rank
-does itself is counted in passes over its gradients, at the measured speed of a copy.
+A rehearsal of the whole model is taken as it is. Of a long step two parts of the model were
+rehearsed: the line through them leads to the whole, for what both have in common (latency, what a
+burst lets pass) is in neither's difference. What was not rehearsed, a group with fewer ranks or
+buckets of another size, is as much longer or shorter than the rehearsal as the model says.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from enum import StrEnum
 
-from potluck.collectives.choose import estimate
-from potluck.collectives.links import LINKS, LinkModel, Wire
-from potluck.collectives.plan import Algorithm, Operation
-from potluck.collectives.registry import build_plan
-from potluck.compressors import PowerSGD, TopK
-from potluck.compressors.encoded import Encoded
-from potluck.training.buckets import Slot, assign
-from potluck.training.planner.candidates import Candidate
+from potluck.training.planner.candidates import BUCKET_SIZE_MB, Candidate, named
 from potluck.training.planner.measured import Measured
+from potluck.training.planner.model import Times, bytes_of, times_of
 from potluck.training.policy import Policy
 from potluck.training.strategies import DataParallel, DiLoCo
-from potluck.types import Engine
 
-BACKWARD_PART = 2 / 3
-"""Assumed: of a step's computation, the part in which gradients are made."""
-BUCKET_BYTES = 25 << 20
-_DENSE_BELOW = 4096
-_FIRST_BUCKET_BYTES = 1 << 20
-_VOTE_BYTES = 48
+_LEAST_S = 1e-4
+"""Modelled times below this say nothing about how much longer another one is."""
+
+
+class Basis(StrEnum):
+    """What a prediction is made from."""
+
+    REHEARSED = "rehearsed"
+    """The strategy was tried with gradients of the model's sizes."""
+    EXTENDED = "extended"
+    """It was tried with two parts of the model, from which the line leads to the whole."""
+    MODELLED = "modelled"
+    """By the measured links and work only."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the model says of one strategy; nothing here was measured."""
+    """What is expected of one strategy."""
 
     candidate: Candidate
     step_s: float
@@ -44,226 +42,69 @@ class Prediction:
     """The computation's part of a step, 0 to 1."""
     bytes_per_step: float
     """That a rank sends, on average over the steps of a round."""
+    basis: Basis = Basis.MODELLED
 
 
-def predict(measured: Measured, candidate: Candidate) -> Prediction:
-    """The step of ``candidate`` in a group with these figures. A world of one sends nothing."""
-    compute_s = max(measured.compute_s)
-    if measured.world_size == 1:
+def predict(
+    measured: Measured, candidate: Candidate, ranks: tuple[int, ...] | None = None
+) -> Prediction:
+    """The step of ``candidate`` in the measured group, or with only these ``ranks`` of it, which
+    then compute the samples of the others, too. A world of one sends nothing."""
+    times, basis = _times(measured, candidate)
+    group = measured
+    if ranks is not None and len(ranks) < measured.world_size:
+        group = measured.of(ranks)
+        times = _carried(times, times_of(measured, candidate), times_of(group, candidate))
+        basis = Basis.MODELLED
+    compute_s = group.step_compute_s
+    if group.world_size == 1:
         return Prediction(candidate, compute_s, 1.0, 0.0)
-    net = _Network(measured, candidate)
-    strategy = candidate.strategy
-    if isinstance(strategy, DataParallel):
-        step_s = net.step_s(compute_s)
-        sent = net.bytes_sent(1.0)
-    else:
-        fragments = strategy.fragments if isinstance(strategy, DiLoCo) else 1
-        num_steps = strategy.every / fragments
-        visible_s, on_the_way_s = net.exchange_s(1 / fragments)
-        delay_s = strategy.delay * compute_s if isinstance(strategy, DiLoCo) else 0.0
-        visible_s += max(0.0, on_the_way_s - delay_s)
-        step_s = compute_s + visible_s / num_steps + net.hash_s
-        sent = net.bytes_sent(1 / fragments) / num_steps
-    return Prediction(candidate, step_s, compute_s / step_s, sent)
+    hash_s = group.num_elements * group.hash_s / Policy().hash_every
+    step_s = compute_s + _added_s(candidate, times, compute_s) / candidate.round_steps + hash_s
+    sent = bytes_of(group, candidate)
+    return Prediction(candidate, step_s, compute_s / step_s, sent, basis)
 
 
-class _Network:
-    """The collectives of one candidate in one group."""
+def whole(measured: Measured, candidate: Candidate) -> int:
+    """The elements of a rehearsal that leaves nothing out."""
+    return max(1, measured.num_elements // candidate.fragments)
 
-    def __init__(self, measured: Measured, candidate: Candidate) -> None:
-        self.measured, self.candidate = measured, candidate
-        self.method = candidate.compression
-        self.encode_s = measured.encode_s.get(candidate.name, 0.0)
-        self.decode_s = measured.decode_s.get(candidate.name, 0.0)
-        self.world_size = measured.world_size
-        self.hash_s = measured.num_elements * measured.hash_s / Policy().hash_every
-        places = {node: number for number, node in enumerate(dict.fromkeys(measured.nodes))}
-        self.nodes = tuple(places[node] for node in measured.nodes)
-        self._sums: dict[int, tuple[float, float]] = {}  # of buckets of one size
-        self.links = self._links_of(measured.bytes_per_s)
-        self.crossing = self._links_of(measured.crossing_bytes_per_s)
-        sizes = [math.prod(shape) for shape in measured.shapes]
-        self.num_dense = sum(s for s in sizes if s < _DENSE_BELOW) if self.method else sum(sizes)
-        self.num_coded = sum(sizes) - self.num_dense
 
-    def _links_of(self, rates: tuple[float, ...]) -> LinkModel:
-        # The measured rate has the ranks' work in it; one machine has no wire between its ranks.
-        wire = Wire(self.measured.latency_s, 1 / min(rates), 0.0)
-        links: LinkModel = replace(LINKS[Engine.NATIVE], remote=wire, nodes=self.nodes)
-        return replace(links, local=wire) if len(set(self.nodes)) == 1 else links
+def _added_s(candidate: Candidate, times: Times, compute_s: float) -> float:
+    """What a step, or a round, is longer than its computation."""
+    if isinstance(candidate.strategy, DataParallel):
+        return times.own_s
+    delay = candidate.strategy.delay if isinstance(candidate.strategy, DiLoCo) else 0
+    return times.own_s + max(0.0, times.way_s - delay * compute_s)
 
-    def _step_buckets(self) -> list[int]:
-        """The elements of each bucket of gradients, in the order in which backward completes
-        them."""
-        slots = [Slot(math.prod(shape), 4, None) for shape in self.measured.shapes]
-        buckets = assign(slots, bucket_bytes=BUCKET_BYTES, first_bucket_bytes=_FIRST_BUCKET_BYTES)
-        return [each.numel for each in buckets]
 
-    def _parts(self, part: float) -> Iterator[int]:
-        """The elements of each array of an exchange of this part of the parameters."""
-        left = round((self.num_dense + self.num_coded) * part)
-        while left > 0:
-            size = min(left, BUCKET_BYTES // 4)
-            yield size
-            left -= size
-
-    def step_s(self, compute_s: float) -> float:
-        """The seconds of a step in which gradients are reduced."""
-        copy_s, total = self.measured.copy_s, self.num_dense + self.num_coded
-        in_engine = isinstance(self.method, Encoded)
-        # Into the bucket; a codec's residual is copied there, too, so that it can be undone.
-        compute_s += (2 if in_engine else 1) * total * copy_s
-        beside_s = 0.0
-        if self.method is not None and not in_engine:
-            added = 1 if isinstance(self.method, PowerSGD) else 0  # gradients to the residual
-            beside_s = self.encode_s + (1 + added) * copy_s
-        done, encoded, sent, finished = 0, 0.0, 0.0, compute_s
-        for size in self._step_buckets():
-            done += size
-            ready = compute_s * (1 - BACKWARD_PART + BACKWARD_PART * done / total)
-            encoded = max(encoded, ready) + size * beside_s
-            if isinstance(self.method, PowerSGD):
-                finished = max(finished, encoded)
-                continue
-            wire_s, late_s = self.sum_s(size)
-            sent = max(sent, encoded) + max(wire_s, self._engine_s(size))
-            finished = max(finished, sent + late_s) + self._take_s(size)
-        if isinstance(self.method, PowerSGD):
-            finished += self._powersgd_s() + total * copy_s + self.num_coded * self.decode_s
-        return finished + total * copy_s + self._vote_s() + self.hash_s
-
-    def exchange_s(self, part: float) -> tuple[float, float]:
-        """The exchange of a part of the parameters: the seconds in which a rank does it, and those
-        in which it may go on computing."""
-        passes, in_engine = _outer_passes(self.candidate), isinstance(self.method, Encoded)
-        own = way = late = 0.0
-        for size in self._parts(part):
-            own += size * (passes * self.measured.copy_s + (0 if in_engine else self.encode_s))
-            own += self._sum_payloads_s(size)
-            wire_s, late_s = self.sum_s(size)
-            way, late = way + max(wire_s, self._engine_s(size)), max(late, late_s)
-        return own + self._vote_s(), way + late
-
-    def _engine_s(self, size: int) -> float:
-        """The engine's work for a bucket that a codec encodes inside an all_reduce: each rank
-        encodes its own, adds up what it receives of its part, and decodes the parts of others."""
-        if not isinstance(self.method, Encoded):
-            return 0.0
-        received = 2 * (self.world_size - 1) / self.world_size
-        sent = received * self.method.codec.encoded_bytes(size)
-        work_s = LINKS[Engine.NATIVE].remote.work_s_per_byte / min(1.0, self.measured.processors)
-        return size * (self.encode_s + received * self.decode_s) + 2 * sent * work_s
-
-    def _take_s(self, size: int) -> float:
-        """After the sum of a bucket: payloads are added up, and what is not finite is looked
-        for."""
-        checks = 0 if self.method is None else 1
-        return size * checks * self.measured.copy_s + self._sum_payloads_s(size)
-
-    def _sum_payloads_s(self, size: int) -> float:
-        if not isinstance(self.method, TopK):
-            return 0.0
-        return size * (self.measured.copy_s + self.world_size * self.decode_s)
-
-    def sum_s(self, size: int) -> tuple[float, float]:
-        """The sum of a bucket of ``size`` elements over all ranks: the seconds that it takes the
-        links, and those that the latency adds, in which the next bucket is on its way."""
-        if size in self._sums:
-            return self._sums[size]
-        whole_s, kept = self._sum_s(size), (self.links, self.crossing)
-        self.links, self.crossing = (
-            replace(
-                links,
-                remote=links.remote._replace(alpha_s=0),
-                local=links.local._replace(alpha_s=0),
-            )
-            for links in kept
+def _times(measured: Measured, candidate: Candidate) -> tuple[Times, Basis]:
+    """What the candidate adds in the whole group."""
+    mine = [each for each in measured.rehearsed if each.name == candidate.name]
+    found = [each for each in mine if each.bucket_size_mb == candidate.bucket_size_mb]
+    found.sort(key=lambda each: each.elements)
+    total = whole(measured, candidate)
+    if found and found[-1].elements >= total:
+        return Times(found[-1].own_s, found[-1].way_s), Basis.REHEARSED
+    if len(found) > 1:
+        small, large = found[-2:]
+        more = (total - large.elements) / (large.elements - small.elements)
+        own_s, way_s = (
+            late + more * max(0.0, late - early)
+            for early, late in ((small.own_s, large.own_s), (small.way_s, large.way_s))
         )
-        wire_s = self._sum_s(size)
-        self.links, self.crossing = kept
-        self._sums[size] = wire_s, max(0.0, whole_s - wire_s)
-        return self._sums[size]
-
-    def _sum_s(self, size: int) -> float:
-        coded = round(size * self.num_coded / (self.num_dense + self.num_coded))
-        dense_s = self._all_reduce_s(4 * (size - coded)) if size > coded else 0.0
-        if not coded:
-            return dense_s
-        if isinstance(self.method, Encoded):
-            share = self.method.codec.encoded_bytes(coded) / (4 * coded)
-            return dense_s + self._all_reduce_s(4 * coded, share)
-        return dense_s + self._gather_s(_payload_bytes(self.method, coded))
-
-    def bytes_sent(self, part: float) -> float:
-        """The bytes that a rank sends for this part of the model."""
-        w = self.world_size
-        ring = 2 * (w - 1) / w
-        dense, coded = 4 * self.num_dense * part, round(self.num_coded * part)
-        if not coded:
-            return dense * ring
-        if isinstance(self.method, PowerSGD):
-            return (dense + self._powersgd_bytes()) * ring
-        if isinstance(self.method, Encoded):
-            return (dense + self.method.codec.encoded_bytes(coded)) * ring
-        return dense * ring + _payload_bytes(self.method, coded) * (w - 1)
-
-    def _powersgd_bytes(self) -> int:
-        assert isinstance(self.method, PowerSGD)
-        coded = (each for each in self.measured.shapes if math.prod(each) >= _DENSE_BELOW)
-        return sum(self.method.payload_bytes(shape) for shape in coded)
-
-    def _powersgd_s(self) -> float:
-        """P, and then Q, after backward."""
-        half = self._powersgd_bytes() // 2
-        dense_s = self._all_reduce_s(4 * self.num_dense) if self.num_dense else 0.0
-        return dense_s + 2 * self._all_reduce_s(half)
-
-    def _all_reduce_s(self, nbytes: int, share: float | None = None) -> float:
-        several = 1 < len(set(self.nodes)) < self.world_size
-        best = math.inf
-        for algorithm in (
-            *((Algorithm.DIRECT,) if share else (Algorithm.RING, Algorithm.DIRECT)),
-            *((Algorithm.HIERARCHICAL,) if several else ()),
-        ):
-            plan = build_plan(
-                *(Operation.ALL_REDUCE, algorithm, self.world_size, 0),
-                nodes=self.nodes,
-                is_coded=share is not None,
-            )
-            links = self._over(algorithm)
-            if share is not None:
-                links = links.encoded(share, within_nodes=algorithm is Algorithm.DIRECT)
-            best = min(best, estimate(plan, nbytes, links, is_coded=share is not None))
-        return best
-
-    def _gather_s(self, nbytes: int) -> float:
-        found = []
-        for algorithm in (Algorithm.RING, Algorithm.DIRECT):
-            plan = build_plan(Operation.ALL_GATHER, algorithm, self.world_size, 0)
-            found.append(estimate(plan, nbytes * self.world_size, self._over(algorithm)))
-        return min(found)
-
-    def _over(self, algorithm: Algorithm) -> LinkModel:
-        """The links as this algorithm uses them."""
-        return self.crossing if algorithm is Algorithm.DIRECT else self.links
-
-    def _vote_s(self) -> float:
-        return self._gather_s(_VOTE_BYTES)
+        return Times(own_s, way_s), Basis.EXTENDED
+    modelled = times_of(measured, candidate)
+    if not mine or candidate.bucket_size_mb == BUCKET_SIZE_MB:
+        return modelled, Basis.MODELLED
+    usual = named(candidate.name)
+    return _carried(_times(measured, usual)[0], times_of(measured, usual), modelled), Basis.MODELLED
 
 
-def _payload_bytes(method: object, count: int) -> int:
-    assert isinstance(method, TopK)
-    return method.payload_bytes(count)
-
-
-def _outer_passes(candidate: Candidate) -> int:
-    """Passes over the memory of the parameters that an exchange takes (``torch.outer``): what has
-    changed, the array that is sent, its weight, the step of the outer optimizer, the result."""
-    strategy = candidate.strategy
-    assert not isinstance(strategy, DataParallel)
-    passes = 5
-    if strategy.outer.momentum:
-        passes += 3 if strategy.outer.nesterov else 2
-    if isinstance(strategy, DiLoCo):
-        passes += bool(strategy.delay) + (strategy.compression is not None)
-    return passes
+def _carried(known: Times, modelled: Times, wanted: Times) -> Times:
+    """``wanted``, corrected by how far the model was off where times are ``known``."""
+    own_s, way_s = (
+        new * have / old if old > _LEAST_S else new
+        for have, old, new in zip(known, modelled, wanted, strict=True)
+    )
+    return Times(own_s, way_s)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from potluck.collectives.plan import Operation
+from potluck.collectives.registry import algorithms_for
 from potluck.compressors import PowerSGD, options
 from potluck.compressors import Strategy as Compressor
 
@@ -40,11 +42,18 @@ class DataParallel:
     """Every step is averaged over all ranks and committed: the gradients are those of one machine
     with the whole batch.
 
-    ``compression`` sends gradients in fewer bytes, for a model that the loop is to wrap or whose
-    DistributedDataParallel has the same.
+    The options are those of the model's DistributedDataParallel, where they are given:
+    ``compression`` sends gradients in fewer bytes, ``bucket_size_mb`` is the size of its buckets in
+    MiB. ``algorithm``, such as ``"hierarchical"``, reduces them by this algorithm of all_reduce
+    instead of the one that the links suggest.
+
+    ValueError for a bucket size that is not positive and finite, for another algorithm, and for an
+    algorithm with ``compression``, which brings its own.
     """
 
     compression: Compressor | None = None
+    bucket_size_mb: float | None = None
+    algorithm: str | None = None
 
     def __post_init__(self) -> None:
         if callable(self.compression) and not isinstance(self.compression, type):
@@ -53,6 +62,19 @@ class DataParallel:
                 "chooses for each belongs to DistributedDataParallel(model, compression=...)"
             )
         _check_compressor(self.compression)
+        size = self.bucket_size_mb
+        if size is not None and not 0 < size < math.inf:
+            raise ValueError(f"bucket_size_mb is {size}; it must be positive and finite")
+        if self.algorithm is None:
+            return
+        known = [str(each) for each in algorithms_for(Operation.ALL_REDUCE)]
+        if self.algorithm not in known:
+            raise ValueError(f"algorithm is {self.algorithm!r}; it is one of {', '.join(known)}")
+        if self.compression is not None:
+            raise ValueError(
+                f"algorithm is {self.algorithm!r}, but compressed gradients take the algorithm of "
+                "their method: leave one of the two out"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,168 @@
+"""What follows from the cells of ``slow_networks.py``: predictions, claims, the page. Pure but for
+the page's file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from common import claims, timed
+from common.claims import Claim
+from common.networks import KINDS
+from potluck.bench.machine import heading
+from potluck.training.planner import Measured, Plan, make_plan, predict
+
+DOCS = Path(__file__).parents[2] / "docs" / "slow-networks.md"
+MARK, END_MARK = "<!-- measured -->", "<!-- end of measured -->"
+WITHIN, CHOSEN_WITHIN = 0.15, 1.05
+Row = dict[str, Any]
+Place = tuple[str, str, int]
+"""A size of the model, a network, and a number of hosts."""
+
+
+def place(row: Mapping[str, Any]) -> Place:
+    return row["size"], row["network"], row["hosts"]
+
+
+def plan_of(kept: Mapping[str, Any]) -> Plan:
+    """By the model of today, from what a plan was made from."""
+    return make_plan(msgspec.convert(kept["measured"], Measured))
+
+
+def predicted(kept: Mapping[str, Any], plan: Plan, name: str) -> dict[str, Any]:
+    """What a plan made in the same network has said of a strategy, before it was measured."""
+    found = predict(msgspec.convert(kept["measured"], Measured), timed.candidate_of(name))
+    return {
+        "predicted_s": found.step_s,
+        "basis": str(found.basis),
+        "is_choice": timed.cell_name(plan.choice) == name,
+    }
+
+
+def predict_anew(result: dict[str, Any]) -> None:
+    """Replace the predictions and choices in a kept result by those of the model of today."""
+    plans = {place(each): (each, plan_of(each)) for each in result["plans"]}
+    for row in result["rows"]:
+        if place(row) in plans and row["strategy"] not in timed.GLOO:
+            row |= predicted(*plans[place(row)], row["strategy"])
+    result["claims"] = claims.as_dicts(what_follows(result["rows"]))
+
+
+def what_follows(rows: Sequence[Row]) -> list[Claim]:
+    """The asked efficiency of each network, by the strategy that the plan has chosen there, and how
+    good predictions and choices were."""
+    found = []
+    for key, kind in KINDS.items():
+        best = [
+            (f"{row['hosts']} hosts by {row['strategy']}", row["efficiency"] * 100)
+            for row in sorted(rows, key=lambda row: int(row["hosts"]))
+            if row["size"] == "25m" and row["network"] == key and row.get("is_choice")
+        ]
+        if best and kind.reach is not None:
+            what = f"25 M parameters, 200 ms of computation, {kind.name}: efficiency"
+            reach = kind.reach * 100
+            found.append(claims.at_least(what, f">= {reach:g}%", reach, best, "%"))
+    return found + of_predictions(rows)
+
+
+def of_predictions(rows: Sequence[Row]) -> list[Claim]:
+    """How many cells were predicted within 15%, and how often the choice was within 5% of the
+    fastest, by the size of the model and together."""
+    ours = [row for row in rows if "predicted_s" in row]
+    if not ours:
+        return []
+    sizes = [size for size in timed.SIZES if any(row["size"] == size for row in ours)]
+    cells = {
+        timed.SIZES[size].name: [_is_near(row) for row in ours if row["size"] == size]
+        for size in sizes
+    }
+    places = {timed.SIZES[size].name: _good_choices(ours, size) for size in sizes}
+    return [
+        claims.at_least(what, ">= 90%", 90.0, _shares(found, noun), "%")
+        for what, found, noun in (
+            ("all cells: steps predicted within 15%", cells, "cells"),
+            ("all networks: choices within 5% of the fastest measured", places, "networks"),
+        )
+        if any(found.values())
+    ]
+
+
+def _is_near(row: Row) -> bool:
+    return bool(abs(row["predicted_s"] / row["step_s"] - 1) <= WITHIN)
+
+
+def _good_choices(rows: Sequence[Row], size: str) -> list[bool]:
+    """For each network whose choice was measured: whether it was about as fast as the fastest."""
+    found = []
+    for one in dict.fromkeys(place(row) for row in rows if row["size"] == size):
+        here = [row for row in rows if place(row) == one]
+        best = min(row["step_s"] for row in here)
+        chosen = [row["step_s"] for row in here if row["is_choice"]]
+        found += [each <= CHOSEN_WITHIN * best for each in chosen]
+    return found
+
+
+def _shares(by_size: Mapping[str, Sequence[bool]], noun: str) -> list[tuple[str, float]]:
+    together = [each for some in by_size.values() for each in some]
+    groups: dict[str, Sequence[bool]] = {"": together}
+    if len(by_size) > 1:
+        groups |= {f", {size} parameters": some for size, some in by_size.items()}
+    return [
+        (f"{sum(some)} of {len(some)} {noun}{name}", sum(some) / len(some) * 100)
+        for name, some in groups.items()
+        if some
+    ]
+
+
+def into_docs(result: Mapping[str, Any]) -> None:
+    """Replace what stands between the marks of docs/slow-networks.md by the efficiencies."""
+    where = "\n".join(f"    {line}" for line in heading(result["machine"]).splitlines())
+    parts = [where]
+    for size in timed.SIZES:
+        rows = [row for row in result["rows"] if row["size"] == size]
+        if rows:
+            kind = timed.SIZES[size]
+            said = f"**{kind.name} parameters**, {kind.compute_s * 1e3:.3g} ms of computation:"
+            parts += [said, table(rows, result.get("skipped", ()))]
+    for claim in result["claims"]:
+        if claim["what"].startswith("all "):
+            parts.append(f"- {claim['what'].split(': ')[-1]}: {claim['measured']}")
+    page = DOCS.read_text()
+    start, end = page.index(MARK) + len(MARK), page.index(END_MARK)
+    body = "\n\n".join(parts).replace("\n\n- ", "\n- ").replace("|\n- ", "|\n\n- ")
+    DOCS.write_text(f"{page[:start]}\n{body}\n{page[end:]}")
+    print(f"written into {DOCS.name}")
+
+
+def table(rows: Sequence[Row], skipped: Sequence[Mapping[str, Any]]) -> str:
+    """The efficiencies of one size of the model: a row for each strategy, a column for each network
+    and number of hosts."""
+    columns = [
+        (key, count)
+        for key in KINDS
+        for count in sorted({row["hosts"] for row in rows})
+        if any((row["network"], row["hosts"]) == (key, count) for row in rows)
+    ]
+    heads = [f"{KINDS[key].short}, {count} hosts" for key, count in columns]
+    lines = [f"| strategy | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+    order = [*timed.OURS, *timed.GLOO]
+    names = sorted({row["strategy"] for row in rows}, key=lambda name: _rank(order, name))
+    size = rows[0]["size"]
+    for name in names:
+        code = timed.GLOO.get(name) or f"`{timed.candidate_of(name).code}`"
+        cells = []
+        for key, count in columns:
+            at = (size, key, count)
+            found = [r for r in rows if place(r) == at and r["strategy"] == name]
+            left_out = any(place(each) == at and each["strategy"] == name for each in skipped)
+            shown = f"{found[0]['efficiency']:.0%}" if found else "too slow" if left_out else "-"
+            cells.append(f"**{shown}**" if found and found[0].get("is_choice") else shown)
+        lines.append(f"| {code} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _rank(order: Sequence[str], name: str) -> tuple[int, str]:
+    return order.index(name.partition("@")[0]), name

@@ -1,0 +1,219 @@
+"""Strategies tried out for a plan, before a training: the ranks reduce gradients of the model's
+sizes, by the strategy's own code, all at the same time, while waits stand for the computation.
+
+Nothing of the script's model is touched. What is timed has in it what no sum of measured parts has:
+ranks that share processors, the threads of a step that wait for each other, the congestion control
+of the links.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from potluck.compressors import PowerSGD
+from potluck.torch.compression import Compression
+from potluck.torch.gossip import GossipStrategy
+from potluck.torch.outer import OuterStrategy
+from potluck.torch.reducer import Reducer
+from potluck.training.planner import Candidate, Measured, Rehearsed, in_other_buckets, to_rehearse
+from potluck.training.planner import parts as parts_of
+from potluck.training.planner.measured import last
+from potluck.training.planner.model import BACKWARD_PART, Times
+from potluck.training.strategies import DataParallel, DiLoCo, Gossip
+
+if TYPE_CHECKING:
+    from potluck.context import DistributedContext
+
+_WARM_S, _MOST_WARM = 0.5, 3
+"""First tries, which make links and memory, are not counted: for so long, or so many."""
+_ENOUGH_S, _LEAST_TIMES, _MOST_TIMES = 0.8, 2, 8
+"""Then so long, or so often."""
+_DENSE_BELOW = 4096
+_VOTE, _REPORT = 6, 32  # float64
+_WAIT_S = 300.0
+
+
+def rehearse(ctx: DistributedContext, measured: Measured) -> Measured:
+    """``measured`` with the rehearsals of what a plan compares. A collective call; takes some
+    seconds for each candidate, and needs memory as a training does for gradients and what it
+    sends."""
+    for candidates in (to_rehearse, in_other_buckets):
+        found = [
+            _rehearsed(ctx, measured, candidate, elements)
+            for candidate in candidates(measured)
+            for elements in parts_of(measured, candidate)
+        ]
+        measured = msgspec.structs.replace(measured, rehearsed=(*measured.rehearsed, *found))
+    return measured
+
+
+def _rehearsed(
+    ctx: DistributedContext, measured: Measured, candidate: Candidate, elements: int
+) -> Rehearsed:
+    stand_in = StandIn(last(measured.shapes, elements))
+    if isinstance(candidate.strategy, DataParallel):
+        share = elements / measured.num_elements
+        backward_s = measured.compute_s_of(ctx.rank) * share * BACKWARD_PART
+        first = _steps(ctx, stand_in, candidate, backward_s)
+        times = _timed(ctx, first)
+        hidden_s = measured.step_compute_s * share * BACKWARD_PART
+        times = Times(max(0.0, times.own_s - hidden_s), 0.0)
+    else:
+        times = _timed(ctx, _exchanges(ctx, stand_in, candidate.strategy))
+    return Rehearsed(
+        name=candidate.name,
+        bucket_size_mb=candidate.bucket_size_mb,
+        elements=elements,
+        own_s=times.own_s,
+        way_s=times.way_s,
+    )
+
+
+def _timed(ctx: DistributedContext, tries: Iterator[Times]) -> Times:
+    """The medians of several tries, of the slowest rank in each."""
+    _slowest(ctx, tries, 1, _MOST_WARM, _WARM_S)
+    own, way = zip(*_slowest(ctx, tries, _LEAST_TIMES, _MOST_TIMES, _ENOUGH_S), strict=True)
+    return Times(statistics.median(own), statistics.median(way))
+
+
+def _slowest(
+    ctx: DistributedContext, tries: Iterator[Times], least: int, most: int, enough_s: float
+) -> list[Times]:
+    """The times of the slowest rank in each try, of which there are enough after ``enough_s``."""
+    found: list[Times] = []
+    began = time.perf_counter()
+    passed_s = 0.0
+    while len(found) < least or (len(found) < most and passed_s < enough_s):
+        mine = [*next(tries), time.perf_counter() - began]
+        gathered = ctx.all_gather(np.array([mine]), timeout=_WAIT_S).reshape(ctx.world_size, -1)
+        own_s, way_s, passed_s = gathered.max(axis=0).tolist()
+        found.append(Times(own_s, way_s))
+    return found
+
+
+def _steps(
+    ctx: DistributedContext, stand_in: StandIn, candidate: Candidate, backward_s: float
+) -> Iterator[Times]:
+    """Backwards with their reduction and the vote, and the seconds that each took."""
+    strategy = candidate.strategy
+    assert isinstance(strategy, DataParallel)
+    method: Any = strategy.compression
+    if isinstance(method, PowerSGD):
+        method = replace(method, start_step=0)  # its first steps send all
+    named = dict(stand_in.named_parameters())
+    compression = Compression(
+        named, method, error_feedback=True, dense_below=_DENSE_BELOW, warmup_steps=0
+    )
+    reducer = Reducer(
+        list(named.values()),
+        ctx,
+        candidate.bucket_size_mb,
+        compression,
+        algorithm=strategy.algorithm,
+    )
+    for step in itertools.count():
+        compression.begin(step)
+        stand_in.zero_grad()
+        loss = stand_in()
+        ctx.barrier(timeout=_WAIT_S)
+        began = time.perf_counter()
+        stand_in.ends_at = began + backward_s, backward_s
+        torch.autograd.backward(loss)
+        _vote(ctx, _VOTE)
+        yield Times(time.perf_counter() - began, 0.0)
+    assert reducer.enabled  # it lives as long as its steps
+
+
+def _exchanges(ctx: DistributedContext, stand_in: StandIn, strategy: Any) -> Iterator[Times]:
+    """The ends of rounds that exchange all parameters of the stand-in."""
+    outer: OuterStrategy
+    if isinstance(strategy, Gossip):
+        outer = GossipStrategy(strategy, stand_in, [], {})
+    else:
+        if isinstance(strategy, DiLoCo):
+            strategy = replace(strategy, fragments=1)
+        outer = OuterStrategy(strategy, stand_in, [], {})
+    for number in itertools.count():
+        outer.begin(number)
+        stand_in.drift()
+        ctx.barrier(timeout=_WAIT_S)
+        began = time.perf_counter()
+        outer.close(number, whole=False)
+        _vote(ctx, _REPORT)
+        wait = outer.start(ctx, number, 1 / ctx.world_size, _WAIT_S)
+        started = time.perf_counter()
+        wait()
+        arrived = time.perf_counter()
+        _vote(ctx, _VOTE)
+        outer.apply(number, 1.0, delayed=outer.delay > 0)
+        way_s = arrived - started
+        yield Times(time.perf_counter() - began - way_s, way_s)
+
+
+def _vote(ctx: DistributedContext, size: int) -> None:
+    """As long as a vote or a report of a round."""
+    ctx.all_gather(np.zeros(size), timeout=_WAIT_S)
+
+
+class StandIn(nn.Module):
+    """Parameters of these shapes, float32, whose gradients come one after the other, last ones
+    first, until the backward's waits end."""
+
+    def __init__(self, shapes: tuple[tuple[int, ...], ...]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
+        self.ends_at = 0.0, 0.0
+        """When the backward ends, and how long it takes, in seconds."""
+        self._source = torch.randn(max(map(math.prod, shapes)))
+
+    def forward(self) -> Tensor:
+        x, left = torch.ones(1, requires_grad=True), sum(p.numel() for p in self.weights)
+        total = max(1, left)
+        for weight in self.weights:
+            # When the gradient of this weight is made, all behind it are.
+            x = _Layer.apply(x, weight, self.gradient, left / total)  # type: ignore[no-untyped-call]
+            left -= weight.numel()
+        return x.sum()
+
+    def gradient(self, weight: Tensor, done: float) -> Tensor:
+        """The gradient of ``weight``, when the part ``done`` of all backward has passed."""
+        made = self._source[: weight.numel()].view(weight.shape).clone()
+        end, length_s = self.ends_at
+        time.sleep(max(0.0, end - length_s * (1 - done) - time.perf_counter()))
+        return made
+
+    @torch.no_grad()
+    def drift(self) -> None:
+        """Change the parameters, as the steps of a round do."""
+        for weight in self.weights:
+            weight.add_(self._source[: weight.numel()].view(weight.shape), alpha=1e-3)
+
+
+class _Layer(torch.autograd.Function):
+    """The identity, whose backward takes its time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        gradient: Callable[[Tensor, float], Tensor],
+        done: float,
+    ) -> Tensor:
+        ctx.weight, ctx.gradient, ctx.done = weight, gradient, done
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        return gradient, ctx.gradient(ctx.weight, ctx.done), None, None
