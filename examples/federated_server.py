@@ -1,9 +1,11 @@
 """A federation that learns handwritten digits: ten rounds of FedAvg; see federated_client.py.
 
 python examples/federated_server.py        a simulation of 20 clients in one process
+potluck federated run -n 4 examples/federated_server.py --clients examples/federated_client.py
 """
 
 import sys
+from pathlib import Path
 
 try:
     from sklearn.datasets import load_digits
@@ -39,4 +41,5 @@ def main(federation):
 
 
 if __name__ == "__main__":
-    federated.simulate(main, "examples/federated_client.py", num_clients=20)
+    client = Path(__file__).with_name("federated_client.py")
+    federated.simulate(main, client, num_clients=20)

@@ -10,6 +10,7 @@ import pytest
 
 from support.commands import Command, potluck_command
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 SERVER = """
 import json, pathlib
 import numpy as np
@@ -101,15 +102,28 @@ def test_a_client_that_can_not_be_loaded_says_why_and_the_run_ends_as_asked(
         assert run.finish() == 1, run.text
         said = "client 1 takes no part: client.py can't be loaded: ZeroDivisionError"
         assert said in run.text
-        assert "0 clients are there, 2 were asked for (min_clients), after 4 s" in run.text
+        assert "no client can take part: client 1: client.py can't be loaded" in run.text
 
 
-def test_a_machine_without_the_folder_is_no_client(tmp_path: Path) -> None:
-    federation = Federation(tmp_path, rounds=1, patience={"min_clients": 1, "start_s": 5})
+def test_a_run_whose_clients_all_can_not_take_part_ends_at_once_and_not_after_each_round(
+    tmp_path: Path,
+) -> None:
+    federation = Federation(tmp_path, rounds=1000, patience={"min_clients": 1, "start_s": 5})
     with federation.run("--data-dir", "/none/here", clients=1) as run:
+        assert run.finish() == 1, run.text
+        why = "there is no folder /none/here here (--data-dir)"
+        assert f"client 1 takes no part: {why}" in run.text
+        assert f"FederationError: no client can take part: client 1: {why}" in run.text
+    assert json.loads(federation.json.read_text())["runs"] == []
+
+
+def test_the_example_runs_by_the_command_too() -> None:
+    files = ["federated_server.py", "--clients", "federated_client.py"]
+    command = [*potluck_command(), "federated", "run", "--workers", "3", *files]
+    with Command(command, cwd=EXAMPLES) as run:
         assert run.finish() == 0, run.text
-        assert "client 1 takes no part: there is no folder /none/here here (--data-dir)" in run.text
-    assert federation.rounds()[0]["asked"] == []
+        assert "test accuracy 0." in run.text
+        assert "round 10 of 10: " in run.text  # the last round is always told
 
 
 @pytest.mark.long

@@ -100,6 +100,12 @@ def load(source: str | Path | Callable[..., Any], kind: str) -> Callable[..., An
     file raises is raised.
     """
     if callable(source):
+        mark = getattr(source, _MARK, kind)
+        if mark != kind:
+            name = getattr(source, "__name__", repr(source))
+            raise ConfigurationError(
+                f"{name} is the {mark}'s function, and that of the {kind} is needed"
+            )
         return source
     path = Path(source).absolute()
     if not path.is_file():
@@ -124,8 +130,11 @@ def load(source: str | Path | Callable[..., Any], kind: str) -> Callable[..., An
     }
     if len(found) != 1:
         have = ", ".join(sorted(found)) or "none"
+        other = "server" if kind == "client" else "client"
+        marks = {getattr(value, _MARK, None) for value in vars(module).values()}
+        swapped = f". It has one with @potluck.federated.{other}" if other in marks else ""
         raise ConfigurationError(
-            f"{path} must have one function with @potluck.federated.{kind}; it has: {have}"
+            f"{path} must have one function with @potluck.federated.{kind}; it has: {have}{swapped}"
         )
     function: Callable[..., Any] = next(iter(found.values()))
     return function

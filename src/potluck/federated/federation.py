@@ -94,8 +94,8 @@ class Federation:
     def __init__(
         self, clients: Clients, *, seed: int = 0, say: Callable[[str], None] = to_stderr
     ) -> None:
-        """``say`` gets a line for each round, at most one a second, and for each round with missing
-        clients."""
+        """``say`` gets a line for each round, at most one a second, for each round with missing
+        clients, and for the last one."""
         self.seed = seed
         self.histories: list[History] = []
         """Those of all runs so far."""
@@ -103,6 +103,7 @@ class Federation:
         self._say = say
         self._said_at = time.monotonic()
         self._loss = PrivacyLoss()
+        self._has_asked = False
 
     def run(
         self,
@@ -126,7 +127,8 @@ class Federation:
 
         Every wait has a bound, see [Patience][potluck.federated.Patience]. A client that fails, or
         whose update is refused, is missing in its round; the others' updates count. FederationError
-        if a round has too few clients and ``patience.too_few`` is ``"stop"``; CheckpointError for
+        if a round has too few clients and ``patience.too_few`` is ``"stop"``, or if after
+        ``patience.start_s`` all clients have said that they can't take part; CheckpointError for
         the checkpoint of another federation, or a disk that is full. TypeError or ValueError for
         arguments that do not fit, and for what a strategy returns.
         """
@@ -140,6 +142,15 @@ class Federation:
                     f"aggregate(round, updates), such as FedAvg(); {strategy!r} has no {method}"
                 )
         patience = Patience() if patience is None else patience
+        for given, kind in (
+            (patience, Patience),
+            (secure, SecureAggregation),
+            (privacy, DifferentialPrivacy),
+        ):
+            if given is not None and not isinstance(given, kind):
+                raise TypeError(
+                    f"{kind.__name__}(...) of potluck.federated is needed, not {given!r}"
+                )
         if (secure or privacy) and not getattr(strategy, "takes_mean", False):
             raise ValueError(
                 f"{type(strategy).__name__} needs each single update, which secure aggregation and "
@@ -191,6 +202,8 @@ class Federation:
     def _round(self, now: Round, plan: _Plan) -> tuple[Parameters, RoundReport]:
         patience, began = plan.patience, time.monotonic()
         there = self._clients.wait(patience.min_clients, patience.start_s)
+        if not there and not self._has_asked and (why := self._clients.none_fit()):
+            raise FederationError(f"no client can take part: {why}")
         if len(there) < patience.min_clients:
             note = (
                 f"{len(there)} clients are there, {patience.min_clients} were asked for "
@@ -201,6 +214,7 @@ class Federation:
                 now.number, len(there), (), (), {}, seconds, None, note=note
             )
         asked = self._configured(now, plan.strategy, there)
+        self._has_asked = True
         deadline_s: float | None = plan.deadlines.next_s()
         if self._clients.is_simulated and patience.deadline == "adaptive":
             deadline_s = None
@@ -317,6 +331,12 @@ class Federation:
     ) -> dict[str, dict[str, Any]]:
         """What the strategy asks of whom, with the entries that every client gets."""
         configured: Mapping[str, Config] = strategy.configure(now, there)
+        configs = configured.values() if isinstance(configured, Mapping) else [configured]
+        if not all(isinstance(config, Mapping) for config in configs):
+            raise TypeError(
+                f"{type(strategy).__name__}.configure must return a dict: the clients to ask, each "
+                f"with its config, a dict; not {configured!r:.200}"
+            )
         unknown = sorted(set(configured) - set(there))
         if unknown:
             raise ValueError(
@@ -390,7 +410,8 @@ class Federation:
 
     def _tell(self, report: RoundReport, total: int) -> None:
         now = time.monotonic()
-        if report.missing or report.note or now - self._said_at >= _LINE_EVERY_S:
+        is_last = report.number == total
+        if is_last or report.missing or report.note or now - self._said_at >= _LINE_EVERY_S:
             self._said_at = now
             self._say(report.line(total))
 

@@ -57,6 +57,14 @@ class RemoteClients:
                 reminder.tick()
             return self._idle()
 
+    def none_fit(self) -> str:
+        with self._changed:
+            unfit = dict(self._unfit)
+        clients = sorted({member.worker for member in self._ctx.members} - {LEADER})
+        if any(client not in unfit for client in clients):
+            return ""
+        return "; ".join(f"client {client}: {unfit[client]}" for client in clients)
+
     def start(
         self,
         method: str,

@@ -32,6 +32,9 @@ class SimulatedClients:
     def wait(self, num: int, timeout_s: float) -> Sequence[str]:
         return list(self._participants)
 
+    def none_fit(self) -> str:
+        return ""
+
     def start(
         self,
         method: str,

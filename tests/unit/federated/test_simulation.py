@@ -304,6 +304,9 @@ def test_k_of_n_does_not_wait_for_the_slowest() -> None:
         ({"initial": [np.array([np.nan])]}, ValueError, r"initial\[0\] has 1 of 1 values"),
         ({"initial": np.zeros(3)}, TypeError, "initial must be a list or a dict"),
         ({"initial": {}}, ValueError, "initial has no arrays"),
+        ({"secure": True}, TypeError, r"SecureAggregation\(...\) of .* is needed, not True"),
+        ({"privacy": True}, TypeError, r"DifferentialPrivacy\(...\) of .* is needed, not True"),
+        ({"patience": 0.8}, TypeError, r"Patience\(...\) of .* is needed, not 0.8"),
         ({"initial": ["text"]}, TypeError, r"initial\[0\] has dtype <U4"),
     ],
 )
@@ -324,6 +327,21 @@ def test_what_a_strategy_makes_is_checked() -> None:
         federated.simulate(lead(strategy=Broken()), counting, num_clients=2)
 
 
+@pytest.mark.parametrize("chosen", [["0", "1"], {"0": None}, None])
+def test_a_strategy_that_configures_no_dict_is_told_so(chosen: Any) -> None:
+    class Broken(FedAvg):
+        def configure(self, round: Any, clients: Any) -> Any:
+            return chosen
+
+    with pytest.raises(TypeError, match=r"Broken.configure must return a dict: the clients to ask"):
+        federated.simulate(lead(strategy=Broken()), counting, num_clients=2)
+
+
+def test_the_last_round_is_told_however_short_the_run(capfd: pytest.CaptureFixture[str]) -> None:
+    federated.simulate(lead(rounds=3), counting, num_clients=2)
+    assert "round 3 of 3: 2 of 2 clients" in capfd.readouterr().err
+
+
 def test_marks_are_for_functions_with_the_right_arguments() -> None:
     with pytest.raises(TypeError, match=r"train must take \(parameters, config\)"):
 
@@ -334,6 +352,12 @@ def test_marks_are_for_functions_with_the_right_arguments() -> None:
         federated.server(3)
     with pytest.raises(ConfigurationError, match="site"):
         site()
+
+    @federated.client
+    def trains(parameters: Any, config: Any) -> None: ...
+
+    with pytest.raises(ConfigurationError, match="trains is the client's function, and that of"):
+        federated.simulate(trains, counting, num_clients=2)
 
 
 def test_files_are_run_as_on_the_cluster_and_each_client_has_its_folder(tmp_path: Path) -> None:
@@ -361,7 +385,7 @@ def test_files_are_run_as_on_the_cluster_and_each_client_has_its_folder(tmp_path
         code / "fed_server.py", code / "fed_client.py", num_clients=3, data_dirs=folders
     )
     np.testing.assert_array_equal(history.parameters[0], [1.0, 1.0])
-    with pytest.raises(ConfigurationError, match=r"must have one function with .*server; it has"):
+    with pytest.raises(ConfigurationError, match=r"server; it has: none. It has one with .*client"):
         federated.simulate(code / "fed_client.py", code / "fed_client.py", num_clients=3)
     with pytest.raises(ConfigurationError, match="does not exist"):
         federated.simulate(code / "none.py", code / "fed_client.py", num_clients=3)
