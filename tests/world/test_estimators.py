@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -174,6 +175,21 @@ def test_without_a_context_it_is_that_of_init_or_a_world_of_one() -> None:
             assert found is ctx
         assert not ctx.is_closed
         assert estimators.StandardScaler().fit(X).mean_ == pytest.approx(X.mean(axis=0))
+
+
+@pytest.mark.parametrize("name", ["KMeans", "StandardScaler", "PCA"])
+def test_a_fitted_estimator_is_pickled_without_its_context(name: str) -> None:
+    with potluck.init("local") as ctx:
+        model = FITS[name](ctx, X)
+        copy = pickle.loads(pickle.dumps(model))  # noqa: S301
+        assert copy.ctx is None
+        assert model.ctx is ctx
+        assert np.array_equal(copy.transform(X), model.transform(X))
+
+
+def test_a_context_of_another_type_is_refused() -> None:
+    with pytest.raises(TypeError, match="ctx is 3; it must be a context"):
+        estimators.PCA(ctx=3).fit(X)  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------- bad shards

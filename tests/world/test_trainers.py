@@ -11,6 +11,7 @@ pytest.importorskip("sklearn", reason="pip install 'potluck[sklearn]'")
 
 import torch
 from sklearn.datasets import load_diabetes, load_digits
+from sklearn.exceptions import NotFittedError
 
 import potluck
 from potluck.context import DistributedContext
@@ -109,6 +110,8 @@ def test_k_means_goes_on_from_its_centroids() -> None:
         told: list[float] = []
         mine, _ = shard(ctx)
         trainer = potluck.DistributedKMeansTrainer(ctx, 10, max_iterations=2, random_state=0)
+        with pytest.raises(NotFittedError):
+            trainer.get_centroids()
         trainer.register_callback(lambda epoch, loss: told.append(loss))
         first = trainer.train_epoch(mine)
         second = trainer.train_epoch(mine, None)
@@ -274,7 +277,7 @@ def test_a_federated_rank_whose_samples_have_nan_is_named_to_all() -> None:
         run_world(2, train)
     assert isinstance(caught.value.errors[1], ValueError)
     assert isinstance(caught.value.errors[0], RemoteError)
-    assert all("rank 1 has NaN or inf" in str(each) for each in caught.value.errors.values())
+    assert all("X of rank 1 has NaN" in str(each) for each in caught.value.errors.values())
 
 
 def test_mistakes_with_strategies_are_named() -> None:
@@ -294,6 +297,22 @@ def test_mistakes_with_strategies_are_named() -> None:
             trainer.train_epoch(X[:1], Y[:1])
         with pytest.raises(ValueError, match="epochs is 0"):
             trainer.train(X, Y, epochs=0)
+        for samples, targets, why in (
+            (X[:, :5], Y, r"X has shape .*, 5.; with input_dim=64 it must be .n, 64."),
+            (X * np.nan, Y, "X of rank . has NaN"),
+            (
+                X,
+                Y.astype(float),
+                r"floats are values, 10 .output_dim. for each sample; give classes",
+            ),
+            (X, Y + 5, r"from 0 to 9 .output_dim - 1.; .* and values from 5 to 14"),
+            (X, Y[:7], "samples in X, and 7 targets in y"),
+        ):
+            for kind in kinds:
+                if kind not in (kinds.MODEL_PARALLEL, kinds.FEDERATED):
+                    other = potluck.DistributedNeuralNetTrainer(ctx, kind, **sizes)
+                    with pytest.raises(ValueError, match=why):
+                        other.train_epoch(samples, targets)
         trainer.set_loss_scaling(LossScale(scale=8.0))
         with pytest.raises(ValueError, match="PARAMETER_SERVER has no loss scaling"):
             trainer.train_epoch(X, Y)

@@ -159,6 +159,8 @@ def refused(state: State, error: Exception) -> State:
 def context_of(ctx: DistributedContext | None) -> Iterator[DistributedContext]:
     """The context that an estimator works in: ``ctx``, else the one that ``potluck.init()`` made
     last, else a new one of ``potluck.init()``. A new world of one ends with the block."""
+    if not isinstance(ctx, DistributedContext | None):
+        raise TypeError(f"ctx is {ctx!r}; it must be a context, such as that of potluck.init()")
     made = ctx if ctx is not None else latest()
     if made is not None:
         yield made

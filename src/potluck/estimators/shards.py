@@ -23,7 +23,11 @@ Array = NDArray[Any]
 
 class OnShards:
     """What all estimators here can't take, whatever the estimator of scikit-learn takes that comes
-    after this base: sparse samples, several outputs."""
+    after this base: sparse samples, several outputs. Pickled and copied ones are without their
+    context, which is of this process."""
+
+    def __getstate__(self) -> Any:
+        return {**super().__getstate__(), "ctx": None}  # type: ignore[dict-item]
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()  # type: ignore[misc]

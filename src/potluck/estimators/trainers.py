@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from sklearn.utils.validation import check_is_fitted
 
 from potluck.estimators import trees
 from potluck.estimators.forest import RandomForestClassifier, RandomForestRegressor
@@ -43,7 +44,9 @@ class DistributedKMeansTrainer(DistributedTrainer):
         return self._end_epoch(-float(self.model.score(X)) / num if num else np.nan, num)
 
     def get_centroids(self) -> Array:
-        """A copy of the centroids, of shape (n_clusters, features)."""
+        """A copy of the centroids, of shape (n_clusters, features). NotFittedError before the first
+        epoch."""
+        check_is_fitted(self.model)
         return np.array(self.model.cluster_centers_)
 
     def get_parameters(self) -> Parameters:
@@ -92,6 +95,7 @@ class DistributedRandomForestTrainer(DistributedTrainer):
         return self._end_epoch(loss, len(X))
 
     def get_parameters(self) -> Parameters:
+        check_is_fitted(self.model)
         found: Parameters = {"features": np.array([self.model.n_features_in_])}
         num_classes = self.model.n_classes_ if self._is_classifier else 0
         for number, tree in enumerate(self.model.estimators_):

@@ -76,7 +76,7 @@ class DistributedNeuralNetTrainer(DistributedTrainer):
         callbacks: Sequence[object] = (),
     ) -> None:
         super().__init__(ctx, strategy)
-        sizes = [input_dim, *hidden_dims, output_dim]
+        self._sizes = sizes = [input_dim, *hidden_dims, output_dim]
         if min(sizes) < 1:
             raise ValueError(f"the layers have {sizes} units; every layer needs at least 1")
         layers: list[nn.Module] = []
@@ -111,14 +111,17 @@ class DistributedNeuralNetTrainer(DistributedTrainer):
         """Train for ``epochs`` passes; returns the global loss of the last. A collective call.
 
         ``X``, of shape (n, input_dim), and ``y`` are *all* samples, the same on every rank; with
-        FEDERATED they are this rank's own. Where workers come and go pass all epochs to one call:
-        a worker that joins goes on with the epoch of the others.
+        FEDERATED they are this rank's own. ValueError for samples that do not fit the network, or
+        with NaN; with FEDERATED the other ranks get it as RemoteError. Where workers come and go
+        pass all epochs to one call: a worker that joins goes on with the epoch of the others.
         """
         if epochs < 1:
             raise ValueError(f"epochs is {epochs}; 1 or more are needed")
         targets = torch.as_tensor(y)
         is_classes = not targets.is_floating_point()
         data = (torch.as_tensor(X, dtype=torch.float32), targets if is_classes else targets.float())
+        if self.strategy is not TrainingStrategy.FEDERATED:
+            self._check(data, is_classes)
         has_loop = self.strategy in (TrainingStrategy.DATA_PARALLEL, TrainingStrategy.DECENTRALIZED)
         if not has_loop and (self._scaler.enabled or self._batching is not None):
             raise ValueError(
@@ -134,6 +137,34 @@ class DistributedNeuralNetTrainer(DistributedTrainer):
             for _ in range(epochs):
                 self._end_epoch(*way(data, is_classes))
         return self.get_global_loss()
+
+    def _check(self, data: tuple[Tensor, Tensor], is_classes: bool) -> None:
+        """ValueError for samples that do not fit the network, or have NaN."""
+        X, y = data
+        if not len(X) and not len(y):
+            return  # a rank without samples
+        if X.dim() != 2 or X.shape[1] != self._sizes[0]:
+            raise ValueError(
+                f"X has shape {tuple(X.shape)}; with input_dim={self._sizes[0]} it must be "
+                f"(n, {self._sizes[0]})"
+            )
+        if len(y) != len(X):
+            raise ValueError(f"there are {len(X)} samples in X, and {len(y)} targets in y")
+        for name, tensor in (("X", X), ("y", y)):
+            if not tensor.isfinite().all():
+                raise ValueError(f"{name} of rank {self.ctx.rank} has NaN or infinite numbers")
+        width = self._sizes[-1]
+        if not is_classes and y[:1].numel() not in (0, width):
+            raise ValueError(
+                f"y has shape {tuple(y.shape)} and dtype {y.dtype}: floats are values, {width} "
+                "(output_dim) for each sample; give classes as integers"
+            )
+        if is_classes and (y.dim() != 1 or (len(y) and not 0 <= y.min() <= y.max() < width)):
+            raise ValueError(
+                f"integer targets are classes, of shape (n,) and from 0 to {width - 1} "
+                f"(output_dim - 1); y has shape {tuple(y.shape)}"
+                + (f" and values from {y.min()} to {y.max()}" if len(y) else "")
+            )
 
     def _train_in_loop(self, data: tuple[Tensor, Tensor], is_classes: bool, epochs: int) -> None:
         """DATA_PARALLEL and DECENTRALIZED."""
@@ -175,6 +206,7 @@ class DistributedNeuralNetTrainer(DistributedTrainer):
         num = len(data[0])
         for _ in job:
             with job.step():
+                self._check(data, is_classes)  # here, so that the other ranks hear of it
                 model = copy.deepcopy(self._network)
                 local = self._train_alone(model, data, is_classes)
                 moved = parameters_to_vector(model.parameters()).detach().double()
