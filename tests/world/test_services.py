@@ -14,6 +14,7 @@ import potluck
 from potluck.context import DistributedContext
 from potluck.errors import (
     ConfigurationError,
+    GroupClosed,
     HandlerError,
     ServiceLost,
     ServiceTimeout,
@@ -210,6 +211,8 @@ def test_what_can_not_be_served() -> None:
             ctx.serve(Counter())
         with pytest.raises(TypeError, match=r"an instance, Counter\(\)"):
             ctx.serve(Counter)
+        with pytest.raises(TypeError, match="now of service 'clock' takes no argument; the first"):
+            ctx.serve(potluck.service("clock")(now))
         with pytest.raises(TypeError, match=r"what @potluck.service\(...\) made"):
             ctx.serve(print)
         with pytest.raises(ValueError, match="1 to 64 printable"):
@@ -226,3 +229,15 @@ def test_links_of_other_libraries_have_no_services(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(LocalBackend, "door", None)
     with potluck.init("local") as ctx, pytest.raises(ConfigurationError, match="own links"):
         ctx.serve(Counter())
+
+
+def now() -> float:
+    return 0.0
+
+
+def test_a_closed_context_says_so_at_once_and_does_not_look_for_services() -> None:
+    with potluck.init("local") as ctx:
+        pass
+    for call in (lambda: ctx.connect("counter"), lambda: ctx.serve(Counter())):
+        with pytest.raises(GroupClosed, match="this context was closed here"):
+            call()

@@ -25,7 +25,14 @@ from potluck.context.commit import Vote, tally
 from potluck.context.messages import Messages
 from potluck.context.uneven import UnevenCollectives
 from potluck.context.waits import Waits
-from potluck.errors import ConfigurationError, Diverged, GroupError, PotluckError, RemoteError
+from potluck.errors import (
+    ConfigurationError,
+    Diverged,
+    GroupClosed,
+    GroupError,
+    PotluckError,
+    RemoteError,
+)
 from potluck.services import Remote, Services
 from potluck.settings import load_settings
 from potluck.types import Group, Member
@@ -146,8 +153,9 @@ class DistributedContext(UnevenCollectives, Messages):
         script computes, and outside of groups: a caller that dies is no loss to this worker.
         Services go on when the group is re-formed. TypeError for other things, ValueError for a
         name that is served here already, ConfigurationError on links of other libraries (Gloo,
-        NCCL, MPI).
+        NCCL, MPI), GroupClosed after ``close``.
         """
+        self._check_open()
         self._services.serve(*things)
 
     def connect(
@@ -157,13 +165,18 @@ class DistributedContext(UnevenCollectives, Messages):
 
         Asks rank ``rank``, or all ranks in order, for what they serve, again and again until one
         serves it; UnknownService, with the services of each, after ``timeout`` seconds. The Remote
-        stays with that worker, also when the group is re-formed.
+        stays with that worker, also when the group is re-formed. GroupClosed after ``close``.
         """
+        self._check_open()
         if rank is not None and not 0 <= checked_rank("rank", rank, self.world_size) < (
             self.world_size
         ):
             raise ValueError(f"rank {rank} is outside a world of {self.world_size}")
         return self._services.connect(name, rank, self._patience(timeout))
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise GroupClosed("this context was closed here", epoch=self.epoch)
 
     # -- elasticity
 

@@ -96,6 +96,11 @@ def services_of(*things: Any) -> list[Service]:
         found = {thing.__name__: thing} if inspect.isfunction(thing) else _methods_of(thing)
         table = methods.setdefault(mark.name, {})
         for name, method in found.items():
+            if not _takes_a_call(method):
+                raise TypeError(
+                    f"{name} of service {mark.name!r} takes no argument; the first one of every "
+                    "method is the Call of its caller"
+                )
             if name in table:
                 raise ValueError(f"service {mark.name!r} has two methods {name!r}")
             table[name] = method
@@ -103,6 +108,11 @@ def services_of(*things: Any) -> list[Service]:
         Service(name, methods[name], mark.is_concurrent, mark.before)
         for name, mark in marks.items()
     ]
+
+
+def _takes_a_call(method: Callable[..., Any]) -> bool:
+    first = next(iter(inspect.signature(method).parameters.values()), None)
+    return first is not None and first.kind not in (first.KEYWORD_ONLY, first.VAR_KEYWORD)
 
 
 def _methods_of(instance: Any) -> dict[str, Callable[..., Any]]:
