@@ -129,6 +129,8 @@ def test_what_does_not_fit_the_mode_is_an_error() -> None:
         with pytest.raises(TypeError, match=r"must be a potluck\.ParameterServer"):
             ParameterServerStrategy(model, ctx)  # type: ignore[arg-type]
         with ParameterServer(ctx) as ps:
+            with pytest.raises(TypeError, match="must be a module, not its parameters"):
+                ParameterServerStrategy(model.parameters(), ps)  # type: ignore[arg-type]
             with pytest.raises(ValueError, match="the update is made on the server"):
                 ParameterServerStrategy(model, ps, optimizer=own)
             with pytest.raises(ValueError, match="no parameter of the model requires"):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from potluck.backends.local import LocalBackend
 from potluck.context import DistributedContext
@@ -44,6 +45,7 @@ MISTAKES: list[tuple[Callable[[DistributedContext], Any], type[Exception], str]]
     (lambda c: loop(c, dataset=(X, Y[:3])), ValueError, r"\[8, 3\] samples; they must be equal"),
     (lambda c: loop(c, dataset=(X[:0],)), ValueError, "the data set is empty"),
     (lambda c: loop(c, dataset=iter([1])), TypeError, "list_iterator is no map-style data set"),
+    (lambda c: loop(c, dataset=DataLoader([1])), TypeError, "pass the DataLoader's data set"),
     (lambda c: loop(c, optimizer=[0.1]), TypeError, "optimizer is a float, not a torch Optimizer"),
     (
         lambda c: loop(c, optimizer=torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1)),

@@ -52,7 +52,7 @@ class _Tables(ShardedDataset):
 
     def describe(self, shard: int) -> str:
         path, number = self._pieces[shard]
-        return f"{path}, piece {number}"
+        return f"{path}, shard {number} of the file"
 
     def _list(self, path: Path) -> tuple[list[str], list[int]]:
         """The columns of a file, and the rows of each of its pieces."""

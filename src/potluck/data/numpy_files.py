@@ -25,7 +25,8 @@ class NumpyFiles(ShardedDataset):
     is a dict of tensors. A shard is ``rows_per_shard`` rows, by default as many as take 16 MiB; the
     files may be larger than memory.
 
-    DataError for files that do not fit together, are damaged, or hold Python objects.
+    DataError for files that do not fit together, are damaged, or hold Python objects; TypeError for
+    ``columns`` that are no dict.
     """
 
     def __init__(
@@ -36,6 +37,11 @@ class NumpyFiles(ShardedDataset):
         transform: Callable[[dict[str, Any]], Any] | None = None,
         lanes: int = 8,
     ) -> None:
+        if not isinstance(columns, Mapping):
+            raise TypeError(
+                f"NumpyFiles takes a dict, of files by column, not {columns!r:.200}; for one "
+                'column: NumpyFiles({"x": "x-*.npy"})'
+            )
         if not columns:
             raise DataError("NumpyFiles needs at least one column")
         if rows_per_shard is not None and rows_per_shard < 1:

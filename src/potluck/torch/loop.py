@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from potluck.checkpoint.store import CheckpointStore
 from potluck.context import DistributedContext, init
@@ -302,6 +302,11 @@ def _with_length(dataset: Any) -> Any:
         return TensorDataset(*tensors)
     if isinstance(dataset, ShardedDataset):
         return dataset
+    if isinstance(dataset, DataLoader):
+        raise TypeError(
+            "the loop makes the batches itself, since the parts of ranks change: pass the "
+            "DataLoader's data set, and num_workers= if loading takes long"
+        )
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise TypeError(
             f"{type(dataset).__name__} is no map-style data set: the loop needs __len__ and "

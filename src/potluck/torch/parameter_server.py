@@ -44,6 +44,8 @@ class ParameterServerStrategy:
         optimizer: Optimizer | None = None,
         every: int = 10,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model is {model!r:.200}; it must be a module, not its parameters")
         if not isinstance(ps, ParameterServer):
             raise TypeError(f"ps is {ps!r}; it must be a potluck.ParameterServer")
         averages = isinstance(ps.mode, ElasticAveraging) and ps.mode.of == "parameters"

@@ -101,7 +101,7 @@ def test_a_parquet_file_with_a_damaged_page_is_named_when_it_is_read(tmp_path: P
     raw = bytearray(path.read_bytes())
     raw[40:60] = bytes(20)
     path.write_bytes(raw)
-    with pytest.raises(DataError, match=r"a\.parquet, piece 0 can't be read"):
+    with pytest.raises(DataError, match=r"a\.parquet, shard 0 of the file can't be read"):
         samples_of(ParquetFiles(path), 0)
 
 
@@ -116,7 +116,7 @@ def test_a_parquet_file_with_a_damaged_page_is_named_when_it_is_read(tmp_path: P
 def test_what_a_tensor_can_not_hold_is_refused(column: Any, why: str, tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(table(0, 3, bad=column), path)
-    with pytest.raises(DataError, match=rf"a\.parquet, piece 0: .*{why}"):
+    with pytest.raises(DataError, match=rf"a\.parquet, shard 0 of the file: .*{why}"):
         samples_of(ParquetFiles(path))
     assert len(samples_of(ParquetFiles(path, transform=lambda row: row))) == 3
 
@@ -166,6 +166,8 @@ def test_numpy_files_that_do_not_fit_together(tmp_path: Path) -> None:
     ):
         with pytest.raises(DataError, match=why):
             NumpyFiles(columns)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="a dict, of files by column, not 'x-"):
+        NumpyFiles("x-*.npy")  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------- WebDataset
