@@ -133,6 +133,21 @@ void select_largest_buffers(nb::handle positions, nb::handle values, nb::handle 
     });
 }
 
+void multiply_buffers(int dtype_code, nb::handle target, nb::handle left, nb::handle right,
+                      std::size_t rank) {
+    const Dtype dtype = dtype_of(dtype_code);
+    const Multiply multiply = potluck::kernels().multiply[static_cast<int>(dtype)];
+    require(multiply != nullptr, "only float32 and float64 matrices are multiplied");
+    require(rank > 0, "the rank must be at least 1");
+    const Buffer to(target, true), l(left, false), r(right, false);
+    const std::size_t item = item_bytes(dtype), row = item * rank;
+    require(l.size() % row == 0 && r.size() % row == 0, "the factors are not of this rank");
+    const std::size_t n = l.size() / row, m = r.size() / row;
+    require(to.size() % item == 0 && (m == 0 ? to.size() == 0 : to.size() / item / m == n &&
+            to.size() / item % m == 0), "the result is not of the right size");
+    without_lock(to.size(), [&] { multiply(to.data(), l.data(), r.data(), n, m, rank); });
+}
+
 }  // namespace
 
 void kernels(nb::module_& m) {
@@ -148,6 +163,7 @@ void kernels(nb::module_& m) {
           "encoded"_a);
     m.def("select_largest", select_largest_buffers, "positions"_a, "values"_a, "source"_a,
           "residual"_a.none(), "chunk"_a, "k"_a, "last_k"_a);
+    m.def("multiply", multiply_buffers, "dtype"_a, "target"_a, "left"_a, "right"_a, "rank"_a);
     m.def("kernel_sets", kernel_sets, "The instruction sets that kernels exist for and run here.");
     m.def("kernel_set", [] { return std::string(potluck::kernels().name); });
     m.def("use_kernel_set", use_kernel_set, "name"_a);

@@ -54,6 +54,11 @@ using CountAtLeast = std::size_t (*)(const std::uint32_t* magnitudes, std::size_
 using Collect = std::size_t (*)(std::uint32_t* positions, std::uint32_t* magnitudes,
                                 const void* values, std::size_t count, std::uint32_t bound);
 
+// target = left right, of n x rank and rank x m elements, row by row. Each product and each sum is
+// rounded, in the order of the ranks. rank > 0.
+using Multiply = void (*)(void* target, const void* left, const void* right, std::size_t n,
+                          std::size_t m, std::size_t rank);
+
 struct Kernels {
     Combine combine[num_dtypes][num_ops] = {};
     CombineIntoBoth combine_into_both[num_dtypes] = {};  // sums, as the next ones
@@ -68,6 +73,7 @@ struct Kernels {
     GroupMaxima group_maxima = nullptr;
     CountAtLeast count_at_least = nullptr;
     Collect collect = nullptr;
+    Multiply multiply[num_dtypes] = {};  // float32, float64
     const char* name = "";
 };
 

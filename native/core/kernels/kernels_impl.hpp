@@ -514,6 +514,56 @@ void keep_lost(void* residual, const void* sent, const void* decoded, std::size_
     }
 }
 
+// -- products
+
+// out[j] = ((out[j] + l[0] r[0][j]) + l[1] r[1][j]) + ..., of `num` <= 4 ranks; without out[j] for
+// the first ones.
+template <class T, int num, bool first>
+void multiply_ranks(Any<T>* out, const Any<T>* l, const Any<T>* r, std::size_t m,
+                    std::size_t stride) {
+    const T a = l[0].value, b = num > 1 ? l[1].value : T{}, c = num > 2 ? l[2].value : T{},
+            d = num > 3 ? l[3].value : T{};
+    POTLUCK_LOOP
+    for (std::size_t j = 0; j < m; ++j) {
+        T sum = a * r[j].value;
+        if (!first) sum = out[j].value + sum;
+        if (num > 1) sum = sum + b * r[stride + j].value;
+        if (num > 2) sum = sum + c * r[2 * stride + j].value;
+        if (num > 3) sum = sum + d * r[3 * stride + j].value;
+        out[j].value = sum;
+    }
+}
+
+template <class T, bool first>
+void multiply_up_to_4(Any<T>* out, const Any<T>* l, const Any<T>* r, std::size_t m,
+                      std::size_t stride, std::size_t num) {
+    if (num == 1) return multiply_ranks<T, 1, first>(out, l, r, m, stride);
+    if (num == 2) return multiply_ranks<T, 2, first>(out, l, r, m, stride);
+    if (num == 3) return multiply_ranks<T, 3, first>(out, l, r, m, stride);
+    multiply_ranks<T, 4, first>(out, l, r, m, stride);
+}
+
+// Tiles of columns, whose part of `right` stays in the cache over all rows.
+template <class T>
+void multiply_loop(void* target, const void* left, const void* right, std::size_t n, std::size_t m,
+                   std::size_t rank) {
+    constexpr std::size_t tile = 1024;
+    auto* out = static_cast<Any<T>*>(target);
+    const auto* l = static_cast<const Any<T>*>(left);
+    const auto* r = static_cast<const Any<T>*>(right);
+    for (std::size_t at = 0; at < m; at += tile) {
+        const std::size_t width = m - at < tile ? m - at : tile;
+        for (std::size_t i = 0; i < n; ++i) {
+            auto* row = out + i * m + at;
+            multiply_up_to_4<T, true>(row, l + i * rank, r + at, width, m, rank < 4 ? rank : 4);
+            for (std::size_t k = 4; k < rank; k += 4) {
+                const std::size_t num = rank - k < 4 ? rank - k : 4;
+                multiply_up_to_4<T, false>(row, l + i * rank + k, r + k * m + at, width, m, num);
+            }
+        }
+    }
+}
+
 // -- magnitudes, as integers (see encode_block)
 
 // The maxima of groups of 16 magnitudes: of each whole 256 values the 16 columns, and each of the
@@ -677,6 +727,8 @@ Kernels fill(const char* name) {
     table.group_maxima = group_maxima;
     table.count_at_least = count_at_least;
     table.collect = collect;
+    table.multiply[static_cast<int>(Dtype::float32)] = multiply_loop<float>;
+    table.multiply[static_cast<int>(Dtype::float64)] = multiply_loop<double>;
     return table;
 }
 

@@ -15,6 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from potluck import native
+from potluck.wire.dtypes import code_of
+
 Matrix = NDArray[Any]
 """Two dimensions, float32 or float64."""
 
@@ -59,9 +62,17 @@ def orthonormal(matrix: Matrix) -> NDArray[np.float64]:
 
 
 def product_into(target: Matrix, left: Matrix, right: Matrix) -> None:
-    """target = left right^T, for matrices of few columns, n x r and m x r."""
-    rows = max(1, _BLOCK // max(1, target.shape[1]))
+    """target = left right^T, for matrices of few columns, n x r and m x r, of one dtype."""
     across = np.ascontiguousarray(right.T)
+    if not (native.available and target.flags.c_contiguous):
+        return product_in_python(target, left, across)
+    down = np.ascontiguousarray(left)
+    native.core.multiply(code_of(target.dtype), target, down, across, left.shape[1])
+
+
+def product_in_python(target: Matrix, left: Matrix, across: Matrix) -> None:
+    """The twin of the native kernel, target = left across."""
+    rows = max(1, _BLOCK // max(1, target.shape[1]))
     part = np.empty((rows, target.shape[1]), target.dtype)
     with np.errstate(over="ignore", invalid="ignore"):
         for begin in range(0, target.shape[0], rows):
