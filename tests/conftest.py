@@ -27,6 +27,7 @@ import pytest
 
 from support.figures import Figures
 from support.jitter import dawdle
+from support.quiet_imports import VARIABLE
 
 SEED = int(os.environ.get("POTLUCK_TEST_SEED") or random.SystemRandom().randrange(2**32))
 GRACE_S = 20.0  # for a busy machine; only a test that leaks waits for all of it
@@ -74,6 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Under PYTHONDONTWRITEBYTECODE each of the hundreds of processes that tests start would
     # compile potluck again, and pytest the tests' assertions at every run.
     sys.dont_write_bytecode = False
+    os.environ[VARIABLE] = "1"
     if not hasattr(config, "workerinput"):  # the controller of pytest-xdist, or the only process
         compileall.compile_dir(Path(__file__).parents[1] / "src" / "potluck", quiet=2)
     # A shell ignores SIGINT for what it runs in the background (make test &), and so would every
