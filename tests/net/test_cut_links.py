@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import re
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from support.commands import Command
 from support.figures import Figures
-from support.machines import Machine, cluster_of, form
+from support.machines import Machine, cluster_of, form, leader_of, marks
 
 pytestmark = [pytest.mark.needs_root_netns, pytest.mark.timeout(300)]
 
@@ -64,28 +66,60 @@ def ends(run: Command, stop: Path) -> None:
 def test_gossip_goes_on_when_a_firewall_keeps_the_workers_of_two_machines_apart(
     pair: tuple[int, int], tmp_path: Path, figures: Figures
 ) -> None:
-    stop = tmp_path / "stop"
     with cluster_of(3, tmp_path / "homes", POTLUCK_PEER_TIMEOUT_S=PEER_TIMEOUT_S) as trio:
         form(*trio)
         a, b = (trio[index] for index in pair)
-        with trio[0].run(TRAINING, stop) as run:
-            goes_on(run, "none", 5, since=0, within_s=AGAIN_S)
-            since, began = run.mark, time.monotonic()
-            keep_apart(a, b)
-            first = goes_on(run, r"\d-\d", 15, since=since, within_s=AGAIN_S)
-            fault = "a firewall between the workers of two of three hosts"
-            figures.take(fault, "the first round without the link after", first - began)
-            assert falls(losses(run, r"\d-\d", since=since))
-            told = [line for line in run.lines if re.match(NOTE, line)]
-            assert len(told) == 1, run.text
-            since, began = run.mark, time.monotonic()
-            keep_apart(a, b, on=False)
-            first = goes_on(run, "none", 5, since=since, within_s=AGAIN_S)
-            figures.take(fault, "the first round with it after the heal", first - began)
-            ends(run, stop)
+        fault = "a firewall between the workers of two of three hosts"
+        goes_on_without_the_link(trio, partial(keep_apart, a, b), fault, tmp_path, figures)
+
+
+@pytest.mark.parametrize("leads", [False, True], ids=["two others", "with the leader"])
+def test_gossip_goes_on_when_two_machines_do_not_reach_each_other_at_all(
+    leads: bool, tmp_path: Path, figures: Figures
+) -> None:
+    """With deadlines of 30 s: the agents notice it, and talk by way of the third."""
+    with cluster_of(3, tmp_path / "homes") as trio:
+        form(*trio)
+        leader = leader_of(trio)
+        others = [each for each in trio if each is not leader]
+        a, b = (leader, others[0]) if leads else others
+        since, everybody = marks(trio), frozenset(each.id for each in trio)
+        fault = "no packet between two of three hosts"
+        goes_on_without_the_link(trio, partial(cut, a, b), fault, tmp_path, figures)
+        for each in trio:
+            views = [nodes for _, nodes in each.views_since(since[each])]
+            assert set(views) == {everybody}, "no machine left the cluster"
+
+
+def goes_on_without_the_link(
+    trio: list[Machine], cut: Callable[..., None], fault: str, folder: Path, figures: Figures
+) -> None:
+    """A training on all of ``trio`` goes on, with all and a falling loss, after ``cut()``, says so
+    once, and uses the link again after ``cut(on=False)``."""
+    stop = folder / "stop"
+    with trio[0].run(TRAINING, stop) as run:
+        goes_on(run, "none", 5, since=0, within_s=AGAIN_S)
+        since, began = run.mark, time.monotonic()
+        cut()
+        first = goes_on(run, r"\d-\d", 15, since=since, within_s=AGAIN_S)
+        figures.take(fault, "the first round without the link after", first - began)
+        assert falls(losses(run, r"\d-\d", since=since))
+        told = [line for line in run.lines if re.match(NOTE, line)]
+        assert len(told) == 1, run.text
+        since, began = run.mark, time.monotonic()
+        cut(on=False)
+        first = goes_on(run, "none", 5, since=since, within_s=AGAIN_S)
+        figures.take(fault, "the first round with it after the heal", first - began)
+        ends(run, stop)
 
 
 def keep_apart(a: Machine, b: Machine, *, on: bool = True) -> None:
     """Let a firewall drop what the workers of one send to those of the other."""
     for here, there in itertools.permutations((a, b)):
         here.host.drop_workers(there.host, on=on)
+
+
+def cut(a: Machine, b: Machine, *, on: bool = True) -> None:
+    """Lose all that one of the two sends to the other."""
+    for here, there in itertools.permutations((a, b)):
+        here.host.blackhole(there.host, on=on)

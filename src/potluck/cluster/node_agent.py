@@ -26,8 +26,10 @@ from potluck.cluster.jobs.agent_parts import AgentParts
 from potluck.cluster.jobs.dispatcher import JobDispatcher
 from potluck.cluster.jobs.log import JobLog
 from potluck.cluster.jobs.process import launcher_of
+from potluck.cluster.links import relay
 from potluck.cluster.links.local import CLIENT, Client, Commands
 from potluck.cluster.links.peers import KIND, PeerLinks
+from potluck.cluster.links.relay import Relays
 from potluck.cluster.membership import events
 from potluck.cluster.membership.protocol import MembershipProtocol
 from potluck.cluster.names import NodeNames
@@ -166,6 +168,14 @@ class NodeAgent:
             on_note=self._note,
             on_broken=self._fail,
         )
+        relays = Relays(
+            credentials,
+            links,
+            protocol.detector,
+            lambda: plane.view,
+            lambda: protocol.banned,
+            lambda job: dispatcher.is_elastic(job),
+        )
         limits = Limits() if self._is_private else own_limits(settings)
         sandbox = None if self._is_private else own_sandbox(settings, limits)
         confinement = Confinement(limits, sandbox)
@@ -240,13 +250,18 @@ class NodeAgent:
             WORKER: dispatcher.greeted,
         }
         if not self._is_private:
-            self._callers |= {KIND: links.greeted, measure.KIND: surveyor.greeted}
+            self._callers |= {
+                KIND: links.greeted,
+                measure.KIND: surveyor.greeted,
+                relay.KIND: relays.greeted,
+            }
         return [
             dispatcher.close,
             log.close,
             worker_homes.close,
             confinement.close,
             surveyor.close,
+            relays.close,
             exchange.close,
             plane.close,
             links.close,

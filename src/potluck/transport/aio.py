@@ -84,17 +84,19 @@ async def connect(
     timeout_s: float = 5.0,
     bind: str = "",
     wanted: Callable[[str], bool] = lambda node: True,
+    opened: socket.socket | None = None,
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, Welcome]:
     """One attempt to connect and be welcomed; errors as for ``handshake.connect``.
 
     ``bind``: the interface or address to call from; empty for any. ``wanted(node)`` is asked once
-    the server has proved its identity, before HELLO; Unwanted if not.
+    the server has proved its identity, before HELLO; Unwanted if not. ``opened`` is a connection to
+    the server, which is closed if this fails; without one it is called.
     """
     peer, doing = f"{host}:{port}", "connecting"
     writer = None
     try:
         async with asyncio.timeout(timeout_s):
-            sock = await dial(host, port, bind)
+            sock = opened or await dial(host, port, bind)
             doing = "knocking"
             try:
                 if not broker.is_needed():  # which has knocked

@@ -49,7 +49,7 @@ class NodeFacts(msgspec.Struct, frozen=True):
 class LinkFacts(msgspec.Struct, frozen=True):
     """One direction of a link between two nodes: one-way latency and its deviation in seconds (0:
     not known yet), bandwidth in bytes per second (0: not measured), and the interface and address
-    of ``source``."""
+    of ``source``. ``via`` is the node that relays the link; then the two don't reach each other."""
 
     source: Name
     target: Name
@@ -58,6 +58,7 @@ class LinkFacts(msgspec.Struct, frozen=True):
     deviation_s: Figure = 0.0
     interface: Name = ""
     address: Name = ""
+    via: Name = ""
 
 
 class Facts(msgspec.Struct, frozen=True, tag=True):

@@ -64,7 +64,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     (a command of the same machine). To either: ``measure`` (one measurement of the path). ``wire``
     is the form of a data link after WELCOME: ``sealed`` (TLS) or ``signed`` (clear text with tags;
     ``secret`` is the client's part of its keys). ``engine`` is the engine of the client
-    (``rendezvous`` and ``join`` only).
+    (``rendezvous`` and ``join`` only). ``relay``, to an agent: it is to pass this connection on to
+    the agent of ``target``; ``via`` is the node that passes a ``node`` connection on.
     """
 
     kind: str
@@ -81,6 +82,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     wire: str = SEALED
     secret: LinkSecret | None = None
     engine: Engine = Engine.NATIVE
+    target: str = ""
+    via: str = ""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):

@@ -108,7 +108,7 @@ class JobController:
         self._events: deque[events.Event] = deque()
         self._is_handling = False
         self._is_closed = False
-        self._alarm = Alarm(lambda: self._handle(events.Tick()))
+        self._alarm = Alarm(lambda: self.handle(events.Tick()))
         self._first_actions: tuple[events.Action, ...] = ()
         policy, group = JobPolicy.of(spec), self._groups.group
         if is_new:
@@ -133,7 +133,7 @@ class JobController:
         places = self.placement.places
         gone = tuple(each.worker for each in places if each.node not in view.nodes)
         if self.world.is_fixed and gone:
-            self._handle(events.Away(gone, reason))
+            self.handle(events.Away(gone, reason))
 
     def close(self) -> None:
         """Decide nothing any more; end all timers and tasks."""
@@ -142,7 +142,7 @@ class JobController:
         self._roll_call.close()
         self._endings.close()
 
-    def _handle(self, event: events.Event) -> None:
+    def handle(self, event: events.Event) -> None:
         """Have membership decide about ``event``, then about the events that its actions cause."""
         self._events.append(event)
         if self._is_handling or self._is_closed or self.crash is not None:
@@ -189,7 +189,7 @@ class JobController:
         gone, reason = self.placement.at(node), f"{self._agent.names.called(node)}: {refusal}"
         self._groups.away(gone)
         self.note(reason)
-        self._handle(events.Away(tuple(filter(self._knows, gone)), reason))
+        self.handle(events.Away(tuple(filter(self._knows, gone)), reason))
 
     def _take_in(self) -> None:
         if not (self.state.num_finished or self.state.stopping):
@@ -214,7 +214,7 @@ class JobController:
             gone = self.placement.at(node)
             self._groups.away(gone)
             if self.has_begun:
-                self._handle(events.Away(tuple(filter(self._knows, gone)), reason))
+                self.handle(events.Away(tuple(filter(self._knows, gone)), reason))
             elif gone:
                 self.note(reason)
         self._nodes = set(view.nodes)
@@ -229,13 +229,13 @@ class JobController:
         for event in told:
             if isinstance(event, events.Agreed):
                 self._journal.announced(event.epoch, event.members, joined)
-            self._handle(event)
+            self.handle(event)
 
     def group_refused(self, floor: int, reason: str) -> None:
         """The nodes don't agree on what was announced last."""
         event = self._groups.refused(floor, self._agent.names.readable(reason))
         if event is not None:
-            self._handle(event)
+            self.handle(event)
 
     def _want_all_hold(self) -> None:
         """Ask for a view that records that all members hold the job's state, once they do."""
@@ -284,7 +284,7 @@ class JobController:
             return
         for each in told.workers:
             if self.placement.node_of(each.worker) == node and self._knows(each.worker):
-                self._handle(each)
+                self.handle(each)
         alive = {each.worker for each in told.workers if each.is_alive}
         for name in self.placement.at(node):
             self._compare(name, name in alive)
@@ -305,7 +305,7 @@ class JobController:
         """The node of worker ``name`` reported whether its process runs. If that differs from the
         state here, the node has not got the newest order, or has lost the process."""
         if not self._knows(name):
-            self._handle(events.Placed(name))
+            self.handle(events.Placed(name))
             return
         state, worker = self.state, self.state.worker(name)
         if worker.phase is Phase.STOPPING and state.world.is_fixed and not state.stopping:
@@ -313,15 +313,15 @@ class JobController:
                 self._orders.signal((name,), signal.SIGTERM if state.world.broken else SIGKILL)
             else:  # it ended with its agent, which is another now
                 self._journal.facts_of(name).exit_code = -SIGKILL
-                self._handle(jobs.Exited(name, -SIGKILL))
+                self.handle(jobs.Exited(name, -SIGKILL))
         elif is_alive or worker.phase in (Phase.GONE, Phase.WAITING, Phase.SPARE):
             pass
         elif worker.phase is Phase.STARTING:
             self._orders.start(name, worker.attempt)
         elif worker.alive and worker.phase is not Phase.STOPPING:
             self._groups.ended(name)
-            self._handle(events.Away((name,), f"worker {name} did not outlive its agent"))
-            self._handle(events.Placed(name))
+            self.handle(events.Away((name,), f"worker {name} did not outlive its agent"))
+            self.handle(events.Placed(name))
 
     # Events of the workers.
 
@@ -346,16 +346,16 @@ class JobController:
             case worker_link.Ready(pid=pid):
                 facts.pid = pid
                 self._follow_ring()
-                self._handle(msgspec.structs.replace(event, node=node))
+                self.handle(msgspec.structs.replace(event, node=node))
                 if not self.state.having(Phase.MEMBER):
                     self._roll_call.begin()
             case worker_link.Entered(name, epoch):
                 if self._journal.entered(name, epoch, now) and self.state.world.is_fixed:
                     self._output.note(self._journal.world_formed(now))
-                self._handle(event)
+                self.handle(event)
             case worker_link.Lost():
                 self._journal.reported(event.epoch, event.step, now)
-                self._handle(event)
+                self.handle(event)
             case jobs.Exited(name, code, attempt):
                 self._output.exited(name, attempt)
                 if attempt < worker.attempt:
@@ -365,16 +365,16 @@ class JobController:
                 if node in self._withdrawals:
                     self.offers_changed()  # its owner may have given it again already
                 else:
-                    self._handle(event)
+                    self.handle(event)
             case jobs.Stalled(name, reason):
                 label = self.placement.label(name)
                 where = f" on {label}" if label else ""
                 text = f"worker {name}{where} stands still: {reason}"
-                self._handle(jobs.Stalled(name, text))
+                self.handle(jobs.Stalled(name, text))
             case worker_link.Said():
                 pass  # passed on as it came
             case _:
-                self._handle(event)
+                self.handle(event)
         if self._groups.take(event, self.state.worker(event.worker).joined):
             self._want_all_hold()
 
@@ -398,7 +398,7 @@ class JobController:
             if not self.has_begun:
                 self.refuse("interrupted before it began")
                 return
-            self._handle(events.Interrupted(message.number))
+            self.handle(events.Interrupted(message.number))
 
     # Actions that were decided.
 

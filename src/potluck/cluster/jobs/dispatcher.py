@@ -22,6 +22,7 @@ from potluck.cluster.code_store.wording import in_words, links_in_words
 from potluck.cluster.jobs.agent_parts import AgentParts
 from potluck.cluster.jobs.controller import JobController
 from potluck.cluster.jobs.early import EarlyOrders
+from potluck.cluster.jobs.groups.events import Severed
 from potluck.cluster.jobs.local_runner import LocalRunner
 from potluck.cluster.jobs.permissions import may_lead_soon, may_say
 from potluck.cluster.jobs.placement import place
@@ -308,6 +309,10 @@ class JobDispatcher:
         if isinstance(message, jobs.JobEnded):
             del self._watched[message.job]
 
+    def is_elastic(self, job: str) -> bool:
+        """Whether the workers of ``job`` here go on in another group after a loss."""
+        return (runner := self.runners.get(job)) is not None and not runner.world.is_fixed
+
     # Leading.
 
     def _submitted(self, node: str, spec: jobs.JobSpec, view: View) -> None:
@@ -376,8 +381,11 @@ class JobDispatcher:
         while True:
             await asyncio.sleep(_STATUS_S)
             try:
+                view = self._agent.plane.view
+                relayed = self._agent.surveyor.relayed(() if view is None else view.nodes)
                 for controller in self._controllers.values():
                     if controller.has_begun:
+                        controller.handle(Severed(controller.placement.pairs(relayed)))
                         self._tell_all(jobs.JobStatus(controller.status()))
             except Exception:  # a failure to describe one state must not end all later reports
                 _log.exception("the status of the jobs could not be told")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 
 from potluck.cluster.names import NodeNames
 from potluck.cluster.topology.versions import differences
@@ -68,6 +69,12 @@ class Placement:
     def at(self, node: str) -> tuple[str, ...]:
         """The workers that have places at ``node``."""
         return tuple(each.worker for each in self.places if each.node == node)
+
+    def pairs(self, nodes: Iterable[tuple[str, str]]) -> frozenset[tuple[str, str]]:
+        """For each pair of nodes, all pairs of a worker on one and a worker on the other."""
+        return frozenset(
+            pair for node, other in nodes for pair in product(self.at(node), self.at(other))
+        )
 
     def by_node(self, workers: Iterable[str]) -> dict[str, tuple[str, ...]]:
         """``workers``, grouped by their nodes."""

@@ -59,15 +59,16 @@ link: no agent listens there any more."""
 
 
 class _Link(aio.MessageLink[peers.PeerMessage, peers.PeerMessage]):
-    """The link to ``node`` at ``host``, made at this time."""
+    """The link to ``node`` at ``host``, made at this time; ``via`` is the node that relays it."""
 
     def __init__(
-        self, node: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, node: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, via: str = ""
     ) -> None:
         form = peers.MESSAGE
         super().__init__(reader, writer, received=form, sent=form, max_unsent=_MAX_UNSENT)
         self.node = node
-        self.host = _host_of(writer.get_extra_info("peername"))
+        self.via = via
+        self.host = "" if via else _host_of(writer.get_extra_info("peername"))
         self.made = _now()
         self.introduction: peers.Introduction | None = None
 
@@ -124,9 +125,14 @@ class PeerLinks:
         return None if link is None else link.introduction
 
     def address(self, node: str) -> str:
-        """The host at the other end of the link to ``node``; empty without a link."""
+        """The host at the other end of the link to ``node``; empty without a link of its own."""
         link = self._links.get(node)
         return "" if link is None else link.host
+
+    def via(self, node: str) -> str:
+        """The node that relays the link to ``node``; empty if none does."""
+        link = self._links.get(node)
+        return "" if link is None else link.via
 
     def last_address(self, node: str) -> str:
         """The host of the newest link to ``node``, also if it has ended; empty if there was
@@ -136,7 +142,7 @@ class PeerLinks:
     def local(self, node: str) -> str:
         """This machine's address on the link to ``node``; empty without a link."""
         link = self._links.get(node)
-        name = None if link is None else link.writer.get_extra_info("sockname")
+        name = None if link is None or link.via else link.writer.get_extra_info("sockname")
         with contextlib.suppress(OSError):  # its interface has gone
             return "" if name is None else _host_of(name)
         return ""
@@ -206,7 +212,7 @@ class PeerLinks:
         other = self._calling.pop(node, None)
         if other is not None:
             other.cancel()
-        link = self._take(node, reader, writer)
+        link = self._take(node, reader, writer, hello.via)
         try:
             await aio.write_greeting(writer, Welcome())
         except BaseException:
@@ -241,7 +247,7 @@ class PeerLinks:
             reached = node
             if node == self._credentials.node_id or node in self._calling:
                 return False
-            if node != replaces if replaces else node in self._links:
+            if node != replaces if replaces else self._has_own_link(node):
                 return False
             task = asyncio.current_task()
             assert task is not None
@@ -261,7 +267,7 @@ class PeerLinks:
                 wanted=wanted,
             )
             # The peer's own call came in while this one was under way.
-            if reached in self._links and reached != replaces:
+            if self._has_own_link(reached) and reached != replaces:
                 await aio.end(writer)
             else:
                 link = self._take(reached, reader, writer)
@@ -282,6 +288,28 @@ class PeerLinks:
         if link is not None:
             self._tasks.start(self._serve(link))
 
+    def _has_own_link(self, node: str) -> bool:
+        link = self._links.get(node)
+        return link is not None and not link.via
+
+    async def call_by(self, via: str, node: str, sock: socket.socket) -> bool:
+        """Make the link to ``node`` over ``sock``, which ``via`` connects with it. It replaces a
+        link that does not work. Returns whether it is made; errors as for ``aio.connect``."""
+        reader, writer, _ = await aio.connect(
+            f"node {node[:12]} by way of {via[:12]}",
+            0,
+            Hello(KIND, via=via),
+            self._credentials,
+            timeout_s=_CALL_S,
+            wanted=lambda found: found == node and node not in self._calling,
+            opened=sock,
+        )
+        if self._is_closed:
+            await aio.end(writer)
+            return False
+        self._tasks.start(self._serve(self._take(node, reader, writer, via)))
+        return True
+
     def _failed(self, hint: Hint, error: PotluckError | TimeoutError) -> None:
         where = f"{hint.host}:{hint.port} (found by {hint.source})"
         if isinstance(error, Refused):
@@ -300,11 +328,17 @@ class PeerLinks:
 
     # One link, from its start to its end.
 
-    def _take(self, node: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> _Link:
+    def _take(
+        self, node: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, via: str = ""
+    ) -> _Link:
         old = self._links.get(node)
-        link = _Link(node, reader, writer)
+        link = _Link(node, reader, writer, via)
         self._links[node] = link
-        self._book.linked(node)
+        if via:  # its own addresses are called until one answers
+            self._book.unlinked(node, _now())
+            self._calls.wake()
+        else:
+            self._book.linked(node)
         if old is not None:
             old.abort("the peer made a new link")
             self._tell_end(old)
@@ -322,7 +356,8 @@ class PeerLinks:
                 raise ProtocolError("it introduced itself with another key than its own")
             link.introduction = first
             self._incarnations[link.node] = first.incarnation
-            self._addresses[link.node] = link.host
+            if not link.via:
+                self._addresses[link.node] = link.host
             for tell in self.on_linked:
                 tell(link.node, first)
             while True:

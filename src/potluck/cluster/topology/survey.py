@@ -17,6 +17,7 @@ from potluck.wire.facts import Address, Facts, LinkFacts, NodeFacts
 AGAIN_S = 600.0
 MAX_CANDIDATES = 4
 
+_NEWS = ("target", "bandwidth", "interface", "via")
 _FIRST_S = 1.5
 _OTHER_S = 6.0
 _RETRY_S = 2.0
@@ -32,6 +33,7 @@ class Pair:
     port: int
     due: float
     is_linked: bool = True
+    via: str = ""
     outward: float = 0.0
     inward: float = 0.0
     num_failures: int = 0
@@ -47,13 +49,15 @@ class Survey:
 
     # The links of this node.
 
-    def linked(self, node: str, host: str, port: int, now: float) -> None:
-        """There is a link to ``node``, to its address ``host``; its agent listens on ``port``."""
+    def linked(self, node: str, host: str, port: int, now: float, via: str = "") -> None:
+        """There is a link to ``node``, to its address ``host``; its agent listens on ``port``. A
+        link that ``via`` relays has no address, and is not measured."""
         first = now + (_FIRST_S if self.mine.node < node else _OTHER_S)
         pair = self._pairs.get(node)
         if pair is None:
-            self._pairs[node] = Pair(host, port, first)
+            self._pairs[node] = Pair(host, port, first, via=via)
             return
+        pair.via = via
         if pair.host != host or pair.port != port or not pair.outward:
             pair.due = min(pair.due, first)
         pair.host, pair.port, pair.is_linked = host, port, True
@@ -77,7 +81,7 @@ class Survey:
         ready = [
             (pair.due, node)
             for node, pair in self._pairs.items()
-            if pair.is_linked and pair.due <= now and node not in busy
+            if pair.is_linked and not pair.via and pair.due <= now and node not in busy
         ]
         return min(ready)[1] if ready else ""
 
@@ -133,9 +137,20 @@ class Survey:
                     deviation_s,
                     interfaces.get(host, scope)[:256],
                     local[:256],
+                    pair.via,
                 )
             )
         return Facts(self.mine, tuple(links))
+
+    def relayed(self, mine: Facts, nodes: Collection[str]) -> frozenset[tuple[str, str]]:
+        """The pairs of ``nodes`` whose link a third node relays, each in rising order."""
+        rows = {**self.rows, self.mine.node: mine}
+        return frozenset(
+            (min(node, link.target), max(node, link.target))
+            for node, row in rows.items()
+            for link in row.links
+            if link.via and node in nodes and link.target in nodes
+        )
 
     def topology(self, mine: Facts, nodes: Collection[str]) -> Topology:
         """The graph of ``nodes``, with the links that were measured."""
@@ -151,7 +166,7 @@ def is_news(row: Facts, told: Facts | None) -> bool:
     if told is None or row.node != told.node or len(row.links) != len(told.links):
         return True
     for new, old in zip(row.links, told.links, strict=True):
-        if (new.target, new.bandwidth, new.interface) != (old.target, old.bandwidth, old.interface):
+        if any(getattr(new, name) != getattr(old, name) for name in _NEWS):
             return True
         if abs(new.latency_s - old.latency_s) > max(0.25 * old.latency_s, 50e-6):
             return True

@@ -79,8 +79,11 @@ class Surveyor:
 
     def _linked(self, node: str, introduction: Introduction) -> None:
         now = asyncio.get_running_loop().time()
-        self.survey.linked(node, self._links.address(node), introduction.port, now)
+        via = self._links.via(node)
+        self.survey.linked(node, self._links.address(node), introduction.port, now, via)
         self._links.send(node, self.row())
+        if via:
+            self._told_at = float("-inf")  # the leader is to know it soon
 
     def _lost(self, node: str, incarnation: int, reason: str) -> None:
         if node not in self._links.nodes:
@@ -127,6 +130,10 @@ class Surveyor:
         was measured."""
         topology = self.topology(nodes)
         return topology.ring() if topology.slowest_first() else ()
+
+    def relayed(self, nodes: Collection[str]) -> frozenset[tuple[str, str]]:
+        """The pairs of ``nodes`` that talk by way of a third node, each in rising order."""
+        return self.survey.relayed(self.row(), nodes)
 
     def paths(self, nodes: Collection[str]) -> tuple[MeasuredPath, ...]:
         """The measured paths between ``nodes``."""

@@ -4,13 +4,15 @@ A member's report names those that did not answer when it called them for a link
 answered the probe, there is such a pair. If the links that are left connect all members, the job
 goes on with the same members in a group that knows of the pair: its plans spare that link. The pair
 is forgotten when one of the two has reached the other again (``Mended``); between two steps the
-members then go over to a group that has the link.
+members then go over to a group that has the link. Agents that talk by way of a third agent tell of
+such pairs before any worker does (``Severed``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from potluck.cluster.jobs.groups.events import Severed
 from potluck.cluster.jobs.groups.roster import Pairs, Phase
 from potluck.cluster.jobs.groups.turn import Turn
 from potluck.cluster.membership.view import spared
@@ -36,6 +38,30 @@ def noted(turn: Turn, pairs: Pairs, epochs: set[int]) -> None:
         turn.change(cut=frozenset())
         text = "the links that are left do not connect all members, so all are tried again"
         turn.end_groups(epochs, f"{which}; {text}")
+
+
+def severed(turn: Turn, event: Severed) -> None:
+    """What the agents know of the network between their machines. The groups of pairs that are new
+    end at once: sooner or later they would wait for a link that is cut."""
+    if turn.state.stopping or turn.state.world.is_fixed:
+        return
+    known = {worker.name for worker in turn.state.workers}
+    pairs = pairs_of(pair for pair in event.pairs if set(pair) <= known)
+    new, over = pairs - turn.state.severed - turn.state.cut, turn.state.severed - pairs
+    turn.change(severed=pairs)
+    again = over & turn.state.cut
+    if again:
+        which = "; ".join(f"workers {a} and {b} reach each other again" for a, b in sorted(again))
+        turn.change(cut=turn.state.cut - over, mended=which)
+    epochs = {
+        group.epoch
+        for group in turn.state.groups
+        if any(set(pair) <= set(group.members) for pair in new)
+    }
+    if epochs:
+        noted(turn, new, epochs)
+    else:
+        turn.change(cut=turn.state.cut | new)
 
 
 def mended(turn: Turn, event: Mended) -> None:

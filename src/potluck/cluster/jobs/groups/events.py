@@ -68,6 +68,14 @@ class Placed:
     worker: str
 
 
+@dataclass(frozen=True, slots=True)
+class Severed:
+    """The pairs of workers whose agents do not reach each other, and talk by way of a third. Told
+    every now and then."""
+
+    pairs: frozenset[tuple[str, str]]
+
+
 Event = (
     Ready
     | Entered
@@ -84,6 +92,7 @@ Event = (
     | NotAgreed
     | Away
     | Placed
+    | Severed
     | Seen
     | Tick
 )

@@ -41,6 +41,7 @@ from potluck.cluster.jobs.groups.events import (
     NotAgreed,
     Note,
     Placed,
+    Severed,
     Start,
     Tick,
 )
@@ -172,6 +173,8 @@ class _Turn(Turn):
                 self.away(names, reason)
             case Placed(name):
                 self.placed(name)
+            case Severed():
+                cut_links.severed(self, event)
             case Seen():
                 worlds.seen(self, event)
             case Tick():

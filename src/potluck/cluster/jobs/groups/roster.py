@@ -206,7 +206,8 @@ class State:
     last worker that was killed and not replaced. ``ring`` are nodes in the order of the ring that
     avoids slow links. ``ready_since``: when the first worker was ready for a group while there was
     none. ``world`` is what the workers were started for. ``cut`` are workers that can't reach each
-    other, ``mended`` says why a new group can do without fewer links.
+    other, ``mended`` says why a new group has more links, ``severed`` are those whose agents can't
+    reach each other either.
     """
 
     policy: JobPolicy
@@ -226,6 +227,7 @@ class State:
     world: WorldState = WorldState()
     cut: Pairs = frozenset()
     mended: str = ""
+    severed: Pairs = frozenset()
 
     def worker(self, name: str) -> WorkerState:
         for worker in self.workers:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from potluck.cluster.jobs.groups import membership
 from potluck.cluster.jobs.groups.events import (
     Action,
@@ -10,6 +12,7 @@ from potluck.cluster.jobs.groups.events import (
     EndGroup,
     Event,
     SendProbe,
+    Severed,
     Tick,
 )
 from potluck.cluster.jobs.groups.roster import JobPolicy, Phase
@@ -188,3 +191,49 @@ def test_a_group_that_loses_nodes_spares_what_its_other_members_can_do_without()
     assert spared(pairs, ["0", "1", "2", "3"]) == pairs
     assert spared(pairs, ["0", "2", "3"]) == (("2", "3"),)
     assert spared(pairs, ["0", "1"]) == ()
+
+
+def test_what_agents_know_of_the_network_ends_a_group_at_once() -> None:
+    story = training(3)
+    story.tell(Severed(frozenset({("2", "1")})), at=5.0)
+    assert story.announced.cut == (("1", "2"),)
+    (over,) = story.ended
+    assert over.to == ("0", "1", "2")
+    assert "workers 1 and 2 can't reach each other" in over.reason
+    enter(story)
+    num_ended = len(story.ended)
+    story.tell(Severed(frozenset({("1", "2"), ("1", "7")})))
+    assert len(story.ended) == num_ended, "nothing is new, and there is no worker 7"
+    story.tell(Severed(frozenset()))
+    assert story.announced.cut == ()
+    assert story.announced.reason == "workers 1 and 2 reach each other again"
+    assert len(story.ended) == num_ended
+
+
+def test_a_job_that_begins_while_agents_can_not_reach_each_other_spares_the_pair_at_once() -> None:
+    story = Story(3)
+    story.tell(Severed(frozenset({("0", "2")})))
+    story.tell(*(ready(str(index)) for index in range(3)))
+    assert story.announced.cut == (("0", "2"),)
+    assert not story.ended
+
+
+def test_a_worker_may_find_the_link_before_the_agents_do() -> None:
+    story = training(3)
+    story.tell(Severed(frozenset({("0", "2")})), at=5.0)
+    enter(story)
+    story.tell(Mended("0", 2, 2))
+    assert story.announced.cut == ()
+    enter(story)
+    story.tell(Severed(frozenset({("0", "2")})))
+    assert story.announced.cut == (), "the agents say nothing new"
+
+
+def test_a_fixed_world_is_left_alone() -> None:
+    story = Story(3)
+    fixed = [msgspec.structs.replace(ready(str(index)), is_fixed=True) for index in range(3)]
+    story.tell(*fixed)
+    enter(story)
+    story.tell(Severed(frozenset({("0", "2")})), at=5.0)
+    assert not story.ended
+    assert story.announced.cut == ()
