@@ -8,6 +8,8 @@ optimizer takes for its update is taken off the first wait.
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import time
 from collections.abc import Iterator
@@ -255,6 +257,13 @@ def alone_s(model: TimedModel, steps: int = 5) -> float:
     return min(took[1:])
 
 
+def _give_back() -> None:
+    """Free what is in cycles, gigabytes of a strategy's arrays, and give the memory back to the
+    system: ranks of one machine share it."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
 def worker(peer: str) -> int:
     """One rank: train as it is told, until it is told to end."""
     torch.set_num_threads(1)
@@ -265,11 +274,11 @@ def worker(peer: str) -> int:
         rank=group.rank,
         world_size=group.world_size,
     )
+    model: TimedModel | None = None
     training: Iterator[None] = iter(())
     while True:
         match channel.receive():
             case {"do": "alone", "size": str(size)}:
-                training = iter(())
                 model = TimedModel(group.rank, SIZES[size])
                 model.compute_s = SIZES[size].compute_s
                 channel.send(seconds=alone_s(model))
@@ -278,8 +287,11 @@ def worker(peer: str) -> int:
                 model = TimedModel(group.rank, SIZES[size])
                 model.compute_s = SIZES[size].compute_s
                 channel.send(measured=group.plan(model))
+                model = None
+                _give_back()
             case {"do": "make", "size": str(size), "strategy": str(name)}:
-                training = iter(())  # its memory first
+                training, model = iter(()), None
+                _give_back()
                 model = TimedModel(group.rank, SIZES[size])
                 training = group.steps(name, model)
                 for _ in range(max(_WARM_STEPS, round_steps(name))):

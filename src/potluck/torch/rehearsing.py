@@ -8,6 +8,7 @@ of the links.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import statistics
@@ -65,12 +66,12 @@ def _rehearsed(
     if isinstance(candidate.strategy, DataParallel):
         share = elements / measured.num_elements
         backward_s = measured.compute_s_of(ctx.rank) * share * BACKWARD_PART
-        first = _steps(ctx, stand_in, candidate, backward_s)
-        times = _timed(ctx, first)
+        times = _timed(ctx, _steps(ctx, stand_in, candidate, backward_s))
         hidden_s = measured.step_compute_s * share * BACKWARD_PART
         times = Times(max(0.0, times.own_s - hidden_s), 0.0)
     else:
         times = _timed(ctx, _exchanges(ctx, stand_in, candidate.strategy))
+    gc.collect()  # what a rehearsal leaves in cycles is as large as the model, several times
     return Rehearsed(
         name=candidate.name,
         bucket_size_mb=candidate.bucket_size_mb,

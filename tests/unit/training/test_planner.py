@@ -255,6 +255,11 @@ def test_what_takes_long_is_rehearsed_in_two_parts() -> None:
     assert parts(slow, named("topk")) == (total,)
     # A computation of minutes is not waited for either.
     assert parts(group(2, mbit=1000, compute_s=200.0), named("plain"))[-1] < total / 50
+    # A large model would need the memory of a training once more.
+    large = group(2, mbit=10**6, latency_s=0.0, shapes=((1 << 14, 1 << 12),) * 4, copy_s=0.0)
+    quick = dict.fromkeys(METHODS, 0.0)
+    large = msgspec.structs.replace(large, encode_s=quick, decode_s=quick)
+    assert parts(large, named("bf16")) == ((1 << 25) // 3, 1 << 25)
     assert to_rehearse(group(2, nodes=("one", "one"))) == ()
 
 

@@ -11,6 +11,8 @@ from potluck.training.strategies import DataParallel
 
 LONGEST_S = 1.0
 """A step, or an exchange, that the model takes for longer is rehearsed in two parts."""
+MOST_ELEMENTS = 1 << 25
+"""And so is a larger model: a rehearsal needs up to eight arrays of this many float32, 1 GiB."""
 _SMALLER = 3
 """How many times as large the larger part is."""
 _LEAST_ELEMENTS = 1024
@@ -38,14 +40,21 @@ def parts(measured: Measured, candidate: Candidate) -> tuple[int, ...]:
     """The elements of each rehearsal of a candidate: of all that it sends at a time, or of two
     parts, from which a line leads to the whole."""
     total = whole(measured, candidate)
-    if _seconds(measured, candidate, total) <= LONGEST_S:
-        return (total,)
+    longest = _within(measured, candidate, total)
+    large = min(total, longest, MOST_ELEMENTS)
+    return (total,) if large == total else (large // _SMALLER, large)
+
+
+def _within(measured: Measured, candidate: Candidate, total: int) -> int:
+    """The elements of a rehearsal that takes no longer than it should, but enough of them to be
+    seen."""
+    took_s = _seconds(measured, candidate, total)
+    if took_s <= LONGEST_S:
+        return total
     least = max(1, total // 64)
     early_s = _seconds(measured, candidate, least)
-    slope = (_seconds(measured, candidate, total) - early_s) / (total - least)
-    large = round(least + (LONGEST_S - early_s) / slope)
-    large = min(total, max(large, _SMALLER * _LEAST_ELEMENTS))
-    return large // _SMALLER, large
+    slope = (took_s - early_s) / max(1, total - least)
+    return max(round(least + (LONGEST_S - early_s) / slope), _SMALLER * _LEAST_ELEMENTS)
 
 
 def _seconds(measured: Measured, candidate: Candidate, elements: int) -> float:
