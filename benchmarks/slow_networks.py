@@ -55,6 +55,8 @@ from support import hosts
 ALL = (*timed.OURS, *timed.GLOO)
 _ENOUGH_S = 2.5
 """A cell takes further steps until it has taken this long."""
+_TOGETHER_S, _MOST_TOGETHER = 0.3, 30
+"""Steps that are shorter are timed several at a time: the first one after a pause is longer."""
 LONGEST_S, _LONGEST_QUICK_S = 60.0, 10.0
 
 
@@ -283,6 +285,9 @@ def cell(crew: Crew, network: hosts.Network, name: str, steps: int) -> dict[str,
     """The seconds of a step, the median of several (of several rounds divided by their steps), and
     the processor time of a step, the mean over the ranks and steps."""
     per_round = timed.round_steps(name)
+    if per_round == 1:
+        [first_s, *_] = sorted(sum(each["seconds"]) for each in crew.ask("time", steps=1))
+        per_round = max(1, min(_MOST_TOGETHER, round(_TOGETHER_S / first_s)))
     samples: list[float] = []
     sent, busy_s = 0, 0.0
     while not samples or (len(samples) < steps and sum(samples) * per_round < _ENOUGH_S):

@@ -37,7 +37,7 @@ _FIGURE = re.compile(r"(?:^|, )([^,]*?[a-zA-Z]) ([\d.e+-]+)(x| MiB| us|%)(?=, |$
 _LIMIT = re.compile(r"(>=|<=) ([\d.]+)(?:x|%| MiB| us)?$")
 HEAD = "| call | figure | of | measured | asked | met |\n|---|---|---|---|---|---|"
 QUESTIONS = (
-    ("How much of a step is computation on a slow network?", r"200 ms of computation"),
+    ("How much of a step is computation on a slow network?", r"200 ms of comp|slow networks"),
     ("How soon is a loss reached on a slow network?", r"the same loss|the end of a training"),
     ("Does a training last while machines join and die?", r"joins and deaths"),
     ("How much CPU time and memory does a call take?", r"CPU seconds|memory above"),
