@@ -12,7 +12,7 @@ pytest.importorskip("sklearn", reason="pip install 'potluck[sklearn]'")
 
 from support.commands import run_command
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "estimators.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 FIT = """
 import hashlib
@@ -28,9 +28,15 @@ print("iterations", model.n_iter_, hashlib.sha256(model.cluster_centers_.tobytes
 
 
 def test_the_example_classifies_digits_on_three_workers() -> None:
-    with run_command("--workers", "3", str(EXAMPLE)) as run:
+    with run_command("--workers", "3", str(EXAMPLES / "estimators.py")) as run:
         assert run.finish() == 0
         assert any(line.startswith("[0] logistic regression: test accuracy") for line in run.lines)
+
+
+def test_the_example_searches_by_a_queue_of_tasks_on_three_workers() -> None:
+    with run_command("--workers", "3", str(EXAMPLES / "work_queue.py")) as run:
+        assert run.finish() == 0
+        assert sum("accuracy 0." in line for line in run.lines) == 12 + 1
 
 
 def test_a_killed_worker_costs_k_means_one_repeated_iteration(tmp_path: Path) -> None:

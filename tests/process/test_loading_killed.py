@@ -69,3 +69,15 @@ def test_samples_count_once_although_a_worker_with_loaders_is_killed(tmp_path: P
     found = re.findall(r"counted (\[.*?\]) (\[.*?\])", run.text)
     assert [counts for counts, _ in found] == ["[1.0]"] * len(found), run.text
     assert len(found) >= 2, "the worker that starts again may come too late"
+
+
+def test_the_example_trains_on_parquet_files_on_two_workers() -> None:
+    pytest.importorskip("pyarrow", reason="pip install 'potluck[data]'")
+    pytest.importorskip("sklearn", reason="pip install 'potluck[sklearn]'")
+    example = Path(__file__).parents[2] / "examples" / "parquet_digits.py"
+    with run_command("--workers", "2", str(example)) as run:
+        assert run.finish() == 0, run.text
+    assert (
+        sum(re.search(r"test accuracy 0\.\d+ after 21000 ", line) is not None for line in run.lines)
+        == 2
+    )
