@@ -127,7 +127,35 @@ DDP = {
     "process_group": f"ctx=, a context: {_INIT}",
     "world": f"ctx=, a context: {_INIT}",
 }
-"""``INIT``, ``CONTEXT``, ``SAMPLER`` and ``DDP`` have hints for arguments of these callables."""
+FEDAVG = {
+    **dict.fromkeys(("fraction_train", "fraction_fit"), "fraction="),
+    **dict.fromkeys(
+        ("min_train_nodes", "min_fit_clients"), "federation.run(patience=Patience(min_updates=...))"
+    ),
+    **dict.fromkeys(
+        ("min_available_nodes", "min_available_clients"),
+        "federation.run(patience=Patience(min_clients=...))",
+    ),
+    **dict.fromkeys(
+        ("fraction_evaluate", "evaluate_fn", "min_evaluate_clients", "min_evaluate_nodes"),
+        "federation.run(evaluate=f), or metrics that a client measures before its first epoch",
+    ),
+    **dict.fromkeys(
+        ("on_fit_config_fn", "weighted_by_key"), "config=, and Update(num_samples=...)"
+    ),
+    "initial_parameters": "federation.run(parameters, ...)",
+}
+PARAMETER_SERVER = {
+    "backup_workers": "mode=Synchronous(backup_workers=...)",
+    **dict.fromkeys(
+        ("max_staleness", "lr_by_staleness"), "mode=Asynchronous(max_staleness=..., ...)"
+    ),
+    "alpha": "mode=ElasticAveraging(alpha=...)",
+    **dict.fromkeys(("learning_rate", "lr"), "optimizer=SGD(0.1)"),
+    "server": "servers=[0]",
+}
+"""``INIT``, ``CONTEXT``, ``SAMPLER``, ``DDP``, ``FEDAVG`` and ``PARAMETER_SERVER`` have hints for
+arguments of these callables."""
 
 
 def of_object(thing: object, name: str) -> str:

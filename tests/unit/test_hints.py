@@ -17,6 +17,7 @@ import potluck
 from potluck import hints
 from potluck.context import DistributedContext
 from potluck.errors import ConfigurationError
+from potluck.federated import FedAvg, Median
 from potluck.testing.world import run_world
 
 X = np.ones(3)
@@ -203,6 +204,22 @@ def test_an_argument_of_another_library_brings_the_right_one(
     mistake: Callable[[], Any], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=re.escape(words)):
+        mistake()
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        (lambda: FedAvg(fraction_train=0.5), "'fraction_train'; fraction="),  # type: ignore[call-arg]
+        (lambda: Median(min_available_nodes=2), "patience=Patience(min_clients=...)"),
+        (
+            lambda: potluck.ParameterServer(None, backup_workers=1),  # type: ignore[call-arg,arg-type]
+            "'backup_workers'; mode=Synchronous(backup_workers=...)",
+        ),
+    ],
+)
+def test_arguments_of_flower_and_of_modes(mistake: Callable[[], Any], words: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(words)):
         mistake()
 
 

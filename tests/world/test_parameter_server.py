@@ -13,7 +13,7 @@ import pytest
 import potluck
 from potluck.backends.inprocess import InProcessBackend
 from potluck.context import DistributedContext
-from potluck.errors import ServiceTimeout
+from potluck.errors import CheckpointError, ServiceTimeout
 from potluck.parameter_server import (
     SGD,
     Adam,
@@ -222,6 +222,21 @@ def test_a_worker_says_when_the_parameters_go_back(
     said = [record.getMessage() for record in caplog.records if "went back" in record.message]
     assert len(said) == 1
     assert said[0].startswith("the parameters of 'm' went back from version 3 to 0:")
+
+
+@pytest.mark.parametrize("place", ["a file", "below a file"])
+def test_a_directory_that_cannot_be_is_refused_at_the_start(tmp_path: Path, place: str) -> None:
+    path = tmp_path / "file"
+    path.write_text("no directory")
+    directory = path if place == "a file" else path / "kept"
+
+    def work(ctx: DistributedContext) -> None:
+        with pytest.raises(
+            CheckpointError, match=r"can't be a directory of checkpoints: .*other one"
+        ):
+            ParameterServer(ctx, checkpoint=directory)
+
+    run_world(1, work)
 
 
 def test_mistakes_are_one_clear_error_each() -> None:

@@ -204,6 +204,17 @@ def test_a_worker_calls_its_own_services_also_alone() -> None:
         assert world.run(run) == [0, 1]
 
 
+def test_a_call_without_a_method_says_how_to_name_it() -> None:
+    def run(ctx: DistributedContext) -> None:
+        ctx.serve(echo)
+        remote = ctx.connect("echo")
+        assert remote.echo(1) == 1
+        with pytest.raises(TypeError, match="no function: name a method"):
+            remote(1)
+
+    run_world(1, run)
+
+
 def test_what_can_not_be_served() -> None:
     with potluck.init("local") as ctx:
         ctx.serve(Counter())

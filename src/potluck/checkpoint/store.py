@@ -194,6 +194,20 @@ class CheckpointStore:
             )
         return None
 
+    def make_directory(self) -> None:
+        """Make the directory now, in place of at the first checkpoint. CheckpointError if it can't
+        be made, or can't be written to."""
+        try:
+            files.make_directory(self.directory)
+            if os.access(self.directory, os.W_OK | os.X_OK):
+                return
+            why = "no permission to write there"
+        except OSError as error:
+            why = error.strerror or str(error)
+        raise CheckpointError(
+            f"{self.directory} can't be a directory of checkpoints: {why}; give another one"
+        )
+
     def steps(self) -> list[int]:
         """The steps of the checkpoints, the newest checkpoint first, intact or not."""
         return [step for _, step, _ in self._manifests()]

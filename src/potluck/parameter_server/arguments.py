@@ -80,15 +80,16 @@ def _check_replicas(ctx: DistributedContext, replicas: Any, num_servers: int) ->
 
 def store_of(checkpoint: Any, server: str = "") -> CheckpointStore | None:
     """The store of the first server, or that of another one: which keeps more, since the first one
-    may have to go back to an older one of its own."""
+    may have to go back to an older one of its own. CheckpointError for a bad directory."""
     if checkpoint is None:
         return None
     store = checkpoint
     if not isinstance(store, CheckpointStore):
         store = CheckpointStore(Path(checkpoint))
-    if not server:
-        return store
-    return CheckpointStore(store.directory / f"server-{server}", store.keep + 2)
+    if server:
+        store = CheckpointStore(store.directory / f"server-{server}", store.keep + 2)
+    store.make_directory()
+    return store
 
 
 def arrays_of(given: Any, what: str) -> dict[str, Array]:

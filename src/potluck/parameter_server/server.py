@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from potluck import hints
 from potluck.checkpoint import CheckpointStore
 from potluck.context import DistributedContext
 from potluck.errors import ServiceLost, ServiceTimeout, UnknownService
@@ -93,6 +94,7 @@ class ParameterServer:
     memory ``replicas + 1`` times, and a round trip more between servers for each call.
     """
 
+    @hints.arguments(hints.PARAMETER_SERVER)
     def __init__(
         self,
         ctx: DistributedContext,
@@ -113,9 +115,9 @@ class ParameterServer:
         self._servers = servers_of(ctx, servers, replicas)
         self._calls = Calls(ctx, name, self._servers, replicas + 1)
         self._pulled: dict[str, tuple[int, int]] = {}
-        self._newest: dict[str, int] = {}
-        """By model: the version that was pulled last."""
         """By model: version and incarnation of the last pull."""
+        self._newest: dict[str, int] = {}
+        """By model: the version of the last pull, also of one without ``wait``."""
         self._where: dict[str, tuple[tuple[str, ...], list[str]]] = {}
         """By model: the several servers that were present, and the names of all tensors."""
         self._after: dict[str, tuple[int, int]] = {}

@@ -60,6 +60,13 @@ class Remote:
     def __repr__(self) -> str:
         return f"<Remote {self._callee.name!r} on {self._callee.where}>"
 
+    def __call__(self, *args: object, **named: object) -> NoReturn:
+        """TypeError: calls name a method."""
+        raise TypeError(
+            f"{self!r} is no function: name a method, as in remote.add(...). A function that is a "
+            "service has one method, with the function's name"
+        )
+
     def __getattr__(self, name: str) -> RemoteMethod:
         if name.startswith("_"):
             raise AttributeError(f"{self!r} has no attribute {name!r}")

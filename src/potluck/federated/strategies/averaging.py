@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from potluck import hints
 from potluck.federated.parameters import Array, Parameters, arrays_of, like
 from potluck.federated.strategies.base import Config, Round
 from potluck.federated.updates import Update
@@ -28,6 +29,7 @@ class FedAvg:
     takes_mean = True
     min_updates = 1
 
+    @hints.arguments(hints.FEDAVG)
     def __init__(
         self,
         fraction: float = 1.0,
