@@ -16,6 +16,7 @@ import msgspec
 
 from potluck.types import Engine
 from potluck.wire.format import MessageFormat
+from potluck.wire.names import Name
 
 PROTOCOL_VERSION = 1
 MAX_GREETING = 64 * 1024
@@ -82,8 +83,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     wire: str = SEALED
     secret: LinkSecret | None = None
     engine: Engine = Engine.NATIVE
-    target: str = ""
-    via: str = ""
+    target: Name = ""
+    via: Name = ""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):

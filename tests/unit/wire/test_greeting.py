@@ -49,6 +49,15 @@ def test_the_longest_greeting_is_within_bounds_and_one_byte_more_is_not() -> Non
         GREETING.encode(Refusal("x", "y" * (spare + 1)))
 
 
+@pytest.mark.parametrize("field", ["target", "via"])
+@pytest.mark.parametrize("name", ["x" * 257, "\x1b[2J"], ids=["long", "of a terminal"])
+def test_a_caller_names_no_node_that_an_agent_could_not_tell_others(field: str, name: str) -> None:
+    """An agent passes ``via`` on in its row of facts, in which others refuse such a name."""
+    said = {"type": "Hello", "kind": "node", field: name}
+    with pytest.raises(ProtocolError, match=field):
+        GREETING.decode(msgspec.msgpack.encode(said))
+
+
 def test_a_field_of_a_later_version_is_passed_over() -> None:
     """So that the two get as far as telling each other their versions."""
     later = {"type": "Hello", "kind": "data", "version": 9, "mood": "good"}

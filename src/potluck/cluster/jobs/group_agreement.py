@@ -115,7 +115,7 @@ class GroupAgreement:
         names, before = tuple(member.worker for member in group.members), self._announced
         for position in reversed(range(len(before))):
             action = before[position]
-            if action.members == group.members:
+            if (action.members, action.cut) == (group.members, group.cut):
                 self._announced = before[position + 1 :]
                 self._ended -= set(action.joined)
                 return [Agreed(group.epoch, names, action.epoch)], action.joined

@@ -154,9 +154,13 @@ class Relays:
         """``node`` wants to reach ``hello.target``: call that, and copy bytes until one ends."""
         target, links = hello.target, self._links
         introduction = links.introduction(target)
-        if node not in links.nodes or introduction is None or links.via(target):
+        if not {node, target} <= set(links.nodes) or introduction is None or links.via(target):
             text = f"this node has no link of its own with node {target[:12]!r}"
             await aio.write_greeting(writer, Refusal("way", text))
+            return
+        if node == target or any((node, target) == each[:2] for each in self._relayed):
+            text = f"this node relays a link between two nodes once, and does with {target[:12]!r}"
+            await aio.write_greeting(writer, Refusal("duplicate", text))
             return
         if len(self._relayed) >= MAX_RELAYED:
             text = f"this node relays {MAX_RELAYED} links already"

@@ -12,7 +12,7 @@ from potluck.cluster.membership.failure_detector import FailureDetector
 from potluck.cluster.membership.outbox import Outbox
 from potluck.cluster.membership.reachability import Reachability
 from potluck.cluster.membership.view import following, objection_to
-from potluck.wire.nodes import MAX_NODES, View
+from potluck.wire.nodes import MAX_NODES, JobGroup, View
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class PendingChanges:
         self._wanted = {
             job: want
             for job, want in self._wanted.items()
-            if (group := view.group(job)) is None or group.members != want.members
+            if (group := view.group(job)) is None or not _brings(group, want)
         }
         self._over = {job for job in self._over if view.group(job) is not None}
 
@@ -97,6 +97,12 @@ class PendingChanges:
                 reason = f"{want.reason}: {objection}"
                 self._outbox.act(GroupRefused(job, view.epoch, reason))
         return tuple(self._wanted.values())
+
+
+def _brings(group: JobGroup, want: WantGroup) -> bool:
+    """Whether ``group`` is what was wanted. A renewed group may differ from the one before by the
+    links that it spares alone."""
+    return group.members == want.members and (group.cut == want.cut or not want.renew)
 
 
 def _who_may_join(

@@ -9,6 +9,7 @@ import msgspec
 from potluck.cluster.membership.election import by_seniority
 from potluck.cluster.membership.events import WantGroup
 from potluck.collectives.spanning_tree import connects, cut_of
+from potluck.wire.names import MAX_PAIRS
 from potluck.wire.nodes import MAX_GROUPS, MAX_VIEW_BYTES, JobGroup, View, ViewMember
 
 _ROOM = 160 * 1024
@@ -103,7 +104,8 @@ def _without(group: JobGroup, nodes: set[str], epoch: int) -> JobGroup:
 
 def spared(cut: Iterable[tuple[str, str]], members: Sequence[str]) -> tuple[tuple[str, str], ...]:
     """The pairs of ``cut`` whose links a group of the workers ``members`` does without: none if the
-    links that are left do not connect all, for then every link is tried."""
+    links that are left do not connect all, for then every link is tried; and none if they are more
+    than a view has room for."""
     within = tuple(sorted(pair for pair in cut if set(pair) <= set(members)))
     ranks = cut_of(map(members.index, pair) for pair in within)
-    return within if connects(len(members), ranks) else ()
+    return within if len(within) <= MAX_PAIRS and connects(len(members), ranks) else ()

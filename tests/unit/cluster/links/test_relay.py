@@ -253,6 +253,24 @@ def test_an_agent_relays_between_nodes_with_links_of_its_own_only() -> None:
     asyncio.run(story())
 
 
+def test_an_agent_relays_a_link_between_two_nodes_once() -> None:
+    """So that no node takes all that there are, or calls others in crowds from here."""
+
+    async def story() -> None:
+        async with three() as (via, one, other):
+            one.misses(other, via)
+            await via.until(lambda: other.id in one.links.nodes and one.id in other.links.nodes)
+            with pytest.raises(Refused, match="once"):
+                await asks(one, via, other.id)
+            with pytest.raises(Refused, match="once"):
+                await asks(other, via, other.id)
+            with pytest.raises(Refused, match="no link of its own with node"):
+                await asks(other, via, via.id)
+            assert one.links.via(other.id) == via.id, "the link goes on"
+
+    asyncio.run(story())
+
+
 def test_an_agent_relays_a_bounded_number_of_links(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay, "MAX_RELAYED", 0)
 

@@ -93,6 +93,31 @@ def test_a_job_that_is_over_leaves_the_view() -> None:
     assert story.node.view.groups == ()
 
 
+def test_a_group_with_other_links_that_is_wanted_while_one_is_agreed_on_follows_it() -> None:
+    story = Story()
+    story.tell(events.FoundHistory())
+    members = tuple(Member(name, "a") for name in "012")
+    story.tell(WantGroup("job", members, (), "begins"))
+    story.slow_disk = True
+    kept = ("0", "1", "2")
+    (save,) = (
+        action
+        for action in story.tell(WantGroup("job", members, kept, "lost", renew=True))
+        if isinstance(action, Save)
+    )
+    story.tell(WantGroup("job", members, kept, "cut", renew=True, cut=(("0", "1"),)))
+    story.slow_disk = False
+    story.tell(Saved(save.number))
+    story.run(2.0)
+    assert story.node.view is not None
+    group = story.node.view.group("job")
+    assert group is not None
+    assert group.cut == (("0", "1"),)
+    epoch = story.node.view.epoch
+    story.run(2.0)
+    assert story.node.view.epoch == epoch, "nothing more is wanted"
+
+
 def test_who_does_not_lead_wants_in_vain() -> None:
     (refused,) = Story().tell(WantGroup("job", (Member("0", "a"),), (), "begins"))
     assert refused == GroupRefused("job", 0, "this node does not lead the cluster")

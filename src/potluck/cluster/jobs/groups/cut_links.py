@@ -16,7 +16,6 @@ from potluck.cluster.jobs.groups.events import Severed
 from potluck.cluster.jobs.groups.roster import Pairs, Phase
 from potluck.cluster.jobs.groups.turn import Turn
 from potluck.cluster.membership.view import spared
-from potluck.wire.names import MAX_PAIRS
 from potluck.wire.worker_link import Mended
 
 
@@ -31,7 +30,7 @@ def noted(turn: Turn, pairs: Pairs, epochs: set[int]) -> None:
     cut = turn.state.cut | pairs
     names = [worker.name for worker in turn.state.having(Phase.MEMBER)]
     which = "; ".join(f"workers {a} and {b} can't reach each other" for a, b in sorted(pairs))
-    if spared(cut, names) and len(cut) <= MAX_PAIRS:
+    if spared(cut, names):
         turn.change(cut=cut)
         turn.end_groups(epochs, f"{which}: the group goes on without a link between them")
     else:
@@ -48,15 +47,16 @@ def severed(turn: Turn, event: Severed) -> None:
     known = {worker.name for worker in turn.state.workers}
     pairs = pairs_of(pair for pair in event.pairs if set(pair) <= known)
     new, over = pairs - turn.state.severed - turn.state.cut, turn.state.severed - pairs
-    turn.change(severed=pairs)
-    again = over & turn.state.cut
+    members = {worker.name for worker in turn.state.having(Phase.MEMBER)}
+    again = sorted(pair for pair in over & turn.state.cut if set(pair) <= members)
+    turn.change(severed=pairs, cut=turn.state.cut - over)
     if again:
-        which = "; ".join(f"workers {a} and {b} reach each other again" for a, b in sorted(again))
-        turn.change(cut=turn.state.cut - over, mended=which)
+        which = "; ".join(f"workers {a} and {b} reach each other again" for a, b in again)
+        turn.change(mended=which)
     epochs = {
         group.epoch
         for group in turn.state.groups
-        if any(set(pair) <= set(group.members) for pair in new)
+        if any(set(pair) <= members & set(group.members) for pair in new)
     }
     if epochs:
         noted(turn, new, epochs)

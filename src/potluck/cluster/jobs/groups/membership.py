@@ -35,6 +35,7 @@ from potluck.cluster.jobs.groups.events import (
     Agreed,
     Announce,
     Away,
+    EndGroup,
     Event,
     Interrupted,
     Kill,
@@ -285,6 +286,12 @@ class _Turn(Turn):
                 for group in state.groups
             )
             self.change(groups=groups, epoch=max(state.epoch, event.epoch))
+            members = {worker.name for worker in state.having(Phase.MEMBER)}
+            to = tuple(name for name in event.members if name in members)
+            if to and state.group(event.announced) is None and not state.stopping:
+                # It was ended by the number that it was announced with, before it had this one.
+                reason = "another group was announced while the nodes agreed on this one"
+                self.actions.append(EndGroup(event.epoch, "", True, to, reason))
         elif all(event.epoch > group.epoch for group in state.groups):
             gone = {worker.name for worker in state.having(Phase.MEMBER)} - set(event.members)
             self.remove(gone, Phase.AWAY, certain=False, reason=event.reason)

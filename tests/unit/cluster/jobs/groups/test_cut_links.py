@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import msgspec
 
+from potluck.cluster.jobs.group_agreement import GroupAgreement
 from potluck.cluster.jobs.groups import membership
 from potluck.cluster.jobs.groups.events import (
     Action,
     Agreed,
     Announce,
+    Away,
     EndGroup,
     Event,
+    Placed,
     SendProbe,
     Severed,
     Tick,
@@ -19,8 +22,9 @@ from potluck.cluster.jobs.groups.roster import JobPolicy, Phase
 from potluck.cluster.membership.view import spared
 from potluck.types import Member
 from potluck.wire.jobs import Exited, WorldSpec
+from potluck.wire.names import MAX_PAIRS
 from potluck.wire.nodes import JobGroup
-from potluck.wire.worker_link import Entered, Lost, Mended, ProbeReply, Ready
+from potluck.wire.worker_link import Entered, Finished, Lost, Mended, ProbeReply, Ready
 from support import stories
 
 
@@ -227,6 +231,66 @@ def test_a_worker_may_find_the_link_before_the_agents_do() -> None:
     enter(story)
     story.tell(Severed(frozenset({("0", "2")})))
     assert story.announced.cut == (), "the agents say nothing new"
+
+
+def test_a_group_that_is_ended_while_the_nodes_agree_on_it_is_ended_again() -> None:
+    """In the epoch that they agreed on, in which its workers are."""
+    story = Story(3)
+    story.tell(*(ready(str(index)) for index in range(3)))
+    first, members = story.announced, ("0", "1", "2")
+    story.tell(Severed(frozenset({("0", "1")})))
+    assert (first.cut, first.members) == ((), story.announced.members)
+    story.tell(Agreed(20, members, first.epoch))
+    over = story.only(EndGroup)
+    assert (over.epoch, over.worker, over.to) == (20, "", members)
+    story.tell(Agreed(21, members, story.announced.epoch))
+    assert [group.epoch for group in story.state.groups] == [21]
+    assert story.announced.cut == (("0", "1"),)
+
+
+def test_the_nodes_agree_on_the_group_that_spares_the_pair_not_on_the_one_before() -> None:
+    members = tuple(Member(name, f"node {name}") for name in "012")
+    agreement = GroupAgreement("job", JobGroup("job", 4, members))
+    pairs = (("0", "1"),)
+    for action in (Announce(5, members, (), "lost"), Announce(6, members, (), "cut", cut=pairs)):
+        agreement.announced(action, (), ())
+    (event,), _ = agreement.installed(JobGroup("job", 7, members), "lost")
+    assert event == Agreed(7, ("0", "1", "2"), 5)
+    (event,), _ = agreement.installed(JobGroup("job", 8, members, cut=pairs), "cut")
+    assert event == Agreed(8, ("0", "1", "2"), 6)
+
+
+def test_a_pair_of_which_one_has_finished_ends_no_group() -> None:
+    story = training(4)
+    story.tell(Severed(frozenset({("0", "1")})), at=5.0)
+    enter(story)
+    num_ended = len(story.ended)
+    story.tell(Finished("3"))
+    story.tell(Severed(frozenset({("0", "1"), ("2", "3")})))
+    assert len(story.ended) == num_ended
+    assert ("0", "1") in story.state.cut, "what is known of the others stays"
+
+
+def test_a_pair_outside_of_the_group_that_works_again_brings_no_new_group() -> None:
+    story = training(3)
+    story.tell(Severed(frozenset({("1", "2")})), at=5.0)
+    enter(story)
+    story.tell(Away(("2",), "its node left"))
+    enter(story)
+    epoch = story.announced.epoch
+    story.tell(Severed(frozenset()))
+    assert story.announced.epoch == epoch
+    story.tell(Placed("2"), ready("2"))
+    assert story.announced.cut == ()
+
+
+def test_a_view_has_room_for_a_bounded_number_of_pairs() -> None:
+    """Nodes refuse a view with more."""
+    names = [str(index) for index in range(67)]
+    pairs = [(a, b) for a in names[:33] for b in names[33:66]]
+    assert spared(pairs[:MAX_PAIRS], names)
+    assert len(pairs) > MAX_PAIRS
+    assert spared(pairs, names) == ()
 
 
 def test_a_fixed_world_is_left_alone() -> None:
