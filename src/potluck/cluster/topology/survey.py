@@ -123,7 +123,7 @@ class Survey:
         interfaces = {each.host: each.interface for each in self.mine.addresses}
         links = []
         for node, pair in sorted(self._pairs.items()):
-            if not pair.is_linked:
+            if not (pair.is_linked or pair.via):  # what is cut is so without a relay, too
                 continue
             latency_s, deviation_s = latencies.get(node, (0.0, 0.0))
             local = locals_.get(node, "")
@@ -143,7 +143,8 @@ class Survey:
         return Facts(self.mine, tuple(links))
 
     def relayed(self, mine: Facts, nodes: Collection[str]) -> frozenset[tuple[str, str]]:
-        """The pairs of ``nodes`` whose link a third node relays, each in rising order."""
+        """The pairs of ``nodes`` whose link a third node relays, or did until it ended and no other
+        was made; each in rising order."""
         rows = {**self.rows, self.mine.node: mine}
         return frozenset(
             (min(node, link.target), max(node, link.target))

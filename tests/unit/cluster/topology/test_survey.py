@@ -109,6 +109,28 @@ def test_the_graph_has_what_was_measured_between_the_nodes_asked_for() -> None:
     assert measured == {("a", "b", 100.0), ("b", "a", 200.0)}
 
 
+def test_a_pair_that_talks_by_way_of_a_third_node_does_so_until_it_has_a_link_of_its_own() -> None:
+    """When that node dies, the two still do not reach each other."""
+    subject, pair = survey(), frozenset({("a", "b")})
+
+    def relayed() -> frozenset[tuple[str, str]]:
+        return subject.relayed(subject.row({}, {}), ("a", "b", "c"))
+
+    subject.linked("b", "", 1, 0.0, via="c")
+    assert relayed() == pair
+    assert subject.due(1e6, ()) == "", "such a link is not measured"
+    subject.lost("b")
+    assert relayed() == pair
+    subject.linked("b", THEIR_LAN.host, 1, 9.0)
+    assert relayed() == frozenset()
+    subject.lost("b")
+    assert relayed() == frozenset()
+    subject.linked("b", "", 1, 0.0, via="c")
+    subject.lost("b")
+    subject.forget(())
+    assert relayed() == frozenset(), "b has gone"
+
+
 def test_only_news_is_told() -> None:
     node = NodeFacts("a")
     row = Facts(node, (LinkFacts("a", "b", 0.010, 5.0),))
