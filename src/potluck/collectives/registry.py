@@ -49,9 +49,9 @@ def register(name: str, operation: str, builder: Builder) -> None:
     ``builder(rank)`` takes a [Rank][potluck.collectives.Rank] and returns a
     [Draft][potluck.collectives.Draft]: into how many chunks the data is cut, and the steps of this
     rank. It must be a function of its argument alone, and the same on all ranks. Before the first
-    call in a world of some size (and root, and nodes) the plans of all its ranks are verified: the
-    call raises VerificationError, a ValueError, where they would hang, or give a wrong result, or
-    another one on some rank. Ranks whose plans differ get Desync.
+    call in a world of some size (and root, nodes and cut links) the plans of all its ranks are
+    verified: the call raises VerificationError, a ValueError, where they would hang, or give a
+    wrong result, or another one on some rank. Ranks whose plans differ get Desync.
 
     ValueError for the name of an algorithm that there is, TypeError for a builder that can't be
     called. Registering the same builder again does nothing.
@@ -73,6 +73,7 @@ def digest(
     world_size: int,
     root: int,
     nodes: tuple[int, ...] | None,
+    cut: Cut = (),
 ) -> str:
     """Verify the plans of all ranks of a registered algorithm; returns a hash of all their steps.
 
@@ -82,7 +83,9 @@ def digest(
     if algorithm not in OWN_ALGORITHMS:
         return ""
     ranks = range(world_size)
-    plans = [build_plan(operation, algorithm, world_size, rank, root, nodes) for rank in ranks]
+    plans = [
+        build_plan(operation, algorithm, world_size, rank, root, nodes, cut=cut) for rank in ranks
+    ]
     verify(plans)
     hashed = blake2b(digest_size=16)
     for plan in plans:

@@ -99,7 +99,7 @@ class Compiler:
             chosen = self._chooser.choose_coded(operation, nbytes, world, share)
         else:
             chosen = self._chooser.choose(operation, nbytes, world, op)
-        plans = digest(operation, chosen, world, root, self._nodes)  # verified before it runs
+        plans = digest(operation, chosen, world, root, self._nodes, self._cut)  # verified first
         self._check_links(operation, chosen, root, codec)
         plan = make_plan(
             operation,

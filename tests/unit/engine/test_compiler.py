@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from potluck import collectives
 from potluck.codecs import codec_of
+from potluck.collectives import Draft, Rank, VerificationError, centralized
 from potluck.collectives.plan import Algorithm, Operation
 from potluck.engine.arrays.coding import Encoding
 from potluck.engine.compiler import Compiler
@@ -27,6 +29,18 @@ def asked(dtype: Any = np.float32, size: int = 6, **changes: Any) -> Request:
     for name, value in changes.items():
         setattr(request, name, value)
     return request
+
+
+def test_a_registered_algorithm_is_verified_around_the_links_that_are_cut() -> None:
+    def nothing_if_cut(rank: Rank) -> Draft:
+        return Draft(1, []) if rank.cut else centralized.BUILDERS[Operation.ALL_REDUCE](rank)
+
+    collectives.register("nothing_if_cut", "all_reduce", nothing_if_cut)
+    request = asked(algorithm=Algorithm("nothing_if_cut"))
+    assert compiler().compile(request)
+    group = Group(1, 1, MEMBERS, cut=((0, 1),))
+    with pytest.raises(VerificationError):
+        Compiler(group, 0, (0, 1, 2), (0, 1, 2), 1024).compile(request)
 
 
 def test_the_same_call_on_other_memory_is_the_same_compiled_plan() -> None:
