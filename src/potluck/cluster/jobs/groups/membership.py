@@ -235,12 +235,13 @@ class _Turn(Turn):
     def judge_exit_of_stopped(self, worker: WorkerState, code: int, reason: str, why: str) -> None:
         """An exit that was asked for says nothing new, unless it is the cause of the failure."""
         failure = self.state.failure
-        if failure is None or code <= 0:
+        if failure is None:
             return
         if failure.worker == worker.name and failure.code is None:
             text = f"{failure.text}; {why}" if why else failure.text
-            self.change(failure=replace(failure, code=code, text=text))
-        elif failure.secondary and not worker.failed:
+            # The signal that stopped it while it ended by itself is no exit code of its own.
+            self.change(failure=replace(failure, code=code if code > 0 else None, text=text))
+        elif code > 0 and failure.secondary and not worker.failed:
             self.change(failure=JobFailure(worker.name, reason, code=code))
 
     def after_signal(self, worker: WorkerState, code: int, reason: str) -> tuple[Phase, str]:

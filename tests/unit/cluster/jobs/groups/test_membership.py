@@ -540,6 +540,17 @@ def test_a_failing_worker_that_is_killed_while_stopping_still_fails_the_job() ->
     assert story.state.exit_code == 1
 
 
+@pytest.mark.parametrize("code", [1, -15])
+def test_what_its_node_knows_of_a_failing_worker_is_told_also_if_it_was_killed_meanwhile(
+    code: int,
+) -> None:
+    story = training(1)
+    story.tell(Failed("0", "MemoryError"), Exited("0", code, reason="out of memory"))
+    assert story.state.failure is not None
+    assert story.state.failure.text == "MemoryError; out of memory"
+    assert story.state.exit_code == 1
+
+
 def test_a_failed_job_starts_nobody_and_lets_nobody_in() -> None:
     story = training(3)
     story.tell(Exited("2", -SIGKILL), Exited("2", -SIGKILL))
