@@ -154,6 +154,7 @@ class Channel(Generic[T]):
             room = next(self._rooms, None)
             if room is None:
                 self._rooms = None
+                self._room = memoryview(b"")  # an empty view keeps its array alive, too
                 return True
             self._room = room
 

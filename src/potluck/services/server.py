@@ -329,6 +329,7 @@ class Server:
         head = channel.head
         queue = self._queues.get(head.service)
         if queue is None or head.method not in queue.service.methods:
+            channel.value = None
             client.answer = unknown(head, {n: q.service for n, q in self._queues.items()})
             return True
         client.due = queue

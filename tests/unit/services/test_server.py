@@ -300,6 +300,34 @@ def test_a_request_that_stops_halfway_costs_no_thread_and_is_dropped() -> None:
         eventually(lambda: offer.num_clients == 1, "the five to be dropped")
 
 
+class Watched(Blocks):
+    """Memory that tells whether its arrays are still in use."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.taken: list[weakref.ref[Any]] = []
+
+    def take(self, nbytes: int) -> Any:
+        array = super().take(nbytes)
+        self.taken.append(weakref.ref(array))
+        return array
+
+
+@pytest.mark.parametrize("method", ["size", "missing"])
+def test_an_idle_connection_keeps_no_array_of_the_call_before(method: str) -> None:
+    @service("s")
+    def size(call: Call, array: Any) -> int:
+        return int(array.size)
+
+    memory = Watched()
+    with offering(size) as offer:
+        offer.server._memory = memory
+        client = offer.client()
+        client.call(Request("s", method, 20.0), arguments(np.zeros(100_000)), soon())
+        assert len(memory.taken) == 1
+        eventually(lambda: memory.taken[0]() is None, "the server keeps the array")
+
+
 def send_all(link: BulkLink, data: bytes) -> None:
     left = memoryview(data)
     while left:
