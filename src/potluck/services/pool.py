@@ -83,16 +83,22 @@ class Pool:
     def take(self, deadline: float) -> Connection:
         """A connection that no call uses, to be given back. AllInUseError at the deadline, and what
         ``dial`` raises."""
-        while (kept := self._pop(deadline)) is not None:
-            if self._may_use() and kept.is_intact():
-                return kept
-            kept.close()
-            self.give_back(None)
-        try:
-            return self._dial(deadline)
-        except BaseException:
-            self.give_back(None)
-            raise
+        while True:
+            kept = self._pop(deadline)
+            try:
+                if kept is None:
+                    return self._dial(deadline)
+                if self._may_use() and kept.is_intact():
+                    return kept
+            except BaseException:
+                self._discard(kept)
+                raise
+            self._discard(kept)
+
+    def _discard(self, connection: Connection | None) -> None:
+        if connection is not None:
+            connection.close()
+        self.give_back(None)
 
     def give_back(self, connection: Connection | None) -> None:
         """A call has ended; None if its connection is of no use any more."""
@@ -126,6 +132,8 @@ class Pool:
                         raise AllInUseError
             finally:
                 self._num_waiting -= 1
+                if self._free:  # a notice may have come just as this wait ended: pass it on
+                    self._changed.notify()
 
 
 def _close_all(free: list[Connection | None]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from potluck.services.definition import Call, Service
@@ -43,7 +43,7 @@ def outcome(future: Future[Any], method: Callable[..., Any] | None) -> Answer:
     """What a call ends with whose ``method`` returned ``future``, which has ended."""
     try:
         return Answer(future.result(), method=method)
-    except (Exception, CancelledError) as error:
+    except BaseException as error:  # else nobody would reply
         return Answer(failure=failure_of(error, place_of(method)), method=method)
 
 

@@ -38,6 +38,8 @@ CLOSE_S = 5.0
 
 _SWEEP_S = 1.0
 _FLOW_S = 0.005
+_STAY_S = 0.05
+"""How long a thread stays with one connection whose bytes flow; then others have their turn."""
 _FRESH_S = 0.001
 """The list of bans is asked when a call comes in, and if it takes longer before the reply again."""
 
@@ -286,9 +288,12 @@ class Server:
             self._parked[client.fd] = client
             self._poller.watch(client.fd, write=client.is_replying)
 
-    def _flows(self, client: _Client) -> bool:
-        """Whether the bytes of a call go on at once. While they do, its thread stays with it: the
-        way through the poller and another thread would halve the bandwidth."""
+    def _flows(self, client: _Client, leave_at: float) -> bool:
+        """Whether the bytes of a call go on at once. While they do, its thread stays with it until
+        ``leave_at``: the way through the poller and another thread would halve the bandwidth."""
+        if client.moved_at > leave_at:
+            self._check_welcome(client)
+            return False
         self._share()
         return wait_ready(client.fd, write=client.is_replying, timeout_s=_FLOW_S)
 
@@ -313,13 +318,15 @@ class Server:
         """Whether the request is complete, and its method may run or its answer is known. If not,
         ``client`` waits for bytes, the budget or its turn."""
         channel = client.channel
+        leave_at = time.monotonic() + _STAY_S
         while True:
             client.moved_at = time.monotonic()
             state = channel.receive()
             if state is State.COMPLETE:
                 break
             if state is State.WAITING:
-                if not channel.is_receiving or not self._flows(client):
+                is_over = self._is_closed or not channel.is_receiving
+                if is_over or not self._flows(client, leave_at):
                     self._park(client)
                     return False
             elif channel.nbytes > SMALL_BYTES or self._budget.is_full:
@@ -337,9 +344,10 @@ class Server:
 
     def _send(self, client: _Client) -> None:
         """Send the reply. The next request can't have come yet."""
+        leave_at = time.monotonic() + _STAY_S
         while not client.channel.send():
             client.moved_at = time.monotonic()
-            if not self._flows(client):
+            if not self._flows(client, leave_at):
                 return self._park(client)
         client.is_replying = False
         if client.is_charged:
@@ -353,10 +361,10 @@ class Server:
         head, arguments = client.channel.head, client.channel.value
         client.channel.value = None
         caller = client.caller
-        rank = self._rank_of(caller.worker)
-        call = Call(caller.node, caller.worker, rank, head.service, head.method, head.timeout_s)
-        self._share()
         try:
+            rank = self._rank_of(caller.worker)
+            call = Call(caller.node, caller.worker, rank, head.service, head.method, head.timeout_s)
+            self._share()
             self._check_welcome(client)
             return run(queue.service, call, arguments)
         finally:

@@ -156,8 +156,10 @@ def _packed(value: Any, buffers: list[memoryview], depth: int) -> Any:
 
 
 def _array(array: Any, buffers: list[memoryview]) -> Ext:
-    if type(array) is not np.ndarray and isinstance(array, np.ma.MaskedArray):
-        raise _MisfitError(" is a masked array, whose mask would be lost; send .data")
+    if type(array) is not np.ndarray:
+        if isinstance(array, np.ma.MaskedArray):
+            raise _MisfitError(" is a masked array, whose mask would be lost; send .data")
+        array = np.asarray(array)  # a matrix would stay of two dimensions below
     dtype, shape = array.dtype, array.shape
     spec = _spec(_NUMPY, dtype, shape)
     if not (array.flags.c_contiguous and dtype.isnative):

@@ -135,3 +135,24 @@ def test_a_pool_that_nobody_refers_to_closes_its_connections() -> None:
     assert made.num_open() == 1
     del made.pool
     made.close_ends()
+
+
+def test_an_error_in_a_look_at_a_connection_costs_no_place() -> None:
+    made = Dialled()
+    made.pool.give_back(made.pool.take(soon()))
+
+    def broken() -> bool:
+        raise OSError("the list of bans can't be read")
+
+    made.pool._may_use = broken
+    for _ in range(3):
+        with pytest.raises(OSError, match="can't be read"):
+            made.pool.take(soon())
+        made.pool._may_use = lambda: True
+        made.pool.give_back(made.pool.take(soon()))
+        made.pool._may_use = broken
+    made.pool._may_use = lambda: True
+    both = [made.pool.take(soon()), made.pool.take(soon())]
+    for connection in both:
+        made.pool.give_back(connection)
+    made.close()

@@ -300,6 +300,29 @@ def test_a_request_that_stops_halfway_costs_no_thread_and_is_dropped() -> None:
         eventually(lambda: offer.num_clients == 1, "the five to be dropped")
 
 
+def test_a_request_that_trickles_leaves_the_thread_to_others() -> None:
+    with offering(rank, num_threads=1) as offer:
+        link, is_over, begun = offer.link(), threading.Event(), threading.Event()
+        request = encode(Request("s", "rank", 20.0), arguments(np.ones(MIB))) + bytes(MIB)
+
+        def trickle() -> None:
+            for number, byte in enumerate(request):
+                if is_over.wait(0.001):
+                    return
+                link.send(memoryview(bytes([byte])))
+                if number == 20:
+                    begun.set()
+
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        try:
+            assert begun.wait(LATE_S)
+            assert [call(offer.client("4"), "rank") for _ in range(5)] == [4] * 5
+        finally:
+            is_over.set()
+            thread.join()
+
+
 class Watched(Blocks):
     """Memory that tells whether its arrays are still in use."""
 

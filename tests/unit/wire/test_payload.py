@@ -115,6 +115,13 @@ def test_what_does_not_belong_is_refused_with_its_place(value: Any, told: str) -
         pack(value)
 
 
+@pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
+def test_a_subclass_of_an_array_travels_as_a_plain_one() -> None:
+    packed = pack(np.matrix([[1.0, 2.0], [3.0, 4.0]]))
+    assert packed.nbytes == 32
+    assert [len(buffer) for buffer in packed.buffers] == [32]
+
+
 def test_a_nesting_without_end_is_refused() -> None:
     value: list[Any] = []
     value.append(value)
