@@ -102,8 +102,7 @@ class _Callee:
         try:
             failure, value = connection.call(Request(self.name, method, seconds), packed, deadline)
         except BaseException as error:
-            connection.close()
-            self.pool.give_back(None)
+            self.pool.discard(connection)
             what = self._named(method)
             if isinstance(error, TimeoutError):
                 raise ServiceTimeout(

@@ -91,11 +91,13 @@ class Pool:
                 if self._may_use() and kept.is_intact():
                     return kept
             except BaseException:
-                self._discard(kept)
+                self.discard(kept)
                 raise
-            self._discard(kept)
+            self.discard(kept)
 
-    def _discard(self, connection: Connection | None) -> None:
+    def discard(self, connection: Connection | None) -> None:
+        """A call has failed, so that its connection is of no use: close it; another one may be
+        made in its place."""
         if connection is not None:
             connection.close()
         self.give_back(None)
