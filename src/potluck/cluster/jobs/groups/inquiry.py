@@ -28,11 +28,13 @@ def lost(turn: Turn, event: Lost) -> None:
     if blamed is not None and turn.state.worker(blamed).phase is not Phase.MEMBER:
         turn.end_groups({event.epoch}, f"worker {blamed} has left")
         return
-    inquiry = turn.state.inquiry or _open(turn, event)
     silent = tuple(
         group.members[rank] for rank in event.unreachable if 0 <= rank < len(group.members)
     )
     report = LossReport(worker.name, event.epoch, blamed, event.certain, silent)
+    if _follows_from_a_join(turn, report):
+        return
+    inquiry = turn.state.inquiry or _open(turn, event)
     turn.change(
         inquiry=replace(
             inquiry,
@@ -40,6 +42,17 @@ def lost(turn: Turn, event: Lost) -> None:
             reports=(*inquiry.reports, report),
         )
     )
+
+
+def _follows_from_a_join(turn: Turn, report: LossReport) -> bool:
+    """Whether the reporting worker only lost a member that left in order for the next group, which
+    members have entered already. A loop of rounds leaves between two steps, while another rank may
+    wait for it in a call. The reporting worker enters the next group, too."""
+    newest = turn.state.newest_group
+    if newest is None or newest.epoch <= report.epoch or report.worker not in newest.members:
+        return False
+    is_entered = any(worker.entered >= newest.epoch for worker in turn.state.having(Phase.MEMBER))
+    return is_entered and report.certain and not report.unreachable
 
 
 def _open(turn: Turn, event: Lost) -> Inquiry:
@@ -71,6 +84,7 @@ def judge(turn: Turn) -> None:
         report
         for report in inquiry.reports
         if turn.state.group(report.epoch) or (not report.certain and report.blamed in members)
+        if not _follows_from_a_join(turn, report)
     )
     waiting = inquiry.waiting & members
     inquiry = replace(inquiry, waiting=waiting, reports=reports)

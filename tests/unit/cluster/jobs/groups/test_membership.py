@@ -376,6 +376,50 @@ def test_when_nobody_is_to_blame_the_same_members_go_on_in_a_new_epoch() -> None
     )
 
 
+def joining() -> Story:
+    """Workers 0 and 1 are in epoch 2, and worker 2, which was killed, comes back in epoch 3."""
+    story = training(3)
+    story.tell(Exited("2", -SIGKILL), at=1.0)
+    story.enter()
+    story.tell(Tick(), at=10.0)
+    story.tell(ready("2"), at=11.0)
+    assert story.group == (3, "0 1 2")
+    return story
+
+
+@pytest.mark.parametrize("first", ["1", "2"])
+def test_a_worker_that_a_peer_has_left_for_the_next_group_follows_it(first: str) -> None:
+    """Worker 0 waited for 1 in a call of epoch 2, when 1 went on to epoch 3."""
+    story = joining()
+    story.enter(first)
+    story.tell(Lost("0", 2, rank=1, certain=True, cause="it left the group"), at=11.1)
+    assert not story.all(EndGroup)
+    assert not story.all(SendProbe)
+    assert story.state.inquiry is None
+    story.tell(Tick(), at=20.0)
+    assert not story.all(EndGroup)
+    assert story.group == (3, "0 1 2")
+
+
+def test_the_report_of_a_peer_that_left_may_come_before_the_entry() -> None:
+    story = joining()
+    story.tell(Lost("0", 2, rank=1, certain=True, cause="it left the group"), at=11.1)
+    assert story.state.inquiry is not None
+    story.enter("1")
+    assert story.state.inquiry is None
+
+
+def test_a_silent_or_unreachable_peer_is_inquired_into_while_a_worker_joins() -> None:
+    for report in (
+        Lost("0", 2, rank=1),
+        Lost("0", 2, rank=1, certain=True, unreachable=(1,)),
+    ):
+        story = joining()
+        story.enter("2")
+        story.tell(report, at=11.1)
+        assert story.state.inquiry is not None
+
+
 def test_a_broken_link_between_living_workers_evicts_nobody() -> None:
     story = training(3)
     story.tell(Lost("0", 1, rank=1, certain=True), at=1.0)
