@@ -103,6 +103,18 @@ def in_order(paths: Iterable[Path]) -> dict[Path, tuple[int, float]]:
     }
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect the tests without the garbage collector, which would traverse the million objects
+    that this makes again and again, here and in the tests. They stay to the end."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     order = in_order(dict.fromkeys(item.path for item in items))
     items.sort(key=lambda item: order[item.path])
