@@ -108,8 +108,8 @@ def test_clients_killed_in_mid_push_are_noticed_by_nobody(num_kills: int, tmp_pa
         server = access._server
         deadline = time.monotonic() + LATE_S
         # A caller has its answer before the server has ended the call.
-        while server._budget._used or len(server._clients) > 1:
-            assert time.monotonic() < deadline, (server._budget._used, server._clients)
+        while server._budget.used or len(server._clients) > 1:
+            assert time.monotonic() < deadline, (server._budget.used, server._clients)
             threading.Event().wait(0.01)
         assert len(server._clients) == 1  # of this process
 

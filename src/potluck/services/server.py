@@ -259,7 +259,7 @@ class Server:
         self._swept_at = now = time.monotonic()
         with self._lock:
             nodes = {each.caller.node for each in self._clients}
-        reasons = {node: self._objects_to(node) for node in nodes}
+        reasons = {node: self._objection_to(node) for node in nodes}
         doomed = []
         with self._parking:
             for client in list(self._parked.values()):
@@ -269,6 +269,14 @@ class Server:
                     doomed.append((client, error))
         for client, error in doomed:
             self._drop(client, error)
+
+    def _objection_to(self, node: str) -> str | None:
+        """Why the clients of ``node`` must go; also if that can't be told, for it may be banned."""
+        try:
+            return self._objects_to(node)
+        except Exception as error:
+            _log.exception("whether machine %s is banned can't be told", node)
+            return f"whether machine {node} is banned can't be told: {error}"
 
     def _end_of(self, client: _Client, objection: str | None, now: float) -> PotluckError | None:
         """Why the connection of ``client``, which waits for bytes, is to end."""
@@ -329,10 +337,12 @@ class Server:
                 if is_over or not self._flows(client, leave_at):
                     self._park(client)
                     return False
-            elif channel.nbytes > SMALL_BYTES or self._budget.is_full:
+            elif channel.nbytes > SMALL_BYTES:
                 client.is_charged = True
                 if not self._budget.enter(client, channel.nbytes):
                     return False
+            elif self._budget.is_full and not self._budget.enter_small(client):
+                return False
         head = channel.head
         queue = self._queues.get(head.service)
         if queue is None or head.method not in queue.service.methods:
@@ -403,9 +413,10 @@ class Server:
             failure = answer.failure
         except (TypeError, ValueError) as error:
             packed, failure = pack(None), failure_of(error, place_of(answer.method))
-        if packed.nbytes > SMALL_BYTES:
+        nbytes = len(packed.header) + packed.nbytes
+        if nbytes > SMALL_BYTES:
             client.is_charged = True
-            self._budget.add(client, packed.nbytes)
+            self._budget.add(client, nbytes)
         client.channel.put(Reply(failure), packed)
         client.is_replying = True
 

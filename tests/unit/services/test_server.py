@@ -300,6 +300,43 @@ def test_a_request_that_stops_halfway_costs_no_thread_and_is_dropped() -> None:
         eventually(lambda: offer.num_clients == 1, "the five to be dropped")
 
 
+def test_a_long_request_that_stops_keeps_no_small_one_waiting() -> None:
+    with offering(rank, max_bytes=MIB) as offer:
+        announced = encode(Request("s", "rank", 20.0), arguments(np.ones(MIB, np.uint8)))
+        offer.link().send(memoryview(announced))  # its array never comes
+        eventually(lambda: offer.server._budget._requests > MIB, "the long request to be charged")
+        client = offer.client("2")
+        assert [call(client, "rank") for _ in range(5)] == [2] * 5
+        assert offer.num_clients == 2, "the long request still waits for its bytes"
+
+
+def test_a_reply_is_charged_with_its_header() -> None:
+    @service("s")
+    def texts(call: Call) -> Any:
+        return "x" * (4 * MIB)
+
+    with offering(texts) as offer:
+        request = encode(Request("s", "texts", 20.0), arguments())
+        offer.link().send(memoryview(request))  # and reads nothing
+        eventually(lambda: offer.server._budget._replies > 4 * MIB, "the reply to be charged")
+
+
+def test_a_list_of_bans_that_cannot_be_read_costs_connections_and_no_thread() -> None:
+    broken = threading.Event()
+
+    def objects_to(node: str) -> str | None:
+        if broken.is_set():
+            raise OSError("the disk is gone")
+        return None
+
+    with offering(rank, num_threads=1, objects_to=objects_to) as offer:
+        assert call(offer.client("3"), "rank") == 3
+        broken.set()
+        eventually(lambda: not offer.num_clients, "the connection to be dropped")
+        broken.clear()
+        assert call(offer.client("4"), "rank") == 4
+
+
 def test_a_request_that_trickles_leaves_the_thread_to_others() -> None:
     with offering(rank, num_threads=1) as offer:
         link, is_over, begun = offer.link(), threading.Event(), threading.Event()
@@ -441,3 +478,17 @@ def test_a_budget_lets_requests_in_by_order() -> None:
     assert not budget.enter("e", 1)
     assert budget.leave("e") == []
     assert budget.leave("d") == []
+
+
+def test_small_requests_wait_for_replies_only() -> None:
+    budget: Budget[str] = Budget(10)
+    assert budget.enter("a", 10)
+    assert not budget.is_full
+    assert not budget.enter("b", 10)
+    budget.add("a", 10)
+    assert budget.is_full
+    assert not budget.enter_small("c")
+    assert not budget.enter_small("d")
+    assert budget.leave("c") == []  # it was dropped while it waited
+    assert budget.leave("a") == ["b", "d"]
+    assert budget.enter_small("e")
