@@ -172,10 +172,13 @@ class Training:
         strategy: Strategy,
         *,
         on_step: Callable[[Training], None] = lambda training: None,
+        error_feedback: bool = True,
         **options: Any,
     ) -> None:
         self.ctx, self.on_step = ctx, on_step
-        self.model = DDP(network(), ctx, compression=strategy, dense_below=50)
+        self.model = DDP(
+            network(), ctx, compression=strategy, dense_below=50, error_feedback=error_feedback
+        )
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
         x, y = batch(0, 0)
         self.job = ElasticLoop(
@@ -271,7 +274,7 @@ def test_a_newcomer_gets_the_matrices_of_powersgd() -> None:
 )
 @pytest.mark.parametrize(("first", "then"), [(3, 2), (2, 3), (3, 3)])
 def test_a_checkpoint_keeps_what_all_ranks_owe_in_a_world_of_any_size(
-    tmp_path: Path, first: int, then: int, strategy: Strategy
+    tmp_path: Path, first: int, then: int, strategy: Strategy, caplog: pytest.LogCaptureFixture
 ) -> None:
     def owed(trainings: list[Training]) -> dict[str, Any]:
         states = [each.model.compression.capture() for each in trainings]
@@ -285,7 +288,9 @@ def test_a_checkpoint_keeps_what_all_ranks_owe_in_a_world_of_any_size(
         assert list(training.job) == [], "all of it was trained"
         return training
 
-    after = run_world(then, resume)
+    with caplog.at_level(logging.INFO):
+        after = run_world(then, resume)
+    assert ("goes on with the residuals of 2 ranks, added up" in caplog.text) == (then < first)
     for (name, kept), (_, again) in zip(owed(before).items(), owed(after).items(), strict=True):
         np.testing.assert_allclose(again, kept, rtol=1e-5, atol=1e-6, err_msg=name)
         assert np.abs(kept).max() > 0
@@ -296,6 +301,22 @@ def test_a_checkpoint_keeps_what_all_ranks_owe_in_a_world_of_any_size(
         assert found.keys() == shared.keys()
         assert all(np.array_equal(q, shared[name]) for name, q in found.items())
     assert {each.job.parameter_hash() for each in after} == {before[0].job.parameter_hash()}
+
+
+def test_residuals_that_nothing_pays_are_said_to_be_dropped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    strategy, kept = TopK(0.1, chunk=64), str(tmp_path)
+    for each in run_world(2, lambda ctx: Training(ctx, strategy, checkpoint=kept).run()):
+        assert each.model.compression.has_residuals
+
+    def resume(ctx: DistributedContext) -> bool:
+        training = Training(ctx, strategy, checkpoint=kept, error_feedback=False)
+        assert list(training.job) == [], "all of it was trained"
+        return training.model.compression.has_residuals
+
+    assert run_world(2, resume) == [False, False]
+    assert "the residuals of the checkpoint are dropped" in caplog.text
 
 
 @pytest.mark.parametrize(

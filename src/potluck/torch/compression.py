@@ -244,6 +244,10 @@ class Compression:
             for name, part in self._parts(number)
         }
 
+    @property
+    def has_residuals(self) -> bool:
+        return bool(self._residuals)
+
     def capture_shared(self) -> dict[str, Matrix]:
         """What is equal on all ranks: PowerSGD's Q by parameter name, copies."""
         return {name: each.copy() for name, each in self._qs.items()}

@@ -297,6 +297,10 @@ class OuterStrategy:
             for index, offset in zip(part.bucket.parameters, part.bucket.offsets, strict=True)
         }
 
+    @property
+    def has_residuals(self) -> bool:
+        return bool(self._residuals)
+
     def restore_residuals(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Set the residuals to the sum of ``states``: what several ranks owe adds up."""
         self._residuals.clear()

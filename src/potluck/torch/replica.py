@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from potluck.torch.amp import GradScaler
 from potluck.torch.ddp import DistributedDataParallel
 from potluck.torch.outer import OuterStrategy, check_strategy, hyperparameters
 from potluck.torch.rng import capture_random, restore_random
+
+_log = logging.getLogger(__name__)
 
 
 class TorchReplica:
@@ -107,10 +110,21 @@ class TorchReplica:
 
     def restore_own(self, states: Sequence[State]) -> None:
         restore_random(states[0])
+        residuals = [each.get("residuals", {}) for each in states]
+        keeps = False
         if isinstance(self._model, DistributedDataParallel):
-            self._model.compression.restore([each.get("residuals", {}) for each in states])
+            self._model.compression.restore(residuals)
+            keeps = self._model.compression.has_residuals
         if self._outer is not None:
-            self._outer.restore_residuals([each.get("residuals", {}) for each in states])
+            self._outer.restore_residuals(residuals)
+            keeps = self._outer.has_residuals
+        owing = sum(map(bool, residuals))
+        if owing and not keeps:
+            _log.warning(
+                "the residuals of the checkpoint are dropped: no error feedback keeps them"
+            )
+        elif owing > 1:
+            _log.info("this rank goes on with the residuals of %d ranks, added up", owing)
 
     def fingerprint(self) -> str:
         """Of the parameters, and in data parallelism of the learning rates and their kin: a script
