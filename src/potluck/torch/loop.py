@@ -112,7 +112,7 @@ class ElasticLoop(elastic.ElasticLoop):
         if self._rehearsal is not None:
             strategy, checkpoint, callbacks = None, None, ()  # nothing is trained or written
         elif strategy == "auto":
-            strategy = planned(ctx)
+            strategy = planned(ctx, model)
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         for each in optimizers:
             if not isinstance(each, Optimizer):

@@ -42,17 +42,26 @@ def is_planning() -> bool:
     return bool(os.environ.get(VARIABLE))
 
 
+class Of(msgspec.Struct, frozen=True):
+    """What a plan is of."""
+
+    nodes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+
 class _Choice(msgspec.Struct):
     """What is taken from a plan file."""
 
     choice: str
     bucket_size_mb: float = BUCKET_SIZE_MB
+    measured: Of | None = None
 
 
-def planned(ctx: DistributedContext) -> DataParallel | LocalSGD | DiLoCo | Gossip:
+def planned(ctx: DistributedContext, model: nn.Module) -> DataParallel | LocalSGD | DiLoCo | Gossip:
     """What ``strategy="auto"`` means for the script of this process: the choice in its plan file.
 
-    ValueError, with the command that makes one, if there is none and this is no world of one.
+    ValueError, with the command that makes one, if there is none and this is no world of one. A
+    plan of one machine, or of another model, is taken with a warning.
     """
     script = getattr(sys.modules["__main__"], "__file__", None)
     path = None if script is None else plan_file(script)
@@ -66,11 +75,33 @@ def planned(ctx: DistributedContext) -> DataParallel | LocalSGD | DiLoCo | Gossi
         )
     try:
         plan = msgspec.json.decode(path.read_bytes(), type=_Choice)
-        return named(plan.choice).in_buckets(plan.bucket_size_mb).strategy
+        strategy = named(plan.choice).in_buckets(plan.bucket_size_mb).strategy
     except (msgspec.DecodeError, ValueError) as error:
         raise ValueError(
             f"{path.name} is no plan ({error}): make it anew with `potluck plan`"
         ) from None
+    if plan.measured is not None and ctx.rank == 0:
+        nodes = {member.node for member in ctx.members}
+        if doubt := doubt_of(plan.measured, len(nodes), _shapes_of(model)):
+            _log.warning("%s %s: make it anew with `potluck plan`", path.name, doubt)
+    return strategy
+
+
+def doubt_of(measured: Of, num_nodes: int, shapes: tuple[tuple[int, ...], ...]) -> str | None:
+    """Why a plan from these measurements says little about a model of these ``shapes`` on so many
+    machines."""
+    if measured.shapes != shapes:
+        return "is of another model"
+    if len(set(measured.nodes)) == 1 < num_nodes:
+        return (
+            f"was made on one machine, where no strategy is compared; this training has {num_nodes}"
+        )
+    return None
+
+
+def _shapes_of(model: nn.Module) -> tuple[tuple[int, ...], ...]:
+    """Of the gradients of ``model``, in its order."""
+    return tuple(tuple(p.shape) for p in model.parameters() if p.requires_grad)
 
 
 class Suggestion:
@@ -120,9 +151,8 @@ class Rehearsal:
     def finish(self) -> None:
         """Measure all else, report it, and end the script. A collective call."""
         steps = self._times[_WARM_STEPS:] or self._times or [1e-6]
-        shapes = tuple(tuple(p.shape) for p in self._model.parameters() if p.requires_grad)
         measured = measure(
-            *(self._ctx, shapes, statistics.median(steps)),
+            *(self._ctx, _shapes_of(self._model), statistics.median(steps)),
             shares="proportional" if self._is_proportional else "equal",
         )
         if self._ctx.rank == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,7 +37,7 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_plan_is_taken_by_its_name_for_a_strategy(ctx: DistributedContext, plan: Path) -> None:
     plan.write_text('{"choice": "local-sgd"}')
-    assert planning.planned(ctx) == LocalSGD(every=8)
+    assert planning.planned(ctx, nn.Linear(3, 1)) == LocalSGD(every=8)
     model = DDP(nn.Linear(3, 1), ctx)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     job = ElasticLoop(model, optimizer, (X,), batch_size=1, strategy="auto")
@@ -50,17 +51,34 @@ def test_a_plan_is_taken_by_its_name_for_a_strategy(ctx: DistributedContext, pla
 
 def test_a_plan_says_how_large_buckets_are(ctx: DistributedContext, plan: Path) -> None:
     plan.write_text('{"choice": "int4", "bucket_size_mb": 100}')
-    assert planning.planned(ctx) == DataParallel(Int(4), bucket_size_mb=100)
+    assert planning.planned(ctx, nn.Linear(3, 1)) == DataParallel(Int(4), bucket_size_mb=100)
+
+
+def test_a_plan_of_other_machines_or_of_another_model_is_taken_with_a_warning(
+    ctx: DistributedContext, plan: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    measured = {"nodes": ["attic"], "shapes": [[1, 3], [1]]}
+    plan.write_text(json.dumps({"choice": "plain", "measured": measured}))
+    assert planning.planned(ctx, nn.Linear(3, 1)) == DataParallel()
+    assert caplog.text == ""
+    assert planning.planned(ctx, nn.Linear(4, 1)) == DataParallel()
+    assert "train.plan.json is of another model: make it anew with `potluck plan`" in caplog.text
+    of = planning.Of(nodes=("attic", "attic"), shapes=((1, 3), (1,)))
+    assert planning.doubt_of(of, 1, of.shapes) is None
+    said = planning.doubt_of(of, 3, of.shapes)
+    assert said == "was made on one machine, where no strategy is compared; this training has 3"
+    both = planning.Of(nodes=("attic", "desk"), shapes=of.shapes)
+    assert planning.doubt_of(both, 3, of.shapes) is None
 
 
 def test_without_a_plan_auto_is_data_parallelism_where_nothing_is_sent(
     ctx: DistributedContext, plan: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not plan.exists()
-    assert planning.planned(ctx) == DataParallel()
+    assert planning.planned(ctx, nn.Linear(3, 1)) == DataParallel()
     monkeypatch.setattr(LocalBackend, "elastic", True)  # others may join
     with pytest.raises(ValueError, match=r"make one with `potluck plan train\.py`"):
-        planning.planned(ctx)
+        planning.planned(ctx, nn.Linear(3, 1))
 
 
 @pytest.mark.parametrize(
@@ -80,7 +98,7 @@ def test_without_a_plan_auto_is_data_parallelism_where_nothing_is_sent(
 def test_a_plan_that_is_none(ctx: DistributedContext, plan: Path, text: str, said: str) -> None:
     plan.write_text(text)
     with pytest.raises(ValueError, match=r"train\.plan\.json is no plan") as raised:
-        planning.planned(ctx)
+        planning.planned(ctx, nn.Linear(3, 1))
     assert said in str(raised.value)
     assert "make it anew with `potluck plan`" in str(raised.value)
 
