@@ -186,7 +186,7 @@ def trained(ctx: DistributedContext, strategy: TrainingStrategy) -> tuple[float,
 @pytest.fixture(scope="module")
 def alone() -> tuple[float, Any, list[float]]:
     """One worker that trains alone."""
-    return run_world(1, lambda ctx: trained(ctx, TrainingStrategy.DATA_PARALLEL))[0]
+    return run_world(1, lambda ctx: trained(ctx, TrainingStrategy.DATA_PARALLEL), timeout_s=120)[0]
 
 
 @pytest.mark.parametrize("strategy", TrainingStrategy)
@@ -195,7 +195,7 @@ def test_a_network_learns_the_digits_by_every_strategy(
 ) -> None:
     """Within two points of one worker that trains alone."""
     serial, shapes, _ = alone
-    results = run_world(2, lambda ctx: trained(ctx, strategy))
+    results = run_world(2, lambda ctx: trained(ctx, strategy), timeout_s=120)
     for accuracy, parameters, losses in results:
         assert accuracy > serial - 0.02 > 0.9
         assert losses[-1] < losses[0] / 3
