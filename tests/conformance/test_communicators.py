@@ -496,6 +496,49 @@ def test_scatter_of_parts_of_any_length(world: World) -> None:
     world.run(check)
 
 
+@pytest.mark.parametrize("wrong", ["counts", "parts", "nothing", "no array"])
+def test_a_mistake_of_the_root_is_told_to_all_and_the_group_goes_on(
+    world: World, wrong: str
+) -> None:
+    def check(ctx: DistributedContext) -> None:
+        size, root = ctx.world_size, ctx.world_size - 1
+        given: dict[str, Any] = {
+            "counts": {"parts": np.zeros(size + 1), "counts": [1] * size},
+            "parts": {"parts": [np.zeros(1)] * (size + 1)},
+            "nothing": {},
+            "no array": {"parts": ["text"] * size},
+        }[wrong]
+        if ctx.rank == root:
+            with pytest.raises((ValueError, TypeError)) as caught:
+                ctx.scatter_uneven(root=root, **given)
+            told = str(caught.value)
+        else:
+            with pytest.raises(ValueError, match="the root, can't scatter what it was given") as at:
+                ctx.scatter_uneven(root=root)
+            told = str(at.value)
+        expected = {"counts": "with the sum", "parts": "one part per rank", "nothing": "must pass"}
+        assert expected.get(wrong, "got str") in told
+        parts = [np.full(2, rank) for rank in range(size)] if ctx.rank == root else None
+        assert ctx.scatter_uneven(parts, root).tolist() == [ctx.rank] * 2
+
+    world.run(check)
+
+
+def test_a_part_of_another_dtype_than_like_is_not_the_next_ones(world: World) -> None:
+    def check(ctx: DistributedContext) -> None:
+        size = ctx.world_size
+        parts = [[np.full(3, value, np.int64)] * size for value in (1, 2)]
+        if ctx.rank == 0:
+            for each in parts:
+                ctx.scatter_uneven(each)
+            return
+        with pytest.raises(TypeError, match="the parts are int64, but like is float32"):
+            ctx.scatter_uneven(like=np.zeros(0, np.float32))
+        assert ctx.scatter_uneven().tolist() == [2, 2, 2]
+
+    world.run(check)
+
+
 def test_uneven_parts_are_apart_from_a_scripts_own_messages(world: World) -> None:
     def check(ctx: DistributedContext) -> None:
         if ctx.world_size == 1:

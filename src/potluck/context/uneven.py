@@ -21,6 +21,9 @@ MAX_DIMS = 8
 UNEVEN_TAG = 0
 
 _COLUMNS = 3 + MAX_DIMS
+_NUM_DIMS = 2
+"""The column of the number of dimensions; 0 if the root was given no parts."""
+_MAX_REASON_BYTES = 512
 
 
 class _Spec(NamedTuple):
@@ -126,29 +129,37 @@ class UnevenCollectives(Collectives):
         On ``root``, ``parts`` is a sequence of one array per rank, or one array that is cut along
         its first dimension into pieces of ``counts`` rows. On other ranks it is None, and the part
         is a new NumPy array, or an array like ``like`` (a tensor, for a tensor on its device).
-        ValueError on the root if the parts are not one per rank, or differ in dtype or in another
-        dimension than the first. The root sends each part once.
+        The root sends each part once. ValueError or TypeError, on all ranks, if the parts are not
+        one per rank, or differ in dtype or in another dimension than the first; TypeError if
+        ``like`` has another dtype. The group goes on.
         """
         root = self._checked_root(root)
         deadline = self._deadline(timeout)
         if self.rank == root:
-            given = [self._adapt(part, writable=False) for part in self._split(parts, counts)]
-            specs = _equal_parts([_spec(part, root) for part in given])
+            try:
+                given = [self._adapt(part, writable=False) for part in self._split(parts, counts)]
+                specs = _equal_parts([_spec(part, root) for part in given])
+            except (ValueError, TypeError) as error:
+                self._tell_mistake(root, error, deadline)
+                raise
             rows = np.array([spec.row() for spec in specs], np.int64)
         else:
             rows = np.zeros((self.world_size, _COLUMNS), np.int64)
         self.broadcast(rows, root, timeout=left_until(deadline))
+        if rows[self.rank, _NUM_DIMS] == 0:
+            self._raise_mistake(root, deadline)
         spec = _Spec.of_row(rows[self.rank])
         aside, left = self.communicator.aside(), left_until(deadline)
         if self.rank != root:
-            part = empty_like(_model(spec) if like is None else like, spec.shape)
+            # A part that does not fit ``like`` is taken all the same: it would be the next one's.
+            misfit = _misfit(like, spec)
+            part = empty_like(_model(spec) if like is None or misfit else like, spec.shape)
             room = self._adapt(part)
-            if _dtype_name(room) != spec.dtype:
-                raise TypeError(
-                    f"scatter_uneven: the parts are {spec.dtype}, but like is {_dtype_name(room)}"
-                )
             is_there = 0 not in spec.shape
             works = [aside.recv(room.array, root, UNEVEN_TAG, timeout_s=left)] if is_there else []
+            if misfit:
+                self._together("scatter_uneven", works, part, False, [room])
+                raise TypeError(misfit)
             return self._together("scatter_uneven", works, part, async_op, [room])
         works = [
             aside.send(part.array, rank, UNEVEN_TAG, timeout_s=left)
@@ -192,6 +203,23 @@ class UnevenCollectives(Collectives):
         )
         self.communicator.abort(error)
         raise error
+
+    def _tell_mistake(self, root: int, error: Exception, deadline: float) -> None:
+        """The root was given what it can't scatter: the others must not wait for parts."""
+        rows = np.zeros((self.world_size, _COLUMNS), np.int64)
+        self.broadcast(rows, root, timeout=left_until(deadline))
+        reason = np.zeros(_MAX_REASON_BYTES, np.uint8)
+        text = str(error).encode()[:_MAX_REASON_BYTES]
+        reason[: len(text)] = np.frombuffer(text, np.uint8)
+        self.broadcast(reason, root, timeout=left_until(deadline))
+
+    def _raise_mistake(self, root: int, deadline: float) -> NoReturn:
+        reason = np.zeros(_MAX_REASON_BYTES, np.uint8)
+        self.broadcast(reason, root, timeout=left_until(deadline))
+        text = reason.tobytes().rstrip(b"\0").decode(errors="replace")
+        raise ValueError(
+            f"scatter_uneven: rank {root}, the root, can't scatter what it was given: {text}"
+        )
 
     def _split(self, parts: Any, counts: Sequence[int] | None) -> list[Any]:
         if parts is None:
@@ -239,6 +267,16 @@ def _spec(part: Adapted, root: int = -1) -> _Spec:
 
 def _dtype_name(part: Adapted) -> str:
     return str(part.array.dtype).removeprefix("torch.")
+
+
+def _misfit(like: Any, spec: _Spec) -> str:
+    """Why the part of ``spec`` can't be an array like ``like``; empty if it can."""
+    if like is None:
+        return ""
+    dtype = str(getattr(like, "dtype", type(like).__name__)).removeprefix("torch.")
+    if dtype == spec.dtype:
+        return ""
+    return f"scatter_uneven: the parts are {spec.dtype}, but like is {dtype}"
 
 
 def _model(spec: _Spec) -> Any:
