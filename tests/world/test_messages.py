@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -57,3 +59,40 @@ def test_a_wait_for_a_message_has_a_deadline_and_ends_with_its_sender() -> None:
     for act in (wait, leave):
         with open_world("inproc", 2) as world:
             world.run(act)
+
+
+def test_a_thread_without_a_turn_keeps_its_deadline_and_the_group_goes_on() -> None:
+    def act(ctx: DistributedContext) -> None:
+        if ctx.rank == 1:
+            assert ctx.recv_message(0).payload == "go"
+            ctx.send_message("for the first", 0, tag=1)
+            return
+        inbox = ctx._present_inbox()
+        found: list[object] = []
+        first = threading.Thread(target=lambda: found.append(ctx.recv_message(1, tag=1).payload))
+        first.start()
+        while not inbox.lock.locked():
+            assert first.is_alive()
+        with pytest.raises(OperationTimeout, match=r"had no turn within 0\.2 s: another"):
+            ctx.recv_message(1, tag=2, timeout=0.2)
+        ctx.send_message("go", 1)
+        first.join(20)
+        assert found == ["for the first"]
+
+    with open_world("inproc", 2) as world:
+        world.run(act)
+
+
+def test_a_bound_that_is_none_costs_no_message() -> None:
+    def act(ctx: DistributedContext) -> None:
+        if ctx.rank == 1:
+            ctx.send_message("kept", 0)
+            return
+        with pytest.raises(TypeError, match="max_bytes is '1'"):
+            ctx.recv_message(1, max_bytes="1")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="max_bytes is -1"):
+            ctx.recv_message(1, max_bytes=-1)
+        assert ctx.recv_message(1).payload == "kept"
+
+    with open_world("inproc", 2) as world:
+        world.run(act)

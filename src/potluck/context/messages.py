@@ -6,7 +6,7 @@ import itertools
 import time
 from collections import deque
 from dataclasses import dataclass
-from threading import Lock
+from threading import TIMEOUT_MAX, Lock
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -16,7 +16,7 @@ from potluck.context.checks import checked_rank, checked_tag
 from potluck.context.neighbors import LAST_NEIGHBOR_TAG, NeighborCollectives
 from potluck.context.uneven import left_until
 from potluck.engine.work import Together
-from potluck.errors import Desync, PotluckError
+from potluck.errors import Desync, OperationTimeout, PotluckError
 from potluck.wire.payload import MAX_HEADER_BYTES, pack, unpack
 
 MAX_MESSAGE_BYTES = 1 << 30
@@ -115,13 +115,24 @@ class Messages(NeighborCollectives):
         new memory; tensors arrive on the CPU. Desync, which ends the group, if the arrays of the
         message take more than ``max_bytes`` together (by default 1 GiB; compared before memory is
         taken), or if more than 1,024 messages wait that no call has asked for. If several threads
-        receive, they take turns.
+        receive, they take turns: one that has no turn by its deadline gets an OperationTimeout, and
+        the group goes on. TypeError or ValueError for ``max_bytes`` that is no int of at least 0.
         """
+        if not isinstance(max_bytes, int) or max_bytes < 0:
+            kind = ValueError if isinstance(max_bytes, int) else TypeError
+            raise kind(f"max_bytes is {max_bytes!r}; it must be an int of at least 0")
         peer = checked_rank("src", src, self.world_size)
         wanted = tag if tag == -1 else checked_tag(tag)
         inbox, aside = self._present_inbox(), self.communicator.aside()
-        deadline = time.monotonic() + self._patience(timeout)
-        with inbox.lock:
+        patience = self._patience(timeout)
+        deadline = time.monotonic() + patience
+        if not inbox.lock.acquire(timeout=min(patience, TIMEOUT_MAX)):
+            raise OperationTimeout(
+                f"recv_message had no turn within {patience:g} s: another thread of this rank "
+                "waited for a message all the time",
+                operation="recv_message",
+            )
+        try:
             found = inbox.take(peer, wanted)
             while found is None:
                 words = np.zeros(len(_Envelope._fields), np.int64)
@@ -131,6 +142,8 @@ class Messages(NeighborCollectives):
                     self._refuse(work.source, f"{MAX_WAITING} messages that nobody receives")
                 inbox.waiting.append((work.source, _Envelope(*map(int, words))))
                 found = inbox.take(peer, wanted)
+        finally:
+            inbox.lock.release()
         source, envelope = found
         return Message(self._body(source, envelope, max_bytes, deadline), source, envelope.tag)
 
