@@ -12,6 +12,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,7 +62,7 @@ def planned(ctx: DistributedContext, model: nn.Module) -> DataParallel | LocalSG
     """What ``strategy="auto"`` means for the script of this process: the choice in its plan file.
 
     ValueError, with the command that makes one, if there is none and this is no world of one. A
-    plan of one machine, or of another model, is taken with a warning.
+    plan of other machines, or of another model, is taken with a warning.
     """
     script = getattr(sys.modules["__main__"], "__file__", None)
     path = None if script is None else plan_file(script)
@@ -82,21 +83,28 @@ def planned(ctx: DistributedContext, model: nn.Module) -> DataParallel | LocalSG
         ) from None
     if plan.measured is not None and ctx.rank == 0:
         nodes = {member.node for member in ctx.members}
-        if doubt := doubt_of(plan.measured, len(nodes), _shapes_of(model)):
+        if doubt := doubt_of(plan.measured, nodes, _shapes_of(model)):
             _log.warning("%s %s: make it anew with `potluck plan`", path.name, doubt)
     return strategy
 
 
-def doubt_of(measured: Of, num_nodes: int, shapes: tuple[tuple[int, ...], ...]) -> str | None:
-    """Why a plan from these measurements says little about a model of these ``shapes`` on so many
+def doubt_of(
+    measured: Of, nodes: Collection[str], shapes: tuple[tuple[int, ...], ...]
+) -> str | None:
+    """Why a plan from these measurements says little about a model of these ``shapes`` on these
     machines."""
     if measured.shapes != shapes:
         return "is of another model"
-    if len(set(measured.nodes)) == 1 < num_nodes:
+    then, now = set(measured.nodes), set(nodes)
+    if now == then or len(now) == 1:  # alone, a worker trains as it will when others join
+        return None
+    if len(then) == 1:
         return (
-            f"was made on one machine, where no strategy is compared; this training has {num_nodes}"
+            f"was made on one machine, where no strategy is compared; this training has {len(now)}"
         )
-    return None
+    if len(now) != len(then):
+        return f"was made on {len(then)} machines; this training begins on {len(now)}"
+    return "was made on other machines"
 
 
 def _shapes_of(model: nn.Module) -> tuple[tuple[int, ...], ...]:

@@ -64,11 +64,15 @@ def test_a_plan_of_other_machines_or_of_another_model_is_taken_with_a_warning(
     assert planning.planned(ctx, nn.Linear(4, 1)) == DataParallel()
     assert "train.plan.json is of another model: make it anew with `potluck plan`" in caplog.text
     of = planning.Of(nodes=("attic", "attic"), shapes=((1, 3), (1,)))
-    assert planning.doubt_of(of, 1, of.shapes) is None
-    said = planning.doubt_of(of, 3, of.shapes)
+    assert planning.doubt_of(of, {"desk"}, of.shapes) is None
+    said = planning.doubt_of(of, {"attic", "desk", "sofa"}, of.shapes)
     assert said == "was made on one machine, where no strategy is compared; this training has 3"
     both = planning.Of(nodes=("attic", "desk"), shapes=of.shapes)
-    assert planning.doubt_of(both, 3, of.shapes) is None
+    assert planning.doubt_of(both, {"desk", "attic"}, of.shapes) is None
+    assert planning.doubt_of(both, {"attic"}, of.shapes) is None
+    assert planning.doubt_of(both, {"desk", "sofa"}, of.shapes) == "was made on other machines"
+    said = planning.doubt_of(both, {"attic", "desk", "sofa"}, of.shapes)
+    assert said == "was made on 2 machines; this training begins on 3"
 
 
 def test_without_a_plan_auto_is_data_parallelism_where_nothing_is_sent(
