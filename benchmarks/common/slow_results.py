@@ -1,5 +1,5 @@
 """What follows from the cells of ``slow_networks.py``: predictions, claims, the page. Pure but for
-the page's file."""
+the page's file and picture."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 
 import msgspec
 
-from common import claims, timed
+from common import claims, slow_plot, timed
 from common.claims import Claim
 from common.networks import KINDS
 from potluck.bench.machine import heading
 from potluck.training.planner import Measured, Plan, make_plan, predict
 
 DOCS = Path(__file__).parents[2] / "docs" / "slow-networks.md"
+PICTURE = DOCS.parent / "assets" / "slow-networks.png"
 MARK, END_MARK = "<!-- measured -->", "<!-- end of measured -->"
 WITHIN, CHOSEN_WITHIN = 0.15, 1.05
 Row = dict[str, Any]
@@ -121,7 +122,8 @@ def _shares(by_size: Mapping[str, Sequence[bool]], noun: str) -> list[tuple[str,
 
 
 def into_docs(result: Mapping[str, Any]) -> None:
-    """Replace what stands between the marks of docs/slow-networks.md by the efficiencies."""
+    """Replace what stands between the marks of docs/slow-networks.md by the efficiencies, and draw
+    them."""
     where = "\n".join(f"    {line}" for line in heading(result["machine"]).splitlines())
     parts = [where]
     for size in timed.SIZES:
@@ -137,6 +139,7 @@ def into_docs(result: Mapping[str, Any]) -> None:
     start, end = page.index(MARK) + len(MARK), page.index(END_MARK)
     body = "\n\n".join(parts).replace("\n\n- ", "\n- ").replace("|\n- ", "|\n\n- ")
     DOCS.write_text(f"{page[:start]}\n{body}\n{page[end:]}")
+    slow_plot.draw(result, KINDS, PICTURE)
     print(f"written into {DOCS.name}")
 
 
