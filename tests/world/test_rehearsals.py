@@ -4,6 +4,7 @@ sizes."""
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 import msgspec
@@ -72,6 +73,17 @@ def test_the_gradients_of_a_stand_in_come_last_parameter_first() -> None:
     before = [weight.detach().clone() for weight in stand_in.weights]
     stand_in.drift()
     assert all((w != b).any() for w, b in zip(stand_in.weights, before, strict=True))
+
+
+def test_no_layer_of_a_stand_in_computes_while_a_hook_is_at_work() -> None:
+    """As in a real backward: what encodes a gradient is not hidden in the next layer's waits."""
+    stand_in = StandIn(SHAPES)
+    stand_in.backward_s = 0.05
+    for weight in stand_in.weights:
+        weight.register_post_accumulate_grad_hook(lambda _: time.sleep(0.02))
+    began = time.perf_counter()
+    torch.autograd.backward(stand_in())
+    assert time.perf_counter() - began >= 0.05 + len(SHAPES) * 0.02
 
 
 def test_a_strategy_sets_the_buckets_and_the_algorithm_of_its_model() -> None:

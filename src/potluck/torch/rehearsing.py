@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _WARM_S, _MOST_WARM = 0.5, 3
 """First tries, which make links and memory, are not counted: for so long, or so many."""
-_ENOUGH_S, _LEAST_TIMES, _MOST_TIMES = 0.8, 2, 8
+_ENOUGH_S, _LEAST_TIMES, _MOST_TIMES = 1.2, 3, 8
 """Then so long, or so often."""
 _DENSE_BELOW = 4096
 _VOTE, _REPORT = 6, 32  # float64
@@ -123,13 +123,13 @@ def _steps(
         compression,
         algorithm=strategy.algorithm,
     )
+    stand_in.backward_s = backward_s
     for step in itertools.count():
         compression.begin(step)
         stand_in.zero_grad()
         loss = stand_in()
         ctx.barrier(timeout=_WAIT_S)
         began = time.perf_counter()
-        stand_in.ends_at = began + backward_s, backward_s
         torch.autograd.backward(loss)
         _vote(ctx, _VOTE)
         yield Times(time.perf_counter() - began, 0.0)
@@ -169,29 +169,34 @@ def _vote(ctx: DistributedContext, size: int) -> None:
 
 class StandIn(nn.Module):
     """Parameters of these shapes, float32, whose gradients come one after the other, last ones
-    first, until the backward's waits end."""
+    first, each after its part of the backward's waits."""
 
     def __init__(self, shapes: tuple[tuple[int, ...], ...]) -> None:
         super().__init__()
         self.weights = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
-        self.ends_at = 0.0, 0.0
-        """When the backward ends, and how long it takes, in seconds."""
+        self.backward_s = 0.0
+        """Seconds that all waits of a backward take together."""
+        self._late_s = 0.0
         self._source = torch.randn(max(map(math.prod, shapes)))
 
     def forward(self) -> Tensor:
-        x, left = torch.ones(1, requires_grad=True), sum(p.numel() for p in self.weights)
-        total = max(1, left)
+        x, total = torch.ones(1, requires_grad=True), sum(p.numel() for p in self.weights)
         for weight in self.weights:
-            # When the gradient of this weight is made, all behind it are.
-            x = _Layer.apply(x, weight, self.gradient, left / total)  # type: ignore[no-untyped-call]
-            left -= weight.numel()
+            part = weight.numel() / max(1, total)
+            x = _Layer.apply(x, weight, self.gradient, part)  # type: ignore[no-untyped-call]
         return x.sum()
 
-    def gradient(self, weight: Tensor, done: float) -> Tensor:
-        """The gradient of ``weight``, when the part ``done`` of all backward has passed."""
+    def gradient(self, weight: Tensor, part: float) -> Tensor:
+        """The gradient of ``weight``, after ``part`` of the backward's waits.
+
+        Not at a moment that is set before: no layer computes while hooks on the gradient before it
+        are at work. A wait that took longer than it should shortens the next one.
+        """
+        began = time.perf_counter()
         made = self._source[: weight.numel()].view(weight.shape).clone()
-        end, length_s = self.ends_at
-        time.sleep(max(0.0, end - length_s * (1 - done) - time.perf_counter()))
+        due_s = self.backward_s * part - self._late_s
+        time.sleep(max(0.0, due_s - (time.perf_counter() - began)))
+        self._late_s = time.perf_counter() - began - due_s
         return made
 
     @torch.no_grad()
@@ -210,11 +215,11 @@ class _Layer(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         gradient: Callable[[Tensor, float], Tensor],
-        done: float,
+        part: float,
     ) -> Tensor:
-        ctx.weight, ctx.gradient, ctx.done = weight, gradient, done
+        ctx.weight, ctx.gradient, ctx.part = weight, gradient, part
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        return gradient, ctx.gradient(ctx.weight, ctx.done), None, None
+        return gradient, ctx.gradient(ctx.weight, ctx.part), None, None
