@@ -79,15 +79,20 @@ class _Layer(torch.autograd.Function):
 
 
 def cell_name(candidate: Candidate) -> str:
-    """A candidate's name, with the size of its buckets in MiB if it is not the usual one."""
-    is_usual = candidate == named(candidate.name)
-    return candidate.name if is_usual else f"{candidate.name}@{candidate.bucket_size_mb:g}"
+    """A candidate's name, with the size of its buckets in MiB, or the steps of its rounds, if they
+    are not the usual ones."""
+    if candidate == named(candidate.name):
+        return candidate.name
+    return f"{candidate.name}@{candidate.every or candidate.bucket_size_mb:g}"
 
 
 def candidate_of(name: str) -> Candidate:
     """The candidate of ``cell_name``."""
-    base, _, size_mb = name.partition("@")
-    return named(base).in_buckets(float(size_mb)) if size_mb else named(base)
+    base, _, form = name.partition("@")
+    usual = named(base)
+    if not form:
+        return usual
+    return usual.in_buckets(float(form)) if usual.every is None else usual.in_rounds_of(int(form))
 
 
 class TimedModel(nn.Module):

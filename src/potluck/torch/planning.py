@@ -55,6 +55,7 @@ class _Choice(msgspec.Struct):
 
     choice: str
     bucket_size_mb: float = BUCKET_SIZE_MB
+    every: int | None = None
     measured: Of | None = None
 
 
@@ -76,7 +77,7 @@ def planned(ctx: DistributedContext, model: nn.Module) -> DataParallel | LocalSG
         )
     try:
         plan = msgspec.json.decode(path.read_bytes(), type=_Choice)
-        strategy = named(plan.choice).in_buckets(plan.bucket_size_mb).strategy
+        choice = named(plan.choice).in_buckets(plan.bucket_size_mb).in_rounds_of(plan.every)
     except (msgspec.DecodeError, ValueError) as error:
         raise ValueError(
             f"{path.name} is no plan ({error}): make it anew with `potluck plan`"
@@ -85,7 +86,7 @@ def planned(ctx: DistributedContext, model: nn.Module) -> DataParallel | LocalSG
         nodes = {member.node for member in ctx.members}
         if doubt := doubt_of(plan.measured, nodes, _shapes_of(model)):
             _log.warning("%s %s: make it anew with `potluck plan`", path.name, doubt)
-    return strategy
+    return choice.strategy
 
 
 def doubt_of(

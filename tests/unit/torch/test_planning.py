@@ -49,7 +49,11 @@ def test_a_plan_is_taken_by_its_name_for_a_strategy(ctx: DistributedContext, pla
     assert len(job.losses) == 1  # one round of 8 steps
 
 
-def test_a_plan_says_how_large_buckets_are(ctx: DistributedContext, plan: Path) -> None:
+def test_a_plan_says_how_large_buckets_are_or_how_long_rounds(
+    ctx: DistributedContext, plan: Path
+) -> None:
+    plan.write_text('{"choice": "local-sgd", "every": 32}')
+    assert planning.planned(ctx, nn.Linear(3, 1)) == LocalSGD(every=32)
     plan.write_text('{"choice": "int4", "bucket_size_mb": 100}')
     assert planning.planned(ctx, nn.Linear(3, 1)) == DataParallel(Int(4), bucket_size_mb=100)
 
@@ -96,6 +100,8 @@ def test_without_a_plan_auto_is_data_parallelism_where_nothing_is_sent(
             "no strategy is called 'zip'; a plan knows plain, ",
         ),
         ('{"choice": ["plain"]}', "Expected `str`, got `array`"),
+        ('{"choice": "int4", "every": 8}', "int4 exchanges gradients in every step"),
+        ('{"choice": "diloco", "every": 0}', "a round has at least 1 step"),
         ('{"choice": "int4", "bucket_size_mb": -1}', "it must be positive and finite"),
     ],
 )

@@ -203,6 +203,27 @@ def test_an_exchange_on_its_way_is_hidden_by_the_steps_of_its_delay() -> None:
         assert found.step_s == pytest.approx(0.1 + (0.05 + seen_s) / 25)
 
 
+def test_rounds_are_as_long_as_the_network_asks_for_and_no_longer() -> None:
+    alone = group(2, compute_s=0.1)
+    diloco = named("diloco")
+    for way_s, every in ((0.4, 100), (0.7, 200), (1.0, 400), (9.0, 400)):
+        there = rehearsed(alone, rehearsal("diloco", alone.num_elements // 4, 0.05, way_s))
+        [found] = make_plan(there, (diloco,)).predictions
+        assert found.candidate.every == every
+        assert f"DiLoCo(every={every}, " in found.candidate.code
+        assert f"what changed in {every} steps" in found.candidate.changes
+        assert found.bytes_per_step == pytest.approx(
+            predict(there, diloco).bytes_per_step * 100 / every
+        )
+    assert diloco.in_rounds_of(100) is diloco
+    assert diloco.in_rounds_of(None) is diloco
+    assert named("gossip").in_rounds_of(3).code == 'Gossip("exponential", every=3)'
+    for each in CANDIDATES:
+        assert each.forms[0] is each
+    with pytest.raises(ValueError, match="int4 exchanges gradients in every step, and has no"):
+        named("int4").in_rounds_of(8)
+
+
 def test_without_a_rank_a_rehearsal_is_carried_over_by_the_model() -> None:
     alone = group(3, mbit=100, compute_s=0.2)
     tried = rehearsed(alone, rehearsal("plain", alone.num_elements, 9.0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from potluck.compressors import BF16, Int, PowerSGD, Strategy, TopK
@@ -11,6 +12,9 @@ BUCKET_SIZE_MB = 25.0
 """Of a DistributedDataParallel, unless it is told otherwise."""
 BUCKET_SIZES_MB = (BUCKET_SIZE_MB, 5.0, 100.0)
 """Those that a plan compares."""
+ROUNDS = {"local-sgd": (8, 16, 32), "diloco": (100, 200, 400), "sparse": (40, 80, 160)}
+"""By name: the steps of a round that a plan compares, the usual ones first. None shorter than
+those: that would change the mathematics little, and cost the network more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,12 @@ class Candidate:
         return own or BUCKET_SIZE_MB
 
     @property
+    def every(self) -> int | None:
+        """The number of steps in which all parameters are exchanged once; None if gradients are, in
+        every step."""
+        return None if isinstance(self.strategy, DataParallel) else self.strategy.every
+
+    @property
     def fragments(self) -> int:
         """In how many rounds all parameters are exchanged once."""
         return self.strategy.fragments if isinstance(self.strategy, DiLoCo) else 1
@@ -56,6 +66,66 @@ class Candidate:
         code = f"{self.code[:-1]}{comma}bucket_size_mb={size_mb:g})"
         return replace(self, code=code, strategy=replace(self.strategy, bucket_size_mb=size_mb))
 
+    def in_rounds_of(self, every: int | None) -> Candidate:
+        """The same with longer or shorter rounds; itself for the usual ones, and for None.
+
+        ValueError if that strategy has no such rounds."""
+        if every in {None, self.every}:
+            return self
+        if isinstance(self.strategy, DataParallel):
+            raise ValueError(f"{self.name} exchanges gradients in every step, and has no rounds")
+        return _IN_ROUNDS[self.name](every)
+
+    @property
+    def forms(self) -> tuple[Candidate, ...]:
+        """The same in the buckets or the rounds that a plan compares, the usual ones first."""
+        if isinstance(self.strategy, DataParallel):
+            return tuple(map(self.in_buckets, BUCKET_SIZES_MB))
+        return tuple(map(self.in_rounds_of, ROUNDS.get(self.name, (self.every,))))
+
+
+def _local_sgd(every: int) -> Candidate:
+    return Candidate(
+        "local-sgd",
+        f"LocalSGD(every={every})",
+        LocalSGD(every=every),
+        f"parameters are averaged every {every} steps, not gradients in each",
+    )
+
+
+def _gossip(every: int) -> Candidate:
+    return Candidate(
+        "gossip",
+        f'Gossip("exponential", every={every})',
+        Gossip("exponential", every=every),
+        f"each worker averages parameters of its own with its neighbours' every {every} steps",
+    )
+
+
+def _diloco(every: int) -> Candidate:
+    return Candidate(
+        "diloco",
+        f"DiLoCo(every={every}, fragments=4, delay=5, compression=Int(4))",
+        DiLoCo(every=every, fragments=4, delay=5, compression=Int(4)),
+        f"an outer optimizer applies what changed in {every} steps, a quarter at a time and late",
+    )
+
+
+def _sparse(every: int) -> Candidate:
+    return Candidate(
+        "sparse",
+        f"DiLoCo(every={every}, outer=SGD(1.0), compression=TopK(0.02, bits=2))",
+        DiLoCo(every=every, outer=SGD(1.0), compression=TopK(0.02, bits=2)),
+        f"the largest 2% of what changed in {every} steps are applied, the rest later",
+    )
+
+
+_IN_ROUNDS: dict[str, Callable[[int], Candidate]] = {
+    "local-sgd": _local_sgd,
+    "gossip": _gossip,
+    "diloco": _diloco,
+    "sparse": _sparse,
+}
 
 CANDIDATES = (
     Candidate("plain", "DataParallel()", DataParallel(), "nothing"),
@@ -95,30 +165,10 @@ CANDIDATES = (
         DataParallel(PowerSGD(4)),
         "gradients are replaced by matrices of rank 4; what is lost is sent later",
     ),
-    Candidate(
-        "local-sgd",
-        "LocalSGD(every=8)",
-        LocalSGD(every=8),
-        "parameters are averaged every 8 steps, not gradients in each",
-    ),
-    Candidate(
-        "gossip",
-        'Gossip("exponential", every=8)',
-        Gossip("exponential", every=8),
-        "each worker averages parameters of its own with its neighbours' every 8 steps",
-    ),
-    Candidate(
-        "diloco",
-        "DiLoCo(every=100, fragments=4, delay=5, compression=Int(4))",
-        DiLoCo(every=100, fragments=4, delay=5, compression=Int(4)),
-        "an outer optimizer applies what changed in 100 steps, a quarter at a time and late",
-    ),
-    Candidate(
-        "sparse",
-        "DiLoCo(every=40, outer=SGD(1.0), compression=TopK(0.02, bits=2))",
-        DiLoCo(every=40, outer=SGD(1.0), compression=TopK(0.02, bits=2)),
-        "the largest 2% of what changed in 40 steps are applied, the rest later",
-    ),
+    _local_sgd(8),
+    _gossip(8),
+    _diloco(100),
+    _sparse(40),
 )
 METHODS: dict[str, Strategy] = {
     candidate.name: candidate.compression

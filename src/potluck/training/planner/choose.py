@@ -6,12 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from potluck.training.planner.candidates import (
-    BUCKET_SIZES_MB,
-    CANDIDATES,
-    Candidate,
-    candidates_for,
-)
+from potluck.training.planner.candidates import CANDIDATES, Candidate, candidates_for
 from potluck.training.planner.measured import Measured
 from potluck.training.planner.predict import Prediction, predict
 
@@ -47,15 +42,15 @@ class Plan:
 
 
 def make_plan(measured: Measured, candidates: tuple[Candidate, ...] | None = None) -> Plan:
-    """Predict each candidate, by default all that make sense, in its best buckets, and choose the
-    one that changes the least of those fast enough."""
+    """Predict each candidate, by default all that make sense, in its best buckets or rounds, and
+    choose the one that changes the least of those fast enough."""
     if len(set(measured.nodes)) == 1:
         what = "all workers are on one machine, and share its memory"
         reason = "one worker sends nothing" if measured.world_size == 1 else what
         return Plan((), CANDIDATES[0], reason)
     if candidates is None:
         candidates = candidates_for(measured.nodes)
-    predictions = tuple(in_best_buckets(measured, each) for each in candidates)
+    predictions = tuple(_in_best_form(measured, each) for each in candidates)
     choice, reason = _choose(predictions)
     return Plan(
         predictions,
@@ -74,13 +69,18 @@ def _in_proportion_s(measured: Measured, choice: Prediction) -> float:
     return step_s if step_s * SLOWED < choice.step_s else 0.0
 
 
+def _in_best_form(measured: Measured, candidate: Candidate) -> Prediction:
+    """The prediction in the best buckets, or in the shortest rounds that are fast enough."""
+    if candidate.every is None:
+        return in_best_buckets(measured, candidate)
+    return _choose(tuple(predict(measured, each) for each in candidate.forms))[0]
+
+
 def in_best_buckets(measured: Measured, candidate: Candidate) -> Prediction:
-    """The prediction with buckets of the usual size, or of another that is clearly faster."""
-    usual, *others = (
-        predict(measured, each)
-        for each in dict.fromkeys(map(candidate.in_buckets, BUCKET_SIZES_MB))
-    )
-    best = min(others, key=lambda each: each.step_s, default=usual)
+    """The prediction of data parallelism with buckets of the usual size, or of another that is
+    clearly faster."""
+    usual, *others = (predict(measured, each) for each in candidate.forms)
+    best = min(others, key=lambda each: each.step_s)
     return best if best.step_s * AS_FAST < usual.step_s else usual
 
 

@@ -29,7 +29,7 @@ def in_other_buckets(measured: Measured) -> tuple[Candidate, ...]:
     those of which only parts were rehearsed: the network bounds these, whatever the buckets."""
     found = []
     for each in to_rehearse(measured):
-        if predict(measured, each).basis is Basis.REHEARSED:
+        if each.every is None and predict(measured, each).basis is Basis.REHEARSED:
             best = in_best_buckets(measured, each).candidate
             if best is not each:
                 found.append(best)
