@@ -16,9 +16,9 @@ namespaces of this machine, whose links have a rate (a token bucket), a delay an
 frame waits in a program, and each path has both). *Efficiency* is the time of a step that
 communicates nothing over the time of a step. A strategy of rounds is measured over whole rounds.
 *Predicted* is what ``potluck plan`` says of the strategy, by measurements and rehearsals in the
-same network just before; *auto* marks its choice. ``NAME@SIZE`` is a strategy in buckets of SIZE
-MiB, or in rounds of SIZE steps, measured where a plan prefers them. Cells whose bytes alone take longer than ``--longest``
-seconds a step are left out, and said so.
+same network; *auto* marks its choice. ``NAME@SIZE`` is a strategy in buckets of SIZE MiB, or in
+rounds of SIZE steps, measured where a plan prefers them. Cells whose bytes alone take longer than
+``--longest`` seconds a step are left out, and said so.
 Hosts share the cores of this machine: with more hosts than cores a rank has less than one core for
 encoding, encryption and copying, which makes these cells slower than as many machines would be.
 """

@@ -79,8 +79,14 @@ def test_no_layer_of_a_stand_in_computes_while_a_hook_is_at_work() -> None:
     """As in a real backward: what encodes a gradient is not hidden in the next layer's waits."""
     stand_in = StandIn(SHAPES)
     stand_in.backward_s = 0.05
+
+    def work(_: torch.Tensor) -> None:
+        end = time.perf_counter() + 0.02
+        while time.perf_counter() < end:
+            pass
+
     for weight in stand_in.weights:
-        weight.register_post_accumulate_grad_hook(lambda _: time.sleep(0.02))
+        weight.register_post_accumulate_grad_hook(work)
     began = time.perf_counter()
     torch.autograd.backward(stand_in())
     assert time.perf_counter() - began >= 0.05 + len(SHAPES) * 0.02
