@@ -68,6 +68,14 @@ def test_a_plan_trains_nothing_and_auto_trains_by_it(tmp_path: Path) -> None:
         assert "[0] trained 8 steps" in run.text
 
 
+def test_a_training_of_three_steps_has_a_plan(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN.replace("64, 20", "24, 20"))
+    with plan_command("--workers", "2", str(script)) as plan:
+        assert plan.finish() == 0, plan.text
+        assert "choice: DataParallel(): all workers are on one machine" in plan.text
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -45,11 +45,11 @@ def plan(
 ) -> None:
     """Measure SCRIPT for a few steps on all machines, and say which strategy would be fastest.
 
-    Nothing is trained: every worker takes 5 steps alone and ends inside its ElasticLoop; no
-    callback is called, and no checkpoint is read or written. What SCRIPT does before its loop is
+    Nothing is trained: every worker takes 5 to 25 steps alone and ends inside its ElasticLoop;
+    no callback is called, and no checkpoint is read or written. What SCRIPT does before its loop is
     done. Then come the links, in both directions, and what compressing costs on each machine, and
     each strategy is rehearsed: all workers send gradients of the model's sizes, or of a part of it
-    where that takes long. This takes half a minute to two minutes.
+    where that takes long. This takes half a minute, on slow links up to four.
 
     The table has a row for each strategy, those that change the least first: the predicted time of
     a step (~ where only a part was rehearsed), how much of it is computation (the efficiency), the

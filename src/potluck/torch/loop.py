@@ -184,8 +184,8 @@ class ElasticLoop(elastic.ElasticLoop):
                     self.ctx.abort(error)
                     raise
                 yield samples
-                if rehearsal is not None and rehearsal.end():
-                    break
+                if rehearsal is not None and (rehearsal.end() or self.done):
+                    break  # before replicas are compared, which were trained apart
             if self._rehearsal is not None:
                 self._rehearsal.finish()
         finally:

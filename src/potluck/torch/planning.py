@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 from torch import nn
 
 from potluck.torch.measuring import measure
@@ -29,7 +30,10 @@ from potluck.training.strategies import DataParallel, DiLoCo, Gossip, LocalSGD
 if TYPE_CHECKING:
     from potluck.context import DistributedContext
 
-NUM_STEPS = 5
+NUM_STEPS, _MOST_STEPS = 5, 25
+"""At least, and at most."""
+_ENOUGH_S = 0.5
+"""Steps are enough after so long: few short ones would be measured with what else runs."""
 _WARM_STEPS = 1
 _LOOKED_AT = 5
 """Steps, before anything is suggested."""
@@ -145,6 +149,7 @@ class Rehearsal:
         self._ctx, self._model = ctx, model
         self._is_proportional = policy is not None and policy.shares is not None
         self._times: list[float] = []
+        self._num_steps = NUM_STEPS
         self._began = self._waited_s = 0.0
 
     def begin(self) -> None:
@@ -152,16 +157,23 @@ class Rehearsal:
         self._began, self._waited_s = time.perf_counter(), self._ctx.waited_s
 
     def end(self) -> bool:
-        """The step has ended; whether these were enough."""
+        """The step has ended; whether these were enough. Equal on all ranks."""
         waited_s = self._ctx.waited_s - self._waited_s
         self._times.append(max(1e-6, time.perf_counter() - self._began - waited_s))
-        return len(self._times) >= NUM_STEPS
+        if len(self._times) == NUM_STEPS:
+            longest = np.array([self._step_s])
+            self._ctx.all_reduce(longest, "max")
+            self._num_steps = min(_MOST_STEPS, max(NUM_STEPS, round(_ENOUGH_S / longest[0])))
+        return len(self._times) >= self._num_steps
+
+    @property
+    def _step_s(self) -> float:
+        return statistics.median(self._times[_WARM_STEPS:] or self._times or [1e-6])
 
     def finish(self) -> None:
         """Measure all else, report it, and end the script. A collective call."""
-        steps = self._times[_WARM_STEPS:] or self._times or [1e-6]
         measured = measure(
-            *(self._ctx, _shapes_of(self._model), statistics.median(steps)),
+            *(self._ctx, _shapes_of(self._model), self._step_s),
             shares="proportional" if self._is_proportional else "equal",
         )
         if self._ctx.rank == 0:

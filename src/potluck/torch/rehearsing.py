@@ -82,24 +82,28 @@ def _rehearsed(
 
 
 def _timed(ctx: DistributedContext, tries: Iterator[Times]) -> Times:
-    """The medians of several tries, of the slowest rank in each."""
-    _slowest(ctx, tries, 1, _MOST_WARM, _WARM_S)
-    own, way = zip(*_slowest(ctx, tries, _LEAST_TIMES, _MOST_TIMES, _ENOUGH_S), strict=True)
+    """The medians of several tries."""
+    _tried(ctx, tries, 1, _MOST_WARM, _WARM_S)
+    own, way = zip(*_tried(ctx, tries, _LEAST_TIMES, _MOST_TIMES, _ENOUGH_S), strict=True)
     return Times(statistics.median(own), statistics.median(way))
 
 
-def _slowest(
+def _tried(
     ctx: DistributedContext, tries: Iterator[Times], least: int, most: int, enough_s: float
 ) -> list[Times]:
-    """The times of the slowest rank in each try, of which there are enough after ``enough_s``."""
+    """The times of each try, of which there are enough after ``enough_s``: the mean of the ranks.
+
+    They end together, but begin apart, by the latency of a barrier's last message, as steps do that
+    follow each other: a rank that begins early waits for the others as much longer.
+    """
     found: list[Times] = []
     began = time.perf_counter()
     passed_s = 0.0
     while len(found) < least or (len(found) < most and passed_s < enough_s):
         mine = [*next(tries), time.perf_counter() - began]
         gathered = ctx.all_gather(np.array([mine]), timeout=_WAIT_S).reshape(ctx.world_size, -1)
-        own_s, way_s, passed_s = gathered.max(axis=0).tolist()
-        found.append(Times(own_s, way_s))
+        found.append(Times(*gathered[:, :2].mean(axis=0).tolist()))
+        passed_s = float(gathered[:, 2].max())
     return found
 
 
@@ -131,7 +135,7 @@ def _steps(
         ctx.barrier(timeout=_WAIT_S)
         began = time.perf_counter()
         torch.autograd.backward(loss)
-        _vote(ctx, _VOTE)
+        _vote(ctx)
         yield Times(time.perf_counter() - began, 0.0)
     assert reducer.enabled  # it lives as long as its steps
 
@@ -151,20 +155,21 @@ def _exchanges(ctx: DistributedContext, stand_in: StandIn, strategy: Any) -> Ite
         ctx.barrier(timeout=_WAIT_S)
         began = time.perf_counter()
         outer.close(number, whole=False)
-        _vote(ctx, _REPORT)
+        reports = ctx.all_gather(np.zeros(_REPORT), timeout=_WAIT_S, async_op=True)
         wait = outer.start(ctx, number, 1 / ctx.world_size, _WAIT_S)
         started = time.perf_counter()
+        reports.wait()
         wait()
         arrived = time.perf_counter()
-        _vote(ctx, _VOTE)
+        _vote(ctx)
         outer.apply(number, 1.0, delayed=outer.delay > 0)
         way_s = arrived - started
         yield Times(time.perf_counter() - began - way_s, way_s)
 
 
-def _vote(ctx: DistributedContext, size: int) -> None:
-    """As long as a vote or a report of a round."""
-    ctx.all_gather(np.zeros(size), timeout=_WAIT_S)
+def _vote(ctx: DistributedContext) -> None:
+    """As long as the vote of a step or a round."""
+    ctx.all_gather(np.zeros(_VOTE), timeout=_WAIT_S)
 
 
 class StandIn(nn.Module):

@@ -269,10 +269,10 @@ def test_what_takes_long_is_rehearsed_in_two_parts() -> None:
     assert parts(fast, named("plain")) == (total,)
     assert parts(fast, named("diloco")) == (total // 4,)
     small, large = parts(slow, named("plain"))
-    assert small == large // 3
+    assert small == large // 4
     assert large < total / 5
     took_s = times_of(slow, named("plain"), large).own_s + slow.part(large).step_compute_s
-    assert 0.7 < took_s < 1.3
+    assert 1.0 < took_s < 2.0
     assert parts(slow, named("topk")) == (total,)
     # A computation of minutes is not waited for either.
     assert parts(group(2, mbit=1000, compute_s=200.0), named("plain"))[-1] < total / 50
@@ -280,7 +280,7 @@ def test_what_takes_long_is_rehearsed_in_two_parts() -> None:
     large = group(2, mbit=10**6, latency_s=0.0, shapes=((1 << 14, 1 << 12),) * 4, copy_s=0.0)
     quick = dict.fromkeys(METHODS, 0.0)
     large = msgspec.structs.replace(large, encode_s=quick, decode_s=quick)
-    assert parts(large, named("bf16")) == ((1 << 25) // 3, 1 << 25)
+    assert parts(large, named("bf16")) == (1 << 23, 1 << 25)
     assert to_rehearse(group(2, nodes=("one", "one"))) == ()
 
 

@@ -9,11 +9,11 @@ from potluck.training.planner.model import times_of
 from potluck.training.planner.predict import Basis, predict, whole
 from potluck.training.strategies import DataParallel
 
-LONGEST_S = 1.0
+LONGEST_S = 1.5
 """A step, or an exchange, that the model takes for longer is rehearsed in two parts."""
 MOST_ELEMENTS = 1 << 25
 """And so is a larger model: a rehearsal needs up to eight arrays of this many float32, 1 GiB."""
-_SMALLER = 3
+_SMALLER = 4
 """How many times as large the larger part is."""
 _LEAST_ELEMENTS = 1024
 
