@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from potluck.services.busy import BusyWait
 from potluck.services.channel import Channel, State
 from potluck.services.memory import Blocks
 from potluck.system import wait_readable, wait_ready
@@ -27,6 +28,7 @@ class Connection:
         self._channel: Channel[Reply] = Channel(link, Reply, max_bytes, memory)
         self._fd = link.fileno()
         self._wait_readable = wait_readable(self._fd)
+        self._busy = BusyWait(self._fd)
 
     def is_intact(self) -> bool:
         """Whether the server, which has nothing to say between calls, has not hung up."""
@@ -39,7 +41,10 @@ class Connection:
         channel.put(request, packed)
         while not channel.send():
             wait_ready(self._fd, write=True, timeout_s=_patience(deadline))
-        self._wait_readable(_patience(deadline))
+        sent_at = time.monotonic()
+        if not self._busy.run():
+            self._wait_readable(_patience(deadline))
+            self._busy.note(time.monotonic() - sent_at)
         while (state := channel.receive()) is not State.COMPLETE:
             if state is State.WAITING:
                 self._wait_readable(_patience(deadline))

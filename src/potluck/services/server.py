@@ -2,7 +2,8 @@
 
 All threads wait for all connections (``poller.py``). The thread that is told of a connection goes
 on with it: receives, runs the method, replies. So a call passes through no queue between threads,
-nobody else wakes up for it, and a connection that has sent half a request costs no thread. A
+nobody else wakes up for it, and a connection that has sent half a request costs no thread. Behind
+the reply one thread at a time waits busily for the next request of a client that is quick. A
 connection has one call at a time; its next request is not read before the reply has left, so a
 client that stops reading stops only itself.
 """
@@ -21,6 +22,7 @@ from potluck.backends.doors import Caller
 from potluck.background import start_thread
 from potluck.errors import PotluckError, ProtocolError, SecurityError
 from potluck.services.budget import Budget
+from potluck.services.busy import BusyWait
 from potluck.services.channel import SMALL_BYTES, Channel, State
 from potluck.services.definition import Call, Service
 from potluck.services.memory import Blocks
@@ -51,6 +53,7 @@ class _Client:
 
     __slots__ = (
         "answer",
+        "busy",
         "caller",
         "channel",
         "due",
@@ -58,6 +61,7 @@ class _Client:
         "is_charged",
         "is_replying",
         "moved_at",
+        "replied_at",
         "welcome_at",
     )
 
@@ -65,6 +69,7 @@ class _Client:
         self.channel = channel
         self.caller = caller
         self.fd = channel.link.fileno()
+        self.busy = BusyWait(self.fd)
         self.is_charged = False
         """Bytes of it are in the budget."""
         self.is_replying = False
@@ -73,6 +78,7 @@ class _Client:
         self.answer: Answer | None = None
         """What a Future has ended with, and is to be replied now."""
         self.moved_at = time.monotonic()
+        self.replied_at = 0.0
         self.welcome_at = 0.0
         """When the list of bans was last asked."""
 
@@ -143,6 +149,7 @@ class Server:
         self._clients: set[_Client] = set()
         self._ready: deque[_Client] = deque()
         """Those that wait for nothing but a thread."""
+        self._waiting_busily = threading.Lock()
         self._swept_at = time.monotonic()
         self._threads: list[threading.Thread] = []
         self._is_closed = False
@@ -227,7 +234,11 @@ class Server:
             if client is None:
                 continue
             try:
-                self._go_on(client)
+                leave_at = time.monotonic() + _STAY_S
+                while self._go_on(client):
+                    if time.monotonic() > leave_at:
+                        self._park(client)
+                        break
             except PotluckError as error:
                 self._drop(client, error)
             except Exception as error:
@@ -307,20 +318,22 @@ class Server:
 
     # -- one connection
 
-    def _go_on(self, client: _Client) -> None:
-        """Go on with the call of ``client`` as far as its bytes flow."""
+    def _go_on(self, client: _Client) -> bool:
+        """Go on with the call of ``client`` as far as its bytes flow. Whether its next request has
+        come."""
         if not client.is_replying:
             if client.due is None and client.answer is None and not self._receive(client):
-                return
+                return False
             if client.due is not None:
                 answer = self._answer(client, client.due)
                 if isinstance(answer.result, Future):
-                    return self._defer(client, answer)
+                    self._defer(client, answer)
+                    return False
             else:
                 assert client.answer is not None
                 answer, client.answer = client.answer, None
             self._reply(client, answer)
-        self._send(client)
+        return self._send(client)
 
     def _receive(self, client: _Client) -> bool:
         """Whether the request is complete, and its method may run or its answer is known. If not,
@@ -343,6 +356,7 @@ class Server:
                     return False
             elif self._budget.is_full and not self._budget.enter_small(client):
                 return False
+        client.busy.note(client.moved_at - client.replied_at)
         head = channel.head
         queue = self._queues.get(head.service)
         if queue is None or head.method not in queue.service.methods:
@@ -352,18 +366,33 @@ class Server:
         client.due = queue
         return queue.enter(client)
 
-    def _send(self, client: _Client) -> None:
-        """Send the reply. The next request can't have come yet."""
+    def _send(self, client: _Client) -> bool:
+        """Send the reply. Whether the next request has come, which can't be while it leaves."""
         leave_at = time.monotonic() + _STAY_S
         while not client.channel.send():
             client.moved_at = time.monotonic()
             if not self._flows(client, leave_at):
-                return self._park(client)
+                self._park(client)
+                return False
         client.is_replying = False
         if client.is_charged:
             client.is_charged = False
             self._ready.extend(self._budget.leave(client))
+        client.replied_at = time.monotonic()
+        if self._comes_at_once(client):
+            return True
         self._park(client)
+        return False
+
+    def _comes_at_once(self, client: _Client) -> bool:
+        """Whether the next request of ``client``, if it is quick, comes while this thread waits
+        busily for it; no other thread does at that time, and nothing else is to be done."""
+        if not client.busy.is_due or not self._waiting_busily.acquire(blocking=False):
+            return False
+        try:
+            return client.busy.run(lambda: self._ready or self._is_closed)
+        finally:
+            self._waiting_busily.release()
 
     def _answer(self, client: _Client, queue: _Queue) -> Answer:
         """Run the method that is due."""

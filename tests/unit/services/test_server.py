@@ -18,14 +18,14 @@ import pytest
 
 from potluck.backends.doors import Caller
 from potluck.errors import LinkError, ServiceLost
-from potluck.services import Call, service
+from potluck.services import Call, busy, service
 from potluck.services.budget import Budget
 from potluck.services.channel import Channel, State
 from potluck.services.client import Remote
 from potluck.services.definition import services_of
 from potluck.services.memory import Blocks
 from potluck.services.pool import Connection
-from potluck.services.server import Server
+from potluck.services.server import CLOSE_S, Server
 from potluck.system import wait_ready
 from potluck.transport.bulk import BulkLink, socket_pair
 from potluck.wire.payload import Packed, pack
@@ -94,6 +94,33 @@ def arguments(*args: Any) -> Packed:
 @service("s", concurrent=True)
 def rank(call: Call) -> int:
     return call.rank
+
+
+def test_a_quick_client_without_end_leaves_the_only_thread_to_others_and_to_close(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(busy, "_HAS_OTHERS", True)
+    monkeypatch.setattr(busy, "_QUICK_S", LATE_S)
+    monkeypatch.setattr(busy, "LONGEST_S", LATE_S)
+    is_over = threading.Event()
+    with offering(rank, num_threads=1) as offer:
+        quick, other = offer.client("1"), offer.client("2")
+
+        def call_without_end() -> None:
+            with contextlib.suppress(LinkError):
+                while not is_over.is_set():
+                    call(quick, "rank")
+
+        thread = threading.Thread(target=call_without_end)
+        thread.start()
+        for _ in range(3):
+            assert call(other, "rank") == 2
+        began = time.monotonic()
+        offer.server.close()
+        assert time.monotonic() - began < CLOSE_S
+        is_over.set()
+        thread.join(LATE_S)
+        assert not thread.is_alive()
 
 
 def test_before_a_method_a_caller_may_be_refused() -> None:
