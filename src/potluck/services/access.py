@@ -9,10 +9,10 @@ from typing import Any
 
 from potluck.backends.doors import Caller, Door
 from potluck.errors import ConfigurationError, LinkError, PotluckError, UnknownService
-from potluck.services.client import Remote
+from potluck.services.client import Remote, pool_of
 from potluck.services.definition import services_of
 from potluck.services.memory import Blocks
-from potluck.services.pool import Connection
+from potluck.services.pool import Connection, Pool
 from potluck.services.server import Server
 from potluck.transport.bulk import BulkLink
 from potluck.types import Group, Member
@@ -51,7 +51,7 @@ class Services:
             memory=self._memory,
             objects_to=(lambda node: None) if door is None else door.objects_to,
         )
-        self._remotes: weakref.WeakSet[Remote] = weakref.WeakSet()
+        self._pools: weakref.WeakSet[Pool] = weakref.WeakSet()
         if door is not None:
             door.open(self._objection, self._server.take)
 
@@ -87,13 +87,13 @@ class Services:
             max_bytes=self._max_bytes,
             memory=self._memory,
         )
-        self._remotes.add(remote)
+        self._pools.add(pool_of(remote))
         return remote
 
     def close(self) -> None:
         """End all connections. Idempotent."""
-        for remote in list(self._remotes):
-            remote.close()
+        for pool in list(self._pools):
+            pool.close()
         self._server.close()
 
     # -- inside

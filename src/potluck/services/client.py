@@ -79,6 +79,12 @@ class Remote:
         self._callee.pool.close()
 
 
+def pool_of(remote: Remote) -> Pool:
+    """The connections of ``remote``, which its methods keep as well. (A function, because the
+    attributes of a Remote are the service's methods.)"""
+    return remote._callee.pool
+
+
 class _Callee:
     """The service that a ``Remote`` calls."""
 

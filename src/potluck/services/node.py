@@ -15,10 +15,11 @@ from potluck.cluster.links.local import running_agent
 from potluck.cluster.names import is_node_id
 from potluck.cluster.trust.credentials import load_node_credentials
 from potluck.errors import ConfigurationError, LinkError, Refused, UnknownService
-from potluck.services.client import Remote
+from potluck.services.client import Remote, pool_of
 from potluck.services.definition import Service, services_of
 from potluck.services.memory import Blocks
 from potluck.services.own_agent import OwnAgent
+from potluck.services.pool import Pool
 from potluck.services.server import Server
 from potluck.settings import load_settings
 from potluck.transport.acceptor import Limits
@@ -69,7 +70,7 @@ class NodeServices:
             memory=self._memory,
             objects_to=self._credentials.objects_to,
         )
-        self._remotes: weakref.WeakSet[Remote] = weakref.WeakSet()
+        self._pools: weakref.WeakSet[Pool] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._listener: Listener | None = None
         self._failure: BaseException | None = None
@@ -145,7 +146,7 @@ class NodeServices:
             max_bytes=self._settings.max_call_bytes,
             memory=self._memory,
         )
-        self._remotes.add(remote)
+        self._pools.add(pool_of(remote))
         return remote
 
     def wait(self) -> None:
@@ -169,8 +170,8 @@ class NodeServices:
         """End all connections. Other machines find the services no more. Idempotent."""
         self._over.set()
         self._agent.close()
-        for remote in list(self._remotes):
-            remote.close()
+        for pool in list(self._pools):
+            pool.close()
         with self._lock:
             listener = self._listener
         if listener is not None:

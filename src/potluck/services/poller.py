@@ -116,7 +116,7 @@ if sys.platform == "linux":
 
         def forget(self, fd: int) -> None:
             # The kernel would do it, were it not for forked processes that keep the socket open.
-            with contextlib.suppress(FileNotFoundError, ValueError):
+            with contextlib.suppress(OSError, ValueError):  # it is not watched
                 self._epoll.unregister(fd)
 
         def wait(self, timeout_s: float) -> int | None:

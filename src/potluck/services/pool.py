@@ -109,10 +109,9 @@ class Pool:
 
     def give_back(self, connection: Connection | None) -> None:
         """A call has ended; None if its connection is of no use any more."""
-        if connection is not None and self._is_closed:
-            connection.close()
-            connection = None
         self._free.insert(len(self._free) if connection else 0, connection)
+        if connection is not None and self._is_closed:  # asked last: ``close`` may have run
+            self.close()
         if self._num_waiting:
             with self._changed:
                 self._changed.notify()

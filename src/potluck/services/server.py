@@ -39,6 +39,7 @@ STALL_S = 30.0
 CLOSE_S = 5.0
 
 _SWEEP_S = 1.0
+_PAUSE_S = 0.1
 _FLOW_S = 0.005
 _STAY_S = 0.05
 """How long a thread stays with one connection whose bytes flow; then others have their turn."""
@@ -187,13 +188,19 @@ class Server:
     def take(self, link: BulkLink, caller: Caller) -> None:
         """Serve a connection whose greeting has ended."""
         client = _Client(Channel(link, Request, self._max_bytes, self._memory), caller)
-        with self._lock:
-            if self._is_closed:
-                link.close()
-                return
-            self._clients.add(client)
-            self._start_threads()
-            self._park(client)
+        try:
+            with self._lock:
+                if self._is_closed:
+                    link.close()
+                    return
+                self._clients.add(client)
+                self._start_threads()
+                self._park(client)
+        except Exception:
+            with self._lock:
+                self._clients.discard(client)
+            link.close()
+            raise
 
     def close(self) -> None:
         """End all connections, and the threads. A method that runs, and its reply, are waited for,
@@ -251,13 +258,23 @@ class Server:
         try:
             return self._ready.popleft()
         except IndexError:
-            fd = self._poller.wait(_SWEEP_S)
+            fd = self._wait()
         if time.monotonic() - self._swept_at > _SWEEP_S:
             self._sweep()
         if fd is None:
             return None
         with self._parking:
             return self._parked.pop(fd, None)  # None: it was dropped meanwhile
+
+    def _wait(self) -> int | None:
+        """A connection that is ready. A failure of the poller, as if the system were out of memory,
+        costs time and no thread."""
+        try:
+            return self._poller.wait(_SWEEP_S)
+        except OSError:
+            _log.exception("the connections of services can't be waited for")
+            time.sleep(_PAUSE_S)
+            return None
 
     def _share(self) -> None:
         """This thread may take a while: let another one go on with what is ready."""
@@ -305,7 +322,11 @@ class Server:
             return client.channel.close()
         with self._parking:
             self._parked[client.fd] = client
-            self._poller.watch(client.fd, write=client.is_replying)
+            try:
+                self._poller.watch(client.fd, write=client.is_replying)
+            except Exception:
+                del self._parked[client.fd]  # no notice of it comes
+                raise
 
     def _flows(self, client: _Client, leave_at: float) -> bool:
         """Whether the bytes of a call go on at once. While they do, its thread stays with it until

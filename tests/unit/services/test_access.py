@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import time
+
 import pytest
 
 from potluck.backends.doors import Caller, LocalDoor, LocalDoors, Objection, Take
@@ -113,3 +117,19 @@ def test_the_error_tells_what_a_rank_said_before_it_fell_silent() -> None:
         caller.connect("another", 0, 0.1)
     for each in (caller, server):
         each.close()
+
+
+def test_close_ends_the_connections_of_a_remote_of_which_a_method_is_kept() -> None:
+    doors = LocalDoors()
+    server = services(doors, group_of("0", "0", "1"))
+    server.serve(rank)
+    member = services(doors, group_of("1", "0", "1"))
+    method = member.connect("s", 0, 5.0).rank
+    gc.collect()  # the Remote itself is gone
+    assert method() == 1
+    member.close()
+    deadline, tick = time.monotonic() + 20.0, threading.Event()
+    while server._server._clients:
+        assert time.monotonic() < deadline, "the connection is still open"
+        tick.wait(0.01)
+    server.close()

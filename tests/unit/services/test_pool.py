@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -156,3 +157,25 @@ def test_an_error_in_a_look_at_a_connection_costs_no_place() -> None:
     for connection in both:
         made.pool.give_back(connection)
     made.close()
+
+
+def test_a_connection_that_is_given_back_while_the_pool_closes_is_closed() -> None:
+    made = Dialled()
+    connection = made.pool.take(soon())
+
+    class ClosedMeanwhile(list[Connection | None]):
+        """Another thread closes the pool just before the first insertion."""
+
+        is_first = True
+
+        def insert(self, position: Any, item: Connection | None) -> None:
+            if self.is_first:
+                self.is_first = False
+                made.pool.close()
+            super().insert(position, item)
+
+    made.pool._free = ClosedMeanwhile(made.pool._free)
+    made.pool.give_back(connection)
+    assert made.num_open() == 0
+    assert len(made.pool._free) == 2
+    made.close_ends()

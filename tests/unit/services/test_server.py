@@ -19,13 +19,15 @@ import pytest
 from potluck.backends.doors import Caller
 from potluck.errors import LinkError, ServiceLost
 from potluck.services import Call, busy, service
+from potluck.services import server as server_module
 from potluck.services.budget import Budget
 from potluck.services.channel import Channel, State
 from potluck.services.client import Remote
 from potluck.services.definition import services_of
 from potluck.services.memory import Blocks
+from potluck.services.poller import Poller, poller
 from potluck.services.pool import Connection
-from potluck.services.server import CLOSE_S, Server
+from potluck.services.server import CLOSE_S, NUM_THREADS, Server
 from potluck.system import wait_ready
 from potluck.transport.bulk import BulkLink, socket_pair
 from potluck.wire.payload import Packed, pack
@@ -519,3 +521,44 @@ def test_small_requests_wait_for_replies_only() -> None:
     assert budget.leave("c") == []  # it was dropped while it waited
     assert budget.leave("a") == ["b", "d"]
     assert budget.enter_small("e")
+
+
+def test_a_failure_of_the_poller_ends_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed: set[int] = set()
+
+    def flaky() -> Poller:
+        made = poller()
+        wait = made.wait
+
+        def fails_first(timeout_s: float) -> int | None:
+            if (me := threading.get_ident()) not in failed:
+                failed.add(me)
+                raise OSError("out of memory")
+            return wait(timeout_s)
+
+        monkeypatch.setattr(made, "wait", fails_first)
+        return made
+
+    monkeypatch.setattr(server_module, "poller", flaky)
+    with offering(rank) as offer:
+        eventually(lambda: len(failed) == NUM_THREADS, "not every thread has seen the failure")
+        assert call(offer.client("3"), "rank") == 3
+
+
+def test_a_client_that_the_poller_refuses_takes_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(fd: int, *, write: bool) -> None:
+        raise OSError("too many descriptors are watched")
+
+    with offering(rank) as offer:
+        with monkeypatch.context() as patch:
+            patch.setattr(offer.server._poller, "watch", refuse)
+            mine, theirs = socket_pair("client", "refused")
+            offer.links.append(mine)
+            with pytest.raises(OSError, match="too many"):
+                offer.server.take(theirs, Caller("node", "1", "job"))
+        assert offer.num_clients == 0
+        assert not offer.server._parked
+        assert wait_ready(mine.fileno(), write=False, timeout_s=LATE_S)
+        with pytest.raises(LinkError):
+            mine.recv_into(memoryview(bytearray(1)))
+        assert call(offer.client("2"), "rank") == 2

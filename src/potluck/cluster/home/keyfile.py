@@ -62,11 +62,13 @@ def locked(path: Path, what: str) -> Iterator[None]:
         os.close(lock)
 
 
-UNKNOWN = (-1, -1, -1)
+Stamp = tuple[int, int, int, int, int]
+
+UNKNOWN: Stamp = (-1, -1, -1, -1, -1)
 """The stamp of a file about which the system says nothing."""
 
 
-def stamp(path: Path | str) -> tuple[int, int, int] | None:
+def stamp(path: Path | str) -> Stamp | None:
     """What changes whenever the file at ``path`` does; None if there is none."""
     try:
         status = os.stat(path)
@@ -74,7 +76,13 @@ def stamp(path: Path | str) -> tuple[int, int, int] | None:
         return None
     except OSError:
         return UNKNOWN
-    return (status.st_mtime_ns, status.st_ino, status.st_mode)
+    return (
+        status.st_mtime_ns,
+        status.st_ctime_ns,
+        status.st_ino,
+        status.st_mode,
+        status.st_size,
+    )
 
 
 def read_private(path: Path, what: str, *, max_bytes: int = _MAX_BYTES) -> bytes:

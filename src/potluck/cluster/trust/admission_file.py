@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from potluck.cluster.home.keyfile import (
     UNKNOWN,
+    Stamp,
     load_or_create,
     locked,
     read_private,
@@ -53,7 +54,7 @@ class AdmissionFile:
         self.path = home / name
         self._name = str(self.path)
         self._lock = threading.Lock()
-        self._known: tuple[tuple[int, int, int] | None, Admissions | None] = UNKNOWN, None
+        self._known: tuple[Stamp | None, Admissions | None] = UNKNOWN, None
         """The file's stamp, and the list when it had that."""
 
     def load(self) -> Admissions | None:

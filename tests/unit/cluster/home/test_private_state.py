@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from potluck.cluster.home import keyfile
 from potluck.cluster.home.node_state import AgentRecord, find_agent
 from potluck.cluster.home.private_state import PrivateState, private_agents
 from potluck.errors import ConfigurationError
@@ -70,3 +71,14 @@ def test_a_home_that_cannot_be_written_to_is_said_with_what_to_do(tmp_path: Path
     (tmp_path / "run").write_text("a file")
     with pytest.raises(ConfigurationError, match="POTLUCK_HOME chooses another directory"):
         PrivateState(tmp_path).listening(1)
+
+
+def test_the_stamp_of_a_longer_file_of_the_same_time_differs(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"one")
+    before = os.stat(path)
+    stamped = keyfile.stamp(path)
+    path.write_bytes(b"longer")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert os.stat(path).st_mtime_ns == before.st_mtime_ns
+    assert keyfile.stamp(path) != stamped
