@@ -13,6 +13,7 @@ import sys
 try:
     import torch
     from lightning.fabric import Fabric, seed_everything
+    from lightning.fabric.plugins.environments import LightningEnvironment
     from lightning.fabric.strategies import DDPStrategy
     from sklearn.datasets import load_digits
     from torch import nn
@@ -33,7 +34,11 @@ def main():
     args = parser.parse_args()
 
     seed_everything(0, verbose=False)
-    strategy = DDPStrategy(process_group_backend="potluck") if DEVICES * NODES > 1 else "auto"
+    # Named, because Lightning else tries other launchers, and begins MPI where mpi4py is installed.
+    launched_by = LightningEnvironment()
+    strategy = "auto"
+    if DEVICES * NODES > 1:
+        strategy = DDPStrategy(process_group_backend="potluck", cluster_environment=launched_by)
     fabric = Fabric(accelerator="cpu", devices=DEVICES, num_nodes=NODES, strategy=strategy)
     fabric.launch()
     digits = load_digits()

@@ -12,6 +12,7 @@ import sys
 
 try:
     import torch
+    from lightning.fabric.plugins.environments import LightningEnvironment
     from lightning.pytorch import LightningModule, Trainer, seed_everything
     from lightning.pytorch.strategies import DDPStrategy
     from sklearn.datasets import load_digits
@@ -58,11 +59,16 @@ def main():
         torch.tensor(digits.target),
     )
     model = Classifier()
+    # Named, because Lightning else tries other launchers, and begins MPI where mpi4py is installed.
+    launched_by = LightningEnvironment()
+    strategy = "auto"
+    if DEVICES * NODES > 1:
+        strategy = DDPStrategy(process_group_backend="potluck", cluster_environment=launched_by)
     trainer = Trainer(
         accelerator="cpu",
         devices=DEVICES,
         num_nodes=NODES,
-        strategy=DDPStrategy(process_group_backend="potluck") if DEVICES * NODES > 1 else "auto",
+        strategy=strategy,
         max_epochs=args.epochs,
         logger=False,
         enable_checkpointing=False,

@@ -165,6 +165,8 @@ def own_environment(
     for name in [*LAUNCHER_VARIABLES, *(name for name in os.environ if name[:8] == "POTLUCK_")]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("POTLUCK_HOME", str(home))
+    # Two mpiruns at once may both make Open MPI's common folder, and the second one fails.
+    monkeypatch.setenv("OMPI_MCA_orte_tmpdir_base", str(homes))
     random.seed(SEED)
     return home
 
