@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,10 @@ def draw(result: Mapping[str, Any], kinds: Mapping[str, Any], file: Path) -> Non
                 continue
             places = sorted(points)
             color, width, dashes = _look(name)
-            values = [points[each] for each in places]
-            axes.plot(places, values, dashes, color=color, lw=width, marker="o", ms=3)
-            labels[name] = values[-1], places[-1], color
+            # A gap where a network was not measured.
+            values = [points.get(each, math.nan) for each in range(len(networks))]
+            axes.plot(values, dashes, color=color, lw=width, marker="o", ms=3)
+            labels[name] = points[places[-1]], places[-1], color
         for row in here:
             if row.get("is_choice"):
                 place, height = networks.index(row["network"]), row["efficiency"] * 100
