@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from support.sniffer import Sniffer
 pytestmark = pytest.mark.needs_root_netns
 
 MARKER = b"PATIENT-0042-HAS-A-SECRET"
+DATA_BYTES = 8 << 20
+"""Much more than a federation sends. What cables carry is encrypted, and the data can't be
+compressed: data that left its machine would show in the number of bytes."""
 SERVER = """
 import numpy as np
 from potluck import federated
@@ -35,7 +39,7 @@ import reading
 @federated.client
 def train(parameters, config):
     rows = reading.rows(federated.site().data_dir)
-    print("rows", rows, flush=True)
+    print("rows", rows[:7], flush=True)
     if config["round"] == 2 and federated.site().index == 2:
         raise ValueError(f"a bad row: {rows[0]}")
     if config["round"] == 3 and federated.site().index == 3:
@@ -49,7 +53,8 @@ def test_the_data_stays_where_it_is(tmp_path: Path) -> None:
     code, data = tmp_path / "code", tmp_path / "data"
     code.mkdir()
     data.mkdir()
-    (data / "patients.csv").write_bytes(b"\n".join([MARKER] * 7))
+    noise = random.Random(1).randbytes(DATA_BYTES // 2).hex().encode()
+    (data / "patients.csv").write_bytes(b"\n".join([*[MARKER] * 6, noise]))
     (code / "export.csv").write_bytes(MARKER)  # a file of the folder that nobody named
     for name, text in (("server", SERVER), ("client", CLIENT), ("reading", READING)):
         (code / f"{name}.py").write_text(text)
@@ -67,6 +72,13 @@ def test_the_data_stays_where_it_is(tmp_path: Path) -> None:
         assert "result 28.0" in said, said
         captures = [each.stop() for each in sniffers]
         assert all(capture.num_frames > 100 for capture in captures)
+        # Nodes that measure their link send as many bytes in both directions.
+        one_way = [
+            abs(len(data) - len(capture.streams.get((*stream[2:], *stream[:2]), b"")))
+            for capture in captures
+            for stream, data in capture.streams.items()
+        ]
+        assert 0 < max(one_way) < DATA_BYTES / 4, one_way
         assert not any(MARKER in capture.everything for capture in captures)
         assert MARKER.decode() not in said
         assert MARKER not in out.read_bytes()
@@ -74,6 +86,9 @@ def test_the_data_stays_where_it_is(tmp_path: Path) -> None:
             packages = list((machine.home / "code_store" / "packages").iterdir())
             sent = {file.path for each in packages for file in unpacked_manifest(each).files}
             assert sent == {"federated-server.py", "server.py", "client.py", "reading.py"}
+            stored = [path for path in (machine.home / "code_store").rglob("*") if path.is_file()]
+            code_files = [path for path in stored if path.suffix != ".log"]
+            assert not any(MARKER in path.read_bytes() for path in code_files)
         logs = [
             path.read_bytes()
             for machine in machines

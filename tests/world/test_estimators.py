@@ -235,3 +235,38 @@ def test_workers_that_fit_different_estimators_are_told(seed: int) -> None:
 
     with pytest.raises(WorldError, match="the other workers are fitting KMeans"):
         run_world(2, fit)
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("KMeans", {"tol": 0.1}),
+        ("MiniBatchKMeans", {"batch_size": 7}),
+        ("StandardScaler", {"with_mean": False}),
+        ("PCA", {"n_components": 2}),
+        ("LogisticRegression", {"C": 0.3}),
+        ("SGDClassifier", {"alpha": 0.01}),
+        ("MLPClassifier", {"hidden_layer_sizes": (5,)}),
+        ("MLPRegressor", {"learning_rate_init": 0.1}),
+        ("RandomForestClassifier", {"class_weight": {1: 2.0}}),
+        ("RandomForestRegressor", {"max_depth": 2}),
+    ],
+)
+def test_ranks_whose_estimators_differ_are_told_the_parameter(
+    name: str, other: dict[str, Any]
+) -> None:
+    y = np.arange(len(X)) % 2
+
+    def fit(ctx: DistributedContext, own: dict[str, Any]) -> Any:
+        return getattr(estimators, name)(ctx=ctx, **own).fit(X, y)
+
+    [parameter] = other
+    found = refusal([{}, other], fit)
+    assert found.startswith(f"the ranks have different values of {parameter}: give every rank the ")
+    assert "rank 1 (worker 1) has" in found
+
+
+def test_what_changes_nothing_for_other_ranks_may_differ() -> None:
+    own = [{"copy_x": True, "random_state": 1}, {"copy_x": False, "random_state": 2}]
+    models = on_shards(own, lambda ctx, own: estimators.KMeans(3, **own, ctx=ctx).fit(X.copy()))
+    assert len({model.inertia_ for model in models}) == 1

@@ -193,9 +193,9 @@ def test_ranks_that_do_not_agree_on_a_parameter_are_told(option: dict[str, Any])
         return estimators.RandomForestClassifier(5, ctx=ctx, **options).fit(X, Y)
 
     [name] = option
-    message = f"the ranks have different values of {name}: give every rank the same"
-    assert refusal([{}, option], fit) == message
-    assert refusal([option, {}], fit) == message
+    message = f"the ranks have different values of {name}: give every rank the same ("
+    assert refusal([{}, option], fit).startswith(message)
+    assert refusal([option, {}], fit).startswith(message)
 
 
 def test_missing_values_are_refused_by_predict_too() -> None:

@@ -54,12 +54,6 @@ class ExactFit(ForestFit):
     def stages(self) -> dict[str, Stage]:
         return {"bin": self._bin, "grow": self._grow}
 
-    def options(self) -> dict[str, str]:
-        found = self.model.get_params(deep=False)
-        for own in ("ctx", "n_jobs", "random_state"):
-            del found[own]
-        return super().options() | {name: repr(value) for name, value in found.items()}
-
     def refuse(self, shard: Shard) -> None:
         model = self.model
         known = ("gini", "entropy", "log_loss") if self.is_classifier else ("squared_error",)

@@ -37,15 +37,11 @@ class ForestFit:
     def __init__(self, model: Any, ctx: DistributedContext, X: Any, y: Any, weights: Any) -> None:
         self.model, self.ctx = model, ctx
         self.is_classifier = is_classifier(model)
-        self.checked = check(ctx, lambda: self._shard(X, y, weights))
+        self.checked = check(ctx, model, lambda: self._shard(X, y, weights))
 
     def stages(self) -> dict[str, Stage]:
         """The stages after the first ones."""
         raise NotImplementedError
-
-    def options(self) -> dict[str, str]:
-        """The parameters that must be equal on all ranks."""
-        return {"exact": str(self.model.exact)}
 
     def refuse(self, shard: Shard) -> None:
         """ValueError for parameters and samples that this kind of forest does not take."""
@@ -82,7 +78,6 @@ class ForestFit:
             try:
                 if self.is_classifier:
                     known, label_dtype = classes.union(rows)
-                _check_options([row["options"] for row in rows])
                 formats = {row["nodes"] for row in rows}
                 if len(formats) > 1:
                     raise ValueError(
@@ -151,7 +146,7 @@ class ForestFit:
         else:
             y = column_or_1d(y, warn=True).astype(np.float64)
         own = None if weights is None else weights_of(weights, X).astype(np.float64)
-        shard = Shard(X, y, own, facts | {"options": self.options()})
+        shard = Shard(X, y, own, facts)
         self.refuse(shard)
         return shard
 
@@ -225,13 +220,6 @@ class ShardsFit(ForestFit):
             mixed = np.random.RandomState([seed, self.ctx.rank, len(state["trees"])])
             seed = int(mixed.randint(2**31 - 1))
         return base(**options | {"random_state": seed, "warm_start": True})
-
-
-def _check_options(options: list[dict[str, str]]) -> None:
-    """ValueError for the first parameter that differs between ranks."""
-    for name, value in options[0].items():
-        if any(other.get(name, value) != value for other in options):
-            raise ValueError(f"the ranks have different values of {name}: give every rank the same")
 
 
 def _num_jobs(n_jobs: int | None) -> int:

@@ -105,7 +105,7 @@ class _Fit:
 
     def __init__(self, model: KMeans, ctx: DistributedContext, X: Any, weights: Any) -> None:
         self.model, self.ctx = model, ctx
-        self.checked = check(ctx, lambda: self._shard(X, weights))
+        self.checked = check(ctx, model, lambda: self._shard(X, weights))
         self.labels: dict[tuple[int, int], Array] = {}
         """This rank's labels by run and iteration, those of the last two iterations only."""
         self.X = self.weights = self.mean = np.empty(0)

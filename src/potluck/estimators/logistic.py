@@ -91,7 +91,7 @@ class _Fit:
         self, model: LogisticRegression, ctx: DistributedContext, X: Any, y: Any, weights: Any
     ) -> None:
         self.model, self.ctx = model, ctx
-        self.checked = check(ctx, lambda: self._shard(X, y, weights))
+        self.checked = check(ctx, model, lambda: self._shard(X, y, weights))
         self.samples = classes.CodedShard(self.checked)
 
     def run(self) -> State:

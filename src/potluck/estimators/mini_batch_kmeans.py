@@ -132,7 +132,7 @@ class _Fit:
     ) -> None:
         self.model, self.ctx, self.is_partial = model, ctx, is_partial
         self.is_first = not is_partial or not hasattr(model, "cluster_centers_")
-        self.checked: Checked = check(ctx, lambda: self._shard(X, weights))
+        self.checked: Checked = check(ctx, model, lambda: self._shard(X, weights))
 
     def run(self) -> State:
         model = self.model

@@ -119,7 +119,7 @@ class _Fit:
     def __init__(self, model: Any, ctx: DistributedContext, X: Any, y: Any) -> None:
         self.model, self.ctx = model, ctx
         self.is_classifier = isinstance(model, MLPClassifier)
-        self.checked = check(ctx, lambda: self._shard(X, y))
+        self.checked = check(ctx, model, lambda: self._shard(X, y))
         self.targets: Array | None = None
 
     def run(self) -> None:

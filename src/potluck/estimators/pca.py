@@ -106,7 +106,7 @@ class _Fit:
 
     def __init__(self, model: PCA, ctx: DistributedContext, X: Any) -> None:
         self.model, self.ctx = model, ctx
-        self.checked = check(ctx, lambda: self._shard(X))
+        self.checked = check(ctx, model, lambda: self._shard(X))
 
     def run(self) -> State:
         stages = {"input": self._compare, "covariance": self._covariance, "vectors": self._vectors}

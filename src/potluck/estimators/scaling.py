@@ -56,7 +56,7 @@ class StandardScaler(OnShards, preprocessing.StandardScaler):
     def partial_fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> StandardScaler:
         """Add all ranks' ``X`` to the samples seen so far. A collective call, as ``fit``."""
         with context_of(self.ctx) as ctx:
-            checked = check(ctx, lambda: self._shard(X, sample_weight))
+            checked = check(ctx, self, lambda: self._shard(X, sample_weight))
 
             def merged(state: State) -> State:
                 rows, problem = compare(ctx, checked, name="StandardScaler")

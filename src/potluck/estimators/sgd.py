@@ -159,7 +159,7 @@ class SGDClassifier(OnShards, linear_model.SGDClassifier):
     ) -> State:
         with context_of(self.ctx) as ctx:
             fit = _Fit(self, ctx, is_partial=is_partial)
-            fit.checked = check(ctx, lambda: fit.shard(X, y, weights, known))
+            fit.checked = check(ctx, self, lambda: fit.shard(X, y, weights, known))
             last = fit.run()
         self.classes_ = classes.array_of(last["classes"], last["label_dtype"])
         found = last["at"].astype(np.dtype(last["dtype"]))

@@ -53,20 +53,45 @@ class Shard:
 
 @dataclass
 class Checked:
-    """The result of the checks on this rank: a shard, or the error that they raised."""
+    """The result of the checks on this rank: a shard, or the error that they raised. ``parameters``
+    are those of the estimator that must be equal on all ranks."""
 
     shard: Shard | None
+    parameters: dict[str, str]
     error: Exception | None = None
 
 
-def check(ctx: DistributedContext, make: Callable[[], Shard]) -> Checked:
-    """Run the checks in ``make``. In a world of one their error is raised as it is."""
+def check(ctx: DistributedContext, model: Any, make: Callable[[], Shard]) -> Checked:
+    """Run the checks of ``model`` in ``make``. In a world of one their error is raised as it is."""
+    parameters = {
+        name: _plain(value)
+        for name, value in model.get_params(deep=False).items()
+        if name not in _MAY_DIFFER
+    }
     try:
-        return Checked(make())
+        return Checked(make(), parameters)
     except (TypeError, ValueError) as error:
         if ctx.world_size == 1:
             raise
-        return Checked(None, error)
+        return Checked(None, parameters, error)
+
+
+_MAY_DIFFER = {"ctx", "random_state", "n_jobs", "verbose", "copy", "copy_x", "copy_X"}
+"""Parameters of estimators that change nothing for other ranks; the seed is that of rank 0."""
+
+
+def _plain(value: Any) -> str:
+    """Equal texts for equal parameters. Of what has no short text, such as an array, the type.
+
+    NumPy's numbers differ from Python's, since arithmetic with them may give other dtypes."""
+    if isinstance(value, str | Real | np.bool_ | None):
+        return repr(value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_plain, value))}]"
+    if isinstance(value, dict):
+        pairs = sorted(f"{_plain(key)}: {_plain(each)}" for key, each in value.items())
+        return f"{{{', '.join(pairs)}}}"
+    return type(value).__name__
 
 
 def compare(
@@ -74,8 +99,8 @@ def compare(
 ) -> tuple[list[dict[str, Any]], Exception | None]:
     """Gather all ranks' facts: ``num``, ``features``, ``dtype``, and those of the shards.
 
-    Also returns the error that every rank must raise, None if the shards fit together. A collective
-    call of two all_gathers.
+    Also returns the error that every rank must raise, None if the shards and the parameters of the
+    estimators fit together. A collective call of two all_gathers.
     """
     rows = gather_states(ctx, _facts(checked))
     problem = _error_of_a_rank(ctx, rows) or _difference(ctx, rows)
@@ -128,6 +153,7 @@ def _facts(checked: Checked) -> dict[str, Any]:
         "features": features,
         "dtype": shard.X.dtype.name,
         "weight": float(num if shard.weights is None else shard.weights.sum()),
+        "parameters": checked.parameters,
         **shard.facts,
     }
 
@@ -156,6 +182,13 @@ def _difference(ctx: DistributedContext, rows: list[dict[str, Any]]) -> Exceptio
                 f"{ctx.group.describe(rank)} are {row.get('names')}: give every rank the same "
                 "features in the same order"
             )
+        for name, value in first["parameters"].items():
+            if (other := row["parameters"].get(name, value)) != value:
+                return ValueError(
+                    f"the ranks have different values of {name}: give every rank the same "
+                    f"({ctx.group.describe(0)} has {value[:100]}, {ctx.group.describe(rank)} has "
+                    f"{other[:100]})"
+                )
     return None
 
 

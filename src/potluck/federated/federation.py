@@ -205,9 +205,10 @@ class Federation:
         if not there and not self._has_asked and (why := self._clients.none_fit()):
             raise FederationError(f"no client can take part: {why}")
         if len(there) < patience.min_clients:
+            waited = "" if self._clients.is_simulated else f", after {patience.start_s:g} s"
             note = (
                 f"{len(there)} clients are there, {patience.min_clients} were asked for "
-                f"(min_clients), after {patience.start_s:g} s"
+                f"(min_clients){waited}"
             )
             seconds = time.monotonic() - began
             return now.parameters, RoundReport(
@@ -382,9 +383,8 @@ class Federation:
             while not gathering.is_over:
                 left = None if deadline_s is None else began + deadline_s - time.monotonic()
                 try:
-                    if left is not None and left <= 0:
-                        raise queue.Empty
-                    reply = replies.get(timeout=left)
+                    # After the deadline as well: what came in time counts.
+                    reply = replies.get(timeout=None if left is None else max(0.0, left))
                 except queue.Empty:
                     break
                 answer, reason = reply.answer, reply.reason

@@ -44,7 +44,7 @@ class Participant:
             if method not in self._methods:
                 return {"refused": f"this client has no method {method!r}"}
             return self._methods[method](**arguments)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # a server waits; SystemExit and the like end no client
             self.complain("".join(traceback.format_exception(error)))
             return {"refused": self._told(error)}
 
@@ -62,16 +62,23 @@ class Participant:
             "metrics": dict(update.metrics),
         }
 
-    def _told(self, error: Exception | SystemExit) -> str:
+    def _told(self, error: BaseException) -> str:
         """What the server is told of ``error``: the text of an error of potluck's own checks, else
         the type and the innermost place outside of potluck."""
         frames = traceback.extract_tb(error.__traceback__)
         theirs = [each for each in frames if not Path(each.filename).is_relative_to(_OWN)]
         kind = type(error).__name__
         if not theirs:
-            return f"{kind}: {error}"
+            return f"{kind}: {_text_of(error)}"
         own_file = getattr(getattr(self._function, "__code__", None), "co_filename", "")
         place = next((each for each in reversed(theirs) if each.filename == own_file), theirs[-1])
         where = f"{place.filename.rpartition('/')[2]}:{place.lineno} in {place.name}"
-        text = f": {error}" if self._tells else ""
+        text = f": {_text_of(error)}" if self._tells else ""
         return f"{kind}{text} (at {where})"
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return "(its text can't be made)"

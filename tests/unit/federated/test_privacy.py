@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -24,7 +25,7 @@ from potluck.federated import (
     Update,
     site,
 )
-from potluck.federated.privacy import Noise, clipped, clipped_sum
+from potluck.federated.privacy import Noise, PrivacyLoss, clipped, clipped_sum
 from potluck.federated.secure.masking import Scale
 from potluck.federated.secure.participant import SecureParticipant
 
@@ -136,6 +137,18 @@ def test_epsilon_is_the_librarys() -> None:
     event = library.PoissonSampledDpEvent(0.4, library.GaussianDpEvent(1.1))
     accountant.compose(event, 3)
     assert history.rounds[-1].epsilon == accountant.get_epsilon(1e-5)
+
+
+def test_orders_that_the_library_leaves_out_are_no_warnings(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pytest.importorskip("dp_accounting", reason="pip install 'potluck[privacy]'")
+    loss = PrivacyLoss()
+    loss.note(1.0, 0.5)
+    assert loss.epsilon(1e-5) == pytest.approx(3.89, abs=0.01)
+    assert not caplog.records
+    logging.getLogger("absl").warning("of something else")
+    assert caplog.messages == ["of something else"]
 
 
 def test_all_private_runs_of_a_federation_are_one_account() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import queue
@@ -233,7 +234,7 @@ def test_a_client_that_returns_something_else_is_refused() -> None:
 def test_fewer_clients_than_asked_is_said_and_the_run_goes_on_or_ends() -> None:
     patience = Patience(min_clients=5)
     history = federated.simulate(lead(patience=patience), counting, num_clients=3)
-    assert "3 clients are there, 5 were asked for" in history.rounds[0].note
+    assert history.rounds[0].note == "3 clients are there, 5 were asked for (min_clients)"
     np.testing.assert_array_equal(history.parameters[0], [0.0] * 3)
     patience = Patience(min_clients=5, too_few="stop")
     with pytest.raises(FederationError, match="round 1 of 2: 3 clients are there, 5 were asked"):
@@ -421,9 +422,33 @@ def wide(train: Callable[..., Update]) -> Callable[..., Update]:
     return lambda parameters, config: train([each.astype(float) for each in parameters], config)
 
 
-def test_a_function_that_exits_is_a_client_that_fails() -> None:
+class Untellable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    "error", [SystemExit("row 17"), KeyboardInterrupt(), asyncio.CancelledError(), Untellable()]
+)
+def test_whatever_a_function_raises_its_client_fails_and_the_round_ends(
+    error: BaseException,
+) -> None:
     def leave(parameters: Any) -> Update:
-        raise SystemExit("row 17")
+        raise error
 
     report = unhurt(exits=leave).rounds[0]
-    assert "SystemExit" in report.missing["1"]
+    assert report.missing["1"].startswith(type(error).__name__)
+
+
+def test_replies_that_lie_there_at_the_deadline_count() -> None:
+    class Prompt(SimulatedClients):
+        def start(self, method: str, arguments: Any, timeout_s: Any, put: Any) -> Any:
+            for client in arguments:
+                put(Reply(client, {"n": client}))
+            return lambda: None
+
+    clients = Prompt({}, 1)
+    asked: dict[str, dict[str, Any]] = {"0": {}, "1": {}, "2": {}}
+    gathered = Federation(clients, seed=0).gather("train", asked, 3, 0.0, lambda client, a: a["n"])
+    clients.close()
+    assert list(gathered.answers) == ["0", "1", "2"]
