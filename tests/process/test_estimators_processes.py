@@ -39,6 +39,28 @@ def test_the_example_searches_by_a_queue_of_tasks_on_three_workers() -> None:
         assert sum("accuracy 0." in line for line in run.lines) == 12 + 1
 
 
+SEARCH = """
+import numpy as np
+import potluck
+from potluck.estimators import PCA
+from sklearn.model_selection import GridSearchCV
+
+ctx = potluck.init()
+X = np.random.default_rng(ctx.rank).normal(size=(100, 4))
+search = GridSearchCV(PCA(ctx=ctx), {"n_components": [1, 2]}, cv=2, n_jobs=2)
+search.fit(X)
+"""
+
+
+def test_a_search_in_processes_of_a_worker_is_told_what_to_change(tmp_path: Path) -> None:
+    script = tmp_path / "search.py"
+    script.write_text(SEARCH)
+    with run_command("--workers", "2", str(script)) as run:
+        assert run.finish() == 1
+        assert "worker 0 is connected already" in run.text
+        assert "leave n_jobs at 1" in run.text
+
+
 def test_a_killed_worker_costs_k_means_one_repeated_iteration(tmp_path: Path) -> None:
     script, summary = tmp_path / "fit.py", tmp_path / "summary.json"
     script.write_text(FIT)

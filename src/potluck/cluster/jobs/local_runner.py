@@ -415,7 +415,11 @@ class LocalRunner:
 
     def _objection(self, hello: Hello) -> Refusal | None:
         if hello.worker in self._links:
-            return Refusal("duplicate", f"worker {hello.worker} is connected already")
+            return Refusal(
+                "duplicate",
+                f"worker {hello.worker} is connected already; a process that a worker starts, as "
+                "joblib does for n_jobs=2, can't connect again: leave n_jobs at 1",
+            )
         if hello.worker not in self._unlinked:
             return Refusal("worker", f"job {self.spec.job} has no worker {hello.worker!r}")
         return None
