@@ -175,6 +175,7 @@ class NodeAgent:
             lambda: plane.view,
             lambda: protocol.banned,
             lambda job: dispatcher.is_elastic(job),
+            on_broken=self._fail,
         )
         limits = Limits() if self._is_private else own_limits(settings)
         sandbox = None if self._is_private else own_sandbox(settings, limits)

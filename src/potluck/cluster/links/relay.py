@@ -3,7 +3,8 @@
 The agent with the lesser id calls the third one, which calls the other and from then on copies
 bytes between the two connections. Knock, TLS and greeting run through it from end to end, so it
 learns and changes nothing; it can only end the link. Heartbeats, views, jobs and files travel as
-over every other link. An agent relays between nodes with which it has links of its own only.
+over every other link. An agent relays between nodes with which it has links of its own only, and
+only to a port where the other one has proved its key.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import socket
 from collections.abc import Callable, Collection
 from itertools import product
 
-from potluck.background import Tasks, stop
+from potluck.background import OnBroken, Tasks, start_task, stop
 from potluck.cluster.links.peers import PeerLinks
 from potluck.cluster.membership.failure_detector import FailureDetector, Status
 from potluck.cluster.membership.view import spared
-from potluck.errors import PotluckError
+from potluck.errors import PotluckError, SecurityError
 from potluck.transport import aio
 from potluck.transport.credentials import Credentials
 from potluck.wire.greeting import Hello, Refusal, Welcome
@@ -70,7 +71,8 @@ def _goes_on(group: JobGroup, a: str, b: str, is_elastic: Callable[[str], bool])
 class Relays:
     """Calls nodes by way of others, and copies bytes for others, from construction to ``close``, in
     the agent's event loop. ``view()`` is the view in use, ``banned()`` are nodes that may not take
-    part; ``is_elastic(job)``: whether the workers of a job go on in another group."""
+    part; ``is_elastic(job)``: whether the workers of a job go on in another group;
+    ``on_broken(error)``: the task that looks for nodes to call broke."""
 
     def __init__(
         self,
@@ -80,6 +82,7 @@ class Relays:
         view: Callable[[], View | None],
         banned: Callable[[], Collection[str]],
         is_elastic: Callable[[str], bool],
+        on_broken: OnBroken,
     ) -> None:
         self._credentials = credentials
         self._links = links
@@ -91,10 +94,11 @@ class Relays:
         self._relayed: list[tuple[str, str, asyncio.StreamWriter]] = []
         self._num_calls: dict[str, int] = {}
         self._calling: set[str] = set()
-        self._tasks.start(self._run())
+        self._looking = start_task(self._run, name="relaying links", on_broken=on_broken)
 
     async def close(self) -> None:
         """End all relayed connections."""
+        await stop(self._looking)
         await self._tasks.close()
 
     # For this agent.
@@ -170,8 +174,9 @@ class Relays:
         self._relayed.append(relayed)
         try:
             async with asyncio.timeout(_CALL_S):
+                await self._check(target, introduction.port)
                 sock = await aio.dial(links.address(target), introduction.port, links.bind)
-        except (OSError, TimeoutError) as error:
+        except (OSError, TimeoutError, PotluckError) as error:
             await aio.write_greeting(writer, Refusal("way", f"node {target[:12]}: {error}"))
             return
         else:
@@ -180,6 +185,23 @@ class Relays:
                 await _copy(reader, writer, sock)
         finally:
             self._relayed.remove(relayed)
+
+    async def _check(self, target: str, port: int) -> None:
+        """PotluckError if not ``target`` answers there: nodes name their ports themselves, and two
+        that work together could reach any port of a host by way of this one."""
+        found: list[str] = []
+        host, bind = self._links.address(target), self._links.bind
+
+        def note(node: str) -> bool:
+            found.append(node)
+            return False
+
+        with contextlib.suppress(aio.Unwanted):
+            await aio.connect(
+                host, port, Hello(KIND), self._credentials, bind=bind, timeout_s=_CALL_S, wanted=note
+            )
+        if found != [target]:
+            raise SecurityError(f"at port {port} of its host another node answers")
 
 
 async def _copy(

@@ -21,6 +21,7 @@ from potluck.cluster.membership.failure_detector import (
 from potluck.cluster.topology.versions import own_versions
 from potluck.errors import Refused
 from potluck.transport import aio
+from potluck.transport.knock import CALL_BYTES
 from potluck.types import Member
 from potluck.wire import nodes, peers
 from potluck.wire.greeting import Hello
@@ -100,6 +101,8 @@ class Agent:
         self.view: View | None = None
         self.banned: set[str] = set()
         self.heard: list[tuple[str, peers.PeerMessage]] = []
+        self.broken: list[BaseException] = []
+        self.claimed_port = 0
         self.links: PeerLinks
         self.relays: Relays
         self.server: aio.Server
@@ -120,11 +123,16 @@ class Agent:
             lambda: self.view,
             lambda: self.banned,
             lambda job: True,
+            on_broken=self._note,
         )
         self.server = aio.Server("127.0.0.1", 0, self.credentials, self._greeted)
 
+    def _note(self, error: BaseException) -> None:
+        self.broken.append(error)
+        self.changed.set()
+
     def _introduction(self) -> peers.Introduction:
-        port, versions = self.server.port, own_versions()
+        port, versions = self.claimed_port or self.server.port, own_versions()
         return peers.Introduction(1, "machine", self.credentials.public_key, port, versions)
 
     async def _greeted(
@@ -163,12 +171,14 @@ class Agent:
 
 
 @asynccontextmanager
-async def three() -> AsyncIterator[tuple[Agent, Agent, Agent]]:
-    """``via``, and two agents with links to it, of which the first has the lesser id."""
+async def three(claimed_port: int = 0) -> AsyncIterator[tuple[Agent, Agent, Agent]]:
+    """``via``, and two agents with links to it, of which the first has the lesser id, and the other
+    one may claim a port that is not its own."""
     changed = asyncio.Event()
     agents = [Agent(changed) for _ in range(3)]
     via, one, other = agents
     one, other = sorted((one, other), key=lambda agent: agent.id)
+    other.claimed_port = claimed_port
     for each in agents:
         each.open()
     try:
@@ -278,6 +288,43 @@ def test_an_agent_relays_a_bounded_number_of_links(monkeypatch: pytest.MonkeyPat
         async with three() as (via, one, other):
             with pytest.raises(Refused, match="relays 0 links already"):
                 await asks(one, via, other.id)
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("what", ["another program", "another node"])
+def test_an_agent_relays_to_ports_where_the_node_has_proved_its_key_only(what: str) -> None:
+    """Two members that work together reach no other port of a host from here."""
+
+    async def story() -> None:
+        heard = bytearray()
+
+        async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            heard.extend(await reader.read(1 << 16))
+            writer.close()
+
+        program = await asyncio.start_server(hear, "127.0.0.1", 0)
+        stranger = Agent(asyncio.Event())
+        stranger.open()
+        port = program.sockets[0].getsockname()[1]
+        port = port if what == "another program" else stranger.server.port
+        async with three(port) as (via, one, other):
+            reason = "without a word" if what == "another program" else "another node answers"
+            with pytest.raises(Refused, match=reason):
+                await asks(one, via, other.id)
+            assert len(heard) <= CALL_BYTES, "nothing but a knock went there"
+        await stranger.close()
+        program.close()
+        await program.wait_closed()
+
+    asyncio.run(story())
+
+
+def test_an_agent_ends_if_it_can_not_look_for_nodes_to_call_any_more() -> None:
+    async def story() -> None:
+        async with three() as (via, one, _):
+            one.view = "no view"  # type: ignore[assignment]
+            await via.until(lambda: one.broken)
 
     asyncio.run(story())
 
