@@ -173,11 +173,15 @@ class Training:
         *,
         on_step: Callable[[Training], None] = lambda training: None,
         error_feedback: bool = True,
+        dense_below: int = 50,
         **options: Any,
     ) -> None:
         self.ctx, self.on_step = ctx, on_step
         self.model = DDP(
-            network(), ctx, compression=strategy, dense_below=50, error_feedback=error_feedback
+            *(network(), ctx),
+            compression=strategy,
+            dense_below=dense_below,
+            error_feedback=error_feedback,
         )
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
         x, y = batch(0, 0)
@@ -307,16 +311,22 @@ def test_residuals_that_nothing_pays_are_said_to_be_dropped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     strategy, kept = TopK(0.1, chunk=64), str(tmp_path)
-    for each in run_world(2, lambda ctx: Training(ctx, strategy, checkpoint=kept).run()):
-        assert each.model.compression.has_residuals
+    [owed, _] = run_world(
+        2, lambda ctx: set(Training(ctx, strategy, checkpoint=kept).run().model.compression.capture())
+    )
 
-    def resume(ctx: DistributedContext) -> bool:
-        training = Training(ctx, strategy, checkpoint=kept, error_feedback=False)
+    def resume(ctx: DistributedContext, **options: Any) -> set[str]:
+        training = Training(ctx, strategy, checkpoint=kept, **options)
         assert list(training.job) == [], "all of it was trained"
-        return training.model.compression.has_residuals
+        return set(training.model.compression.capture())
 
-    assert run_world(2, resume) == [False, False]
-    assert "the residuals of the checkpoint are dropped" in caplog.text
+    assert run_world(2, lambda ctx: resume(ctx, error_feedback=False)) == [set(), set()]
+    first, others = min(owed), len(owed) - 1
+    assert f"residuals of {first} and {others} others are dropped: no error" in caplog.text
+    caplog.clear()
+    [still, _] = run_world(2, lambda ctx: resume(ctx, dense_below=100))
+    [dropped] = owed - still
+    assert f"residuals of {dropped} are dropped: no error feedback keeps them" in caplog.text
 
 
 @pytest.mark.parametrize(

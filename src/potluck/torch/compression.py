@@ -244,10 +244,6 @@ class Compression:
             for name, part in self._parts(number)
         }
 
-    @property
-    def has_residuals(self) -> bool:
-        return bool(self._residuals)
-
     def capture_shared(self) -> dict[str, Matrix]:
         """What is equal on all ranks: PowerSGD's Q by parameter name, copies."""
         return {name: each.copy() for name, each in self._qs.items()}
@@ -258,15 +254,17 @@ class Compression:
         self._qs = {name: np.array(each) for name, each in state.items() if name in self.names}
         self._qs_before = self._qs
 
-    def restore(self, states: Sequence[Mapping[str, Array]]) -> None:
-        """Set the residuals to the sum of ``states``, results of ``capture``.
+    def restore(self, states: Sequence[Mapping[str, Array]]) -> set[str]:
+        """Set the residuals to the sum of ``states``, results of ``capture``. Returns the names of
+        the parameters that have one now; what others owed is dropped.
 
         A residual is what a rank owes to the sum over all ranks, so those of several ranks add up,
         and any strategy with error feedback can pay it. CheckpointError for one of another shape.
         """
         self._residuals, self._before = {}, {}
+        kept: set[str] = set()
         if not self._error_feedback:
-            return
+            return kept
         for number in range(len(self._buckets)):
             for name, part in self._parts(number):
                 for state in states:
@@ -279,6 +277,8 @@ class Compression:
                             f"model's parameter has {mine.size}: it is of another model"
                         )
                     mine += owed * self._scale
+                    kept.add(name)
+        return kept
 
     # ------------------------------------------------------------ inside
 

@@ -297,13 +297,11 @@ class OuterStrategy:
             for index, offset in zip(part.bucket.parameters, part.bucket.offsets, strict=True)
         }
 
-    @property
-    def has_residuals(self) -> bool:
-        return bool(self._residuals)
-
-    def restore_residuals(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Set the residuals to the sum of ``states``: what several ranks owe adds up."""
+    def restore_residuals(self, states: Sequence[Mapping[str, Any]]) -> set[str]:
+        """Set the residuals to the sum of ``states``: what several ranks owe adds up. Returns the
+        names of the parameters that have one now; what others owed is dropped."""
         self._residuals.clear()
+        kept: set[str] = set()
         for part in (part for parts in self._fragments for part in parts):
             places = list(zip(part.bucket.parameters, part.bucket.offsets, strict=True))
             known = {self._names[index] for index, _ in places}
@@ -317,6 +315,8 @@ class OuterStrategy:
                     if self._names[index] in state:
                         size = self._tensors[index].numel()
                         residual[offset : offset + size] += np.asarray(state[self._names[index]])
+                        kept.add(self._names[index])
+        return kept
 
     def fingerprint(self) -> str:
         """Hex SHA-256 of the global parameters."""

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -111,19 +112,18 @@ class TorchReplica:
     def restore_own(self, states: Sequence[State]) -> None:
         restore_random(states[0])
         residuals = [each.get("residuals", {}) for each in states]
-        keeps = False
+        kept: set[str] = set()
         if isinstance(self._model, DistributedDataParallel):
-            self._model.compression.restore(residuals)
-            keeps = self._model.compression.has_residuals
+            kept = self._model.compression.restore(residuals)
         if self._outer is not None:
-            self._outer.restore_residuals(residuals)
-            keeps = self._outer.has_residuals
-        owing = sum(map(bool, residuals))
-        if owing and not keeps:
+            kept = self._outer.restore_residuals(residuals)
+        if dropped := _owed(residuals) - kept:
+            first, others = min(dropped), f" and {len(dropped) - 1} others" * (len(dropped) > 1)
             _log.warning(
-                "the residuals of the checkpoint are dropped: no error feedback keeps them"
+                "the checkpoint's residuals of %s%s are dropped: no error feedback keeps them",
+                *(first, others),
             )
-        elif owing > 1:
+        if kept and (owing := sum(map(bool, residuals))) > 1:
             _log.info("this rank goes on with the residuals of %d ranks, added up", owing)
 
     def fingerprint(self) -> str:
@@ -165,6 +165,11 @@ class TorchReplica:
 def parameter_hash(model: nn.Module) -> str:
     """Hex SHA-256 of the model's parameters: their dtypes, shapes and bits."""
     return fingerprint(list(model.parameters()))
+
+
+def _owed(residuals: Sequence[Mapping[str, Any]]) -> set[str]:
+    """The names of the parameters of which something is owed."""
+    return {name for each in residuals for name, value in each.items() if np.any(value)}
 
 
 def _shape(value: Any) -> str:
