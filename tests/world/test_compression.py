@@ -312,7 +312,8 @@ def test_residuals_that_nothing_pays_are_said_to_be_dropped(
 ) -> None:
     strategy, kept = TopK(0.1, chunk=64), str(tmp_path)
     [owed, _] = run_world(
-        2, lambda ctx: set(Training(ctx, strategy, checkpoint=kept).run().model.compression.capture())
+        2,
+        lambda ctx: set(Training(ctx, strategy, checkpoint=kept).run().model.compression.capture()),
     )
 
     def resume(ctx: DistributedContext, **options: Any) -> set[str]:

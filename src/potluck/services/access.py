@@ -121,7 +121,7 @@ class Services:
             return f"job {group.job!r} has no worker {caller.worker!r:.80} that is known here yet"
         if "" not in nodes and caller.node not in nodes:
             return f"worker {caller.worker} is on node {nodes[-1][:12]}, not on {caller.node[:12]}"
-        return self._server.objection()
+        return self._server.objection(caller)
 
     def _find(self, door: Door, name: str, rank: int | None, timeout_s: float) -> str:
         """The worker that serves ``name``: of the ranks in order, the first that does."""

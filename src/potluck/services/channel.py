@@ -20,6 +20,10 @@ T = TypeVar("T", bound=Head)
 SMALL_BYTES = 4096
 """A frame of up to this size is received whole, by one read in most cases."""
 
+_DECODED = 100
+"""The most bytes of memory per byte of a header: msgspec makes 72 of an empty map, 98 of a map of
+one (measured with CPython 3.11)."""
+
 _JOINED_BYTES = 64 * 1024
 """Arrays up to this size are copied behind the head, so that the frame leaves by one write."""
 
@@ -108,6 +112,11 @@ class Channel(Generic[T]):
         self._is_announced = False
         self._num_start = 0
         return State.COMPLETE
+
+    @property
+    def memory_bytes(self) -> int:
+        """The most memory that the announced frame takes, received and decoded."""
+        return self.nbytes + _DECODED * self._lengths.header
 
     @property
     def is_receiving(self) -> bool:

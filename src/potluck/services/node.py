@@ -199,7 +199,8 @@ class NodeServices:
         if hello.kind != KIND:
             text = f"this program takes calls of its services, not {hello.kind!r:.80} connections"
             return Admission(Refusal("kind", text))
-        return admission(Caller(node), self._server.objection(), self._server.take)
+        caller = Caller(node)
+        return admission(caller, self._server.objection(caller), self._server.take)
 
     def _check_open(self) -> None:
         """LinkError after ``close``, or if no connections can be taken any more."""

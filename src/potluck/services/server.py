@@ -177,12 +177,17 @@ class Server:
         """The names of all services."""
         return sorted(self._queues)
 
-    def objection(self) -> str | None:
-        """Why another connection is not taken now."""
+    def objection(self, caller: Caller) -> str | None:
+        """Why another connection of ``caller`` is not taken now."""
         if self._is_closed:
             return "this process ends"
-        if len(self._clients) >= self._max_clients:
+        with self._lock:
+            num, nodes = len(self._clients), [each.caller.node for each in self._clients]
+        if num >= self._max_clients:
             return f"{self._max_clients} clients are connected to this process, as many as it takes"
+        of_one_node = max(1, self._max_clients // 2)  # which leaves the rest to others
+        if caller.node and nodes.count(caller.node) >= of_one_node:
+            return f"{of_one_node} clients of this node are connected, as many as one node may have"
         return None
 
     def take(self, link: BulkLink, caller: Caller) -> None:
@@ -373,7 +378,7 @@ class Server:
                     return False
             elif channel.nbytes > SMALL_BYTES:
                 client.is_charged = True
-                if not self._budget.enter(client, channel.nbytes):
+                if not self._budget.enter(client, channel.memory_bytes):
                     return False
             elif self._budget.is_full and not self._budget.enter_small(client):
                 return False

@@ -487,12 +487,27 @@ def ended(link: BulkLink) -> bool:
     return False
 
 
-def test_no_more_clients_than_agreed() -> None:
-    with offering(rank, max_clients=2) as offer:
-        assert offer.server.objection() is None
+def test_no_more_clients_than_agreed_and_of_one_node_half_of_them() -> None:
+    caller, other = Caller("node", "1", "job"), Caller("another node", "1", "job")
+    with offering(rank, max_clients=4) as offer:
+        assert offer.server.objection(caller) is None
         clients = [offer.client(), offer.client()]
         assert [call(each, "rank") for each in clients] == [1, 1]
-        assert "2 clients are connected" in str(offer.server.objection())
+        assert "2 clients of this node are connected" in str(offer.server.objection(caller))
+        assert offer.server.objection(other) is None
+        clients += [offer.client(), offer.client()]
+        assert "4 clients are connected" in str(offer.server.objection(other))
+
+
+def test_a_long_header_is_charged_with_what_it_may_decode_to() -> None:
+    """A header of empty maps takes 72 times its bytes when it is decoded."""
+    maps = {f"{n}": [{}] * 1000 for n in range(20)}
+    with offering(rank) as offer:
+        client, server = offer.link(), offer.server
+        frame = encode(Request("s", "rank", 20.0), pack(maps, "arguments"))
+        client.send(memoryview(frame)[:-1])
+        client.flush()
+        eventually(lambda: server._budget._requests > 72 * 20_000, "the request to be charged")
 
 
 def test_a_budget_lets_requests_in_by_order() -> None:

@@ -198,7 +198,13 @@ class Relays:
 
         with contextlib.suppress(aio.Unwanted):
             await aio.connect(
-                host, port, Hello(KIND), self._credentials, bind=bind, timeout_s=_CALL_S, wanted=note
+                host,
+                port,
+                Hello(KIND),
+                self._credentials,
+                bind=bind,
+                timeout_s=_CALL_S,
+                wanted=note,
             )
         if found != [target]:
             raise SecurityError(f"at port {port} of its host another node answers")
