@@ -189,13 +189,16 @@ def alone() -> tuple[float, Any, list[float]]:
     return run_world(1, lambda ctx: trained(ctx, TrainingStrategy.DATA_PARALLEL), timeout_s=120)[0]
 
 
-@pytest.mark.parametrize("strategy", TrainingStrategy)
+@pytest.mark.parametrize(
+    ("strategy", "world_size"),
+    [*((each, 2) for each in TrainingStrategy), (TrainingStrategy.DECENTRALIZED, 4)],
+)
 def test_a_network_learns_the_digits_by_every_strategy(
-    strategy: TrainingStrategy, alone: tuple[float, Any, list[float]]
+    strategy: TrainingStrategy, world_size: int, alone: tuple[float, Any, list[float]]
 ) -> None:
-    """Within two points of one worker that trains alone."""
+    """Within two points of one worker that trains alone. Four have neighbours that are not all."""
     serial, shapes, _ = alone
-    results = run_world(2, lambda ctx: trained(ctx, strategy), timeout_s=120)
+    results = run_world(world_size, lambda ctx: trained(ctx, strategy), timeout_s=120)
     for accuracy, parameters, losses in results:
         assert accuracy > serial - 0.02 > 0.9
         assert losses[-1] < losses[0] / 3

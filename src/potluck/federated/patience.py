@@ -28,8 +28,8 @@ class Patience:
     ``deadline`` is in seconds from the start of the round. ``"adaptive"``: median + ``spread``
     times the median absolute deviation of the last 256 answer times, where a client that missed
     its deadline counts with twice that deadline; the deviation counts with at least a tenth of the
-    median, and the deadline is at least ``least_s``. Until a first client has answered it is
-    ``first_deadline_s``. With secure aggregation each of the two exchanges before the training has
+    median, and the deadline is at least ``least_s``, as Wi-Fi may stop for seconds. Until a first
+    client has answered it is ``first_deadline_s``. With secure aggregation each of the two exchanges before the training has
     a quarter of the deadline at most, and the one after it, when the masks are opened, a quarter
     more.
     """
@@ -41,7 +41,7 @@ class Patience:
     min_updates: int | None = None
     start_s: float = 60.0
     first_deadline_s: float = 600.0
-    least_s: float = 1.0
+    least_s: float = 5.0
     spread: float = 5.0
 
     def __post_init__(self) -> None:
