@@ -137,30 +137,58 @@ def test_a_parameter_that_no_rank_used_keeps_its_gradient_and_one_that_some_used
     assert run_world(2, work) == [[True, True, False]] * 2
 
 
+@pytest.mark.parametrize("name", ["2.weight", "2.bias"], ids=["compressed", "dense"])
 @pytest.mark.parametrize(
-    "strategy", [Int(8), TopK(0.1, chunk=64), Random(0.3), PowerSGD(2, start_step=0)], ids=repr
+    "strategy",
+    [
+        *(Int(8), TopK(0.1, chunk=64), Random(0.3), BF16()),
+        *(PowerSGD(2, start_step=0), PowerSGD(2, start_step=9)),
+    ],
+    ids=repr,
 )
-def test_a_gradient_that_is_not_finite_is_named_on_all_ranks_and_gone_with_its_step(
-    strategy: Strategy, caplog: pytest.LogCaptureFixture
+def test_a_gradient_that_is_not_finite_is_counted_where_it_is_and_gone_with_its_step(
+    strategy: Strategy, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def work(ctx: DistributedContext) -> tuple[set[str], bool]:
+    """Exactly, on the rank that has it; the other one sees what the sum has."""
+
+    def work(ctx: DistributedContext) -> tuple[dict[str, int], bool]:
         model = DDP(network(), ctx, compression=strategy, dense_below=50)
         x, y = batch(ctx.rank, 0)
-        handle = model.module[2].weight.register_hook(
+        parameter = model.module.get_parameter(name)
+        handle = parameter.register_hook(
             lambda gradient: gradient.index_fill(0, torch.tensor([3]), torch.nan)
         )
+        if ctx.rank == 0:
+            handle.remove()
         bad = backward(model, x, y)
-        named = set(model.num_nonfinite)
-        assert not bad["2.weight"].isfinite().all()
+        counts = dict(model.num_nonfinite)
+        assert not bad[name].isfinite().all()
         handle.remove()
         good = backward(model, *batch(ctx.rank, 1))
-        return named, all(bool(each.isfinite().all()) for each in good.values())
+        assert dict(model.num_nonfinite) == counts
+        return counts, all(bool(each.isfinite().all()) for each in good.values())
 
     with caplog.at_level(logging.WARNING):
-        for named, is_good in run_world(2, work):
-            assert "2.weight" in named
-            assert is_good
-    assert "the gradient of 2.weight: " in caplog.text
+        (others, is_good), (own, is_good_too) = run_world(2, work)
+    assert is_good
+    assert is_good_too
+    num = network().get_parameter(name)[3].numel()
+    assert own == {name: num}
+    if name == "2.weight" and strategy.start_step == 0:
+        assert others[name] >= 1
+    assert f"the gradient of {name}: {num} of" in caplog.text
+
+
+@pytest.mark.parametrize("strategy", [None, Int(8), PowerSGD(2, start_step=0)], ids=repr)
+def test_a_parameter_whose_shape_changed_is_refused(strategy: Strategy | None) -> None:
+    def work(ctx: DistributedContext) -> None:
+        model = DDP(network(), ctx, compression=strategy, dense_below=50)
+        layer = model.module[2]
+        layer.weight.data, layer.bias.data = torch.ones(30, 40), torch.ones(30)
+        with pytest.raises(ValueError, match=r"'2.(weight|bias)' has shape \(30.*\), and had \(20"):
+            layer(torch.ones(6, 40)).sum().backward()
+
+    run_world(2, work)
 
 
 class Training:
@@ -292,8 +320,7 @@ def test_a_checkpoint_keeps_what_all_ranks_owe_in_a_world_of_any_size(
         assert list(training.job) == [], "all of it was trained"
         return training
 
-    with caplog.at_level(logging.INFO):
-        after = run_world(then, resume)
+    after = run_world(then, resume)
     assert ("goes on with the residuals of 2 ranks, added up" in caplog.text) == (then < first)
     for (name, kept), (_, again) in zip(owed(before).items(), owed(after).items(), strict=True):
         np.testing.assert_allclose(again, kept, rtol=1e-5, atol=1e-6, err_msg=name)

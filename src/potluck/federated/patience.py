@@ -29,9 +29,9 @@ class Patience:
     times the median absolute deviation of the last 256 answer times, where a client that missed
     its deadline counts with twice that deadline; the deviation counts with at least a tenth of the
     median, and the deadline is at least ``least_s``, as Wi-Fi may stop for seconds. Until a first
-    client has answered it is ``first_deadline_s``. With secure aggregation each of the two exchanges before the training has
-    a quarter of the deadline at most, and the one after it, when the masks are opened, a quarter
-    more.
+    client has answered it is ``first_deadline_s``. With secure aggregation each of the two
+    exchanges before the training has a quarter of the deadline at most, and the one after it, when
+    the masks are opened, a quarter more.
     """
 
     min_clients: int = 2

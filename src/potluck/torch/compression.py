@@ -76,6 +76,7 @@ class Compression:
         ]
         """By parameter; None: not compressed."""
         self.num_nonfinite: Counter[str] = Counter()
+        self._is_own: set[int] = set()  # buckets of this backward with inf or NaN on this rank
         self._error_feedback = error_feedback
         self._warmup_steps = warmup_steps
         self._agreed_in = -1  # the epoch of the group in which all ranks compress alike
@@ -168,6 +169,7 @@ class Compression:
             self.undo()  # the last one has raised, and its gradients were not reduced
         self._is_in_backward = True
         self._sums, self._ends = {}, []
+        self._is_own.clear()
         if not self._is_open:
             self._before, self._qs_before = {}, self._qs
 
@@ -183,6 +185,12 @@ class Compression:
             self._step += 1
         else:
             self._num_backwards += 1
+
+    def watch(self, number: int, host: Tensor) -> None:
+        """Count what is not finite in this rank's flat gradients of a bucket, if any are
+        compressed: before they are, for a block of a coded sum has the NaN of any element."""
+        if any(self.strategies) and not host.sum().isfinite():
+            self._count_nonfinite(number, host, "on this rank")
 
     def start(self, ctx: DistributedContext, number: int, host: Tensor) -> Callable[[], None]:
         """Start the sum of a bucket's flat gradients over all ranks; returns the function that
@@ -202,8 +210,8 @@ class Compression:
                 host.copy_(wide)
             with np.errstate(over="ignore", invalid="ignore"):
                 is_finite = np.isfinite(array.sum())
-            if not is_finite:
-                self._count_nonfinite(number, array)
+            if not is_finite and number not in self._is_own:
+                self._count_nonfinite(number, wide, "in the sum over the ranks")
 
         if isinstance(strategy, PowerSGD):
             self._add_matrices(number, strategy, array, residual, finish)
@@ -329,15 +337,16 @@ class Compression:
         for index, offset in zip(bucket.parameters, bucket.offsets, strict=True):
             yield self.names[index], slice(offset, offset + math.prod(self._shapes[index]))
 
-    def _count_nonfinite(self, number: int, array: Array) -> None:
+    def _count_nonfinite(self, number: int, flat: Tensor, where: str) -> None:
         for name, part in self._parts(number):
-            num = int(np.count_nonzero(~np.isfinite(array[part])))
+            num = int(flat[part].isfinite().logical_not().sum())
             if num:
+                self._is_own.add(number)
                 self.num_nonfinite[name] += num
                 _log.warning(
-                    "the gradient of %s: %d of %d elements are inf or NaN at step %d, on a rank or "
-                    "in the sum", name, num, array[part].size, self._step,
-                )  # fmt: skip
+                    "the gradient of %s: %d of %d elements are inf or NaN at step %d, %s",
+                    *(name, num, flat[part].numel(), self._step, where),
+                )
 
 
 def chosen(choice: Choice, name: str, parameter: Tensor) -> Strategy | None:

@@ -148,8 +148,9 @@ class DistributedDataParallel(nn.Module):
 
     @property
     def num_nonfinite(self) -> Counter[str]:
-        """By parameter: how many elements of its compressed gradients were inf or NaN, on a rank or
-        in the sum."""
+        """By parameter: how many elements of its gradients were inf or NaN on this rank; where none
+        of a bucket were, in the sum over the ranks. Nothing is counted without ``compression``, nor
+        in a world of one."""
         return self.compression.num_nonfinite
 
     @property

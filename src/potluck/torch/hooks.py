@@ -111,6 +111,8 @@ class CompressionState:
         self.step = 0
         """The number of backwards so far."""
         self.num_nonfinite: Counter[str] = Counter()
+        self._is_own: set[tuple[int, Strategy | None]] = set()
+        """Pieces of this backward with inf or NaN on this rank, by bucket and strategy."""
         """By parameter: how many elements of its gradients were inf or NaN in the mean."""
         self._names = {} if model is None else {p: n for n, p in _parameters(model).items()}
         # By bucket and strategy, of their parameters.
@@ -138,8 +140,9 @@ class CompressionState:
     def load_state_dict(self, state: Mapping[str, Any], model: nn.Module) -> None:
         """Continue from a ``state_dict`` of this rank, or of any rank of another world.
 
-        Residuals fit any strategy. ValueError for what is no such state, or for a parameter that
-        ``model`` does not have in this shape; then nothing is changed.
+        Residuals fit any strategy. Those of parameters that are not compressed here, or without
+        error feedback, are dropped, and a warning names them. ValueError for what is no such state,
+        or for a parameter that ``model`` does not have in this shape; then nothing is changed.
         """
         missing = {"step", "residuals", "qs"} - state.keys()
         if missing:
@@ -155,11 +158,18 @@ class CompressionState:
                 )
         self.step = int(state["step"])
         self._flats = {}
-        self._residuals = {
-            parameters[name]: each.reshape(-1).clone()
+        kept = {
+            name: each
             for name, each in state["residuals"].items()
-            if self.error_feedback
+            if self.error_feedback and self._compresses(name, parameters[name])
         }
+        owed = [name for name, each in state["residuals"].items() if each.any()]
+        if dropped := sorted(set(owed) - kept.keys()):
+            _log.warning(
+                "the state's residuals of %s are dropped: no error feedback keeps them",
+                f"{dropped[0]} and {len(dropped) - 1} others" if dropped[1:] else dropped[0],
+            )
+        self._residuals = {parameters[n]: each.reshape(-1).clone() for n, each in kept.items()}
         self._qs = {
             parameters[name]: np.array(q) for name, q in state["qs"].items() if name in parameters
         }
@@ -187,6 +197,12 @@ class CompressionState:
             return None
         return way if self.step >= max(self._warmup_steps, way.start_step) else None
 
+    def _compresses(self, name: str, parameter: Tensor) -> bool:
+        """Whether a parameter is compressed, in some step."""
+        given = self.strategy
+        way = given if isinstance(given, Strategy) else chosen(given, name, parameter)
+        return way is not None and parameter.numel() >= self._dense_below
+
     def agree(self, device: torch.device) -> None:
         """Compare how ranks compress, in the first backward. Desync on all ranks if it differs."""
         if self._has_agreed:
@@ -208,10 +224,24 @@ class CompressionState:
             )
         self._has_agreed = True
 
+    def look(self, piece: _Piece) -> None:
+        """Count what is not finite in this rank's gradients of a piece: before they are compressed,
+        for a block of a coded sum has the NaN of any element."""
+        key = piece.bucket, piece.strategy
+        self._is_own.discard(key)
+        if not piece.flat.sum().isfinite() and self._count(piece, piece.flat, "on this rank"):
+            self._is_own.add(key)
+
     def watch(self, piece: _Piece, flat: Tensor) -> Tensor:
-        """Count what is not finite in the reduced gradients of a piece; returns them."""
-        if flat.sum().isfinite():
-            return flat
+        """Count what is not finite in the reduced gradients of a piece, if this rank's own were
+        finite; returns them."""
+        if (piece.bucket, piece.strategy) not in self._is_own and not flat.sum().isfinite():
+            self._count(piece, flat, "in the mean over the ranks")
+        return flat
+
+    def _count(self, piece: _Piece, flat: Tensor, where: str) -> bool:
+        """Whether anything was not finite."""
+        found = False
         parts = torch.split(flat, [each.numel() for each in piece.parameters])
         for place, (parameter, part) in enumerate(zip(piece.parameters, parts, strict=True)):
             num = int(part.isfinite().logical_not().sum())
@@ -219,12 +249,13 @@ class CompressionState:
                 shape = tuple(parameter.shape)
                 number = f"parameter {place} of bucket {piece.bucket}, of shape {shape}"
                 name = self._names.get(parameter, number)
+                found = True
                 self.num_nonfinite[name] += num
                 _log.warning(
-                    "the gradient of %s: %d of %d elements are inf or NaN at step %d, on a rank or "
-                    "in the mean", name, num, part.numel(), self.step,
-                )  # fmt: skip
-        return flat
+                    "the gradient of %s: %d of %d elements are inf or NaN at step %d, %s",
+                    *(name, num, part.numel(), self.step, where),
+                )
+        return found
 
     def group(self) -> dist.ProcessGroup:
         """The group to reduce over."""
@@ -292,6 +323,7 @@ def compression_hook(
 def _start(state: CompressionState, piece: _Piece, call: int) -> torch.futures.Future[Tensor]:
     """Start the mean of a piece over the ranks; the future has it in the piece's array."""
     flat, strategy, group = piece.flat, piece.strategy, state.group()
+    state.look(piece)
     if strategy is None:
         dense = dist.all_reduce(flat.div_(group.size()), group=group, async_op=True)
         assert dense is not None

@@ -63,6 +63,7 @@ class Reducer:
         self.weight: float | None = None
         self._ctx = ctx
         self._parameters = list(parameters)
+        self._shapes = [parameter.shape for parameter in self._parameters]
         self._compression = compression
         self._algorithm = algorithm
         self._buckets = assign(
@@ -190,6 +191,12 @@ class Reducer:
         number, offset, flag = self._place[index]
         flat = self._flat(number).device
         parameter = self._parameters[index]
+        if parameter.shape != self._shapes[index]:
+            raise ValueError(
+                f"the parameter {self._compression.names[index]!r} has shape "
+                f"{tuple(parameter.shape)}, and had {tuple(self._shapes[index])} when "
+                "DistributedDataParallel was made: make it anew for the changed model"
+            )
         view = flat[offset : offset + parameter.numel()].view(parameter.shape)
         weight = 1 / self._ctx.world_size if self.weight is None else self.weight
         gradient = parameter.grad
@@ -220,6 +227,7 @@ class Reducer:
 
     def _start(self, number: int, host: Tensor) -> Callable[[], object]:
         """Start the sum of a bucket over all ranks; returns the function that waits for it."""
+        self._compression.watch(number, host[: self._buckets[number].numel])
         if self._compression.strategy(number) is None:
             work = self._ctx.all_reduce(host, "sum", algorithm=self._algorithm, async_op=True)
             wait: Callable[[], object] = work.wait

@@ -124,7 +124,7 @@ class TorchReplica:
                 *(first, others),
             )
         if kept and (owing := sum(map(bool, residuals))) > 1:
-            _log.info("this rank goes on with the residuals of %d ranks, added up", owing)
+            _log.warning("this rank goes on with the residuals of %d ranks, added up", owing)
 
     def fingerprint(self) -> str:
         """Of the parameters, and in data parallelism of the learning rates and their kin: a script
