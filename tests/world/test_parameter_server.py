@@ -13,7 +13,7 @@ import pytest
 import potluck
 from potluck.backends.inprocess import InProcessBackend
 from potluck.context import DistributedContext
-from potluck.errors import CheckpointError, ServiceTimeout
+from potluck.errors import CheckpointError, ServiceTimeout, UnknownService
 from potluck.parameter_server import (
     SGD,
     Adam,
@@ -24,6 +24,7 @@ from potluck.parameter_server import (
     Synchronous,
     server,
 )
+from potluck.testing.elastic import ElasticWorld, MortalContext
 from potluck.testing.world import run_world
 from support.worlds import open_world
 
@@ -414,3 +415,55 @@ def test_a_push_that_comes_before_the_server_has_entered_the_group_waits_for_it(
     ps.close()
     second.close()
     first.close()
+
+
+def test_nothing_is_called_after_close(tmp_path: Path) -> None:
+    """A gradient that counted after the last checkpoint would be lost."""
+
+    def run(ctx: DistributedContext) -> None:
+        ps = ParameterServer(ctx, Synchronous(), optimizer=SGD(0.1), checkpoint=str(tmp_path))
+        ps.set_parameters("m", {"w": np.zeros(2)})
+        ps.get_parameters("m")
+        ps.close()
+        for late in (
+            lambda: ps.accumulate_gradient("m", {"w": np.ones(2)}),
+            lambda: ps.get_parameters("m"),
+            lambda: ps.set_parameters("m", {"w": np.zeros(2)}),
+            *(ps.stats, ps.save),
+        ):
+            with pytest.raises(RuntimeError, match="'parameters' was closed by this worker"):
+                late()
+        ps.close()
+
+    run_world(1, run)
+
+
+def test_a_second_one_of_the_same_name_is_refused_on_all_workers() -> None:
+    """The others would find the first one, and compute on its parameters."""
+
+    def run(ctx: DistributedContext) -> float:
+        for name, value in (("parameters", 1.0), ("parameters", 2.0), ("others", 3.0)):
+            if value == 2.0:
+                with pytest.raises(ValueError, match="has had a ParameterServer 'parameters'"):
+                    ParameterServer(ctx, name=name)
+                continue
+            with ParameterServer(ctx, name=name) as ps:
+                ps.set_parameters("m", {"w": np.full(2, value)})
+                found = ps.get_parameters("m")
+        return float(found.parameters["w"][0])
+
+    assert run_world(2, run) == [3.0, 3.0]
+
+
+def test_a_server_that_does_not_come_is_an_unknown_service_in_an_elastic_context_too() -> None:
+    is_over = threading.Event()
+
+    def run(ctx: MortalContext) -> None:
+        if ctx.rank == 0:
+            assert is_over.wait(20)
+            return
+        with pytest.raises(UnknownService, match="nobody served 'n' within"):
+            ParameterServer(ctx, name="n")
+        is_over.set()
+
+    ElasticWorld(2, run, timeout_s=1.0).run()

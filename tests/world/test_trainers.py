@@ -136,8 +136,22 @@ def test_the_parameters_of_a_forest_make_the_same_forest(task: str) -> None:
         copy = potluck.DistributedRandomForestTrainer(ctx, 6, **options)
         copy.set_parameters(trainer.get_parameters())
         assert np.array_equal(copy.predict(X), trainer.predict(X))
+        copy.synchronize_model(root=1)
+        assert np.array_equal(copy.predict(X), trainer.predict(X))
 
     run_world(2, train)
+
+
+def test_centroids_that_are_set_predict_before_any_epoch() -> None:
+    def predict(ctx: DistributedContext) -> Any:
+        trainer = potluck.DistributedKMeansTrainer(ctx, 3)
+        trainer.set_parameters({"centroids": X[: 2 * ctx.rank + 3]})
+        trainer.synchronize_model()
+        with pytest.raises(ValueError, match="X has 9 features"):
+            trainer.predict(X[:, :9])
+        return trainer.predict(X[:3])
+
+    assert [each.tolist() for each in run_world(1, predict)] == [[0, 1, 2]]
 
 
 def test_gradients_are_aggregated_and_models_synchronized() -> None:

@@ -146,3 +146,20 @@ def test_a_queue_that_is_never_closed_leaves_no_thread() -> None:
         assert not threads()
 
     run_world(1, run)
+
+
+def test_a_second_queue_of_the_same_name_is_refused_on_all_workers() -> None:
+    """The others would find the first one, and get its results."""
+
+    def run(ctx: DistributedContext) -> list[Any]:
+        with potluck.WorkQueue(ctx, [1, 2, 3]) as queue:
+            for task in queue:
+                queue.finish(task, task.payload)
+        with pytest.raises(ValueError, match="has had a WorkQueue 'work' already: give the next"):
+            potluck.WorkQueue(ctx, [4, 5])
+        with potluck.WorkQueue(ctx, [4, 5], name="more") as queue:
+            for task in queue:
+                queue.finish(task, task.payload)
+            return queue.results()
+
+    assert run_world(2, run) == [[4, 5], [4, 5]]

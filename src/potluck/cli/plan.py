@@ -164,7 +164,8 @@ def _lines(measured: Measured, made: Plan, kept: Path) -> Iterator[str]:
         assert made.chosen is not None
         yield (
             f"Without worker {names} a step would take {_s(made.without_s)} instead of "
-            f"{_s(made.chosen.step_s)}. It takes part unless you leave it out (--nodes)."
+            f"{_s(made.chosen.step_s)}. It takes part unless you leave its machine out: type "
+            "potluck pause there, and plan again."
         )
     if made.proportional_s:
         assert made.chosen is not None

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from sklearn.utils._openmp_helpers import _openmp_effective_n_threads
 from sklearn.utils.validation import check_is_fitted
 
 from potluck.estimators import trees
@@ -53,8 +54,11 @@ class DistributedKMeansTrainer(DistributedTrainer):
         return {"centroids": self.get_centroids()}
 
     def set_parameters(self, parameters: Mapping[str, Array]) -> None:
-        self.model.set_params(init=np.array(parameters["centroids"]))
-        self.model.cluster_centers_ = np.array(parameters["centroids"])
+        model, centroids = self.model, np.array(parameters["centroids"])
+        model.set_params(init=centroids)
+        model.cluster_centers_ = centroids.copy()
+        model.n_features_in_ = centroids.shape[1]
+        model._n_threads = _openmp_effective_n_threads()
 
     def predict(self, X: Any) -> Array:
         """The number of the nearest centroid for each row of ``X``."""
@@ -100,7 +104,8 @@ class DistributedRandomForestTrainer(DistributedTrainer):
         num_classes = self.model.n_classes_ if self._is_classifier else 0
         for number, tree in enumerate(self.model.estimators_):
             packed = trees.pack(tree, np.arange(num_classes), num_classes)
-            found[f"{number}.nodes"], found[f"{number}.values"] = packed["nodes"], packed["values"]
+            found[f"{number}.nodes"] = packed["nodes"].copy()
+            found[f"{number}.values"] = packed["values"].copy()
             found[f"{number}.facts"] = np.array([packed["max_depth"], packed["seed"]], np.int64)
         if self._is_classifier:
             found["classes"] = self.model.classes_.copy()

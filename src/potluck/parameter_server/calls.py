@@ -39,7 +39,10 @@ class Calls:
         self._servers = servers
         self._copies = copies
         self._ctx = ctx
+        self._name = name
         self._remotes = Remotes(ctx, name)
+        self.has_ended = False
+        """Whether this worker has said, or says now, that it calls no more."""
 
     @property
     def present(self) -> tuple[str, ...]:
@@ -58,6 +61,8 @@ class Calls:
     def ask(self, method: str, *args: Any, timeout: float | None = None) -> Any:
         """One call of the first server. What it raises for a mistake of this script is raised
         here."""
+        if method != "leave":
+            self.check_open()
         deadline = self._deadline(timeout)
         while True:
             first = self.present[0]
@@ -74,6 +79,7 @@ class Calls:
     ) -> dict[str, Any] | None:
         """The same call of several servers at once; the replies by server. None if one is there no
         more, and others go on."""
+        self.check_open()
         deadline = self._deadline(timeout)
         replies: dict[str, Any] = {}
         while len(replies) < len(arguments):
@@ -82,6 +88,15 @@ class Calls:
             if not set(arguments) <= set(self.present):
                 return None
         return replies
+
+    def check_open(self) -> None:
+        """RuntimeError after ``close``: the last checkpoint may be written, and the servers wait
+        for this worker no more."""
+        if self.has_ended:
+            raise RuntimeError(
+                f"the ParameterServer {self._name!r} was closed by this worker: call it before "
+                "close(), or inside its 'with' block"
+            )
 
     def reform_if_due(self) -> bool:
         """Enter the next group of an elastic context, if one waits."""
@@ -104,7 +119,7 @@ class Calls:
         timeout: float | None,
     ) -> dict[str, Any]:
         """The replies that came. Raises what is no reason to ask the others again."""
-        connect_s = max(0.0, deadline - time.monotonic())
+        connect_s = max(0.001, deadline - time.monotonic())
         if self._ctx.elastic:
             connect_s = min(connect_s, CONNECT_S)
         found, errors = self._remotes.call_each(

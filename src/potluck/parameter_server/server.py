@@ -28,6 +28,7 @@ from potluck.parameter_server.optimizers import SGD, Optimizer
 from potluck.parameter_server.replica import Replica
 from potluck.parameter_server.serving import Serving
 from potluck.services.asking import await_reply
+from potluck.services.names import check_unused, note_used
 from potluck.services.presence import Presence
 from potluck.waiting import checked_seconds
 
@@ -113,6 +114,7 @@ class ParameterServer:
         self.ctx = ctx
         self.mode: Mode = mode
         self._servers = servers_of(ctx, servers, replicas)
+        check_unused(ctx, "ParameterServer", name)
         self._calls = Calls(ctx, name, self._servers, replicas + 1)
         self._pulled: dict[str, tuple[int, int]] = {}
         """By model: version and incarnation of the last pull."""
@@ -134,6 +136,7 @@ class ParameterServer:
         alike = repr(mode), repr(optimizer), ", ".join(self._servers), str(replicas)
         self._calls.ask("agree", *alike)
         self._await(lambda wait_s: self._calls.ask("begun", wait_s), "the parameter server", None)
+        note_used(ctx, name)
 
     # -- parameters
 
@@ -285,7 +288,8 @@ class ParameterServer:
 
     def save(self) -> None:
         """Write a checkpoint now: on the server; elsewhere nothing happens. CheckpointError if it
-        can't be written, ValueError without a directory."""
+        can't be written, ValueError without a directory, RuntimeError after ``close``."""
+        self._calls.check_open()
         if self._serving is not None:
             self._serving.save()
 
@@ -299,7 +303,7 @@ class ParameterServer:
         """
         if self._is_closed:
             return
-        self._is_closed = True
+        self._is_closed = self._calls.has_ended = True
         seconds = None if timeout is None else checked_seconds(timeout)
         deadline = None if seconds is None else time.monotonic() + seconds
         self._leave()

@@ -12,6 +12,7 @@ from potluck.background import start_thread
 from potluck.errors import HandlerError, ServiceError
 from potluck.services import Call, Remote, service
 from potluck.services.asking import SLICE_S, await_reply, raise_local
+from potluck.services.names import check_unused, note_used
 from potluck.services.presence import Presence
 from potluck.services.waits import WaitingCalls
 from potluck.training.work_ledger import WorkLedger
@@ -69,6 +70,7 @@ class WorkQueue:
             raise ValueError(f"backups is {backups}; it must be at least 0")
         if max_attempts < 1:
             raise ValueError(f"max_attempts is {max_attempts}; it must be at least 1")
+        check_unused(ctx, "WorkQueue", name)
         self._ctx = ctx
         self._name = name
         rank = ctx.group.rank_of(str(server))
@@ -84,6 +86,7 @@ class WorkQueue:
             self._offer = _Offer(list(tasks), ledger, presence)
             ctx.serve(service(name, concurrent=True, before=presence.hear)(self._offer))
         self._remote: Remote = ctx.connect(name, rank=rank)
+        note_used(ctx, name)
         self._is_closed = threading.Event()
         remote, is_closed = self._remote, self._is_closed
         # The thread does not keep this object: a queue that is never closed ends with it.
