@@ -453,3 +453,26 @@ def test_a_state_of_another_strategy_rank_or_model() -> None:
                 second.compression.restore([own | {"0.weight": wrong}])
 
     run_world(2, work)
+
+
+def test_powersgd_sums_the_matrices_of_all_buckets_in_one_reduction() -> None:
+    def work(ctx: DistributedContext) -> tuple[int, int, int]:
+        strategy = PowerSGD(2, start_step=0)
+        model = DDP(*(network(), ctx), compression=strategy, dense_below=100, bucket_size_mb=1e-3)
+        backward(model, *batch(ctx.rank, 0))
+        calls: list[int] = []
+        begin = ctx.all_reduce
+
+        def counted(array: Any, *args: Any, **options: Any) -> Any:
+            calls.append(len(array.reshape(-1)))
+            return begin(array, *args, **options)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ctx, "all_reduce", counted)
+            backward(model, *batch(ctx.rank, 1))
+        p, q = 2 * (40 + 20), 2 * (12 + 40)  # of both matrices together
+        return len(model.compression._buckets), calls.count(p), calls.count(q)
+
+    [(num_buckets, num_p, num_q), _] = run_world(2, work)
+    assert num_buckets > 2
+    assert (num_p, num_q) == (1, 1)
