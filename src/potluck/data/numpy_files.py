@@ -2,18 +2,51 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from potluck.data.files import Paths, find_files
+from potluck.data.files import ListedFile, Paths, find_files
 from potluck.data.shards import ShardedDataset
 from potluck.errors import DataError
 
 _SHARD_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Array:
+    """An array in a file. It is read, not mapped: a map of a file that is cut off later ends the
+    process with SIGBUS."""
+
+    file: ListedFile
+    offset: int  # of the first element, in bytes
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    is_fortran: bool  # the rows are the last axis of what is stored
+
+    def read(self, start: int, end: int) -> NDArray[Any]:
+        """The rows from ``start`` to ``end``. DataError if the file was changed or cut off."""
+        rows, inner, size = end - start, self.shape[1:], self.dtype.itemsize
+        if self.is_fortran:
+            found = np.empty((*reversed(inner), rows), self.dtype)
+            runs = [(n * self.shape[0] + start) * size for n in range(math.prod(inner))]
+        else:
+            found = np.empty((rows, *inner), self.dtype)
+            runs = [start * math.prod(inner) * size]
+        if found.nbytes:
+            parts = found.reshape(len(runs), -1).view(np.uint8)
+            with self.file.path.open("rb") as file:
+                self.file.check(file.fileno())
+                for offset, part in zip(runs, parts, strict=True):
+                    file.seek(self.offset + offset)
+                    if file.readinto(part.data) < part.nbytes:
+                        raise DataError(f"{self.file.path} is cut off in rows {start} to {end}")
+        return found.T if self.is_fortran else found
 
 
 class NumpyFiles(ShardedDataset):
@@ -25,8 +58,8 @@ class NumpyFiles(ShardedDataset):
     is a dict of tensors. A shard is ``rows_per_shard`` rows, by default as many as take 16 MiB; the
     files may be larger than memory.
 
-    DataError for files that do not fit together, are damaged, or hold Python objects; TypeError for
-    ``columns`` that are no dict.
+    DataError for files that do not fit together, are damaged, hold Python objects, or are changed
+    later; TypeError for ``columns`` that are no dict.
     """
 
     def __init__(
@@ -50,13 +83,15 @@ class NumpyFiles(ShardedDataset):
         if len({len(found) for found in files.values()}) > 1:
             counts = ", ".join(f"{name} {len(found)}" for name, found in files.items())
             raise DataError(f"columns differ in their number of files: {counts}")
-        self._arrays: list[dict[str, NDArray[Any]]] = []
+        self._arrays: list[dict[str, _Array]] = []
         self._pieces: list[tuple[int, int, int]] = []  # file, first row, end
         for number in range(len(next(iter(files.values())))):
-            arrays = {name: _mapped(found[number]) for name, found in files.items()}
-            self._check_file(arrays, {name: found[number] for name, found in files.items()})
-            num_rows = len(next(iter(arrays.values())))
-            row_bytes = sum(array[:1].nbytes for array in arrays.values())
+            arrays = {name: _listed(found[number]) for name, found in files.items()}
+            self._check_file(arrays)
+            num_rows = next(iter(arrays.values())).shape[0]
+            row_bytes = sum(
+                math.prod(array.shape[1:]) * array.dtype.itemsize for array in arrays.values()
+            )
             step = rows_per_shard or max(1, _SHARD_BYTES // max(1, row_bytes))
             for start in range(0, num_rows, step):
                 end = min(start + step, num_rows)
@@ -68,30 +103,33 @@ class NumpyFiles(ShardedDataset):
     def read(self, shard: int) -> Mapping[str, NDArray[Any]]:
         number, start, end = self._pieces[shard]
         arrays = self._arrays[number].items()
-        return {name: np.array(array[start:end]) for name, array in arrays}  # read, not mapped
+        return {name: array.read(start, end) for name, array in arrays}
 
     def describe(self, shard: int) -> str:
         number, start, end = self._pieces[shard]
-        return f"rows {start} to {end} of file {number}"
+        paths = ", ".join(str(array.file.path) for array in self._arrays[number].values())
+        return f"rows {start} to {end} of {paths}"
 
-    def _check_file(self, arrays: dict[str, NDArray[Any]], paths: dict[str, Path]) -> None:
-        if len({len(array) for array in arrays.values()}) > 1:
-            rows = ", ".join(f"{paths[name]} {len(array)}" for name, array in arrays.items())
+    def _check_file(self, arrays: dict[str, _Array]) -> None:
+        if len({array.shape[0] for array in arrays.values()}) > 1:
+            rows = ", ".join(f"{array.file.path} {array.shape[0]}" for array in arrays.values())
             raise DataError(f"files that belong together differ in their rows: {rows}")
         for name, array in arrays.items():
             first = self._arrays[0][name] if self._arrays else array
             if (array.dtype, array.shape[1:]) != (first.dtype, first.shape[1:]):
                 raise DataError(
-                    f"{paths[name]} has rows of {array.dtype} {list(array.shape[1:])}, the first "
-                    f"file of column {name!r} has {first.dtype} {list(first.shape[1:])}"
+                    f"{array.file.path} has rows of {array.dtype} {list(array.shape[1:])}, the "
+                    f"first file of column {name!r} has {first.dtype} {list(first.shape[1:])}"
                 )
 
 
-def _mapped(path: Path) -> NDArray[Any]:
+def _listed(path: Path) -> _Array:
     try:
-        array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+        file = ListedFile.of(path)
+        array = np.lib.format.open_memmap(path, mode="r")  # its header, and that all of it is there
+    except (OSError, ValueError, EOFError, OverflowError) as error:
         raise DataError(f"{path} can't be read: {error}") from error
     if not array.ndim:
         raise DataError(f"{path} holds a single number; samples are along the first axis")
-    return array
+    is_fortran = not array.flags.c_contiguous
+    return _Array(file, array.offset, array.shape, array.dtype, is_fortran)

@@ -7,28 +7,17 @@ import tarfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from potluck.data.files import Paths, find_files
+from potluck.data.files import ListedFile, Paths, find_files
 from potluck.data.shards import Deferred, ShardedDataset
 from potluck.errors import DataError
 from potluck.waiting import Reminder, reminding
 
 
 @dataclass(frozen=True, slots=True)
-class _Archive:
-    path: Path
-    stamp: tuple[int, int, int]  # of the file whose headers were read
-
-    def check(self, file: BinaryIO) -> None:
-        """DataError if ``file`` is not the one whose headers were read."""
-        if _stamp(file) != self.stamp:
-            raise DataError(f"{self.path} was changed or replaced after the data set was made")
-
-
-@dataclass(frozen=True, slots=True)
 class _Sample(Deferred):
-    archive: _Archive
+    archive: ListedFile
     key: str
     parts: dict[str, tuple[int, int]] = field(default_factory=dict)  # offset and size in the file
 
@@ -37,7 +26,7 @@ class _Sample(Deferred):
         path = self.archive.path
         try:
             with path.open("rb") as file:
-                self.archive.check(file)
+                self.archive.check(file.fileno())
                 for extension, (offset, size) in self.parts.items():
                     file.seek(offset)
                     found[extension] = file.read(size)
@@ -84,18 +73,13 @@ class WebDatasetFiles(ShardedDataset):
         return str(self._files[shard])
 
 
-def _stamp(file: BinaryIO) -> tuple[int, int, int]:
-    found = os.fstat(file.fileno())
-    return found.st_ino, found.st_size, found.st_mtime_ns
-
-
 def _listed(path: Path) -> list[_Sample]:
     """The samples of an archive, in its order."""
     samples: dict[str, _Sample] = {}
     try:
         with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as archive:
-            source = _Archive(path, _stamp(file))
-            size = source.stamp[1]
+            source = ListedFile.of(path, file.fileno())
+            size = os.fstat(file.fileno()).st_size
             for member in archive:
                 if not member.isfile():
                     continue

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import os
 import tarfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from potluck.data import ArrowFiles, NumpyFiles, ParquetFiles, ShardedDataset, WebDatasetFiles
 from potluck.data.reader import ShardReader
@@ -136,7 +138,7 @@ def test_paths_that_name_no_file(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- NumPy
 
 
-def test_numpy_files_are_mapped_and_cut_into_shards(tmp_path: Path) -> None:
+def test_numpy_files_are_cut_into_shards(tmp_path: Path) -> None:
     for number, rows in enumerate((5, 3)):
         np.save(tmp_path / f"x-{number}.npy", np.arange(rows * 2).reshape(rows, 2) + 100 * number)
         np.save(tmp_path / f"y-{number}.npy", np.arange(rows, dtype=np.float32))
@@ -145,6 +147,48 @@ def test_numpy_files_are_mapped_and_cut_into_shards(tmp_path: Path) -> None:
     found = samples_of(dataset, 4, 7)
     assert found["x"].tolist() == [[8, 9], [104, 105]]
     assert found["y"].tolist() == [4, 2]
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        np.arange(60).reshape(5, 3, 4),
+        np.asfortranarray(np.arange(60.0).reshape(5, 3, 4)),
+        np.arange(5, dtype=">i4"),
+        np.arange(5).astype("datetime64[s]"),
+        np.array([(n, n / 2) for n in range(5)], [("a", "<i4"), ("b", "<f8")]),
+        np.zeros((5, 0)),
+        np.zeros((5, 0), order="F"),
+    ],
+    ids=lambda stored: f"{stored.dtype} {stored.shape}",
+)
+def test_numpy_files_hold_what_was_stored(stored: NDArray[Any], tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", stored)
+    dataset = NumpyFiles({"x": tmp_path / "x.npy"}, rows_per_shard=2)
+    assert dataset.sizes == (2, 2, 1)
+    found = samples_of(dataset)["x"]
+    np.testing.assert_array_equal(found, stored)
+    assert dataset.read(0)["x"].dtype == stored.dtype
+
+
+@pytest.mark.parametrize("change", ["cut off", "replaced", "gone"])
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_a_numpy_file_that_changes_after_it_was_listed_is_named(
+    tmp_path: Path, order: Any, change: str
+) -> None:
+    path = tmp_path / "x.npy"
+    np.save(path, np.zeros((4096, 4), order=order))
+    dataset = NumpyFiles({"x": path}, rows_per_shard=2048)
+    if change == "cut off":
+        os.truncate(path, 200)
+    elif change == "replaced":  # by one of the same size
+        np.save(tmp_path / "other.npy", np.ones((4096, 4), order=order))
+        (tmp_path / "other.npy").replace(path)
+    else:
+        path.unlink()
+    text = r"x\.npy can't be read" if change == "gone" else r"x\.npy was changed or replaced"
+    with pytest.raises(DataError, match=text):
+        dataset.load(1)
 
 
 def test_numpy_files_that_do_not_fit_together(tmp_path: Path) -> None:
