@@ -287,3 +287,6 @@ def test_a_stream_without_a_length_is_refused_with_what_to_use() -> None:
 
     with pytest.raises(TypeError, match=r"For streams use potluck\.data: ParquetFiles"):
         alone(Stream())
+    splits = {"train": Stream(), "test": Stream()}  # as datasets.IterableDatasetDict
+    with pytest.raises(TypeError, match=r"For streams use potluck\.data: .*of a dict of .* one"):
+        alone(splits)

@@ -307,10 +307,13 @@ def _with_length(dataset: Any) -> Any:
             "the loop makes the batches itself, since the parts of ranks change: pass the "
             "DataLoader's data set, and num_workers= if loading takes long"
         )
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+    # A dict by name, as datasets.IterableDatasetDict is, has both methods but no sample 0.
+    is_named = isinstance(dataset, Mapping) and 0 not in dataset
+    if is_named or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise TypeError(
             f"{type(dataset).__name__} is no map-style data set: the loop needs __len__ and "
             "__getitem__, to train on each sample exactly once per epoch. For streams use "
             "potluck.data: ParquetFiles, WebDatasetFiles, or a ShardedDataset of your own"
+            + ("; of a dict of data sets, pass one" if is_named else "")
         )
     return dataset
