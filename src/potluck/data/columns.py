@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from potluck.data.files import Paths, find_files
-from potluck.data.shards import Samples, Shard, ShardedDataset
-from potluck.errors import DataError
+from potluck.data.shards import Samples, Shard, ShardedDataset, kind_of
+from potluck.errors import DataError, MissingDependency
 from potluck.optional import require
 
 
@@ -31,16 +32,24 @@ class _Tables(ShardedDataset):
         self.columns = None if columns is None else list(columns)
         self._pieces: list[tuple[Path, int]] = []
         sizes: list[int] = []
+        first: tuple[Path, Any] | None = None  # the first file that has rows, and its schema
         for path in find_files(paths, *self._suffixes):
             try:
-                names, rows = self._list(path)
+                schema, rows = self._list(path)
+            except MissingDependency:
+                raise
             except Exception as error:
                 raise DataError(f"{path} can't be read: {error}") from error
+            names = schema.names
             missing = sorted(set(self.columns or ()) - set(names))
             if missing:
                 raise DataError(
                     f"{path} has no column {', '.join(missing)}; it has: {', '.join(names)}"
                 )
+            if transform is None and any(rows):
+                first = first or (path, schema)
+                with _naming(str(path)):
+                    self._check_schema(path, schema, *first)
             self._pieces += [(path, number) for number in range(len(rows))]
             sizes += rows
         super().__init__(sizes, transform=transform, lanes=lanes)
@@ -48,14 +57,32 @@ class _Tables(ShardedDataset):
     def read(self, shard: int) -> Shard:
         table = self._table(*self._pieces[shard])
         self._check(shard, {table.num_rows})
-        return _Rows(table) if self.transform is not None else _Columns(table, self.describe(shard))
+        name = self.describe(shard)
+        return _Rows(table, name) if self.transform is not None else _Columns(table, name)
 
     def describe(self, shard: int) -> str:
         path, number = self._pieces[shard]
         return f"{path}, shard {number} of the file"
 
-    def _list(self, path: Path) -> tuple[list[str], list[int]]:
-        """The columns of a file, and the rows of each of its pieces."""
+    def _check_schema(self, path: Path, schema: Any, first_path: Path, first: Any) -> None:
+        """DataError if the columns of a file don't fit those of the first file."""
+        if schema.equals(first):
+            return
+        if self.columns is None and set(schema.names) != set(first.names):
+            raise DataError(
+                f"{path} has the columns {', '.join(schema.names)}, {first_path} has "
+                f"{', '.join(first.names)}: pass the columns= to read"
+            )
+        for name in self.columns or first.names:
+            kind, other = (each.types[each.names.index(name)] for each in (schema, first))
+            if kind != other and _array_kind(kind) != _array_kind(other):
+                raise DataError(
+                    f"column {name!r} of {path} is {kind}, that of {first_path} is {other}, which "
+                    "one tensor can't hold: pass a transform, or other columns"
+                )
+
+    def _list(self, path: Path) -> tuple[Any, list[int]]:
+        """The ``pyarrow.Schema`` of a file, and the rows of each of its pieces."""
         raise NotImplementedError
 
     def _table(self, path: Path, number: int) -> Any:
@@ -73,42 +100,52 @@ class ParquetFiles(_Tables):
     tensor. With ``transform`` a batch is whatever ``collate`` makes of the transformed rows, which
     are dicts of Python values.
 
-    DataError for a file that is damaged or has other columns, and, without ``transform``, for nulls
-    and for lists of unlike lengths; MissingDependency without pyarrow.
+    DataError for a file that is damaged or has not all of ``columns``, and, without ``transform``,
+    for files whose columns differ, for nulls and for lists of unlike lengths; MissingDependency
+    without pyarrow. Pages that have checksums are checked.
     """
 
     _suffixes = (".parquet",)
 
-    def _list(self, path: Path) -> tuple[list[str], list[int]]:
-        parquet = require("pyarrow.parquet", "data")
-        with parquet.ParquetFile(path) as file:
+    def _list(self, path: Path) -> tuple[Any, list[int]]:
+        with self._open(path) as file:
             groups = range(file.num_row_groups)
-            return file.schema_arrow.names, [file.metadata.row_group(i).num_rows for i in groups]
+            return file.schema_arrow, [file.metadata.row_group(i).num_rows for i in groups]
 
     def _table(self, path: Path, number: int) -> Any:
-        parquet = require("pyarrow.parquet", "data")
-        with parquet.ParquetFile(path) as file:
+        with self._open(path) as file:
             return file.read_row_group(number, columns=self.columns, use_threads=False)
+
+    @staticmethod
+    def _open(path: Path) -> Any:
+        parquet = require("pyarrow.parquet", "data")
+        return parquet.ParquetFile(path, page_checksum_verification=True)
 
 
 class ArrowFiles(_Tables):
     """Arrow IPC files (also called Feather): each record batch is a shard, mapped into memory.
 
-    As [ParquetFiles][potluck.data.ParquetFiles]. Files of Hugging Face ``datasets`` are in the
-    streaming format: pass ``datasets.load_from_disk(folder)`` itself to the loop.
+    As [ParquetFiles][potluck.data.ParquetFiles]. The format has no checksums: a batch is validated
+    when it is read, which finds damaged lengths, offsets and text, but no changed numbers. Files of
+    Hugging Face ``datasets`` are in the streaming format: pass ``datasets.load_from_disk(folder)``
+    itself to the loop.
     """
 
     _suffixes = (".arrow", ".feather")
 
-    def _list(self, path: Path) -> tuple[list[str], list[int]]:
+    def _list(self, path: Path) -> tuple[Any, list[int]]:
         file = self._open(path)
         batches = range(file.num_record_batches)
-        return file.schema.names, [file.get_batch(number).num_rows for number in batches]
+        return file.schema, [file.get_batch(number).num_rows for number in batches]
 
     def _table(self, path: Path, number: int) -> Any:
         arrow = require("pyarrow", "data")
-        table = arrow.Table.from_batches([self._open(path).get_batch(number)])
-        return table if self.columns is None else table.select(self.columns)
+        batch = self._open(path).get_batch(number)
+        if self.columns is not None:
+            batch = batch.select(self.columns)
+        # Else Arrow would follow a damaged offset out of the batch, and the process could crash.
+        batch.validate(full=True)
+        return arrow.Table.from_batches([batch])
 
     @staticmethod
     def _open(path: Path) -> Any:
@@ -119,11 +156,13 @@ class ArrowFiles(_Tables):
 class _Rows:
     """A piece that has been read; samples are dicts of Python values."""
 
-    def __init__(self, table: Any) -> None:
+    def __init__(self, table: Any, name: str) -> None:
         self._table = table
+        self._name = name
 
     def take(self, rows: NDArray[np.int64]) -> Samples:
-        return self._table.take(rows).to_pylist()  # type: ignore[no-any-return]
+        with _naming(self._name):
+            return self._table.take(rows).to_pylist()  # type: ignore[no-any-return]
 
 
 class _Columns:
@@ -131,16 +170,35 @@ class _Columns:
     piece's own memory; other values become Python objects when they are taken."""
 
     def __init__(self, table: Any, name: str) -> None:
+        self._name = name
         columns = {each: table.column(each).combine_chunks() for each in table.column_names}
         self._columns = {
             each: _numbers(column, f"{name}: column {each!r}") for each, column in columns.items()
         }
 
     def take(self, rows: NDArray[np.int64]) -> Samples:
-        return {
-            each: column[rows] if isinstance(column, np.ndarray) else _objects(column.take(rows))
-            for each, column in self._columns.items()
-        }
+        with _naming(self._name):
+            return {
+                each: column[rows] if isinstance(column, np.ndarray) else _objects(column, rows)
+                for each, column in self._columns.items()
+            }
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Errors of values that can't be converted, such as text that is no UTF-8, become a DataError
+    that says ``name``."""
+    arrow = require("pyarrow", "data")
+    try:
+        yield
+    except (arrow.ArrowException, OSError, SystemError, ValueError, OverflowError) as error:
+        raise DataError(f"{name} can't be read: {type(error).__name__}: {error}") from error
+
+
+def _array_kind(kind: Any) -> tuple[str, int]:
+    """``kind_of`` the array that a column of this ``pyarrow.DataType`` becomes."""
+    column = _numbers(require("pyarrow", "data").array([], kind), "")
+    return kind_of(column if isinstance(column, np.ndarray) else _objects(column, np.arange(0)))
 
 
 def _numbers(column: Any, name: str) -> Any:
@@ -166,6 +224,6 @@ def _numbers(column: Any, name: str) -> Any:
     return values.to_numpy(zero_copy_only=False).reshape(shape)
 
 
-def _objects(column: Any) -> NDArray[Any]:
-    found: NDArray[Any] = column.to_numpy(zero_copy_only=False)
+def _objects(column: Any, rows: NDArray[np.int64]) -> NDArray[Any]:
+    found: NDArray[Any] = column.take(rows).to_numpy(zero_copy_only=False)
     return found

@@ -49,7 +49,7 @@ class ShardReader:
             self._wanted.pop(shard, None)
         parts = [self._get(int(shards[run.start])).take(rows[run]) for run in runs]
         self._read_ahead()
-        return joined(parts)
+        return joined(parts, lambda n: self._dataset.describe(int(shards[runs[n].start])))
 
     def forget(self) -> None:
         """What was expected is not."""

@@ -127,17 +127,44 @@ class _List:
         return [self._samples[row] for row in rows.tolist()]
 
 
-def joined(parts: Sequence[Samples]) -> Samples:
-    """The samples of several shards, one after the other. DataError if columns differ."""
+def kind_of(column: NDArray[Any]) -> tuple[str, int]:
+    """What a column holds, and its number of axes. Columns that differ in one of them can't be
+    joined: NumPy would turn numbers and text into Python objects."""
+    kind = column.dtype.kind
+    return "numbers" if kind in "biufc" else kind, column.ndim
+
+
+def joined(parts: Sequence[Samples], describe: Callable[[int], str]) -> Samples:
+    """The samples of several shards, one after the other. DataError if columns differ;
+    ``describe(n)`` is what it calls the shard of part ``n``."""
+    first = parts[0]
     if len(parts) == 1:
-        return parts[0]
-    columns = [part for part in parts if isinstance(part, dict)]
-    if not columns:
+        return first
+    for number, part in enumerate(parts):
+        has, wanted = _names_of(part), _names_of(first)
+        if set(has) != set(wanted):
+            raise DataError(
+                f"{describe(number)} has {', '.join(has) or 'a list'}, but {describe(0)} has "
+                f"{', '.join(wanted) or 'a list'}: shards of one data set have the same columns"
+            )
+    if isinstance(first, list):
         return [sample for part in parts for sample in part]
-    if len(columns) < len(parts) or len({tuple(part) for part in columns}) > 1:
-        names = sorted({", ".join(part) if isinstance(part, dict) else "a list" for part in parts})
-        raise DataError(f"shards of one data set differ in their columns: {'; '.join(names)}")
-    return {name: np.concatenate([part[name] for part in columns]) for name in columns[0]}
+    found: dict[str, NDArray[Any]] = {}
+    for name, column in first.items():
+        columns = [part[name] for part in parts if isinstance(part, dict)]
+        for number, each in enumerate(columns):
+            if kind_of(each) != kind_of(column) or each.shape[1:] != column.shape[1:]:
+                raise DataError(
+                    f"column {name!r} differs: {describe(number)} has rows of {each.dtype} "
+                    f"{list(each.shape[1:])}, {describe(0)} has {column.dtype} "
+                    f"{list(column.shape[1:])}"
+                )
+        found[name] = np.concatenate(columns)
+    return found
+
+
+def _names_of(samples: Samples) -> list[str]:
+    return [] if isinstance(samples, list) else list(samples)
 
 
 def one_by_one(samples: Samples) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import sys
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from potluck.data import ArrowFiles, NumpyFiles, ParquetFiles, ShardedDataset, WebDatasetFiles
 from potluck.data.reader import ShardReader
 from potluck.data.shards import Deferred, one_by_one
-from potluck.errors import DataError
+from potluck.errors import DataError, MissingDependency
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -40,14 +41,15 @@ def table(start: int, stop: int, **columns: Any) -> Any:
     return pa.table(given | columns)
 
 
-def write_parquet(path: Path, start: int, stop: int) -> Path:
-    pq.write_table(table(start, stop), path, row_group_size=3)
+def write_parquet(path: Path, start: int, stop: int, **columns: Any) -> Path:
+    pq.write_table(table(start, stop, **columns), path, row_group_size=3)
     return path
 
 
-def write_arrow(path: Path, start: int, stop: int) -> Path:
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table(0, 1).schema) as writer:
-        for batch in table(start, stop).to_batches(max_chunksize=3):
+def write_arrow(path: Path, start: int, stop: int, **columns: Any) -> Path:
+    found = table(start, stop, **columns)
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, found.schema) as writer:
+        for batch in found.to_batches(max_chunksize=3):
             writer.write_batch(batch)
     return path
 
@@ -96,6 +98,91 @@ class TestColumns:
         with pytest.raises(DataError, match=rf"a\.{ending} can't be read"):
             kind(tmp_path)
 
+    def test_a_file_with_other_columns_is_named(
+        self, kind: Any, write: Any, ending: str, tmp_path: Path
+    ) -> None:
+        write(tmp_path / f"a.{ending}", 0, 3)
+        write(tmp_path / f"b.{ending}", 3, 6, age=pa.array([1, 2, 3]))
+        has = rf"b\.{ending} has the columns id, x, name, age, .*a\.{ending} has id, x, name: pass"
+        with pytest.raises(DataError, match=has):
+            kind(tmp_path)
+        assert len(samples_of(kind(tmp_path, columns=["id"]))["id"]) == 6
+        files = [tmp_path / f"{name}.{ending}" for name in "ba"]
+        with pytest.raises(DataError, match=rf"a\.{ending} has no column age; it has: id, x, name"):
+            kind(files, columns=["age", "id"])
+        rows = samples_of(kind(tmp_path, transform=lambda row: row), 0, 5)
+        assert [len(row) for row in rows] == [3, 4]
+
+    def test_files_whose_columns_are_in_another_order_fit(
+        self, kind: Any, write: Any, ending: str, tmp_path: Path
+    ) -> None:
+        one, two = pa.array([1, 2, 3]), pa.array([4, 5, 6])
+        write(tmp_path / f"a.{ending}", 0, 3, one=one, two=two)
+        write(tmp_path / f"b.{ending}", 3, 6, two=two, one=one)
+        found = samples_of(kind(tmp_path))
+        assert found["one"].tolist() == [1, 2, 3] * 2
+        assert found["two"].tolist() == [4, 5, 6] * 2
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            pa.array(["1", "2", "3"]),
+            pa.array([[1], [2], [3]]),
+            pa.array([1, 2, 3], pa.timestamp("s")),
+        ],
+    )
+    def test_a_file_with_a_column_of_another_type_is_named(
+        self, kind: Any, write: Any, ending: str, other: Any, tmp_path: Path
+    ) -> None:
+        write(tmp_path / f"a.{ending}", 0, 3, y=pa.array([0.5, 1.5, 2.5]))
+        write(tmp_path / f"b.{ending}", 3, 6, y=other)
+        differs = rf"column 'y' of .*b\.{ending} is .*, that of .*a\.{ending} is double"
+        with pytest.raises(DataError, match=differs):
+            kind(tmp_path)
+        assert len(kind(tmp_path, columns=["id"])) == 6
+        assert len(samples_of(kind(tmp_path, transform=lambda row: row))) == 6
+
+    def test_numbers_of_other_widths_fit(
+        self, kind: Any, write: Any, ending: str, tmp_path: Path
+    ) -> None:
+        write(tmp_path / f"a.{ending}", 0, 3, y=pa.array([0.5, 1.5, 2.5]))
+        write(tmp_path / f"b.{ending}", 3, 6, y=pa.array([3, 4, 5], pa.int32()))
+        assert samples_of(kind(tmp_path))["y"].tolist() == [0.5, 1.5, 2.5, 3, 4, 5]
+
+    def test_the_columns_of_a_file_without_rows_do_not_matter(
+        self, kind: Any, write: Any, ending: str, tmp_path: Path
+    ) -> None:
+        write(tmp_path / f"a.{ending}", 0, 0, y=pa.array([], pa.null()), z=pa.array([], pa.null()))
+        write(tmp_path / f"b.{ending}", 0, 3, y=pa.array([0.5, 1.5, 2.5]))
+        assert samples_of(kind(tmp_path))["y"].tolist() == [0.5, 1.5, 2.5]
+
+    def test_files_with_lists_of_another_length_are_named(
+        self, kind: Any, write: Any, ending: str, tmp_path: Path
+    ) -> None:
+        write(tmp_path / f"a.{ending}", 0, 3, y=pa.array([[1, 2]] * 3))
+        write(tmp_path / f"b.{ending}", 3, 6, y=pa.array([[1, 2, 3]] * 3))
+        differs = rf"column 'y' differs: .*b\.{ending}.* rows of int64 \[3\], .*a\.{ending}.* \[2\]"
+        with pytest.raises(DataError, match=differs):
+            samples_of(kind(tmp_path))
+
+    def test_text_that_is_no_utf8_is_named(
+        self, kind: Any, write: Any, ending: str, tmp_path: Path
+    ) -> None:
+        torn = pa.array([b"a", b"\xff\xfe", b"c"]).view(pa.string())
+        write(tmp_path / f"a.{ending}", 0, 3, text=torn)
+        for options in ({}, {"transform": lambda row: row}):
+            with pytest.raises(DataError, match=rf"a\.{ending}, shard 0 of the file can't be read"):
+                samples_of(kind(tmp_path, **options))
+
+    def test_without_pyarrow_it_says_what_to_install(
+        self, kind: Any, write: Any, ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        write(tmp_path / f"a.{ending}", 0, 3)
+        for module in ("pyarrow", "pyarrow.parquet", "pyarrow.ipc"):
+            monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(MissingDependency, match="pip install"):
+            kind(tmp_path)
+
 
 def test_a_parquet_file_with_a_damaged_page_is_named_when_it_is_read(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
@@ -105,6 +192,48 @@ def test_a_parquet_file_with_a_damaged_page_is_named_when_it_is_read(tmp_path: P
     path.write_bytes(raw)
     with pytest.raises(DataError, match=r"a\.parquet, shard 0 of the file can't be read"):
         samples_of(ParquetFiles(path), 0)
+
+
+@pytest.mark.parametrize("has_checksums", [True, False])
+def test_a_parquet_page_is_checked_if_it_has_a_checksum(
+    has_checksums: bool, tmp_path: Path
+) -> None:
+    """Without compression nothing else would tell that a number has changed."""
+    path = tmp_path / "a.parquet"
+    numbers = pa.table({"n": pa.array(range(1000), pa.int64())})
+    options = {"compression": "none", "use_dictionary": False, "write_statistics": False}
+    pq.write_table(numbers, path, write_page_checksum=has_checksums, **options)
+    raw = path.read_bytes()
+    path.write_bytes(raw.replace((500).to_bytes(8, "little"), (501).to_bytes(8, "little"), 1))
+    assert path.read_bytes() != raw
+    dataset = ParquetFiles(path)
+    if has_checksums:
+        damaged = r"a\.parquet, shard 0 of the file can't be read: .*CRC"
+        with pytest.raises(DataError, match=damaged):
+            samples_of(dataset)
+    else:
+        assert samples_of(dataset)["n"].sum() == sum(range(1000)) + 1
+
+
+@pytest.mark.parametrize("transform", [None, dict])
+@pytest.mark.parametrize("column", ["name", "code"])
+def test_a_damaged_arrow_batch_is_named_when_it_is_read(
+    column: str, transform: Any, tmp_path: Path
+) -> None:
+    """Offsets of text and codes of a dictionary that lead elsewhere would be followed."""
+    codes = pa.DictionaryArray.from_arrays(pa.array([0, 1, 2], pa.int32()), ["p", "q", "r"])
+    path = write_arrow(tmp_path / "a.arrow", 0, 3, code=codes)
+    raw = path.read_bytes()
+    numbers = {"name": (0, 2, 4, 6), "code": (0, 1, 2)}[column]
+    whole, damaged = (
+        np.array(each, np.int32).tobytes() for each in (numbers, (*numbers[:1], 1 << 20, 1 << 30))
+    )
+    at = raw.rindex(whole)
+    path.write_bytes(raw[:at] + damaged + raw[at + len(damaged) :])
+    dataset = ArrowFiles(path, transform=transform)
+    with pytest.raises(DataError, match=r"a\.arrow, shard 0 of the file can't be read"):
+        samples_of(dataset)
+    assert samples_of(ArrowFiles(path, columns=["id"]))["id"].tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

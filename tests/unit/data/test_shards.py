@@ -125,9 +125,26 @@ def test_shards_with_other_columns_are_refused() -> None:
             return {"x": [1]} if shard else {"z": [1]}
 
     reader = ShardReader(Mixed([1, 1]))
-    with pytest.raises(DataError, match="differ in their columns: x; z"):
+    with pytest.raises(DataError, match="shard 1 of Mixed has x, but shard 0 of Mixed has z"):
         reader.take(indices(0, 1))
     reader.close()
+
+
+@pytest.mark.parametrize(
+    ("other", "has"),
+    [([["a"]], r"<U1 \[1\]"), ([["a", "b"]], r"<U1 \[2\]"), ([[1.0]], r"float64 \[1\]")],
+)
+def test_shards_whose_columns_hold_other_things_are_named(other: Any, has: str) -> None:
+    class Mixed(ShardedDataset):
+        def read(self, shard: int) -> Any:
+            return {"x": other if shard else [[1, 2]]}
+
+    reader = ShardReader(Mixed([1, 1]))
+    try:
+        with pytest.raises(DataError, match=f"'x' differs: shard 1 of Mixed has rows of {has}"):
+            reader.take(indices(0, 1))
+    finally:
+        reader.close()
 
 
 def test_closing_ends_the_thread_and_what_waits_to_be_read(numbers: Any) -> None:
