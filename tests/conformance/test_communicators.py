@@ -496,7 +496,7 @@ def test_scatter_of_parts_of_any_length(world: World) -> None:
     world.run(check)
 
 
-@pytest.mark.parametrize("wrong", ["counts", "parts", "nothing", "no array"])
+@pytest.mark.parametrize("wrong", ["counts", "parts", "nothing", "no array", "dtypes"])
 def test_a_mistake_of_the_root_is_told_to_all_and_the_group_goes_on(
     world: World, wrong: str
 ) -> None:
@@ -507,21 +507,51 @@ def test_a_mistake_of_the_root_is_told_to_all_and_the_group_goes_on(
             "parts": {"parts": [np.zeros(1)] * (size + 1)},
             "nothing": {},
             "no array": {"parts": ["text"] * size},
+            "dtypes": {"parts": [np.zeros(1), *[np.zeros(1, np.int32)] * (size - 1)]},
         }[wrong]
-        if ctx.rank == root:
-            with pytest.raises((ValueError, TypeError)) as caught:
-                ctx.scatter_uneven(root=root, **given)
-            told = str(caught.value)
-        else:
-            with pytest.raises(ValueError, match="the root, can't scatter what it was given") as at:
-                ctx.scatter_uneven(root=root)
-            told = str(at.value)
-        expected = {"counts": "with the sum", "parts": "one part per rank", "nothing": "must pass"}
+        if wrong == "dtypes" and size == 1:
+            return
+        told = mistake_of_the_root(ctx, TypeError if wrong == "no array" else ValueError, given)
+        expected = {
+            "counts": "with the sum",
+            "parts": "one part per rank",
+            "nothing": "must pass",
+            "dtypes": "differ in their first dimension only",
+        }
         assert expected.get(wrong, "got str") in told
         parts = [np.full(2, rank) for rank in range(size)] if ctx.rank == root else None
         assert ctx.scatter_uneven(parts, root).tolist() == [ctx.rank] * 2
 
     world.run(check)
+
+
+@pytest.mark.parametrize("kind", ["floats", "texts", "one number"])
+def test_counts_that_are_not_whole_numbers_are_one_type_error_on_all_ranks(
+    world: World, kind: str
+) -> None:
+    def check(ctx: DistributedContext) -> None:
+        counts = {"floats": [1.0] * ctx.world_size, "texts": ["1"] * ctx.world_size}
+        given = {"parts": np.zeros(ctx.world_size), "counts": counts.get(kind, ctx.world_size)}
+        told = mistake_of_the_root(ctx, TypeError, given)
+        assert "counts must be whole numbers, one for each rank, not " in told
+        whole = np.ones(ctx.world_size, np.int64)
+        root = ctx.world_size - 1
+        flat = np.arange(ctx.world_size) if ctx.rank == root else None
+        assert ctx.scatter_uneven(flat, root, counts=whole).tolist() == [ctx.rank]
+
+    world.run(check)
+
+
+def mistake_of_the_root(
+    ctx: DistributedContext, kind: type[Exception], given: dict[str, Any]
+) -> str:
+    """What this rank is told, by an error of ``kind``, of what the last rank was given."""
+    root = ctx.world_size - 1
+    is_root = ctx.rank == root
+    match = None if is_root else "the root, can't scatter what it was given"
+    with pytest.raises(kind, match=match) as caught:
+        ctx.scatter_uneven(root=root, **(given if is_root else {}))
+    return str(caught.value)
 
 
 def test_a_part_of_another_dtype_than_like_is_not_the_next_ones(world: World) -> None:

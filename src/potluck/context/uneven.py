@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -23,6 +24,8 @@ UNEVEN_TAG = 0
 _COLUMNS = 3 + MAX_DIMS
 _NUM_DIMS = 2
 """The column of the number of dimensions; 0 if the root was given no parts."""
+_KIND = 1
+"""The column of the type of the root's mistake: 1 for a TypeError, 0 for a ValueError."""
 _MAX_REASON_BYTES = 512
 
 
@@ -129,9 +132,10 @@ class UnevenCollectives(Collectives):
         On ``root``, ``parts`` is a sequence of one array per rank, or one array that is cut along
         its first dimension into pieces of ``counts`` rows. On other ranks it is None, and the part
         is a new NumPy array, or an array like ``like`` (a tensor, for a tensor on its device).
-        The root sends each part once. ValueError or TypeError, on all ranks, if the parts are not
-        one per rank, or differ in dtype or in another dimension than the first; TypeError if
-        ``like`` has another dtype. The group goes on.
+        The root sends each part once. ValueError or TypeError, the same on all ranks, if the
+        parts are not one per rank, or differ in dtype or in another dimension than the first, or
+        if ``counts`` are not whole numbers; TypeError if ``like`` has another dtype. The group
+        goes on.
         """
         root = self._checked_root(root)
         deadline = self._deadline(timeout)
@@ -147,7 +151,7 @@ class UnevenCollectives(Collectives):
             rows = np.zeros((self.world_size, _COLUMNS), np.int64)
         self.broadcast(rows, root, timeout=left_until(deadline))
         if rows[self.rank, _NUM_DIMS] == 0:
-            self._raise_mistake(root, deadline)
+            self._raise_mistake(root, int(rows[self.rank, _KIND]), deadline)
         spec = _Spec.of_row(rows[self.rank])
         aside, left = self.communicator.aside(), left_until(deadline)
         if self.rank != root:
@@ -207,17 +211,18 @@ class UnevenCollectives(Collectives):
     def _tell_mistake(self, root: int, error: Exception, deadline: float) -> None:
         """The root was given what it can't scatter: the others must not wait for parts."""
         rows = np.zeros((self.world_size, _COLUMNS), np.int64)
+        rows[:, _KIND] = isinstance(error, TypeError)
         self.broadcast(rows, root, timeout=left_until(deadline))
         reason = np.zeros(_MAX_REASON_BYTES, np.uint8)
         text = str(error).encode()[:_MAX_REASON_BYTES]
         reason[: len(text)] = np.frombuffer(text, np.uint8)
         self.broadcast(reason, root, timeout=left_until(deadline))
 
-    def _raise_mistake(self, root: int, deadline: float) -> NoReturn:
+    def _raise_mistake(self, root: int, kind: int, deadline: float) -> NoReturn:
         reason = np.zeros(_MAX_REASON_BYTES, np.uint8)
         self.broadcast(reason, root, timeout=left_until(deadline))
         text = reason.tobytes().rstrip(b"\0").decode(errors="replace")
-        raise ValueError(
+        raise (TypeError if kind else ValueError)(
             f"scatter_uneven: rank {root}, the root, can't scatter what it was given: {text}"
         )
 
@@ -225,10 +230,11 @@ class UnevenCollectives(Collectives):
         if parts is None:
             raise ValueError(f"scatter_uneven: rank {self.rank} is the root and must pass parts")
         if counts is not None:
-            ends = np.cumsum([0, *counts])
-            if len(counts) != self.world_size or min(counts) < 0 or ends[-1] != len(parts):
+            whole = _whole_counts(counts)
+            ends = [0, *itertools.accumulate(whole)]
+            if len(whole) != self.world_size or min(whole) < 0 or ends[-1] != len(parts):
                 raise ValueError(
-                    f"scatter_uneven: counts {list(counts)} must be {self.world_size} numbers, "
+                    f"scatter_uneven: counts {whole} must be {self.world_size} numbers, "
                     f"0 or more, with the sum {len(parts)}"
                 )
             return [parts[begin:end] for begin, end in itertools.pairwise(ends)]
@@ -263,6 +269,15 @@ def _spec(part: Adapted, root: int = -1) -> _Spec:
     if not 1 <= len(shape) <= MAX_DIMS:
         raise ValueError(f"uneven parts have 1 to {MAX_DIMS} dimensions, not the shape {shape}")
     return _Spec(root, _dtype_name(part), shape)
+
+
+def _whole_counts(counts: Iterable[Any]) -> list[int]:
+    try:
+        return [operator.index(count) for count in counts]
+    except TypeError:
+        raise TypeError(
+            f"scatter_uneven: counts must be whole numbers, one for each rank, not {counts!r:.100}"
+        ) from None
 
 
 def _dtype_name(part: Adapted) -> str:

@@ -7,12 +7,12 @@ in the order and in the sizes of the parts.
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from potluck.context.checks import checked_whole
 from potluck.training.sampler import order, shares
 from potluck.training.shares import Cost
 
@@ -52,9 +52,9 @@ class DataPartitioner:
         alpha: float = 0.5,
         shards_per_rank: int = 2,
     ) -> None:
-        self.total_size = _whole("total_size", total_size, at_least=0)
-        self.world_size = _whole("world_size", world_size, at_least=1)
-        self.seed = _whole("seed", seed, at_least=0)
+        self.total_size = checked_whole("total_size", total_size, at_least=0)
+        self.world_size = checked_whole("world_size", world_size, at_least=1)
+        self.seed = checked_whole("seed", seed, at_least=0)
         if mode not in MODES:
             raise ValueError(f"mode is {mode!r}; it must be one of {', '.join(MODES)}")
         self.mode = mode
@@ -74,7 +74,7 @@ class DataPartitioner:
             if mode == "dirichlet":
                 self._order, bounds = self._dirichlet(known, alpha)
             else:
-                pieces = _whole("shards_per_rank", shards_per_rank, at_least=1)
+                pieces = checked_whole("shards_per_rank", shards_per_rank, at_least=1)
                 self._order, bounds = self._shards(known, pieces)
         else:
             bounds = [start for start, _ in shares(total_size, world_size)]
@@ -108,7 +108,7 @@ class DataPartitioner:
         return end - start
 
     def _range(self, rank: int) -> tuple[int, int]:
-        rank = _whole("rank", rank, at_least=0)
+        rank = checked_whole("rank", rank, at_least=0)
         if rank >= self.world_size:
             raise ValueError(
                 f"rank is {rank}; the ranks of {self.world_size} are 0 to {self.world_size - 1}"
@@ -178,13 +178,3 @@ def _joined(parts: list[list[NDArray[np.int64]]]) -> tuple[NDArray[np.int64], li
     joined = [np.sort(np.concatenate([np.empty(0, np.int64), *part])) for part in parts]
     starts = np.cumsum([0, *map(len, joined)])[:-1]
     return np.concatenate(joined), starts.tolist()
-
-
-def _whole(name: str, value: int, *, at_least: int) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} is {value!r}; it must be a whole number") from None
-    if number < at_least:
-        raise ValueError(f"{name} is {number}; it must be at least {at_least}")
-    return number
