@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import potluck
 from potluck.context import DistributedContext
 from potluck.errors import ServiceTimeout
 from potluck.testing.world import run_world
+from potluck.training.work_queue import Task
 from support.worlds import open_world
 
 KINDS = ("inproc", "tls")
@@ -110,18 +112,86 @@ def test_mistakes_are_one_clear_error_each() -> None:
         ]:
             with pytest.raises(ValueError, match=message):
                 potluck.WorkQueue(ctx, [1], **wrong)
+        unfit: list[tuple[dict[str, Any], str]] = [
+            ({"backups": "2"}, "backups is '2'; it must be a whole number"),
+            ({"max_attempts": 1.5}, "max_attempts is 1.5; it must be a whole number"),
+            ({"ctx": None}, r"takes a context, potluck\.init\(\), not None"),
+        ]
+        for given, message in unfit:
+            with pytest.raises(TypeError, match=message):
+                potluck.WorkQueue(**{"ctx": ctx, "tasks": [1], **given})
         with pytest.raises(ValueError, match="worker 0 has the list"):
             potluck.WorkQueue(ctx)
         with potluck.WorkQueue(ctx, [1]) as queue:
             with pytest.raises(ValueError, match="there is no task 3"):
                 queue.finish(3)
-            with pytest.raises(TypeError, match="is of type set"):
+            with pytest.raises(TypeError, match="the result of task 0 is of type set"):
                 queue.finish(0, {1})
+            with pytest.raises(TypeError, match=r'the result of task 0\["x"\] is of type object'):
+                queue.finish(Task(0, 1), {"x": object()})
+            for number in (1.7, "0", None):
+                with pytest.raises(TypeError, match=f"task is {number!r}; it must be a whole"):
+                    queue.finish(number)  # type: ignore[arg-type]
+            with pytest.raises(ValueError, match="task is -1"):
+                queue.finish(-1)
             with pytest.raises(ServiceTimeout, match="tasks that no worker takes"):
                 queue.results(timeout=0.1)
             assert [task.number for task in queue if queue.finish(task)] == [0]
 
     run_world(1, run)
+
+
+def test_tasks_may_be_any_iterable() -> None:
+    def run(ctx: DistributedContext) -> list[Any]:
+        tasks = (10 * each for each in range(3)) if ctx.rank == 0 else None
+        with potluck.WorkQueue(ctx, tasks) as queue:
+            for task in queue:
+                queue.finish(task, task.payload + 1)
+            return queue.results()
+
+    assert run_world(2, run) == [[1, 11, 21]] * 2
+
+
+class Broken:
+    def __iter__(self) -> Iterator[int]:
+        yield 1
+        raise OSError("no such disk")
+
+
+@pytest.mark.parametrize(
+    ("tasks", "kind", "elsewhere", "why"),
+    [
+        (3, TypeError, TypeError, "tasks is 3; it must be a list, or another iterable"),
+        (None, ValueError, ValueError, "worker 0 has the list: pass it"),
+        (["fine", {1}], TypeError, TypeError, r"tasks\[1\] is of type set; a payload holds"),
+        ([1, 2, {"x": object()}], TypeError, TypeError, r'tasks\[2\]\["x"\] is of type object'),
+        (Broken(), OSError, RuntimeError, "no such disk"),
+    ],
+    ids=["number", "none", "set", "object", "broken"],
+)
+def test_what_is_wrong_with_the_tasks_is_told_to_all_at_once_and_may_be_mended(
+    tasks: Any, kind: type[Exception], elsewhere: type[Exception], why: str
+) -> None:
+    def run(ctx: DistributedContext) -> list[Any]:
+        if ctx.rank == 0:
+            with pytest.raises(kind, match=why):
+                potluck.WorkQueue(ctx, tasks)
+        else:
+            with pytest.raises(elsewhere, match=f"can't make the list of queue 'work': .*{why}"):
+                potluck.WorkQueue(ctx)
+        ctx.barrier()
+        if ctx.rank == 0:
+            queue = potluck.WorkQueue(ctx, ["mended"])
+            ctx.barrier()
+        else:
+            ctx.barrier()
+            queue = potluck.WorkQueue(ctx)
+        with queue:
+            for task in queue:
+                queue.finish(task, task.payload)
+            return queue.results()
+
+    assert run_world(2, run) == [["mended"]] * 2
 
 
 def test_no_tasks_are_no_results() -> None:

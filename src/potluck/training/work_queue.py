@@ -5,18 +5,21 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from potluck.background import start_thread
-from potluck.errors import HandlerError, ServiceError
+from potluck.context.checks import checked_whole
+from potluck.errors import ConfigurationError, HandlerError, ServiceError
 from potluck.services import Call, Remote, service
 from potluck.services.asking import SLICE_S, await_reply, raise_local
 from potluck.services.names import check_unused, note_used
 from potluck.services.presence import Presence
 from potluck.services.waits import WaitingCalls
-from potluck.training.work_ledger import WorkLedger
+from potluck.training.work_ledger import TaskLost, WorkLedger
 from potluck.waiting import Reminder, checked_seconds
+from potluck.wire.payload import pack
 
 if TYPE_CHECKING:
     from potluck.context import DistributedContext
@@ -51,13 +54,13 @@ class WorkQueue:
     the queue is lost. One thread of each worker takes tasks.
 
     ``name`` tells several queues of one job apart. TypeError or ValueError for arguments that
-    can't be meant.
+    can't be meant; what is wrong with ``tasks``, the other workers are told at once.
     """
 
     def __init__(
         self,
         ctx: DistributedContext,
-        tasks: Sequence[Any] | None = None,
+        tasks: Iterable[Any] | None = None,
         *,
         server: int = 0,
         backups: int = 2,
@@ -65,11 +68,12 @@ class WorkQueue:
         silence_s: float = 10.0,
         name: str = "work",
     ) -> None:
+        if not hasattr(ctx, "connect"):
+            raise TypeError(f"WorkQueue takes a context, potluck.init(), not {ctx!r}")
+        service(name)  # checks it on the workers that only connect, too
         silence_s = checked_seconds(silence_s)
-        if backups < 0:
-            raise ValueError(f"backups is {backups}; it must be at least 0")
-        if max_attempts < 1:
-            raise ValueError(f"max_attempts is {max_attempts}; it must be at least 1")
+        backups = checked_whole("backups", backups, at_least=0)
+        max_attempts = checked_whole("max_attempts", max_attempts, at_least=1)
         check_unused(ctx, "WorkQueue", name)
         self._ctx = ctx
         self._name = name
@@ -79,13 +83,18 @@ class WorkQueue:
             raise ValueError(f"server={server!r}: there is no such worker; there are: {there}")
         self._offer: _Offer | None = None
         if ctx.rank == rank:
-            if tasks is None:
-                raise ValueError(f"worker {server} has the list: pass it tasks=[...]")
-            ledger = WorkLedger(len(tasks), backups, max_attempts)
-            presence = Presence(lambda: ctx.group, silence_s)
-            self._offer = _Offer(list(tasks), ledger, presence)
-            ctx.serve(service(name, concurrent=True, before=presence.hear)(self._offer))
+            offer = _offer(ctx, name, silence_s)
+            try:
+                listed = _listed(tasks, server)
+            except Exception as error:
+                _refuse(ctx, name, offer, error, server)
+                raise
+            offer._open(listed, WorkLedger(len(listed), backups, max_attempts))
+            offer._serve(ctx, name)
+            self._offer = offer
         self._remote: Remote = ctx.connect(name, rank=rank)
+        if self._offer is None:
+            self._ask("enter")
         note_used(ctx, name)
         self._is_closed = threading.Event()
         remote, is_closed = self._remote, self._is_closed
@@ -105,8 +114,12 @@ class WorkQueue:
 
     def finish(self, task: Task | int, result: Any = None) -> bool:
         """Give the result of a task. Whether it counts: False if another worker was first."""
-        number = task.number if isinstance(task, Task) else int(task)
-        return bool(self._ask("finish", number, result))
+        given = task.number if isinstance(task, Task) else task
+        number = checked_whole("task", given, at_least=0)
+        try:
+            return bool(self._ask("finish", number, result))
+        except (TypeError, ValueError) as error:
+            raise _misfit(number, result) or error from error.__cause__
 
     def results(self, *, timeout: float | None = None) -> list[Any]:
         """The results in the order of the tasks, on every worker that asks. Waits until all are
@@ -156,7 +169,62 @@ class WorkQueue:
             raise_local(error, _ERRORS)
 
 
-_ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "TaskLost": RuntimeError}
+_ERRORS: dict[str, type[Exception]] = {
+    "ValueError": ValueError,
+    "TypeError": TypeError,
+    "RuntimeError": RuntimeError,
+    "TaskLost": RuntimeError,
+}
+
+_refused: WeakKeyDictionary[DistributedContext, WeakValueDictionary[str, _Offer]] = (
+    WeakKeyDictionary()
+)
+"""By context and name: the services of queues whose list had a mistake. The script may try again.
+"""
+
+
+def _listed(tasks: Any, server: object) -> list[Any]:
+    """The tasks as a list; TypeError or ValueError for what the other workers can't be sent."""
+    if tasks is None:
+        raise ValueError(f"worker {server} has the list: pass it tasks=[...]")
+    if not isinstance(tasks, Iterable):
+        raise TypeError(f"tasks is {tasks!r:.100}; it must be a list, or another iterable")
+    listed = list(tasks)
+    for number, payload in enumerate(listed):
+        pack({number: payload}, "tasks")  # as deep as in a reply; errors name tasks[number]
+    return listed
+
+
+def _misfit(number: int, result: Any) -> Exception | None:
+    """Why ``result`` can't be sent, with the number of its task; None if it can."""
+    try:
+        pack(result, f"the result of task {number}")
+    except (TypeError, ValueError) as error:
+        return error
+    return None
+
+
+def _offer(ctx: DistributedContext, name: str, silence_s: float) -> _Offer:
+    """The service of a new queue: the one of a queue that was refused, if there is one."""
+    refused = _refused.get(ctx)
+    offer = None if refused is None else refused.pop(name, None)
+    presence = Presence(lambda: ctx.group, silence_s)
+    if offer is None:
+        return _Offer(presence)
+    offer._presence = presence
+    return offer
+
+
+def _refuse(
+    ctx: DistributedContext, name: str, offer: _Offer, error: Exception, server: object
+) -> None:
+    """Let the other workers, which wait for the service, hear of the mistake in the list."""
+    kinds: tuple[type[Exception], ...] = (TypeError, ValueError)
+    kind = next((each for each in kinds if isinstance(error, each)), RuntimeError)
+    offer._failure = kind(f"worker {server} can't make the list of queue {name!r}: {error}")
+    with contextlib.suppress(ConfigurationError, ValueError):  # no services; a queue of this name
+        offer._serve(ctx, name)
+        _refused.setdefault(ctx, WeakValueDictionary())[name] = offer
 
 
 def _keep_heard(remote: Remote, is_closed: threading.Event, every_s: float) -> None:
@@ -169,14 +237,21 @@ def _keep_heard(remote: Remote, is_closed: threading.Event, every_s: float) -> N
 class _Offer:
     """The service: each public method is one call."""
 
-    def __init__(self, tasks: list[Any], ledger: WorkLedger, presence: Presence) -> None:
-        self._tasks = tasks
-        self._ledger = ledger
+    def __init__(self, presence: Presence) -> None:
+        self._tasks: list[Any] = []
+        self._ledger = WorkLedger(0, 0, 1)
         self._presence = presence
-        self._results: list[Any] = [None] * len(tasks)
+        self._results: list[Any] = []
         self._failure: Exception | None = None
+        self._is_served = False
         self._changed = threading.Condition(threading.RLock())
         self._waits = WaitingCalls(self._changed, self._look, thread="potluck-work-queue")
+
+    def enter(self, call: Call) -> None:
+        """A worker has made the queue. Raises what is wrong with the list."""
+        with self._changed:
+            if not isinstance(self._failure, TaskLost):  # who takes a task hears of that
+                self._check()
 
     def take(self, call: Call, wait_s: float) -> Any:
         worker = call.worker
@@ -229,6 +304,20 @@ class _Offer:
             }
 
     # -- inside
+
+    def _open(self, tasks: list[Any], ledger: WorkLedger) -> None:
+        with self._changed:
+            self._tasks, self._ledger = tasks, ledger
+            self._results = [None] * len(tasks)
+            self._failure = None
+
+    def _serve(self, ctx: DistributedContext, name: str) -> None:
+        if not self._is_served:
+            ctx.serve(service(name, concurrent=True, before=self._hear)(self))
+            self._is_served = True
+
+    def _hear(self, call: Call) -> None:
+        self._presence.hear(call)
 
     def _check(self) -> None:
         if self._failure is not None:
