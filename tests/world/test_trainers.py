@@ -297,6 +297,55 @@ def test_a_federated_rank_whose_samples_have_nan_is_named_to_all() -> None:
     assert all("X of rank 1 has NaN" in str(each) for each in caught.value.errors.values())
 
 
+@pytest.mark.parametrize(
+    "strategy", [TrainingStrategy.PARAMETER_SERVER, TrainingStrategy.MODEL_PARALLEL]
+)
+def test_samples_with_nan_on_one_rank_are_the_same_error_on_all_and_the_group_goes_on(
+    strategy: TrainingStrategy,
+) -> None:
+    def train(ctx: DistributedContext) -> None:
+        trainer = potluck.DistributedNeuralNetTrainer(ctx, strategy, **SIZES)
+        broken = X[:100].copy()
+        broken[3] = np.nan
+        with pytest.raises(ValueError, match=r"the samples of rank 1.*: X of rank 1 has NaN"):
+            trainer.train_epoch(broken if ctx.rank == 1 else X[:100], Y[:100])
+        assert np.isfinite(trainer.train_epoch(X[:100], Y[:100]))
+
+    run_world(2, train)
+
+
+@pytest.mark.parametrize("strategy", TrainingStrategy)
+def test_batch_sizes_and_learning_rates_that_cant_be_meant_are_refused_at_once(
+    strategy: TrainingStrategy,
+) -> None:
+    def make(ctx: DistributedContext) -> None:
+        for batch_size in (0, -3, 2.5, "64", None, True):
+            with pytest.raises(ValueError, match=f"batch_size is {batch_size!r}; it must be a"):
+                potluck.DistributedNeuralNetTrainer(
+                    ctx,
+                    strategy,
+                    batch_size=batch_size,  # type: ignore[arg-type]
+                    **SIZES,
+                )
+        for rate in (0, -0.1, float("nan"), float("inf"), "0.1", None):
+            with pytest.raises(ValueError, match=f"learning_rate is {rate!r}; it must be a"):
+                potluck.DistributedNeuralNetTrainer(
+                    ctx,
+                    strategy,
+                    learning_rate=rate,  # type: ignore[arg-type]
+                    **SIZES,
+                )
+        potluck.DistributedNeuralNetTrainer(
+            ctx,
+            strategy,
+            batch_size=np.int64(8),  # type: ignore[arg-type]
+            learning_rate=np.float32(0.1),  # type: ignore[arg-type]
+            **SIZES,
+        )
+
+    run_world(2, make)
+
+
 def test_mistakes_with_strategies_are_named() -> None:
     def ask(ctx: DistributedContext) -> None:
         kinds = TrainingStrategy

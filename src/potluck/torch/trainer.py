@@ -7,6 +7,7 @@ import copy
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -31,6 +32,7 @@ from potluck.training.sampler import Schedule
 from potluck.training.scaling import LossScale
 from potluck.training.strategies import Gossip
 from potluck.training.trainer import DistributedTrainer, Parameters, TrainingStrategy
+from potluck.training.transfer import gather_states
 
 if TYPE_CHECKING:
     from potluck.context import DistributedContext
@@ -56,8 +58,8 @@ class DistributedNeuralNetTrainer(DistributedTrainer):
 
     ``model`` is the DistributedDataParallel model; with MODEL_PARALLEL it has this rank's layers,
     ``get_parameters`` and ``predict`` are collective calls, and only the last rank has a local
-    loss (NaN elsewhere). ValueError for more ranks than layers, or options that a strategy does not
-    have.
+    loss (NaN elsewhere). ValueError for more ranks than layers, for a ``batch_size`` or
+    ``learning_rate`` that can't be meant, or options that a strategy does not have.
     """
 
     strategies = frozenset(TrainingStrategy)
@@ -76,6 +78,7 @@ class DistributedNeuralNetTrainer(DistributedTrainer):
         callbacks: Sequence[object] = (),
     ) -> None:
         super().__init__(ctx, strategy)
+        _check_numbers(batch_size, learning_rate)
         self._sizes = sizes = [input_dim, *hidden_dims, output_dim]
         if min(sizes) < 1:
             raise ValueError(f"the layers have {sizes} units; every layer needs at least 1")
@@ -112,17 +115,21 @@ class DistributedNeuralNetTrainer(DistributedTrainer):
 
         ``X``, of shape (n, input_dim), and ``y`` are *all* samples, the same on every rank; with
         FEDERATED they are this rank's own. ValueError for samples that do not fit the network, or
-        with NaN; with FEDERATED the other ranks get it as RemoteError. Where workers come and go
-        pass all epochs to one call: a worker that joins goes on with the epoch of the others.
+        with NaN: with PARAMETER_SERVER and MODEL_PARALLEL on all ranks; with FEDERATED the other
+        ranks get it as RemoteError; with DATA_PARALLEL and DECENTRALIZED it is raised on the rank
+        that has them, which is a lost worker to the others. Where workers come and go pass all
+        epochs to one call: a worker that joins goes on with the epoch of the others.
         """
         if epochs < 1:
             raise ValueError(f"epochs is {epochs}; 1 or more are needed")
         targets = torch.as_tensor(y)
         is_classes = not targets.is_floating_point()
         data = (torch.as_tensor(X, dtype=torch.float32), targets if is_classes else targets.float())
-        if self.strategy is not TrainingStrategy.FEDERATED:
-            self._check(data, is_classes)
         has_loop = self.strategy in (TrainingStrategy.DATA_PARALLEL, TrainingStrategy.DECENTRALIZED)
+        if has_loop:
+            self._check(data, is_classes)
+        elif self.strategy is not TrainingStrategy.FEDERATED:
+            self._check_together(data, is_classes)
         if not has_loop and (self._scaler.enabled or self._batching is not None):
             raise ValueError(
                 f"{self.strategy.name} has no loss scaling and no dynamic batches: take "
@@ -137,6 +144,21 @@ class DistributedNeuralNetTrainer(DistributedTrainer):
             for _ in range(epochs):
                 self._end_epoch(*way(data, is_classes))
         return self.get_global_loss()
+
+    def _check_together(self, data: tuple[Tensor, Tensor], is_classes: bool) -> None:
+        """As ``_check``, but the ValueError of the first rank that has one is raised on all: no
+        strategy with its own exchange could go on without a rank. Two small all_gathers."""
+        if self.ctx.world_size == 1:
+            return self._check(data, is_classes)
+        reason = ""
+        try:
+            self._check(data, is_classes)
+        except ValueError as error:
+            reason = str(error)
+        for rank, each in enumerate(gather_states(self.ctx, {"reason": reason})):
+            if each["reason"]:
+                name = self.ctx.group.describe(rank)
+                raise ValueError(f"the samples of {name}: {each['reason']}")
 
     def _check(self, data: tuple[Tensor, Tensor], is_classes: bool) -> None:
         """ValueError for samples that do not fit the network, or have NaN."""
@@ -367,6 +389,15 @@ class _Shifted:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._callback, name)
+
+
+def _check_numbers(batch_size: object, learning_rate: object) -> None:
+    is_whole = isinstance(batch_size, Integral) and not isinstance(batch_size, bool)
+    if not is_whole or batch_size < 1:  # type: ignore[operator]
+        raise ValueError(f"batch_size is {batch_size!r}; it must be a whole number of at least 1")
+    is_number = isinstance(learning_rate, Real) and not isinstance(learning_rate, bool)
+    if not is_number or not 0 < learning_rate < math.inf:  # type: ignore[operator]
+        raise ValueError(f"learning_rate is {learning_rate!r}; it must be a number above 0")
 
 
 def _linear(before: int, after: int, random: torch.Generator) -> nn.Linear:
