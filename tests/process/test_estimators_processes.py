@@ -33,6 +33,16 @@ def test_the_example_classifies_digits_on_three_workers() -> None:
         assert any(line.startswith("[0] logistic regression: test accuracy") for line in run.lines)
 
 
+@pytest.mark.parametrize("strategy", ["data_parallel", "federated", "model_parallel"])
+def test_the_example_of_trainers_classifies_digits_on_two_workers(strategy: str) -> None:
+    pytest.importorskip("torch")
+    script = str(EXAMPLES / "trainers.py")
+    with run_command("--workers", "2", script, "--strategy", strategy) as run:
+        assert run.finish() == 0
+        for model in ("network", "forest"):
+            assert any(line.startswith(f"[0] {model}: test accuracy 0.") for line in run.lines)
+
+
 def test_the_example_searches_by_a_queue_of_tasks_on_three_workers() -> None:
     with run_command("--workers", "3", str(EXAMPLES / "work_queue.py")) as run:
         assert run.finish() == 0
