@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -75,8 +75,10 @@ class Compression:
             for name, p in parameters.items()
         ]
         """By parameter; None: not compressed."""
+        self._is_used = any(self.strategies)
         self.num_nonfinite: Counter[str] = Counter()
-        self._is_own: set[int] = set()  # buckets of this backward with inf or NaN on this rank
+        self._with_nonfinite: set[int] = set()
+        """The buckets of this backward in which this rank's own gradients have inf or NaN."""
         self._error_feedback = error_feedback
         self._warmup_steps = warmup_steps
         self._agreed_in = -1  # the epoch of the group in which all ranks compress alike
@@ -132,7 +134,7 @@ class Compression:
         """Compare how ranks compress, once in each group. Desync on all ranks if it differs:
         unlike seeds or error feedback would give wrong sums of payloads that fit. A collective
         call; nothing where this rank compresses nothing, for its calls differ then."""
-        if ctx.epoch == self._agreed_in or not any(self.strategies):
+        if ctx.epoch == self._agreed_in or not self._is_used:
             return
         chosen = [each and text_of(each) for each in self.strategies]
         text = f"{self.names} {chosen} {self._error_feedback} {self._warmup_steps}"
@@ -169,7 +171,7 @@ class Compression:
             self.undo()  # the last one has raised, and its gradients were not reduced
         self._is_in_backward = True
         self._sums, self._ends = {}, []
-        self._is_own.clear()
+        self._with_nonfinite.clear()
         if not self._is_open:
             self._before, self._qs_before = {}, self._qs
 
@@ -189,8 +191,10 @@ class Compression:
     def watch(self, number: int, host: Tensor) -> None:
         """Count what is not finite in this rank's flat gradients of a bucket, if any are
         compressed: before they are, for a block of a coded sum has the NaN of any element."""
-        if any(self.strategies) and not host.sum().isfinite():
-            self._count_nonfinite(number, host, "on this rank")
+        if not self._is_used or host.sum().isfinite():
+            return
+        if self._count_nonfinite(number, host, "on this rank"):
+            self._with_nonfinite.add(number)
 
     def start(self, ctx: DistributedContext, number: int, host: Tensor) -> Callable[[], None]:
         """Start the sum of a bucket's flat gradients over all ranks; returns the function that
@@ -210,7 +214,7 @@ class Compression:
                 host.copy_(wide)
             with np.errstate(over="ignore", invalid="ignore"):
                 is_finite = np.isfinite(array.sum())
-            if not is_finite and number not in self._is_own:
+            if not is_finite and number not in self._with_nonfinite:
                 self._count_nonfinite(number, wide, "in the sum over the ranks")
 
         if isinstance(strategy, PowerSGD):
@@ -337,16 +341,29 @@ class Compression:
         for index, offset in zip(bucket.parameters, bucket.offsets, strict=True):
             yield self.names[index], slice(offset, offset + math.prod(self._shapes[index]))
 
-    def _count_nonfinite(self, number: int, flat: Tensor, where: str) -> None:
+    def _count_nonfinite(self, number: int, flat: Tensor, where: str) -> bool:
+        """Whether an element of a bucket is not finite: a sum of finite ones may overflow."""
+        found = False
         for name, part in self._parts(number):
             num = int(flat[part].isfinite().logical_not().sum())
             if num:
-                self._is_own.add(number)
+                found = True
                 self.num_nonfinite[name] += num
                 _log.warning(
                     "the gradient of %s: %d of %d elements are inf or NaN at step %d, %s",
                     *(name, num, flat[part].numel(), self._step, where),
                 )
+        return found
+
+
+def tell_dropped(residuals: Iterable[Mapping[str, Any]], kept: Collection[str]) -> None:
+    """Warn of the parameters of which something is owed in ``residuals`` that are not ``kept``."""
+    owed = {name for each in residuals for name, value in each.items() if (value != 0).any()}
+    if dropped := sorted(owed - set(kept)):
+        _log.warning(
+            "the saved residuals of %s are dropped: no error feedback keeps them",
+            f"{dropped[0]} and {len(dropped) - 1} others" if dropped[1:] else dropped[0],
+        )
 
 
 def chosen(choice: Choice, name: str, parameter: Tensor) -> Strategy | None:

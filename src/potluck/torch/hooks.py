@@ -26,7 +26,7 @@ from potluck.compressors.strategy import text_of
 from potluck.compressors.wide import Array, compress_any
 from potluck.context.compressed import sum_payloads
 from potluck.errors import Desync
-from potluck.torch.compression import Choice, chosen
+from potluck.torch.compression import Choice, chosen, tell_dropped
 from potluck.torch.process_group.group import PotluckProcessGroup
 
 _log = logging.getLogger(__name__)
@@ -111,8 +111,9 @@ class CompressionState:
         self.step = 0
         """The number of backwards so far."""
         self.num_nonfinite: Counter[str] = Counter()
-        self._is_own: set[tuple[int, Strategy | None]] = set()
-        """Pieces of this backward with inf or NaN on this rank, by bucket and strategy."""
+        self._with_nonfinite: set[tuple[int, Strategy | None]] = set()
+        """The pieces of this backward, by bucket and strategy, in which this rank's own gradients
+        have inf or NaN."""
         """By parameter: how many elements of its gradients were inf or NaN in the mean."""
         self._names = {} if model is None else {p: n for n, p in _parameters(model).items()}
         # By bucket and strategy, of their parameters.
@@ -163,12 +164,7 @@ class CompressionState:
             for name, each in state["residuals"].items()
             if self.error_feedback and self._compresses(name, parameters[name])
         }
-        owed = [name for name, each in state["residuals"].items() if each.any()]
-        if dropped := sorted(set(owed) - kept.keys()):
-            _log.warning(
-                "the state's residuals of %s are dropped: no error feedback keeps them",
-                f"{dropped[0]} and {len(dropped) - 1} others" if dropped[1:] else dropped[0],
-            )
+        tell_dropped([state["residuals"]], kept)
         self._residuals = {parameters[n]: each.reshape(-1).clone() for n, each in kept.items()}
         self._qs = {
             parameters[name]: np.array(q) for name, q in state["qs"].items() if name in parameters
@@ -228,19 +224,20 @@ class CompressionState:
         """Count what is not finite in this rank's gradients of a piece: before they are compressed,
         for a block of a coded sum has the NaN of any element."""
         key = piece.bucket, piece.strategy
-        self._is_own.discard(key)
+        self._with_nonfinite.discard(key)
         if not piece.flat.sum().isfinite() and self._count(piece, piece.flat, "on this rank"):
-            self._is_own.add(key)
+            self._with_nonfinite.add(key)
 
     def watch(self, piece: _Piece, flat: Tensor) -> Tensor:
         """Count what is not finite in the reduced gradients of a piece, if this rank's own were
         finite; returns them."""
-        if (piece.bucket, piece.strategy) not in self._is_own and not flat.sum().isfinite():
+        is_own = (piece.bucket, piece.strategy) in self._with_nonfinite
+        if not is_own and not flat.sum().isfinite():
             self._count(piece, flat, "in the mean over the ranks")
         return flat
 
     def _count(self, piece: _Piece, flat: Tensor, where: str) -> bool:
-        """Whether anything was not finite."""
+        """Whether an element is not finite: a sum of finite ones may overflow."""
         found = False
         parts = torch.split(flat, [each.numel() for each in piece.parameters])
         for place, (parameter, part) in enumerate(zip(piece.parameters, parts, strict=True)):

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -14,6 +13,7 @@ from torch.optim import Optimizer
 from potluck.checkpoint.state import State, fingerprint
 from potluck.errors import CheckpointError
 from potluck.torch.amp import GradScaler
+from potluck.torch.compression import tell_dropped
 from potluck.torch.ddp import DistributedDataParallel
 from potluck.torch.outer import OuterStrategy, check_strategy, hyperparameters
 from potluck.torch.rng import capture_random, restore_random
@@ -117,12 +117,7 @@ class TorchReplica:
             kept = self._model.compression.restore(residuals)
         if self._outer is not None:
             kept = self._outer.restore_residuals(residuals)
-        if dropped := _owed(residuals) - kept:
-            first, others = min(dropped), f" and {len(dropped) - 1} others" * (len(dropped) > 1)
-            _log.warning(
-                "the checkpoint's residuals of %s%s are dropped: no error feedback keeps them",
-                *(first, others),
-            )
+        tell_dropped(residuals, kept)
         if kept and (owing := sum(map(bool, residuals))) > 1:
             _log.warning("this rank goes on with the residuals of %d ranks, added up", owing)
 
@@ -165,11 +160,6 @@ class TorchReplica:
 def parameter_hash(model: nn.Module) -> str:
     """Hex SHA-256 of the model's parameters: their dtypes, shapes and bits."""
     return fingerprint(list(model.parameters()))
-
-
-def _owed(residuals: Sequence[Mapping[str, Any]]) -> set[str]:
-    """The names of the parameters of which something is owed."""
-    return {name for each in residuals for name, value in each.items() if np.any(value)}
 
 
 def _shape(value: Any) -> str:
