@@ -103,7 +103,10 @@ def test_a_stolen_laptop_never_comes_back(figures: Figures, tmp_path: Path) -> N
         # The thief copies the disk: another machine with the same key, secret and list.
         shutil.rmtree(copy.home)
         shutil.copytree(stolen.home, copy.home)
+        since = marks([ada, stolen])
         bob.kill()  # away while it happens
+        # A ban before that view would leave ada alone with bob, who is senior, to decide.
+        agreed(ada, stolen, since=since)
         since = marks([ada, bob, stolen])
         # ``stolen`` stays up: its link was made while it was a member.
         assert ada.runs("ban", stolen.name, "--reason", "stolen").returncode == 0
