@@ -206,7 +206,7 @@ class FederationError(PotluckError):
 
 
 class Diverged(PotluckError):
-    """The parameters of replicas differ.
+    """The parameters of replicas differ, by more than unlike machines round differently.
 
     Raised on every rank. Resume from the last checkpoint, and look for a difference between ranks:
     in seeds, data or versions, or an update that was applied outside of the step.

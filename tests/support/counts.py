@@ -16,6 +16,7 @@ import numpy as np
 from potluck.checkpoint.store import CheckpointStore
 from potluck.context import DistributedContext
 from potluck.training.elastic import ElasticLoop, Policy
+from potluck.training.nearly import two_grids
 from potluck.training.replica import StateReplica
 from potluck.training.sampler import Schedule
 
@@ -83,7 +84,7 @@ class Counts:
         del self.kept[number]
 
     def inner_hash(self) -> int:
-        return self.rate
+        return two_grids(self.rate)
 
     def capture_inner(self) -> int:
         return self.rate

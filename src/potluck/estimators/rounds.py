@@ -143,7 +143,8 @@ def _loop(
         if fit.number > history.next:
             history.finished[:] = state["finished"]
 
-    fit = _Fit(capture, restore, "cpu", history.next, {"fit": what, "stage": INPUT, **first}, heavy)
+    now = {"fit": what, "stage": INPUT, **first}
+    fit = _Fit(capture, restore, number=history.next, now=now, heavy=heavy)
     schedule = Schedule(1, 1, epochs=_MOST_ROUNDS, shuffle=False, is_open=True)
     job = ElasticLoop(ctx, schedule, fit)
     return fit, job, iter(job)

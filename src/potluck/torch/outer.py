@@ -6,8 +6,9 @@ the gradient of the outer optimizer, which moves the anchors, and the parameters
 et al., "Adaptive Federated Optimization", 2021, algorithm 1; a mean of the parameters themselves is
 the case of a rate of 1.)
 
-Anchors and outer momentum are kept on the host, in float32 or wider, and updated there, so that
-ranks on unlike devices end with equal bits.
+Anchors and outer momentum are kept on the host, in float32 or wider, and updated there, each
+product in a call of its own: a call that multiplies and adds (``alpha=``) is rounded once or twice,
+by the processor. So ranks on unlike machines end with equal bits.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from potluck.compressors.encoded import Encoded
 from potluck.context.compressed import start_compressed
 from potluck.errors import CheckpointError
 from potluck.training.buckets import Bucket, Slot, assign
+from potluck.training.nearly import two_grids
 from potluck.training.strategies import DiLoCo, Gossip, LocalSGD
 from potluck.training.strategies.fragments import fragment_of, partition
 
@@ -249,8 +251,8 @@ class OuterStrategy:
                 momentum.mul_(outer.momentum).add_(gradient)
             self._momenta[index] = momentum
             nesterov = outer.nesterov
-            gradient = gradient.add(momentum, alpha=outer.momentum) if nesterov else momentum
-        anchor.sub_(gradient, alpha=outer.lr)
+            gradient = gradient + momentum * outer.momentum if nesterov else momentum
+        anchor.sub_(gradient * outer.lr)
 
     # ------------------------------------------------------------ the state
 
@@ -324,7 +326,7 @@ class OuterStrategy:
         return fingerprint(anchors if anchors is not None else list(self._tensors))
 
     def inner_hash(self) -> int:
-        return int(fingerprint(hyperparameters(self._optimizers))[:13], 16)
+        return two_grids(hyperparameters(self._optimizers))
 
     def capture_inner(self) -> State:
         return {

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from potluck.checkpoint.state import State, fingerprint
 from potluck.errors import CheckpointError
 from potluck.torch.amp import GradScaler
+from potluck.torch.arithmetic import arithmetic
 from potluck.torch.compression import tell_dropped
 from potluck.torch.ddp import DistributedDataParallel
 from potluck.torch.outer import OuterStrategy, check_strategy, hyperparameters
@@ -44,7 +45,10 @@ class TorchReplica:
         self._outer = outer
         self._buffers: list[Tensor] = []
         self._random: State = None
-        self.device = _device_name(model)
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        is_cuda = device.type == "cuda"
+        self.device = torch.cuda.get_device_name(device) if is_cuda else str(device)
+        self.arithmetic = arithmetic(device)
 
     def capture(self) -> State:
         outer, model = self._outer, self._model.state_dict()
@@ -128,6 +132,17 @@ class TorchReplica:
             return self._outer.fingerprint()
         return fingerprint([list(self._model.parameters()), hyperparameters(self._optimizers)])
 
+    def shared(self) -> State:
+        return {
+            "parameters": {name: each.detach() for name, each in self._model.named_parameters()},
+            "hyperparameters": hyperparameters(self._optimizers),
+        }
+
+    @torch.no_grad()
+    def take_shared(self, state: State) -> None:
+        for name, parameter in self._model.named_parameters():
+            parameter.copy_(state["parameters"][name])
+
     def parameter_hash(self) -> str:
         return parameter_hash(self._model)
 
@@ -167,8 +182,3 @@ def _shape(value: Any) -> str:
     if value is None:
         return "missing"
     return f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else "no tensor"
-
-
-def _device_name(model: nn.Module) -> str:
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)

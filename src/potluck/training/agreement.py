@@ -29,6 +29,7 @@ from potluck.errors import (
     PeerLost,
 )
 from potluck.training import saving
+from potluck.training.alignment import Alignment, kind_of
 from potluck.training.noise import NoiseEstimate
 from potluck.training.policy import Policy
 from potluck.training.progress import Progress
@@ -95,6 +96,7 @@ class Agreement:
         self.is_restored = False
         self.steps_run_again = True
         self.longest_s = 0.0
+        self.alignment = Alignment(ctx, progress, replica, policy)
         self._ctx = ctx
         self._progress = progress
         self._replica = replica
@@ -120,7 +122,7 @@ class Agreement:
 
         ``pending`` is the epoch of the vote whose outcome this rank does not know, 0 for none. Also
         returns the loss of the last step that counts, NaN if no member knows it. Cost: one
-        all_gather of 104 bytes per rank.
+        all_gather of 112 bytes per rank.
         """
         began = time.monotonic()
         reformed = self.cause is not None or self.newcomers
@@ -138,6 +140,7 @@ class Agreement:
             *(progress.round if self.has_state else -1, self.history, pending, self.last_loss),
             *(progress.batch_size, noise.signal, noise.noise, noise.num, self.save_due),
             *(progress.round + len(progress.deals), self.longest_s),
+            kind_of(self._replica.arithmetic),
             *(*self.dealt_in(), 0, 0)[:_MAX_OPEN],
         ]
         rows = self._ctx.all_gather(np.array(mine, np.float64)).reshape(-1, len(mine))
@@ -151,9 +154,10 @@ class Agreement:
         self.longest_s = float(rows[:, 10].max())
         self.valid_deals = {}
         for row in ready:  # the most senior member's deal of a round counts
-            for number, epoch in enumerate(map(int, row[11:]), int(row[0])):
+            for number, epoch in enumerate(map(int, row[12:]), int(row[0])):
                 if epoch:
                     self.valid_deals.setdefault(number, epoch)
+        self.alignment.new_group(tuple(int(row[11]) for row in rows))
         self._tried_at = self._saved_at = -1  # members may have seen different outcomes of a save
         if reformed and self.has_state:
             since = began if self.lost_at is None else self.lost_at

@@ -271,8 +271,8 @@ class ElasticLoop(Record):
 
         Call it after the update of the step is computed and before any of it is applied. ``loss``
         is this rank's loss, ``ok=False`` votes against the step, ``skipped`` (equal on all ranks)
-        says that no update will be applied. Diverged if replicas differ. Cost: one all_gather of 48
-        bytes per rank.
+        says that no update will be applied. Diverged if replicas of like machines differ. Cost: one
+        all_gather of 48 bytes per rank.
         """
         if not self._open or self._share is None:
             raise RuntimeError("commit belongs inside the block of a step")
@@ -328,7 +328,8 @@ class ElasticLoop(Record):
 
     def _state_hash(self, *, num_steps: int = 1) -> int:
         due = self._progress.passes(self._policy.hash_every, num_steps)
-        if not self._agreement.hash_due and not due:
+        is_aligned = self._rounds is None and self._agreement.alignment.is_unlike
+        if is_aligned or not (self._agreement.hash_due or due):
             return 0
         return 1 + int(self._replica.fingerprint()[:15], 16)
 
@@ -468,6 +469,7 @@ class ElasticLoop(Record):
                     failed = None
                     if self._rounds is None:
                         self._pace.exchange(self.ctx, self._progress)
+                        agreement.alignment.align(now=self.done and at_step)
                     if not (self._rounds and self._rounds.is_busy):
                         failed = agreement.save()
                         if self.done and at_step:

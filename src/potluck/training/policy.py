@@ -13,7 +13,8 @@ from potluck.training.transfer import MAX_STATE_BYTES
 class Policy:
     """Options of the elastic loop.
 
-    Every ``hash_every`` steps the ranks compare hashes of their parameters. Every ``save_every``
+    Every ``hash_every`` steps the ranks compare hashes of their parameters; where machines round
+    differently those of rank 0 count (``training/alignment.py``). Every ``save_every``
     steps, and at the end, they write a checkpoint, if the loop has a ``checkpoint``. After a loss
     the next step must be committed within ``recovery_s`` seconds and ``max_attempts`` groups; with
     a strategy of rounds a group must be formed, in which the round goes on.

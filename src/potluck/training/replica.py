@@ -12,10 +12,12 @@ from potluck.checkpoint.state import State, fingerprint
 class Replica(Protocol):
     """One rank's copy of the model, its optimizer, and all other state that is equal on all ranks.
 
-    ``device`` is a name for displays, for example ``cuda:0``.
+    ``device`` is a name for displays, for example ``cuda:0``. ``arithmetic`` says what rounds the
+    updates: replicas with equal texts have equal bits after equal updates.
     """
 
     device: str
+    arithmetic: str
 
     def capture(self) -> State:
         """The state that another rank needs to go on from here, as ``checkpoint/state.py`` defines
@@ -30,6 +32,14 @@ class Replica(Protocol):
 
     def fingerprint(self) -> str:
         """Hex SHA-256 of the state that must be bit-identical on all ranks."""
+
+    def shared(self) -> State:
+        """The values that ``fingerprint`` is of. Its tensors have the same names, dtypes and shapes
+        on all ranks."""
+
+    def take_shared(self, state: State) -> None:
+        """Set the tensors of ``shared()`` to those of ``state``, which is another rank's. Numbers
+        stay as they are."""
 
     def parameter_hash(self) -> str:
         """Hex SHA-256 of what was trained, for people to compare."""
@@ -64,6 +74,7 @@ class StateReplica:
     get_state: Callable[[], State]
     set_state: Callable[[State], None]
     device: str = "cpu"
+    arithmetic: str = ""  # NumPy's elementwise operations round alike on all machines
 
     def capture(self) -> State:
         return self.get_state()
@@ -76,6 +87,12 @@ class StateReplica:
 
     def fingerprint(self) -> str:
         return fingerprint(self.get_state())
+
+    def shared(self) -> State:
+        return self.get_state()
+
+    def take_shared(self, state: State) -> None:
+        self.set_state(state)
 
     def parameter_hash(self) -> str:
         return self.fingerprint()

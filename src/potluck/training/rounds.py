@@ -23,6 +23,7 @@ from potluck.checkpoint.state import State
 from potluck.errors import Diverged, GroupError
 from potluck.training.agreement import LOST, Agreement
 from potluck.training.ledger import Deal, Span, cut
+from potluck.training.nearly import nearly_equal
 from potluck.training.pace import Pace
 from potluck.training.progress import Progress
 from potluck.training.round_report import Report, Work
@@ -75,8 +76,8 @@ class RoundStrategy(Protocol):
         nothing that was sent counts. ``delayed``: this rank has begun its next round."""
 
     def inner_hash(self) -> int:
-        """52 bits of the values by which a step depends on its number, such as a learning rate;
-        equal on ranks that have done equally many steps."""
+        """``nearly.two_grids`` of the values by which a step depends on its number, such as a
+        learning rate; nearly equal on ranks that have done equally many steps."""
 
     def capture_inner(self) -> State:
         """These values, for a rank that has done another number of steps."""
@@ -401,7 +402,7 @@ class Rounds:
             if not report.num_steps:
                 continue
             first, expected = hashes.setdefault(report.num_steps, (rank, report.inner_hash))
-            if report.inner_hash != expected:
+            if not nearly_equal(report.inner_hash, expected):
                 ctx.settle()
                 raise Diverged(
                     f"after round {work.number} rank {rank} has other hyperparameters than rank "
