@@ -249,9 +249,11 @@ def descriptors() -> Things:
     found: Things = {}
     for number in listing("/proc/self/fd"):
         try:
-            found["descriptor", number] = os.readlink(f"/proc/self/fd/{number}")
+            what = os.readlink(f"/proc/self/fd/{number}")
         except FileNotFoundError:  # the one that listed the folder
             continue
+        if not what.startswith("/dev/nvidia"):  # CUDA opens these when it likes
+            found["descriptor", number] = what
     return found
 
 

@@ -86,6 +86,9 @@ class Counts:
     def inner_hash(self) -> int:
         return two_grids(self.rate)
 
+    def synchronize(self) -> None:
+        return None
+
     def capture_inner(self) -> int:
         return self.rate
 

@@ -28,6 +28,7 @@ from potluck.checkpoint.state import State, fingerprint
 from potluck.compressors.encoded import Encoded
 from potluck.context.compressed import start_compressed
 from potluck.errors import CheckpointError
+from potluck.torch.device import synchronize
 from potluck.training.buckets import Bucket, Slot, assign
 from potluck.training.nearly import two_grids
 from potluck.training.strategies import DiLoCo, Gossip, LocalSGD
@@ -83,6 +84,7 @@ class OuterStrategy:
         self._mixing = config.mixing if isinstance(config, DiLoCo) else 0.0
         self._compression = config.compression if isinstance(config, DiLoCo) else None
         self.needs_whole_weights = self._compression is not None
+        self._model = model
         self._optimizers = list(optimizers)
         self._also = dict(also)
         named: list[tuple[str, Tensor]] = [
@@ -327,6 +329,9 @@ class OuterStrategy:
 
     def inner_hash(self) -> int:
         return two_grids(hyperparameters(self._optimizers))
+
+    def synchronize(self) -> None:
+        synchronize(self._model)
 
     def capture_inner(self) -> State:
         return {

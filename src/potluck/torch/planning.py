@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 from torch import nn
 
+from potluck.torch.device import synchronize
 from potluck.torch.measuring import measure
 from potluck.training.plan_file import FACT, VARIABLE, plan_file
 from potluck.training.planner import encode, named
@@ -154,10 +155,12 @@ class Rehearsal:
 
     def begin(self) -> None:
         """A step begins, with the loading of its samples."""
+        synchronize(self._model)
         self._began, self._waited_s = time.perf_counter(), self._ctx.waited_s
 
     def end(self) -> bool:
         """The step has ended; whether these were enough. Equal on all ranks."""
+        synchronize(self._model)  # a GPU computes what the step has only queued
         waited_s = self._ctx.waited_s - self._waited_s
         self._times.append(max(1e-6, time.perf_counter() - self._began - waited_s))
         if len(self._times) == NUM_STEPS:

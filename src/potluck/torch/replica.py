@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from potluck.checkpoint.state import State, fingerprint
 from potluck.errors import CheckpointError
 from potluck.torch.amp import GradScaler
-from potluck.torch.arithmetic import arithmetic
 from potluck.torch.compression import tell_dropped
 from potluck.torch.ddp import DistributedDataParallel
+from potluck.torch.device import arithmetic, device_of
 from potluck.torch.outer import OuterStrategy, check_strategy, hyperparameters
 from potluck.torch.rng import capture_random, restore_random
 
@@ -45,7 +45,7 @@ class TorchReplica:
         self._outer = outer
         self._buffers: list[Tensor] = []
         self._random: State = None
-        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        device = device_of(model)
         is_cuda = device.type == "cuda"
         self.device = torch.cuda.get_device_name(device) if is_cuda else str(device)
         self.arithmetic = arithmetic(device)

@@ -79,6 +79,9 @@ class RoundStrategy(Protocol):
         """``nearly.two_grids`` of the values by which a step depends on its number, such as a
         learning rate; nearly equal on ranks that have done equally many steps."""
 
+    def synchronize(self) -> None:
+        """Wait until the device of this rank has computed the steps so far."""
+
     def capture_inner(self) -> State:
         """These values, for a rank that has done another number of steps."""
 
@@ -141,6 +144,8 @@ class Rounds:
                 break
             began = time.monotonic()
             yield self._share(work.deal, (start, stop))
+            if limit is not None or stop == work.batches[-1][1]:
+                self.strategy.synchronize()
             work.seconds += time.monotonic() - began  # without waits for other ranks
             work.num_samples += stop - start
             work.num_steps += 1

@@ -1,7 +1,8 @@
-"""What decides how a machine rounds: the versions of PyTorch and of the system's library, the
-device, and the processor with the number of threads.
+"""The device of a model: which one it is, how it rounds, and when it has computed.
 
-Two machines with equal texts apply the same updates with equal bits.
+Machines whose ``arithmetic`` is equal apply the same updates with equal bits. What decides how a
+machine rounds is PyTorch's version, the system's mathematical library, the device, and of a
+processor also the number of threads, by which sums are split.
 """
 
 from __future__ import annotations
@@ -10,8 +11,21 @@ import platform
 from pathlib import Path
 
 import torch
+from torch import nn
 
 _CPUINFO = Path("/proc/cpuinfo")
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device of the first parameter of ``model``; the CPU if it has none."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def synchronize(model: nn.Module) -> None:
+    """Wait until the device of ``model`` has computed what was queued on it."""
+    device = device_of(model)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def arithmetic(device: torch.device) -> str:
@@ -21,10 +35,8 @@ def arithmetic(device: torch.device) -> str:
         return f"{version}, {torch.cuda.get_device_name(device)}"
     if device.type != "cpu":
         return f"{version}, {device.type}, {platform.machine()}"
-    # Sums, such as the norms by which gradients are clipped, are split by threads.
-    capability = torch.backends.cpu.get_cpu_capability()
     system = " ".join((platform.system(), *platform.libc_ver())).strip()
-    threads = torch.get_num_threads()
+    capability, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
     return f"{version}, {system}, {_processor()}, {capability}, threads: {threads}"
 
 
