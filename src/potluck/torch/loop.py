@@ -22,7 +22,7 @@ from potluck.torch.ddp import DistributedDataParallel
 from potluck.torch.gossip import GossipStrategy
 from potluck.torch.loading import Loader
 from potluck.torch.outer import OuterStrategy
-from potluck.torch.planning import Rehearsal, Suggestion, is_planning, planned
+from potluck.torch.planning import Planned, Rehearsal, Suggestion, is_planning
 from potluck.torch.replica import TorchReplica, parameter_hash
 from potluck.training import elastic
 from potluck.training.policy import Policy
@@ -111,8 +111,10 @@ class ElasticLoop(elastic.ElasticLoop):
         self._rehearsal = Rehearsal(ctx, model, policy) if is_planning() else None
         if self._rehearsal is not None:
             strategy, checkpoint, callbacks = None, None, ()  # nothing is trained or written
-        elif strategy == "auto":
-            strategy = planned(ctx, model)
+        self._planned: Planned | None = None
+        if strategy == "auto":
+            self._planned = Planned(ctx, model)
+            strategy = self._planned.strategy
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         for each in optimizers:
             if not isinstance(each, Optimizer):
@@ -168,6 +170,8 @@ class ElasticLoop(elastic.ElasticLoop):
         try:
             for share in super().__iter__():
                 rehearsal = self._rehearsal
+                if self._planned is not None:
+                    self._planned.look()  # machines may have joined
                 if rehearsal is not None:
                     rehearsal.begin()
                     if isinstance(model, DistributedDataParallel):

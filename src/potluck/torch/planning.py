@@ -64,34 +64,50 @@ class _Choice(msgspec.Struct):
     measured: Of | None = None
 
 
-def planned(ctx: DistributedContext, model: nn.Module) -> DataParallel | LocalSGD | DiLoCo | Gossip:
+class Planned:
     """What ``strategy="auto"`` means for the script of this process: the choice in its plan file.
 
     ValueError, with the command that makes one, if there is none and this is no world of one. A
     plan of other machines, or of another model, is taken with a warning.
     """
-    script = getattr(sys.modules["__main__"], "__file__", None)
-    path = None if script is None else plan_file(script)
-    if path is None or not path.is_file():
-        if ctx.world_size == 1 and not ctx.elastic:
-            return DataParallel()  # nothing is sent
-        name = "SCRIPT" if script is None else Path(script).name
-        raise ValueError(
-            f'strategy="auto" takes the strategy of a plan, and there is no '
-            f"{'plan file' if path is None else path.name}: make one with `potluck plan {name}`"
-        )
-    try:
-        plan = msgspec.json.decode(path.read_bytes(), type=_Choice)
-        choice = named(plan.choice).in_buckets(plan.bucket_size_mb).in_rounds_of(plan.every)
-    except (msgspec.DecodeError, ValueError) as error:
-        raise ValueError(
-            f"{path.name} is no plan ({error}): make it anew with `potluck plan`"
-        ) from None
-    if plan.measured is not None and ctx.rank == 0:
-        nodes = {member.node for member in ctx.members}
-        if doubt := doubt_of(plan.measured, nodes, _shapes_of(model)):
-            _log.warning("%s %s: make it anew with `potluck plan`", path.name, doubt)
-    return choice.strategy
+
+    def __init__(self, ctx: DistributedContext, model: nn.Module) -> None:
+        self._ctx, self._of = ctx, None
+        self._seen: frozenset[str] = frozenset()
+        self._said: set[str] = set()
+        self.strategy: DataParallel | LocalSGD | DiLoCo | Gossip = DataParallel()
+        script = getattr(sys.modules["__main__"], "__file__", None)
+        path = None if script is None else plan_file(script)
+        if path is None or not path.is_file():
+            if ctx.world_size == 1 and not ctx.elastic:
+                return  # nothing is sent
+            name = "SCRIPT" if script is None else Path(script).name
+            raise ValueError(
+                f'strategy="auto" takes the strategy of a plan, and there is no '
+                f"{'plan file' if path is None else path.name}: make one with `potluck plan {name}`"
+            )
+        try:
+            plan = msgspec.json.decode(path.read_bytes(), type=_Choice)
+            choice = named(plan.choice).in_buckets(plan.bucket_size_mb).in_rounds_of(plan.every)
+        except (msgspec.DecodeError, ValueError) as error:
+            raise ValueError(
+                f"{path.name} is no plan ({error}): make it anew with `potluck plan`"
+            ) from None
+        self.strategy, self._of = choice.strategy, plan.measured
+        self._name, self._shapes = path.name, _shapes_of(model)
+        self.look()
+
+    def look(self) -> None:
+        """Warn, on rank 0, if the plan says little about the machines of the present group. Each
+        doubt is said once, and none where machines have only left: they may come back."""
+        nodes = frozenset(member.node for member in self._ctx.members)
+        if self._of is None or nodes <= self._seen:
+            return
+        self._seen |= nodes
+        doubt = doubt_of(self._of, nodes, self._shapes)
+        if doubt is not None and doubt not in self._said and self._ctx.rank == 0:
+            self._said.add(doubt)
+            _log.warning("%s %s: make it anew with `potluck plan`", self._name, doubt)
 
 
 def doubt_of(
@@ -109,7 +125,7 @@ def doubt_of(
             f"was made on one machine, where no strategy is compared; this training has {len(now)}"
         )
     if len(now) != len(then):
-        return f"was made on {len(then)} machines; this training begins on {len(now)}"
+        return f"was made on {len(then)} machines; this training has {len(now)}"
     return "was made on other machines"
 
 
@@ -119,22 +135,30 @@ def _shapes_of(model: nn.Module) -> tuple[tuple[int, ...], ...]:
 
 
 class Suggestion:
-    """Says once that steps wait for the network, where a plan would help. It changes nothing."""
+    """Says once that steps wait for the network, where a plan would help. It changes nothing.
+
+    The first steps on a set of machines are looked at; when machines join or leave, the next ones.
+    """
 
     def __init__(self, ctx: DistributedContext) -> None:
         self._ctx = ctx
         self._steps: list[tuple[float, float]] = []
+        self._nodes: frozenset[str] = frozenset()
+        self._is_said = False
 
     def add(self, step_s: float, waited_s: float) -> None:
         """A step, of which this rank has waited ``waited_s``, is committed."""
-        if len(self._steps) == _LOOKED_AT:
+        nodes = frozenset(member.node for member in self._ctx.members)
+        if nodes != self._nodes:
+            self._nodes, self._steps = nodes, []
+        if self._is_said or len(self._steps) == _LOOKED_AT:
             return
         self._steps.append((step_s, waited_s))
         if len(self._steps) < _LOOKED_AT or self._ctx.rank != 0:
             return
         step_s, waited_s = (statistics.median(each) for each in zip(*self._steps, strict=True))
-        several = len({member.node for member in self._ctx.members}) > 1
-        if several and step_s >= _LONG_STEP_S and waited_s > step_s / 2:
+        if len(nodes) > 1 and step_s >= _LONG_STEP_S and waited_s > step_s / 2:
+            self._is_said = True
             _log.warning(
                 "a step takes %.1f s, and %.0f%% of that is waiting for other machines: "
                 "`potluck plan` says which strategy sends less, and what it changes",

@@ -37,7 +37,7 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_plan_is_taken_by_its_name_for_a_strategy(ctx: DistributedContext, plan: Path) -> None:
     plan.write_text('{"choice": "local-sgd"}')
-    assert planning.planned(ctx, nn.Linear(3, 1)) == LocalSGD(every=8)
+    assert planning.Planned(ctx, nn.Linear(3, 1)).strategy == LocalSGD(every=8)
     model = DDP(nn.Linear(3, 1), ctx)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     job = ElasticLoop(model, optimizer, (X,), batch_size=1, strategy="auto")
@@ -53,9 +53,11 @@ def test_a_plan_says_how_large_buckets_are_or_how_long_rounds(
     ctx: DistributedContext, plan: Path
 ) -> None:
     plan.write_text('{"choice": "local-sgd", "every": 32}')
-    assert planning.planned(ctx, nn.Linear(3, 1)) == LocalSGD(every=32)
+    assert planning.Planned(ctx, nn.Linear(3, 1)).strategy == LocalSGD(every=32)
     plan.write_text('{"choice": "int4", "bucket_size_mb": 100}')
-    assert planning.planned(ctx, nn.Linear(3, 1)) == DataParallel(Int(4), bucket_size_mb=100)
+    assert planning.Planned(ctx, nn.Linear(3, 1)).strategy == DataParallel(
+        Int(4), bucket_size_mb=100
+    )
 
 
 def test_a_plan_of_other_machines_or_of_another_model_is_taken_with_a_warning(
@@ -63,9 +65,9 @@ def test_a_plan_of_other_machines_or_of_another_model_is_taken_with_a_warning(
 ) -> None:
     measured = {"nodes": ["attic"], "shapes": [[1, 3], [1]]}
     plan.write_text(json.dumps({"choice": "plain", "measured": measured}))
-    assert planning.planned(ctx, nn.Linear(3, 1)) == DataParallel()
+    assert planning.Planned(ctx, nn.Linear(3, 1)).strategy == DataParallel()
     assert caplog.text == ""
-    assert planning.planned(ctx, nn.Linear(4, 1)) == DataParallel()
+    assert planning.Planned(ctx, nn.Linear(4, 1)).strategy == DataParallel()
     assert "train.plan.json is of another model: make it anew with `potluck plan`" in caplog.text
     of = planning.Of(nodes=("attic", "attic"), shapes=((1, 3), (1,)))
     assert planning.doubt_of(of, {"desk"}, of.shapes) is None
@@ -76,17 +78,17 @@ def test_a_plan_of_other_machines_or_of_another_model_is_taken_with_a_warning(
     assert planning.doubt_of(both, {"attic"}, of.shapes) is None
     assert planning.doubt_of(both, {"desk", "sofa"}, of.shapes) == "was made on other machines"
     said = planning.doubt_of(both, {"attic", "desk", "sofa"}, of.shapes)
-    assert said == "was made on 2 machines; this training begins on 3"
+    assert said == "was made on 2 machines; this training has 3"
 
 
 def test_without_a_plan_auto_is_data_parallelism_where_nothing_is_sent(
     ctx: DistributedContext, plan: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not plan.exists()
-    assert planning.planned(ctx, nn.Linear(3, 1)) == DataParallel()
+    assert planning.Planned(ctx, nn.Linear(3, 1)).strategy == DataParallel()
     monkeypatch.setattr(LocalBackend, "elastic", True)  # others may join
     with pytest.raises(ValueError, match=r"make one with `potluck plan train\.py`"):
-        planning.planned(ctx, nn.Linear(3, 1))
+        planning.Planned(ctx, nn.Linear(3, 1))
 
 
 @pytest.mark.parametrize(
@@ -108,7 +110,7 @@ def test_without_a_plan_auto_is_data_parallelism_where_nothing_is_sent(
 def test_a_plan_that_is_none(ctx: DistributedContext, plan: Path, text: str, said: str) -> None:
     plan.write_text(text)
     with pytest.raises(ValueError, match=r"train\.plan\.json is no plan") as raised:
-        planning.planned(ctx, nn.Linear(3, 1))
+        planning.Planned(ctx, nn.Linear(3, 1))
     assert said in str(raised.value)
     assert "make it anew with `potluck plan`" in str(raised.value)
 
@@ -120,13 +122,44 @@ def test_another_word_than_auto(ctx: DistributedContext) -> None:
         ElasticLoop(model, optimizer, (X,), batch_size=1, strategy="fast")
 
 
-class Pair:
-    """What a suggestion asks of a context: rank 0 of workers on these machines."""
+class Workers:
+    """What is asked of a context: rank 0, or another one, of workers on these machines."""
 
-    rank = 0
+    def __init__(self, *nodes: str, rank: int = 0) -> None:
+        self.rank = rank
+        self.meet(*nodes)
 
-    def __init__(self, *nodes: str) -> None:
+    def meet(self, *nodes: str) -> None:
         self.members = tuple(Member(str(rank), node) for rank, node in enumerate(nodes))
+
+
+def test_machines_that_join_later_are_held_against_the_plan_too(
+    plan: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    measured = {"nodes": ["attic", "desk"], "shapes": [[1, 3], [1]]}
+    plan.write_text(json.dumps({"choice": "int4", "measured": measured}))
+    group, other = Workers("attic"), Workers("attic", rank=1)
+    both: list[tuple[Any, planning.Planned]] = [
+        (each, planning.Planned(each, nn.Linear(3, 1))) for each in (group, other)
+    ]
+
+    def said_with(*nodes: str) -> list[str]:
+        caplog.clear()
+        for workers, planned in both:
+            workers.meet(*nodes)
+            planned.look()
+            assert planned.strategy == DataParallel(Int(4))
+        return caplog.messages
+
+    assert said_with("attic", "desk") == []
+    [said] = said_with("attic", "desk", "sofa")
+    assert said.startswith("train.plan.json was made on 2 machines; this training has 3: make it")
+    assert said_with("attic", "desk", "sofa", "sofa") == []
+    assert said_with("attic", "sofa") == [], "one that has left may come back"
+    assert said_with("attic", "desk", "sofa") == []
+    assert said_with("attic", "cellar", "sofa") == [], "the same was said before"
+    [said] = said_with("attic", "garage")
+    assert said.startswith("train.plan.json was made on other machines")
 
 
 def warnings_after(
@@ -140,7 +173,7 @@ def warnings_after(
 
 
 def test_waiting_for_other_machines_suggests_a_plan_once(caplog: pytest.LogCaptureFixture) -> None:
-    apart, together = Pair("one", "other"), Pair("one", "one")
+    apart, together = Workers("one", "other"), Workers("one", "one")
     [said] = warnings_after(caplog, apart, 2.0, 1.5)
     assert said.startswith("a step takes 2.0 s, and 75% of that is waiting for other machines")
     assert "`potluck plan`" in said
@@ -148,3 +181,19 @@ def test_waiting_for_other_machines_suggests_a_plan_once(caplog: pytest.LogCaptu
     assert warnings_after(caplog, apart, 2.0, 0.9) == []
     assert warnings_after(caplog, apart, 0.1, 0.09) == []
     assert warnings_after(caplog, together, 2.0, 1.5) == []
+
+
+def test_machines_that_join_later_may_make_steps_slow(caplog: pytest.LogCaptureFixture) -> None:
+    group: Any = Workers("one")
+    suggestion = planning.Suggestion(group)
+
+    def said_after(steps: int, *nodes: str) -> int:
+        group.meet(*nodes)
+        for _ in range(steps):
+            suggestion.add(2.0, 1.5)
+        return len(caplog.messages)
+
+    assert said_after(20, "one") == 0
+    assert said_after(4, "one", "other") == 0
+    assert said_after(1, "one", "other") == 1
+    assert said_after(20, "one", "other", "third") == 1, "once is enough"
