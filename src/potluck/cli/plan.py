@@ -109,7 +109,7 @@ def plan(
         "every": made.choice.every,
         "code": made.choice.code,
         "reason": made.reason,
-        "without_workers": made.without,
+        "without_machines": made.without,
         "without_step_s": made.without_s,
         "proportional_step_s": made.proportional_s,
         "strategies": [
@@ -160,11 +160,12 @@ def _lines(measured: Measured, made: Plan, kept: Path) -> Iterator[str]:
         yield f"  {'':>33}  changes: {each.candidate.changes}"
     yield f"\nchoice: {made.choice.code}: {made.reason}"
     if made.without:
-        names = ", ".join(f"{rank} (on {measured.nodes[rank][:8]})" for rank in made.without)
+        names = " and ".join(_machine(measured, node) for node in made.without)
+        they = "It takes" if len(made.without) == 1 else "They take"
         assert made.chosen is not None
         yield (
-            f"Without worker {names} a step would take {_s(made.without_s)} instead of "
-            f"{_s(made.chosen.step_s)}. It takes part unless you leave its machine out: type "
+            f"Without {names} a step would take {_s(made.without_s)} instead of "
+            f"{_s(made.chosen.step_s)}. {they} part unless you leave a machine out: type "
             "potluck pause there, and plan again."
         )
     if made.proportional_s:
@@ -174,6 +175,12 @@ def _lines(measured: Measured, made: Plan, kept: Path) -> Iterator[str]:
             f"take {_s(made.proportional_s)} instead of {_s(made.chosen.step_s)}."
         )
     yield f'\nkept in {kept}, for scripts with ElasticLoop(..., strategy="auto")'
+
+
+def _machine(measured: Measured, node: str) -> str:
+    """A machine and its workers, in words."""
+    ranks = [str(rank) for rank, each in enumerate(measured.nodes) if each == node]
+    return f"machine {node[:8]} (worker{'s' if len(ranks) > 1 else ''} {', '.join(ranks)})"
 
 
 def _s(seconds: float) -> str:

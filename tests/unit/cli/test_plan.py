@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+
 from potluck.cli import plan
 from potluck.training.planner import METHODS, Basis, Measured, make_plan
 
@@ -52,12 +54,20 @@ def test_the_table_has_a_row_for_each_strategy_and_marks_the_choice() -> None:
 
 def test_a_machine_that_slows_the_others_is_named_with_what_to_type() -> None:
     text = "\n".join(printed(measured(0.2, 0.2, 2.0, mbit=10_000.0)))
-    assert "Without worker 2 (on node2-of) a step would take" in text
-    assert "unless you leave its machine out: type potluck pause there, and plan again." in text
+    assert "Without machine node2-of (worker 2) a step would take" in text
+    assert "It takes part unless you leave a machine out: type potluck pause there, and" in text
     assert "with policy=Policy(shares=ProportionalShares()) a step would take" in text
+
+
+def test_a_machine_is_named_with_all_its_workers() -> None:
+    nodes = ("attic", "desk-with-two", "desk-with-two", "sofa", "cellar", "cellar")
+    slow = msgspec.structs.replace(measured(0.2, 0.2, 2.0, 1.5, 0.2, 0.2, mbit=1e4), nodes=nodes)
+    text = "\n".join(printed(slow))
+    assert "Without machine desk-wit (workers 1, 2) and machine sofa (worker 3) a step" in text
+    assert "They take part unless you leave a machine out" in text
 
 
 def test_equal_machines_get_no_advice() -> None:
     text = "\n".join(printed(measured(0.2, 0.2, 0.2)))
-    assert "Without worker" not in text
+    assert "Without machine" not in text
     assert "unlike" not in text

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from potluck.training.planner import (
@@ -14,6 +16,7 @@ from potluck.training.planner import (
     Candidate,
     Measured,
     Rehearsed,
+    choose,
     decode,
     encode,
     in_other_buckets,
@@ -127,12 +130,90 @@ def test_a_machine_that_makes_the_step_slower_is_named_and_still_takes_part() ->
     slow_one = group(3, mbit=1000, compute_s=0.2)
     slow_one = msgspec.structs.replace(slow_one, compute_s=(0.2, 0.2, 2.0))
     plan = make_plan(slow_one)
-    assert plan.without == (2,)
+    assert plan.without == ("machine 2",)
     assert plan.chosen is not None
     assert plan.without_s < plan.chosen.step_s
     # The two others compute its samples, too.
     assert plan.without_s >= 0.2 * 3 / 2
     assert make_plan(group(3, mbit=1000)).without == ()
+
+
+def test_a_machine_is_left_out_with_all_its_workers() -> None:
+    """Of its two workers only one is slow: the other one's machine is the same."""
+    pairs = msgspec.structs.replace(
+        group(6, mbit=10_000, nodes=("attic", "attic", "desk", "desk", "sofa", "sofa")),
+        compute_s=(0.2, 0.2, 0.2, 2.0, 0.2, 0.2),
+    )
+    plan = make_plan(pairs)
+    assert plan.without == ("desk",)
+    assert plan.without_s == predict(pairs, plan.choice, (0, 1, 4, 5)).step_s
+    assert plan.without_s >= 0.2 * 6 / 4, "the others compute the samples of both"
+
+
+def test_the_workers_of_the_last_machine_share_its_memory() -> None:
+    """The measured links are not between them."""
+    narrow = group(4, mbit=100, nodes=("attic", "attic", "desk", "desk"))
+    plain = make_plan(narrow, (named("plain"),))
+    assert plain.chosen is not None
+    assert plain.chosen.step_s > 2
+    assert len(plain.without) == 1
+    assert 0.4 <= plain.without_s < 0.5
+    for each in CANDIDATES:
+        assert 0.4 <= predict(narrow, each, (0, 1)).step_s < 0.6, each.name
+
+
+def test_several_machines_are_left_out_one_after_the_other() -> None:
+    slow = msgspec.structs.replace(
+        group(4, mbit=10_000, nodes=("attic", "desk", "desk", "sofa")),
+        compute_s=(0.2, 0.3, 3.0, 2.0),
+    )
+    plan = make_plan(slow, (named("plain"),))
+    assert set(plan.without) == {"desk", "sofa"}
+    assert plan.without_s == pytest.approx(0.8), "one worker alone, with all samples"
+    by_speed = msgspec.structs.replace(slow, shares="proportional")
+    assert make_plan(by_speed, (named("plain"),)).without == ()
+    # Without one of two slow machines the other one has more to compute, and nothing is gained.
+    both = msgspec.structs.replace(
+        group(6, mbit=10_000, nodes=("attic", "desk", "desk", "sofa", "cellar", "cellar")),
+        compute_s=(0.2, 0.2, 2.0, 1.5, 0.2, 0.2),
+    )
+    assert predict(both, named("plain"), (0, 3, 4, 5)).step_s > predict(both, named("plain")).step_s
+    assert make_plan(both, (named("plain"),)).without == ("desk", "sofa")
+
+
+def test_advice_on_many_machines_is_not_waited_for() -> None:
+    """The slowest of 40 machines with two workers each: found without trying all of them."""
+    names = tuple(f"machine {rank // 2}" for rank in range(80))
+    many = group(80, mbit=10_000, nodes=names)
+    many = msgspec.structs.replace(many, compute_s=(0.2,) * 50 + (1.0,) + (0.2,) * 29)
+    with mock.patch.object(choose, "predict", side_effect=predict) as calls:
+        plan = make_plan(many, (named("topk"),))
+    assert plan.without == ("machine 25",)
+    assert calls.call_count < 25, "of 40 machines"
+
+
+@settings(max_examples=10, deadline=None)
+@given(data=st.data())
+def test_without_a_machine_that_is_not_tried_a_step_is_no_faster(data: st.DataObject) -> None:
+    nodes = data.draw(st.lists(st.sampled_from("abcd"), min_size=3, max_size=6))
+    assume(len(set(nodes)) > 1)
+    of_ranks = st.lists(st.integers(1, 8), min_size=len(nodes), max_size=len(nodes))
+    rates = tuple(each * 50 * MBIT for each in data.draw(of_ranks))
+    crossing = tuple(each * 50 * MBIT for each in data.draw(of_ranks))
+    some = msgspec.structs.replace(
+        group(len(nodes), nodes=tuple(nodes)),
+        compute_s=tuple(each / 10 for each in data.draw(of_ranks)),
+        bytes_per_s=rates, crossing_bytes_per_s=crossing,
+        shares=data.draw(st.sampled_from(["equal", "proportional"])),
+    )  # fmt: skip
+    candidate = named(data.draw(st.sampled_from(["plain", "int8", "topk"])))
+
+    def without_s(node: str) -> float:
+        ranks = tuple(rank for rank, each in enumerate(nodes) if each != node)
+        return predict(some, candidate, ranks).step_s
+
+    least_s = min(map(without_s, choose._worst(some)))
+    assert least_s <= min(map(without_s, set(nodes))) * 1.05
 
 
 def test_nothing_is_predicted_where_nothing_goes_over_a_network() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -16,20 +17,19 @@ AS_FAST = 1.03
 """Steps of strategies that count as equally fast."""
 SLOWED = 1.05
 """A machine is named if a step takes at least so many times as long with it."""
-_MAX_RANKS = 16
-"""In larger groups nobody is tried to be left out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The predictions for all ranks, the choice, and who makes the job slower."""
+    """The predictions for all ranks, the choice, and which machines make the job slower."""
 
     predictions: tuple[Prediction, ...]
     """Empty where all ranks are on one machine: the model is one of links between machines."""
     choice: Candidate
     reason: str
-    without: tuple[int, ...] = ()
-    """Ranks without which a step of the choice is predicted to be faster."""
+    without: tuple[str, ...] = ()
+    """Machines without which, and without all their workers, a step of the choice is predicted to
+    be faster."""
     without_s: float = 0.0
     """The step without them."""
     proportional_s: float = 0.0
@@ -97,16 +97,50 @@ def _choose(predictions: tuple[Prediction, ...]) -> tuple[Prediction, str]:
     return first, f"within {AS_FAST - 1:.0%} of the fastest, and changes less"
 
 
-def _slowing(measured: Measured, choice: Prediction) -> tuple[tuple[int, ...], float]:
-    """The ranks without which the step is faster, found one after the other."""
-    world = tuple(range(measured.world_size))
-    left, step_s = world, choice.step_s
-    while len(left) > 1 and len(world) <= _MAX_RANKS:
-        tried = [tuple(rank for rank in left if rank != other) for other in left]
-        times = [predict(measured, choice.candidate, ranks).step_s for ranks in tried]
-        best = min(range(len(tried)), key=times.__getitem__)
-        if times[best] * SLOWED > step_s:
-            break
-        left, step_s = tried[best], times[best]
-    gone = tuple(rank for rank in world if rank not in left)
-    return gone, step_s if gone else 0.0
+def _slowing(measured: Measured, choice: Prediction) -> tuple[tuple[str, ...], float]:
+    """The machines without which the step is faster, and that step. They are left out one after the
+    other, also where only several together make a difference."""
+    left, gone = measured, list[str]()
+    found, found_s = tuple[str, ...](), choice.step_s
+    while len(set(left.nodes)) > 1 and _least_compute_s(left) * SLOWED <= found_s:
+        tried = {
+            node: predict(measured, choice.candidate, _ranks_without(measured, {*gone, node}))
+            for node in _worst(left)
+        }
+        best = min(tried, key=lambda node: tried[node].step_s)
+        gone.append(best)
+        left = measured.of(_ranks_without(measured, gone))
+        if tried[best].step_s * SLOWED <= found_s:
+            found, found_s = tuple(gone), tried[best].step_s
+    return found, found_s if found else 0.0
+
+
+def _least_compute_s(group: Measured) -> float:
+    """No ranks of this group compute the samples of a step in less."""
+    return group.world_size / sum(1 / seconds for seconds in group.compute_s)
+
+
+def _ranks_without(measured: Measured, gone: Collection[str]) -> tuple[int, ...]:
+    return tuple(rank for rank, node in enumerate(measured.nodes) if node not in gone)
+
+
+def _worst(group: Measured) -> Iterable[str]:
+    """The machines that are worth a try: of those with equally many workers the one that computes
+    the slowest, and those with the slowest links. Without any other one a step takes as long as
+    without one of these, or longer."""
+    ranks: dict[str, list[int]] = {}
+    for rank, node in enumerate(group.nodes):
+        ranks.setdefault(node, []).append(rank)
+    alike: dict[int, list[str]] = {}
+    for node, mine in ranks.items():
+        alike.setdefault(len(mine), []).append(node)
+    speeds = tuple(1 / seconds for seconds in group.compute_s)
+    together = sum if group.shares == "proportional" else min
+    figures: list[tuple[tuple[float, ...], Callable[[Iterator[float]], float]]] = [
+        *((speeds, together), (group.bytes_per_s, min), (group.crossing_bytes_per_s, min))
+    ]
+    return {
+        min(nodes, key=lambda node: of(figure[rank] for rank in ranks[node])): None
+        for nodes in alike.values()
+        for figure, of in figures
+    }

@@ -96,10 +96,10 @@ class _Network:
         self.num_coded = sum(sizes) - self.num_dense
 
     def _links_of(self, rates: tuple[float, ...]) -> LinkModel:
-        # The measured rate has the ranks' work in it; one machine has no wire between its ranks.
+        # The measured rate has the ranks' work in it. Nothing goes over it in what is left of a
+        # group on one machine.
         wire = Wire(self.measured.latency_s, 1 / min(rates), 0.0)
-        links: LinkModel = replace(LINKS[Engine.NATIVE], remote=wire, nodes=self.nodes)
-        return replace(links, local=wire) if len(set(self.nodes)) == 1 else links
+        return replace(LINKS[Engine.NATIVE], remote=wire, nodes=self.nodes)
 
     def _step_buckets(self) -> list[int]:
         """The elements of each bucket of gradients, in the order in which backward completes
@@ -163,7 +163,8 @@ class _Network:
     def gossip_s(self, strategy: Gossip, part: float) -> Times:
         """The exchange of a part of the parameters with the neighbours in a graph."""
         total, count = (self.num_dense + self.num_coded) * part, self.num_out(strategy)
-        wire = self.crossing.remote
+        is_one = len(set(self.nodes)) == 1
+        wire = self.crossing.local if is_one else self.crossing.remote
         copies = 3 + 2 * count  # into what is sent, the check of it, the result; for each neighbour
         own = total * copies * self.measured.copy_s + self._vote_s()
         return Times(own, wire.alpha_s + count * 4 * total * wire.beta_s_per_byte)
