@@ -436,13 +436,13 @@ STREAMING = DiLoCo(
 )
 
 
-@pytest.mark.parametrize("strategy", [STRATEGY, STREAMING], ids=["dense", "streaming"])
 @pytest.mark.parametrize("moment", range(3, 36, 2))
-def test_a_death_anywhere_leaves_the_survivors_equal(moment: int, strategy: DiLoCo) -> None:
-    """Also in the reduction of the pseudo-gradients, and in the vote."""
+def test_a_death_anywhere_leaves_the_survivors_equal(moment: int) -> None:
+    """Also in the reduction of the pseudo-gradients, and in the vote. (With compression:
+    ``test_kills_in_rounds.py``.)"""
     results = ElasticWorld(
         3,
-        lambda ctx: Training(ctx, strategy, epochs=1).run(),
+        lambda ctx: Training(ctx, STRATEGY, epochs=1).run(),
         dies=lambda worker, name, number: worker == "2" and number == moment,
     ).run()
     assert {"0", "1"} <= results.keys()
