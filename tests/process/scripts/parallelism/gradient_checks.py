@@ -17,8 +17,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+import potluck.torch
 from potluck import BF16, Int, PowerSGD, Random, TopK
 from potluck.errors import Desync
+from potluck.testing.world import run_world
 from potluck.torch import (
     CompressionState,
     GradientInterceptor,
@@ -131,14 +133,20 @@ def losses_of_the_hook(run, strategy):
 
 @check(2, 4)
 def powersgd_gives_what_torchs_own_hook_gives(run):
-    """In float64, with the Q that torch draws: the same up to rounding. What each keeps differs by
-    parts whose sum over the ranks is zero, so from then on, too."""
-    found = {}
+    """In float64, with the Q that torch draws: the same up to rounding, by our hook and by our DDP.
+    What each keeps differs by parts whose sum over the ranks is zero, so from then on, too."""
+    found, order = {}, []
     for theirs in (True, False):
         parallel = DistributedDataParallel(mlp())
         if theirs:
             state = PowerSGDState(None, 2, start_powerSGD_iter=2, random_seed=3)
-            parallel.register_comm_hook(state, powerSGD_hook)
+
+            def hook(state, bucket, parallel=parallel):
+                places = {id(p): place for place, p in enumerate(parallel.parameters())}
+                order[:] = [places[id(p)] for p in bucket.parameters()]
+                return powerSGD_hook(state, bucket)
+
+            parallel.register_comm_hook(state, hook)
         else:
             state = CompressionState(PowerSGD(2, start_step=2))
             parallel.register_comm_hook(state, with_the_q_of_torch)
@@ -156,19 +164,57 @@ def powersgd_gives_what_torchs_own_hook_gives(run):
         optimizer.zero_grad()
         backward(plain, *mine(run, x, y))
         optimizer.step()
-    for theirs, ours, without in zip(found[True], found[False], plain.parameters(), strict=True):
+    by_ddp = by_potlucks_ddp(run.world_size, order)
+    for theirs, ours, ddp, without in zip(
+        found[True], found[False], by_ddp, plain.parameters(), strict=True
+    ):
         close(ours, theirs)
+        close(ddp, theirs)
         if ours.dim() == 2 and ours.numel() == 24 * 24:
             assert (ours - without).abs().max() > 1e-4, "nothing was compressed"
 
 
+def by_potlucks_ddp(world_size, order):
+    """The same training by potluck.torch.DDP, in threads of this process: the parameters.
+    ``order``: of the parameters in torch's only bucket."""
+    start, data, strategy = mlp(), batches(8), PowerSGD(2, start_step=2)
+    assert sorted(order) == list(range(len(list(start.parameters())))), "torch made one bucket"
+
+    def train(ctx):
+        model = potluck.torch.DDP(copy.deepcopy(start), ctx, compression=strategy, dense_below=0)
+        names = [name for name, _ in model.module.named_parameters()]
+        parameters = list(model.parameters())
+        drawn = the_q_of_torch([parameters[place] for place in order], strategy)
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        for step, (x, y) in enumerate(data):
+            if step == 2:
+                qs = {names[place]: drawn.get(parameters[place]) for place in order}
+                model.compression.restore_shared({n: q for n, q in qs.items() if q is not None})
+            optimizer.zero_grad()
+            backward(model, x.chunk(world_size)[ctx.rank], y.chunk(world_size)[ctx.rank])
+            optimizer.step()
+        return [parameter.detach() for parameter in parameters]
+
+    found = run_world(world_size, train)
+    for each in found[1:]:
+        assert all(map(torch.equal, each, found[0]))
+    return found[0]
+
+
+def the_q_of_torch(parameters, strategy):
+    """By parameter: the first Q that torch's hook draws with ``random_seed=3``, for the matrices
+    of a bucket in their order."""
+    generator = torch.Generator().manual_seed(int(np.random.RandomState(3).randint(1_000_000_000)))
+    return {
+        parameter: torch.randn(1, parameter[0].numel(), 2, generator=generator)[0].numpy()
+        for parameter in parameters
+        if strategy.applies_to(tuple(parameter.shape))
+    }
+
+
 def with_the_q_of_torch(state, bucket):
     if state.step == 2:
-        torch.manual_seed(np.random.RandomState(3).randint(1_000_000_000))
-        for parameter in bucket.parameters():
-            columns = parameter.numel() // parameter.shape[0]
-            if state.strategy.applies_to(tuple(parameter.shape)):
-                state._qs[parameter] = torch.randn(1, columns, 2)[0].numpy()
+        state._qs |= the_q_of_torch(bucket.parameters(), state.strategy)
     return compression_hook(state, bucket)
 
 
