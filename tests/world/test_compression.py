@@ -20,6 +20,7 @@ from potluck.errors import CheckpointError, Desync
 from potluck.testing.elastic import ElasticWorld
 from potluck.testing.world import run_world
 from potluck.torch import DDP, ElasticLoop, Policy
+from potluck.training.sampler import Schedule
 
 STRATEGIES: list[Strategy] = [
     *(FP16(), BF16(), Int(8), Int(4), Int(2), TopK(0.1, chunk=64), TopK(0.05, None, bits=4)),
@@ -179,6 +180,59 @@ def test_a_gradient_that_is_not_finite_is_counted_where_it_is_and_gone_with_its_
     assert f"the gradient of {name}: {num} of" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["2.weight", "2.bias"], ids=["compressed", "dense"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_rank_alone_counts_what_is_not_finite_too(
+    name: str, bad: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whose gradients are not compressed. Each backward counts once, and so does an accumulated
+    gradient; one that raised counts for nothing."""
+
+    def work(ctx: DistributedContext) -> None:
+        model = DDP(network(), ctx, compression=Int(8), dense_below=50)
+        parameter = model.module.get_parameter(name)
+        num = parameter[3].numel()
+
+        def spoilt(gradient: Tensor) -> Tensor:
+            return gradient.index_fill(0, torch.tensor([3]), bad)
+
+        handle = parameter.register_hook(spoilt)
+        assert not backward(model, *batch(0, 0))[name].isfinite().all()
+        assert dict(model.num_nonfinite) == {name: num}
+        backward(model, *batch(0, 1))
+        assert dict(model.num_nonfinite) == {name: 2 * num}
+        handle.remove()
+        with model.no_sync():
+            backward(model, *batch(0, 2))
+        assert all(bool(each.isfinite().all()) for each in backward(model, *batch(0, 3)).values())
+        first = model.module.get_parameter("0.weight")
+        handle = first.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            backward(model, *batch(0, 4))
+        handle.remove()
+        backward(model, *batch(0, 5))
+        assert dict(model.num_nonfinite) == {name: 2 * num}
+
+    run_world(1, work)
+    num = network().get_parameter(name)[3].numel()
+    assert f"the gradient of {name}: {num} of" in caplog.text
+    assert "are inf or NaN at step 1, on this rank" in caplog.text
+
+
+def test_a_loop_of_one_rank_says_which_gradient_is_not_finite() -> None:
+    def work(ctx: DistributedContext) -> None:
+        training = Training(ctx, Int(4))
+        parameter = training.model.module.get_parameter("0.bias")
+        parameter.register_hook(
+            lambda gradient: gradient.index_fill(0, torch.tensor([3]), torch.nan)
+        )
+        training.run()
+        # A step later all gradients are NaN, for the parameter is.
+        assert training.job.num_nonfinite["0.bias"] == 1 + 2 * 40
+
+    run_world(1, work)
+
+
 @pytest.mark.parametrize("strategy", [None, Int(8), PowerSGD(2, start_step=0)], ids=repr)
 def test_a_parameter_whose_shape_changed_is_refused(strategy: Strategy | None) -> None:
     def work(ctx: DistributedContext) -> None:
@@ -230,52 +284,78 @@ class Training:
                 self.optimizer.step()
         return self
 
-    def whole(self) -> str:
-        kept = self.model.compression.capture()
-        shared = self.model.compression.capture_shared()
-        return self.job.parameter_hash() + "".join(
-            f" {name} {np.asarray(each).tobytes().hex()}"
-            for name, each in [*sorted(kept.items()), *sorted(shared.items())]
-        )
+
+def kept_by(model: DDP) -> dict[str, Any]:
+    """The bits of all that a rank has: parameters, residuals, matrices of PowerSGD."""
+    found = {name: p.detach().numpy() for name, p in model.named_parameters()}
+    found |= {f"residual {name}": each for name, each in model.compression.capture().items()}
+    found |= {f"Q {name}": each for name, each in model.compression.capture_shared().items()}
+    return {name: each.tobytes() for name, each in found.items()}
 
 
-def ended(
-    strategy: Strategy,
-    dies: Callable[[str, str, int], bool] = lambda *_: False,
-    dies_at_step: int | None = None,
-) -> tuple[int | None, dict[str, str]]:
-    """Runs three workers; the step that was the first of the two survivors, and their states."""
+class ByHand:
+    """The same training without a loop, one step at a time, in worlds in which nobody dies."""
 
-    def on_step(training: Training) -> None:
-        ctx: Any = training.ctx
-        if training.job.step_number == dies_at_step and ctx.backend.worker == "1":
-            ctx.die()
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy = strategy
+        self.network = network()
+        self.kept: tuple[dict[str, Any], dict[str, Any]] | None = None
 
-    results = ElasticWorld(
-        3, lambda ctx: Training(ctx, strategy, on_step=on_step).run(), dies=dies
-    ).run()
-    return results["0"].alone_at, {
-        worker: each.whole() for worker, each in results.items() if worker != "1"
-    }
+    def run(self, ctx: DistributedContext, steps: range) -> dict[str, Any]:
+        model = DDP(self.network, ctx, compression=self.strategy, dense_below=50)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        if self.kept is not None:
+            model.compression.restore([self.kept[0]])
+            model.compression.restore_shared(self.kept[1])
+        x, y = (each.repeat(2, 1) for each in batch(0, 0))
+        schedule = Schedule(len(x), 6, seed=5)
+        for step in steps:
+            share = schedule.share(schedule.batch(6 * step), ctx.rank, ctx.world_size)
+            model.compression.begin(step)
+            model.weight = share.weight
+            mine = torch.as_tensor(share.indices.copy())
+            backward(model, x[mine], y[mine])
+            optimizer.step()
+        self.kept = model.compression.capture(), model.compression.capture_shared()
+        return kept_by(model)
+
+
+def undisturbed(strategy: Strategy, with_all: int) -> list[dict[str, Any]]:
+    """What ranks 0 and 2 have after ``with_all`` steps of three ranks, and the others of these
+    two."""
+    ranks = [ByHand(strategy) for _ in range(3)]
+    run_world(3, lambda ctx: ranks[ctx.rank].run(ctx, range(with_all)))
+    del ranks[1]
+    return run_world(2, lambda ctx: ranks[ctx.rank].run(ctx, range(with_all, 3)))
 
 
 @pytest.mark.parametrize(
     "strategy", [TopK(0.1, chunk=64), Int(4), Random(0.3), PowerSGD(2, start_step=1)], ids=repr
 )
-def test_a_death_at_every_half_of_an_operation_leaves_residuals_as_if_it_had_been_between_steps(
+def test_a_kill_at_every_half_of_an_operation_leaves_what_an_undisturbed_run_leaves(
     strategy: Strategy,
 ) -> None:
-    """A worker that dies anywhere in step n leaves the survivors with the same parameters and
-    residuals, bit by bit, as a worker that dies before step n begins."""
-    before: dict[int | None, dict[str, str]] = {}
-    seen = set()
-    for moment in range(8, 36):
-        step, states = ended(strategy, dies=lambda w, _, n, m=moment: w == "1" and n == m)
-        if step not in before:
-            _, before[step] = ended(strategy, dies_at_step=step)
-        assert states == before[step], f"killed at moment {moment}, run again from step {step}"
-        seen.add(step)
-    assert {0, 1, 2} <= seen
+    """Parameters and residuals, bit by bit: as if three had trained to the last step that counted
+    with the lost one, and two from then on."""
+    right: dict[int, list[dict[str, Any]]] = {}
+    for moment in range(1000):
+        results = ElasticWorld(
+            3,
+            lambda ctx: Training(ctx, strategy).run(),
+            dies=lambda worker, _, number, at=moment: worker == "1" and number == at,
+        ).run()
+        alone_at = results["0"].alone_at
+        step = 3 if alone_at is None else alone_at
+        if step not in right:
+            right[step] = undisturbed(strategy, step)
+        for worker, wanted in zip(("0", "2"), right[step], strict=True):
+            found = kept_by(results[worker].model)
+            assert found.keys() == wanted.keys()
+            for name, each in found.items():
+                assert each == wanted[name], f"{name}, killed at moment {moment} of step {step}"
+        if "1" in results:
+            break
+    assert right.keys() == {0, 1, 2, 3}
 
 
 def test_a_newcomer_gets_the_matrices_of_powersgd() -> None:

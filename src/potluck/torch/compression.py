@@ -75,7 +75,8 @@ class Compression:
             for name, p in parameters.items()
         ]
         """By parameter; None: not compressed."""
-        self._is_used = any(self.strategies)
+        self.is_used = any(self.strategies)
+        """Whether any parameter is compressed."""
         self.num_nonfinite: Counter[str] = Counter()
         self._with_nonfinite: set[int] = set()
         """The buckets of this backward in which this rank's own gradients have inf or NaN."""
@@ -134,7 +135,7 @@ class Compression:
         """Compare how ranks compress, once in each group. Desync on all ranks if it differs:
         unlike seeds or error feedback would give wrong sums of payloads that fit. A collective
         call; nothing where this rank compresses nothing, for its calls differ then."""
-        if ctx.epoch == self._agreed_in or not self._is_used:
+        if ctx.epoch == self._agreed_in or not self.is_used:
             return
         chosen = [each and text_of(each) for each in self.strategies]
         text = f"{self.names} {chosen} {self._error_feedback} {self._warmup_steps}"
@@ -191,10 +192,17 @@ class Compression:
     def watch(self, number: int, host: Tensor) -> None:
         """Count what is not finite in this rank's flat gradients of a bucket, if any are
         compressed: before they are, for a block of a coded sum has the NaN of any element."""
-        if not self._is_used or host.sum().isfinite():
+        if not self.is_used or host.sum().isfinite():
             return
         if self._count_nonfinite(number, host, "on this rank"):
             self._with_nonfinite.add(number)
+
+    def watch_alone(self, gradients: Mapping[int, Tensor | None]) -> None:
+        """The same, by parameter, for a rank alone, which compresses nothing."""
+        for index, gradient in gradients.items():
+            if gradient is None or gradient.layout != torch.strided or gradient.sum().isfinite():
+                continue
+            self._note_nonfinite(self.names[index], gradient, "on this rank")
 
     def start(self, ctx: DistributedContext, number: int, host: Tensor) -> Callable[[], None]:
         """Start the sum of a bucket's flat gradients over all ranks; returns the function that
@@ -343,17 +351,19 @@ class Compression:
 
     def _count_nonfinite(self, number: int, flat: Tensor, where: str) -> bool:
         """Whether an element of a bucket is not finite: a sum of finite ones may overflow."""
-        found = False
-        for name, part in self._parts(number):
-            num = int(flat[part].isfinite().logical_not().sum())
-            if num:
-                found = True
-                self.num_nonfinite[name] += num
-                _log.warning(
-                    "the gradient of %s: %d of %d elements are inf or NaN at step %d, %s",
-                    *(name, num, flat[part].numel(), self._step, where),
-                )
-        return found
+        parts = self._parts(number)
+        found = [self._note_nonfinite(name, flat[part], where) for name, part in parts]
+        return any(found)
+
+    def _note_nonfinite(self, name: str, gradient: Tensor, where: str) -> bool:
+        num = int(gradient.isfinite().logical_not().sum())
+        if num:
+            self.num_nonfinite[name] += num
+            _log.warning(
+                "the gradient of %s: %d of %d elements are inf or NaN at step %d, %s",
+                *(name, num, gradient.numel(), self._step, where),
+            )
+        return num > 0
 
 
 def tell_dropped(residuals: Iterable[Mapping[str, Any]], kept: Collection[str]) -> None:

@@ -10,6 +10,7 @@ into ``.grad``. So after the loss of a peer every ``.grad`` is this rank's own.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -85,7 +86,9 @@ class Reducer:
         """By parameter: its bucket, its offset there, and where its flag lies (see ``Bucket``)."""
         self._flats: list[_Flat | None] = [None] * len(self._buckets)
         self._used: set[int] = set()  # since gradients were last reduced
-        self._failed = -1
+        self._failed = self._alone = -1  # autograd's numbers of backwards
+        self._here: list[int] = []
+        """The parameters that got a gradient in the backward ``_alone``."""
         self._reset()
         for index, parameter in enumerate(self._parameters):
             hook = _hook(weakref.ref(self), index)
@@ -117,6 +120,8 @@ class Reducer:
             self._used.add(index)
             return
         if self._ctx.world_size == 1 and self.weight in (None, 1.0):
+            if self._compression.is_used:
+                self._look_alone(backward, index)
             return
         try:
             if self._backward == -1:
@@ -139,6 +144,19 @@ class Reducer:
         except BaseException:
             self._abandon(backward)
             raise
+
+    def _look_alone(self, backward: int, index: int) -> None:
+        """Count what is not finite when this backward ends, which sends nothing."""
+        if self._alone != backward:
+            self._alone, self._here = backward, []
+            self._compression.begin_backward()
+            end = functools.partial(self._end_alone, self._here)
+            torch.autograd.Variable._execution_engine.queue_callback(end)
+        self._here.append(index)
+
+    def _end_alone(self, indices: Sequence[int]) -> None:
+        self._compression.watch_alone({i: self._parameters[i].grad for i in indices})
+        self._compression.end_backward(failed=False)
 
     def _finish(self) -> None:
         """Called by autograd when all gradients of this backward are complete."""
