@@ -35,7 +35,12 @@ def all_reduces(
     world_size = per_host * len(network)
     left_out: dict[str, str] = {}
     found: dict[str, list[tuple[float, float, int]]] = {}
-    details = {"operation": "all-reduce", "nbytes": nbytes, "calls": 1, "warm": False}
+    details: dict[str, Any] = {
+        "operation": "all-reduce",
+        "nbytes": nbytes,
+        "calls": 1,
+        "warm": False,
+    }
     with (
         tempfile.TemporaryDirectory(prefix="potluck-hosts-") as folder,
         crews(peers, world_size, left_out, InHosts(network, per_host, Path(folder))) as started,

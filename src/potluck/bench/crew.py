@@ -21,6 +21,7 @@ from potluck.system import SIGKILL
 
 START_S = 120.0
 ANSWER_S = 300.0
+"""For an answer, unless what is asked takes longer."""
 _END_S = 10.0
 _TAIL_LINES = 12
 _FOREIGN = ("POTLUCK_AGENT", "POTLUCK_JOB", "POTLUCK_WORKER", "TORCHELASTIC_USE_AGENT_STORE")
@@ -82,14 +83,14 @@ class Crew:
             raise BenchError(f"{self.peer.name}: its ranks see a world of {sizes}")
         return []
 
-    def ask(self, do: str, **details: Any) -> list[dict[str, Any]]:
+    def ask(self, do: str, *, timeout_s: float = ANSWER_S, **details: Any) -> list[dict[str, Any]]:
         """Give all ranks the task ``do``; their answers in rank order. BenchError if a rank fails,
-        or gives no answer within ``ANSWER_S`` seconds."""
-        return self._together(lambda: self._ask(do, details))
+        or gives no answer within ``timeout_s`` seconds."""
+        return self._together(lambda: self._ask(do, timeout_s, details))
 
-    def _ask(self, do: str, details: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _ask(self, do: str, timeout_s: float, details: Mapping[str, Any]) -> list[dict[str, Any]]:
         self._tell(do, details)
-        return self._answers(do)
+        return self._answers(do, timeout_s)
 
     def _together(self, do: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
         """The answers of all machines' ranks; BenchError on every machine if one of them failed."""
@@ -119,15 +120,16 @@ class Crew:
             except ChannelClosed:
                 raise self._failed(rank, do, "has ended") from None
 
-    def _answers(self, do: str) -> list[dict[str, Any]]:
+    def _answers(self, do: str, timeout_s: float) -> list[dict[str, Any]]:
         found = []
+        deadline = time.monotonic() + timeout_s
         for rank, channel in zip(self._ranks, self._channels, strict=False):
             try:
-                answer = channel.receive(ANSWER_S)
+                answer = channel.receive(max(0.0, deadline - time.monotonic()))
             except ChannelClosed:
                 raise self._failed(rank, do, "has ended") from None
             except TimeoutError:
-                raise self._failed(rank, do, f"gave no answer within {ANSWER_S:g} s") from None
+                raise self._failed(rank, do, f"gave no answer within {timeout_s:g} s") from None
             if "error" in answer:
                 raise self._failed(rank, do, answer["error"])
             found.append(answer)
