@@ -17,18 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import busy_main_thread
+import compressors
 import hosts
 import one_host
 import slow_networks
 import time_to_loss
 import torch_ddp
-from common import claims, script
+from common import claims, pages, script
 from common.claims import Claim
 
-from potluck.bench.machine import heading, load, machine
+from potluck.bench.machine import load, machine
 
 DOCS = Path(__file__).parents[1] / "docs" / "performance.md"
-MARK, END_MARK = "<!-- measured -->", "<!-- end of measured -->"
 
 PARTS: dict[str, script.Measure] = {
     "one_host": one_host.measure,
@@ -37,8 +37,9 @@ PARTS: dict[str, script.Measure] = {
     "busy": busy_main_thread.measure,
     "slow_networks": slow_networks.measure,
     "time_to_loss": time_to_loss.measure,
+    "compressors": compressors.measure,
 }
-ON_REQUEST = {"slow_networks", "time_to_loss"}
+ON_REQUEST = {"slow_networks", "time_to_loss", "compressors"}
 """Parts that run only when they are named."""
 
 
@@ -70,13 +71,8 @@ def main() -> int:
 
 
 def into_docs(facts: dict[str, Any], found: Sequence[Claim]) -> None:
-    """Replace what stands between the marks of docs/performance.md."""
-    page = DOCS.read_text()
-    start, end = page.index(MARK) + len(MARK), page.index(END_MARK)
-    where = "\n".join(f"    {line}" for line in heading(facts).splitlines())
-    table = f"\n{where}\n\n{claims.markdown(found)}\n"
-    DOCS.write_text(page[:start] + table + page[end:])
-    print(f"written into {DOCS.name}")
+    """Write the claims into docs/performance.md."""
+    pages.fill(DOCS, facts, claims.markdown(found))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     python benchmarks/slow_networks.py --into grid.json --minutes 10   # a piece; again for the next
     python benchmarks/slow_networks.py --into grid.json --sizes 1m --hosts 2 --strategies int4
+    python benchmarks/slow_networks.py --into grid.json --workers-per-host 2 --sizes 25m --hosts 2
     python benchmarks/slow_networks.py --read grid.json --save --docs  # count, draw, write the page
 
 The grid: models of 1 M, 25 M and 110 M parameters on 2 and 4 hosts, in networks from 10 Gbit/s to
@@ -19,6 +20,9 @@ communicates nothing over the time of a step. A strategy of rounds is measured o
 same network; *auto* marks its choice. ``NAME@SIZE`` is a strategy in buckets of SIZE MiB, or in
 rounds of SIZE steps, measured where a plan prefers them. Cells whose bytes alone take longer than
 ``--longest`` seconds a step are left out, and said so.
+With ``--workers-per-host`` each host has several workers, which share its memory and its link;
+only there is ``hierarchical`` another strategy than ``plain``. Such cells stand in tables of their
+own. Each worker computes for as long as the only one of a host does.
 Hosts share the cores of this machine: with more hosts than cores a rank has less than one core for
 encoding, encryption and copying, which makes these cells slower than as many machines would be.
 """
@@ -41,9 +45,9 @@ from common import claims, results, script, slow_plot, slow_results, timed, wire
 from common.claims import Claim
 from common.networks import KINDS, Kind, settle, slowed
 from common.placements import InHosts
-from common.slow_results import Place, Row, place, plan_of, predicted
+from common.slow_results import Place, Row, at, per_host, place, plan_of, predicted
 
-from potluck.bench.crew import Crew
+from potluck.bench.crew import ANSWER_S, Crew
 from potluck.bench.machine import heading, load, machine
 from potluck.bench.peers import PEERS
 from potluck.training.planner import Plan
@@ -58,6 +62,10 @@ _ENOUGH_S = 2.5
 _TOGETHER_S, _MOST_TOGETHER = 0.3, 30
 """Steps that are shorter are timed several at a time: the first one after a pause is longer."""
 LONGEST_S, _LONGEST_QUICK_S = 60.0, 10.0
+PLAN_S = 3600.0
+"""For a plan: many exchanges, of up to 110 M parameters at 20 Mbit/s."""
+_PATIENCE = 3
+"""A step may take so many times as long as its bytes alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +75,7 @@ class Part:
     sizes: Sequence[str] = tuple(timed.SIZES)
     networks: Sequence[str] = tuple(KINDS)
     hosts: Sequence[int] = (2, 4)
+    workers_per_host: int = 1
     strategies: Sequence[str] = ALL
     steps: int = 10
     """At most, of a cell (or rounds)."""
@@ -108,7 +117,10 @@ class Kept:
         self.result[kind].append(item)
         order = list(timed.SIZES), list(KINDS)
         self.result["rows"].sort(
-            key=lambda r: (order[0].index(r["size"]), r["hosts"], order[1].index(r["network"]))
+            key=lambda r: (
+                *(order[0].index(r["size"]), per_host(r), r["hosts"]),
+                order[1].index(r["network"]),
+            )
         )
         self.write()
 
@@ -147,7 +159,9 @@ def run(part: Part, kept: Kept, say: script.Say) -> list[Claim]:
     )
     for count in part.hosts:
         with hosts.Network(count) as network:
-            for peer in ("potluck-tls", "gloo"):
+            # Workers of one host share memory, as they do in a cluster; hosts never do.
+            ours_ = "potluck-tls" if part.workers_per_host == 1 else "potluck"
+            for peer in (ours_, "gloo"):
                 ours = [
                     name for name in part.strategies if (name in timed.GLOO) == (peer == "gloo")
                 ]
@@ -173,18 +187,18 @@ def of_peer(
     """The cells of one library: its processes live through all networks and models, and each
     strategy is made and warmed up while the links are fast."""
     program = (sys.executable, __file__)
-    crowd = tuple(map(str, range(len(network))))
-    known = {each.name for each in candidates_for(crowd)} | set(timed.GLOO)
+    count, workers = len(network), part.workers_per_host
+    known = {each.name for each in candidates_for(_crowd(count, workers))} | set(timed.GLOO)
     strategies = [name for name in strategies if name in known]
     with tempfile.TemporaryDirectory(prefix="potluck-slow-") as folder:
-        place_ = InHosts(network)
+        place_ = InHosts(network, workers, Path(folder) if workers > 1 else None)
         with Crew(
-            PEERS[peer], len(network), Path(folder), placement=place_, program=program
+            PEERS[peer], count * workers, Path(folder), placement=place_, program=program
         ) as crew:
             crew.join()
             for size in part.sizes:
                 cells = {
-                    key: list(_to_measure(strategies, (size, key, len(network)), part, kept, say))
+                    key: list(_to_measure(strategies, (size, key, count, workers), part, kept, say))
                     for key in part.networks
                 }
                 if not any(cells.values()) or is_over():
@@ -193,7 +207,7 @@ def of_peer(
                 plans: dict[str, Plan] = {}
                 for key in part.networks if peer != "gloo" else ():
                     if cells[key] and not is_over():
-                        where = size, key, len(network)
+                        where = size, key, count, workers
                         plans[key] = made = _plan(crew, network, where, kept)
                         best = [timed.cell_name(each.candidate) for each in made.predictions]
                         other = [name for name in best if "@" in name]
@@ -206,11 +220,11 @@ def of_peer(
                     for key in keys:
                         if is_over():
                             break
+                        where = size, key, count, workers
                         with slowed(network, KINDS[key]):
                             settle(crew, KINDS[key])
-                            row = cell(crew, network, name, part.steps)
-                        where = size, key, len(network)
-                        row = dict(zip(("size", "network", "hosts"), where, strict=True)) | {
+                            row = cell(crew, network, name, part.steps, _step_s(name, where))
+                        row = at(where) | {
                             "strategy": name,
                             **row,
                             "compute_s": compute_s,
@@ -228,12 +242,12 @@ def _to_measure(
     strategies: Sequence[str], where: Place, part: Part, kept: Kept, say: script.Say
 ) -> Iterator[str]:
     """The strategies that are to be measured there; says which are too slow."""
-    size, key, count = where
+    size, key, count, _ = where
     for name in strategies:
         least_s = transfer_s(name, timed.SIZES[size], count, KINDS[key])
         if least_s > part.longest_s:
             reason = f"its bytes alone take {least_s:.0f} s a step"
-            item = {"size": size, "network": key, "hosts": count, "strategy": name}
+            item = at(where) | {"strategy": name}
             if not any(place(e) == where and e["strategy"] == name for e in kept.result["skipped"]):
                 kept.add("skipped", item | {"reason": reason})
             say(f"{timed.SIZES[size].name:<11}{KINDS[key].name:<34}{count:>5}  {name:<14} {reason}")
@@ -245,7 +259,7 @@ def _plan(crew: Crew, network: hosts.Network, where: Place, kept: Kept) -> Plan:
     """The plan for a network: made from what was measured in an earlier piece, or now."""
     found = kept.plan(where)
     if found is None:
-        size, key, count = where
+        size, key, *_ = where
         if KINDS[key].delay_s:
             # Cells come from a fast network, and the congestion control of links keeps something of
             # that: links that were slow from their first byte took twice as long on the Wi-Fi-like.
@@ -254,16 +268,30 @@ def _plan(crew: Crew, network: hosts.Network, where: Place, kept: Kept) -> Plan:
         with slowed(network, KINDS[key]):
             settle(crew, KINDS[key])
             began = time.monotonic()
-            [text, *_] = [each["measured"] for each in crew.ask("plan", size=size)]
+            answers = crew.ask("plan", timeout_s=PLAN_S, size=size)
+            [text, *_] = [each["measured"] for each in answers]
             took_s = time.monotonic() - began
-        found = {"size": size, "network": key, "hosts": count, "took_s": took_s}
+        found = at(where) | {"took_s": took_s}
         found["measured"] = json.loads(text)
         kept.add("plans", found)
     return plan_of(found)
 
 
+def _step_s(name: str, where: Place) -> float:
+    """The least seconds of a step there."""
+    key, network, count, _ = where
+    size = timed.SIZES[key]
+    return size.compute_s + transfer_s(name, size, count, KINDS[network])
+
+
+def _crowd(count: int, workers: int) -> tuple[str, ...]:
+    """The host of each rank."""
+    return tuple(str(rank // workers) for rank in range(count * workers))
+
+
 def transfer_s(name: str, size: timed.Size, count: int, kind: Kind) -> float:
-    """The least seconds in which what a rank sends for a step can leave it."""
+    """The least seconds in which what a host sends for a step can leave it: with several workers
+    on each, if they add up first."""
     if name in timed.GLOO:
         name = {"gloo": "plain", "gloo-fp16": "bf16"}.get(name, "powersgd")
     group = Measured(
@@ -271,7 +299,7 @@ def transfer_s(name: str, size: timed.Size, count: int, kind: Kind) -> float:
         bytes_per_s=(1.0,) * count,
         crossing_bytes_per_s=(1.0,) * count,
         latency_s=0.0,
-        nodes=tuple(map(str, range(count))),
+        nodes=_crowd(count, 1),
         shapes=((size.width, size.width),) * size.depth,
         encode_s={},
         decode_s={},
@@ -281,18 +309,26 @@ def transfer_s(name: str, size: timed.Size, count: int, kind: Kind) -> float:
     return bytes_of(group, timed.candidate_of(name)) * 8 / kind.bits_per_s
 
 
-def cell(crew: Crew, network: hosts.Network, name: str, steps: int) -> dict[str, Any]:
+def cell(
+    crew: Crew, network: hosts.Network, name: str, steps: int, least_s: float
+) -> dict[str, Any]:
     """The seconds of a step, the median of several (of several rounds divided by their steps), and
-    the processor time of a step, the mean over the ranks and steps."""
+    the processor time of a step, the mean over the ranks and steps. ``least_s``: of a step, by
+    which the crew is waited for."""
+
+    def timed_(num_steps: int) -> list[dict[str, Any]]:
+        patience_s = ANSWER_S + _PATIENCE * num_steps * least_s
+        return crew.ask("time", timeout_s=patience_s, steps=num_steps)
+
     per_round = timed.round_steps(name)
     if per_round == 1:
-        [first_s, *_] = sorted(sum(each["seconds"]) for each in crew.ask("time", steps=1))
+        [first_s, *_] = sorted(sum(each["seconds"]) for each in timed_(1))
         per_round = max(1, min(_MOST_TOGETHER, round(_TOGETHER_S / first_s)))
     samples: list[float] = []
     sent, busy_s = 0, 0.0
     while not samples or (len(samples) < steps and sum(samples) * per_round < _ENOUGH_S):
         before = wire.sent_bytes(network[0])
-        answers = crew.ask("time", steps=per_round)
+        answers = timed_(per_round)
         sent += wire.sent_bytes(network[0]) - before
         samples.append(max(sum(each["seconds"]) for each in answers) / per_round)
         busy_s += statistics.mean(each["busy_s"] for each in answers)
@@ -306,13 +342,18 @@ def cell(crew: Crew, network: hosts.Network, name: str, steps: int) -> dict[str,
     }
 
 
+def _hosts(row: Row) -> str:
+    """ "2x4": two hosts with four workers each."""
+    return f"{row['hosts']}" if per_host(row) == 1 else f"{row['hosts']}x{per_host(row)}"
+
+
 def line(row: Row) -> str:
     kind, said, off = KINDS[row["network"]], "-", ""
     if "predicted_s" in row:
         said = f"{row['predicted_s'] * 1e3:.4g} ms"
         off = f"{row['predicted_s'] / row['step_s'] - 1:+.0%}"
     return (
-        f"{timed.SIZES[row['size']].name:<11}{kind.name:<34}{row['hosts']:>5}  "
+        f"{timed.SIZES[row['size']].name:<11}{kind.name:<34}{_hosts(row):>5}  "
         f"{row['strategy']:<14}{row['step_s'] * 1e3:>7.4g} ms{said:>11}{off:>6}"
         f"{row['efficiency']:>12.1%}{row['wire_bytes_per_step'] / 1e6:>10.3g}"
         f"{'  auto' if row.get('is_choice') else ''}"
@@ -327,6 +368,9 @@ def main() -> int:
     parser.add_argument("--sizes", nargs="+", choices=sizes, default=sizes)
     parser.add_argument("--networks", nargs="+", choices=networks, default=networks)
     parser.add_argument("--hosts", nargs="+", type=int, default=counts)
+    parser.add_argument(
+        "--workers-per-host", type=int, default=1, metavar="N", help="on each host (default 1)"
+    )
     parser.add_argument("--strategies", nargs="+", choices=ALL, default=list(ALL))
     parser.add_argument("--steps", type=int, default=10, help="at most, for each cell (or rounds)")
     parser.add_argument(
@@ -346,6 +390,8 @@ def main() -> int:
     )
     parser.add_argument("--docs", action="store_true", help="write into docs/slow-networks.md")
     arguments = parser.parse_args()
+    if arguments.workers_per_host < 1:
+        parser.error(f"--workers-per-host {arguments.workers_per_host}: at least 1 is needed")
     page = script.Page()
     if arguments.read:
         kept = Kept(arguments.read)
@@ -359,6 +405,7 @@ def main() -> int:
             sizes=arguments.sizes,
             networks=arguments.networks,
             hosts=arguments.hosts,
+            workers_per_host=arguments.workers_per_host,
             strategies=arguments.strategies,
             steps=arguments.steps,
             longest_s=arguments.longest,

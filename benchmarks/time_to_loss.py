@@ -28,7 +28,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import claims, loss_plot, results, script
+from common import claims, loss_plot, pages, results, script
 from common.claims import Claim
 from common.loss_tasks import TASKS, Task
 from common.loss_worker import GLOO, LOOK_EVERY, OURS, SERIAL, worker
@@ -272,17 +272,11 @@ def of_final(rows: Sequence[dict[str, Any]]) -> list[Claim]:
 def into_docs(result: dict[str, Any]) -> None:
     """Replace what stands between this result's marks of docs/slow-networks.md."""
     final = "final" in result
-    name = "final" if final else "loss"
-    mark, end_mark = f"<!-- measured: {name} -->", f"<!-- end of measured: {name} -->"
     lines = final_table(result["final"]) if final else time_table(result["rows"])
-    where = "\n".join(f"    {line}" for line in heading(result["machine"]).splitlines())
-    page = DOCS.read_text()
-    start, end = page.index(mark) + len(mark), page.index(end_mark)
-    table = "\n".join(lines)
-    DOCS.write_text(f"{page[:start]}\n{where}\n\n{table}\n{page[end:]}")
+    name = "final" if final else "loss"
+    pages.fill(DOCS, result["machine"], "\n".join(lines), name=name)
     if not final:
         loss_plot.draw(result, PICTURE)
-    print(f"written into {DOCS.name}")
 
 
 def code_of(strategy: str) -> str:

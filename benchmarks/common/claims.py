@@ -39,6 +39,7 @@ HEAD = "| call | figure | of | measured | asked | met |\n|---|---|---|---|---|--
 QUESTIONS = (
     ("How much of a step is computation on a slow network?", r"200 ms of comp|slow networks"),
     ("How soon is a loss reached on a slow network?", r"the same loss|the end of a training"),
+    ("How long does compressing take?", r"compressing"),
     ("Does a training last while machines join and die?", r"joins and deaths"),
     ("How much CPU time and memory does a call take?", r"CPU seconds|memory above"),
     ("How fast is it when the main thread is busy?", r"main thread"),

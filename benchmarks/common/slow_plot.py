@@ -11,6 +11,7 @@ from common.timed import GLOO, OURS
 from potluck.bench.machine import heading
 
 EVERY_STEP, ROUNDS, GLOO_BLUE = ("#7a5c3e", "#a67c52", "#c8a27c"), "#c2410c", "#1d4ed8"
+HIERARCHICAL = "#3f7d4e"
 _ROUNDS = ("local-sgd", "diloco", "sparse")
 _APART = 4.5
 """Between two labels, in percent."""
@@ -18,11 +19,11 @@ _APART = 4.5
 
 def draw(result: Mapping[str, Any], kinds: Mapping[str, Any], file: Path) -> None:
     """A panel for each number of hosts, a line for each strategy from fast networks to slow ones;
-    of the model of 25 M parameters, if it was measured."""
+    of the model of 25 M parameters, if it was measured, and of one worker on each host."""
     from matplotlib.figure import Figure
 
-    rows = result["rows"]
-    rows = [row for row in rows if row["size"] == "25m"] or rows
+    rows = [row for row in result["rows"] if row.get("workers_per_host", 1) == 1]
+    rows = [row for row in rows if row["size"] == "25m"] or rows or result["rows"]
     networks = [key for key in kinds if any(row["network"] == key for row in rows)]
     counts = sorted({row["hosts"] for row in rows})
     figure = Figure(figsize=(5.6 * len(counts), 5.0), layout="constrained")
@@ -68,9 +69,11 @@ def _look(name: str) -> tuple[str, float, str]:
     """The color, width and dashes of a line."""
     if name in GLOO:
         return GLOO_BLUE, 1.3, ("-", "--", ":")[list(GLOO).index(name)]
+    if name == "hierarchical":
+        return HIERARCHICAL, 1.3, "-"
     if name in _ROUNDS:
         return ROUNDS, 1.8, ("-.", "-", "--")[_ROUNDS.index(name)]
-    place = list(OURS).index(name)
+    place = [each for each in OURS if each != "hierarchical"].index(name)
     return EVERY_STEP[place % 3], 1.2, ("-", "--")[place // 3 % 2]
 
 

@@ -167,6 +167,29 @@ def test_strategies_are_measured_over_a_slow_network(tmp_path: Path) -> None:
     assert "cells" in command.text
 
 
+@pytest.mark.long
+@pytest.mark.needs_root_netns
+def test_several_workers_of_each_host_add_up_first(tmp_path: Path) -> None:
+    """What leaves a host is one gradient, not one of each worker."""
+    figures = tmp_path / "figures.json"
+    script = [sys.executable, str(BENCHMARKS / "slow_networks.py"), "--into", str(figures)]
+    cells = ["--sizes", "1m", "--networks", "1gbit", "--hosts", "2", "--workers-per-host", "2"]
+    measures = [*script, *cells, "--steps", "1", "--strategies", "hierarchical"]
+    with Command(measures) as command:
+        assert command.finish(250) in (0, 1), command.text
+    assert "2x2" in command.text
+    result = json.loads(figures.read_text())
+    [plan] = result["plans"]
+    assert plan["workers_per_host"] == 2
+    nodes = plan["measured"]["nodes"]
+    assert (nodes[0], nodes[2]) == (nodes[1], nodes[3])
+    assert len(set(nodes)) == 2
+    rows = {row["strategy"]: row for row in result["rows"]}
+    assert rows["hierarchical"]["predicted_s"] > 0
+    num_bytes = 4 * result["sizes"]["1m"]["num_parameters"]
+    assert rows["hierarchical"]["wire_bytes_per_step"] < 1.2 * num_bytes
+
+
 @pytest.mark.needs_root_netns
 def test_cells_that_would_take_too_long_are_left_out_and_said(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"

@@ -56,3 +56,34 @@ def test_the_table_says_which_cells_were_too_slow(slow_results: Any) -> None:
     assert head == "| strategy | 10 Gbit/s, 2 hosts | 1 Gbit/s, 2 hosts |"
     assert plain == "| `DataParallel()` | 25% | too slow |"
     assert diloco.endswith("| - | **100%** |")
+
+
+def test_cells_of_several_workers_on_each_host_stand_apart(
+    slow_results: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pairs = {"workers_per_host": 2}
+    cells = [
+        row("plain", 0.8),
+        row("plain", 1.6, predicted_s=1.0, **pairs),
+        row("hierarchical", 0.4, is_choice=True, **pairs),
+    ]
+    found = measured(slow_results, *cells)
+    near = found["slow networks, all cells: steps predicted within 15%"]
+    assert "2 of 3 cells" in near
+    assert "1 of 1 cells, 25 M parameters 100%" in near
+    assert "1 of 2 cells, 25 M parameters, 2 workers on each host 50%" in near
+    # An efficiency was asked of one worker on each host.
+    assert not any("efficiency" in claim.what for claim in slow_results.what_follows(cells))
+    page = tmp_path / "page.md"
+    page.write_text("<!-- measured -->\n<!-- end of measured -->\n")
+    monkeypatch.setattr(slow_results, "DOCS", page)
+    monkeypatch.setattr(slow_results.slow_plot, "draw", lambda *_: None)
+    skipped = {"size": "25m", "network": "1gbit", "hosts": 2, "strategy": "int8"} | pairs
+    machine = {"date": "2026-01-01"}
+    monkeypatch.setattr(slow_results.pages, "heading", lambda _: "a machine")
+    slow_results.into_docs({"rows": cells, "machine": machine, "skipped": [skipped], "claims": []})
+    one, several = page.read_text().split("**25 M parameters, 2 workers on each host**")
+    assert "`DataParallel()` | 25% |" in one
+    assert "hierarchical" not in one
+    assert '| `DataParallel(algorithm="hierarchical")` | **50%** |' in several
+    assert "`DataParallel()` | 12% |" in several
