@@ -24,27 +24,30 @@ AGAIN_S = 60.0
 NOTE = r"potluck: workers \d and \d can't reach each other: the group goes on without"
 
 
-def round_of_three(line: str, cut: str) -> float | None:
-    """The loss that a line tells of a round of three ranks with these links cut."""
-    told = re.search(rf"of 3, cut: {cut}, loss ([\d.]+)", line)
+def round_of(count: int, line: str, cut: str) -> float | None:
+    """The loss that a line tells of a round of so many ranks with these links cut."""
+    told = re.search(rf"of {count}, cut: {cut}, loss ([\d.]+)", line)
     return None if told is None else float(told[1])
 
 
-def losses(run: Command, cut: str, *, since: int) -> list[float]:
-    """Of the rounds of three ranks with these links cut, in lines after ``since``."""
-    told = (round_of_three(line, cut) for line in run.lines[since:])
+def losses(run: Command, cut: str, *, since: int, count: int = 3) -> list[float]:
+    """Of the rounds of ``count`` ranks with these links cut, in lines after ``since``."""
+    told = (round_of(count, line, cut) for line in run.lines[since:])
     return [loss for loss in told if loss is not None]
 
 
-def goes_on(run: Command, cut: str, num_rounds: int, *, since: int, within_s: float) -> float:
-    """Wait for so many rounds of three ranks with these links cut; when the first of them ended."""
+def goes_on(
+    run: Command, cut: str, num_rounds: int, *, since: int, within_s: float, count: int = 3
+) -> float:
+    """Wait for so many rounds of ``count`` ranks with these links cut; when the first of them
+    ended."""
 
     def is_it(line: str) -> bool:
-        return round_of_three(line, cut) is not None
+        return round_of(count, line, cut) is not None
 
     first = run.when(is_it, within_s, since=since)
     deadline = time.monotonic() + within_s
-    while len(losses(run, cut, since=since)) < 3 * num_rounds:
+    while len(losses(run, cut, since=since, count=count)) < count * num_rounds:
         run.when(is_it, deadline - time.monotonic(), since=run.mark)
     return first
 
@@ -54,11 +57,11 @@ def falls(found: list[float]) -> bool:
     return sum(found[-6:]) < sum(found[:6])
 
 
-def ends(run: Command, stop: Path) -> None:
+def ends(run: Command, stop: Path, count: int = 3) -> None:
     stop.touch()
     assert run.finish() == 0, run.text
     hashes = re.findall(r"ended, (\w+)", run.text)
-    assert len(hashes) == 3, run.text
+    assert len(hashes) == count, run.text
     assert len(set(hashes)) == 1, "all ended with the mean of all"
 
 
@@ -89,6 +92,59 @@ def test_gossip_goes_on_when_two_machines_do_not_reach_each_other_at_all(
         for each in trio:
             views = [nodes for _, nodes in each.views_since(since[each])]
             assert set(views) == {everybody}, "no machine left the cluster"
+
+
+def test_another_machine_relays_when_the_one_that_does_has_died(
+    tmp_path: Path, figures: Figures
+) -> None:
+    """Of four machines two do not reach each other: their agents talk by way of a third, the one
+    with the least id. Its cable is pulled; the fourth takes its place."""
+    with cluster_of(4, tmp_path / "homes") as four:
+        form(*four)
+        relay, a, b, starter = sorted(four, key=lambda each: each.node)
+        stop = tmp_path / "stop"
+        with starter.run(TRAINING, stop) as run:
+            goes_on(run, "none", 3, since=0, within_s=AGAIN_S, count=4)
+            since = run.mark
+            cut(a, b)
+            goes_on(run, r"\d-\d", 10, since=since, within_s=AGAIN_S, count=4)
+            left = (a, b, starter)
+            before, since, began = marks(left), run.mark, time.monotonic()
+            relay.cut()
+            first = goes_on(run, r"\d-\d", 10, since=since, within_s=AGAIN_S)
+            fault = "no packet between two of four hosts, and the one that relays is dead"
+            figures.take(fault, "the first round of the three others after", first - began)
+            assert falls(losses(run, r"\d-\d", since=since))
+            views = [nodes for each in left for _, nodes in each.views_since(before[each])]
+            assert set(views) == {frozenset(each.id for each in left)}, "only the dead one left"
+            since = run.mark
+            cut(a, b, on=False)
+            goes_on(run, "none", 5, since=since, within_s=AGAIN_S)
+            ends(run, stop)
+
+
+def test_a_job_on_two_machines_alone_that_do_not_reach_each_other_goes_on_with_one(
+    tmp_path: Path,
+) -> None:
+    """Their agents talk by way of a third, which gives no workers. A job of the two can't spare the
+    link, so one of them leaves the cluster, as when the link is cut while the job runs. It comes
+    back once the network is mended."""
+    with cluster_of(3, tmp_path / "homes") as trio:
+        form(*trio)
+        leader = leader_of(trio)
+        third, a, b = leader, *(each for each in trio if each is not leader)
+        assert third.runs("pause").returncode == 0
+        since = marks(trio)
+        cut(a, b)
+        for each in (a, b):
+            each.says(" is heard, and hears me", since=since[each])
+        stop = tmp_path / "stop"
+        with a.run(TRAINING, stop) as run:
+            goes_on(run, "none", 5, since=0, within_s=AGAIN_S, count=1)
+            since_then = run.mark
+            cut(a, b, on=False)
+            goes_on(run, "none", 5, since=since_then, within_s=AGAIN_S, count=2)
+            ends(run, stop, 2)
 
 
 def goes_on_without_the_link(

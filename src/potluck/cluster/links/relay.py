@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import time
 from collections.abc import Callable, Collection
 from itertools import product
 
@@ -31,6 +32,8 @@ KIND = "relay"
 MAX_RELAYED = 64
 _CALL_S = 3.0
 _LOOK_S = 0.25
+_IN_THE_WAY_S = 10.0
+"""A job that needs a link is given so long: a worker that connects the two may be starting."""
 _PIECE_BYTES = 1 << 16
 
 
@@ -57,6 +60,14 @@ def wanted_detours(
             if by and all(_goes_on(group, me, node, is_elastic) for group in view.groups):
                 found[node] = by
     return found
+
+
+def is_in_the_way(view: View, a: str, b: str, is_elastic: Callable[[str], bool]) -> bool:
+    """Whether an elastic job would go on if one of two nodes left the view, and can't while the two
+    are members that do not reach each other. Pure."""
+    return any(
+        is_elastic(group.job) and not _goes_on(group, a, b, is_elastic) for group in view.groups
+    )
 
 
 def _goes_on(group: JobGroup, a: str, b: str, is_elastic: Callable[[str], bool]) -> bool:
@@ -94,6 +105,7 @@ class Relays:
         self._relayed: list[tuple[str, str, asyncio.StreamWriter]] = []
         self._num_calls: dict[str, int] = {}
         self._calling: set[str] = set()
+        self._in_the_way: dict[str, float] = {}  # by node: since when its link is, to a job
         self._looking = start_task(self._run, name="relaying links", on_broken=on_broken)
 
     async def close(self) -> None:
@@ -110,6 +122,7 @@ class Relays:
             self._end_those_of(banned)
             if view is None:
                 continue
+            self._end_those_in_the_way(view)
             detours = wanted_detours(me, view, self._detector, banned, self._is_elastic)
             for node, ways in detours.items():
                 if node not in self._calling:
@@ -124,6 +137,19 @@ class Relays:
         for node in self._links.nodes:
             if self._links.via(node) in banned:
                 self._links.drop(node, "the node that relays it is banned")
+
+    def _end_those_in_the_way(self, view: View) -> None:
+        """End relayed links of nodes on which a job has begun that needs a link between the two: as
+        when the network is cut while it runs, one of them leaves the view, and the job goes on."""
+        me, now, known = self._credentials.node_id, time.monotonic(), self._in_the_way
+        self._in_the_way = {
+            node: known.get(node, now)
+            for node in self._links.nodes
+            if self._links.via(node) and is_in_the_way(view, me, node, self._is_elastic)
+        }
+        for node, since in self._in_the_way.items():
+            if now - since > _IN_THE_WAY_S:
+                self._links.drop(node, "a job needs a link between the workers of the two nodes")
 
     async def _call(self, node: str, via: str) -> None:
         """Make the link to ``node`` by way of ``via``, and carry it to its end."""

@@ -91,6 +91,20 @@ def test_a_job_that_needs_the_link_loses_one_of_the_two_nodes() -> None:
     assert detours(group_of("a", "b", "b", "c", "c"))
 
 
+def test_a_relayed_link_is_in_the_way_of_an_elastic_job_that_needs_one_of_its_own() -> None:
+    def is_it(*groups: JobGroup, elastic: bool = True) -> bool:
+        view = view_of(*"abcd", groups=groups)
+        return relay.is_in_the_way(view, "b", "c", lambda job: elastic)
+
+    assert is_it(group_of("b", "c"))
+    assert is_it(group_of("a", "b", "c"), group_of("c", "b"))
+    assert is_it(group_of("a", "b", "c", cut=(("0", "1"),)))
+    assert not is_it(group_of("a", "b", "c"))
+    assert not is_it(group_of("a", "b"), group_of("c"))
+    assert not is_it()
+    assert not is_it(group_of("b", "c"), elastic=False), "it would not go on without one of the two"
+
+
 class Agent:
     """An agent's links and relays; what it knows of others is set by hand."""
 
@@ -226,6 +240,22 @@ def test_the_link_ends_with_the_agent_that_relays_it() -> None:
             one.view = None
             await via.close()
             await via.until(lambda: not one.links.nodes and not other.links.nodes)
+
+    asyncio.run(story())
+
+
+def test_a_relayed_link_ends_when_a_job_has_begun_that_can_not_do_without_one_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(relay, "_IN_THE_WAY_S", 0.0)
+
+    async def story() -> None:
+        async with three() as (via, one, other):
+            one.misses(other, via)
+            await via.until(lambda: other.id in one.links.nodes and one.id in other.links.nodes)
+            group = group_of(one.id, other.id)
+            one.view = view_of(one.id, other.id, via.id, groups=(group,))
+            await via.until(lambda: not (one.links.via(other.id) or other.links.via(one.id)))
 
     asyncio.run(story())
 
