@@ -204,6 +204,54 @@ def test_a_worker_calls_its_own_services_also_alone() -> None:
         assert world.run(run) == [0, 1]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_service_that_is_taken_back_is_known_no_more_and_its_name_is_free(kind: str) -> None:
+    def run(ctx: DistributedContext) -> None:
+        if ctx.rank == 0:
+            ctx.serve(Counter(), echo)
+        counter = ctx.connect("counter", rank=0)
+        ctx.barrier()
+        if ctx.rank == 0:
+            ctx.withdraw("counter")
+        ctx.barrier()
+        with pytest.raises(UnknownService, match="no service 'counter'"):
+            counter.add(1)
+        assert ctx.connect("echo").echo(5) == 5
+        ctx.barrier()
+        if ctx.rank == 0:
+            ctx.serve(Counter())
+        ctx.barrier()
+        assert counter.add(0) == 0
+        ctx.barrier()
+
+    with open_world(kind, 2) as world:
+        world.run(run)
+
+
+def test_a_call_that_runs_when_its_service_is_taken_back_is_answered() -> None:
+    @potluck.service("leaver")
+    def leave(call: potluck.Call) -> str:
+        ctx.withdraw("leaver")
+        return "gone"
+
+    with potluck.init(backend="local") as ctx:
+        ctx.serve(leave)
+        leaver = ctx.connect("leaver")
+        assert leaver.leave() == "gone"
+        with pytest.raises(UnknownService, match="'leaver'"):
+            leaver.leave()
+
+
+def test_what_is_not_served_can_not_be_taken_back() -> None:
+    with potluck.init(backend="local") as ctx:
+        with pytest.raises(ValueError, match="serves no 'counter'; its services: none"):
+            ctx.withdraw("counter")
+        ctx.serve(echo)
+        with pytest.raises(ValueError, match="serves no 'counter'; its services: 'echo'"):
+            ctx.withdraw("echo", "counter")
+        assert ctx.connect("echo").echo(1) == 1
+
+
 def test_a_call_without_a_method_says_how_to_name_it() -> None:
     def run(ctx: DistributedContext) -> None:
         ctx.serve(echo)

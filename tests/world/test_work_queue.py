@@ -13,7 +13,7 @@ import pytest
 
 import potluck
 from potluck.context import DistributedContext
-from potluck.errors import ServiceTimeout
+from potluck.errors import ServiceTimeout, UnknownService
 from potluck.testing.world import run_world
 from potluck.training.work_queue import Task
 from support.worlds import open_world
@@ -192,6 +192,73 @@ def test_what_is_wrong_with_the_tasks_is_told_to_all_at_once_and_may_be_mended(
             return queue.results()
 
     assert run_world(2, run) == [["mended"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"backups": -1}, "backups is -1"),
+        ({"max_attempts": 0}, "max_attempts is 0"),
+        ({"silence_s": 0.0}, "must be above 0"),
+    ],
+    ids=["backups", "max_attempts", "silence_s"],
+)
+def test_a_wrong_option_of_the_worker_with_the_list_is_told_to_all(
+    wrong: dict[str, Any], why: str
+) -> None:
+    def run(ctx: DistributedContext) -> None:
+        with pytest.raises(ValueError, match=why):
+            potluck.WorkQueue(ctx, [1], **wrong if ctx.rank == 0 else {})
+        ctx.barrier()
+
+    run_world(2, run)
+
+
+def test_a_wrong_option_of_another_worker_is_its_own_mistake() -> None:
+    def run(ctx: DistributedContext) -> list[Any]:
+        if ctx.rank == 1:
+            with pytest.raises(ValueError, match="backups is -1"):
+                potluck.WorkQueue(ctx, backups=-1)
+        with potluck.WorkQueue(ctx, [1]) as queue:
+            for task in queue:
+                queue.finish(task, task.payload)
+            return queue.results()
+
+    assert run_world(2, run) == [[1]] * 2
+
+
+def test_a_mistake_is_heard_once_by_each_worker_however_late() -> None:
+    """Worker 1 tries again before worker 0 does, worker 2 comes when the queue is there already."""
+    has_tried_again, is_mended = threading.Event(), threading.Event()
+
+    def run(ctx: DistributedContext) -> list[Any]:
+        if ctx.rank == 2:
+            assert is_mended.wait(20)
+        with pytest.raises(ValueError, match="worker 0 has the list: pass it"):
+            potluck.WorkQueue(ctx)
+        if ctx.rank == 0:
+            assert has_tried_again.wait(20)
+        if ctx.rank == 1:
+            connect = ctx.connect
+
+            def noted(*args: Any, **named: Any) -> Any:
+                has_tried_again.set()
+                return connect(*args, **named)
+
+            ctx.connect = noted  # type: ignore[method-assign]
+        queue = potluck.WorkQueue(ctx, ["mended"] if ctx.rank == 0 else None)
+        is_mended.set()
+        with queue:
+            for task in queue:
+                queue.finish(task, task.payload)
+            results = queue.results()
+        if ctx.rank == 0:  # all have heard of the mistake
+            with pytest.raises(UnknownService, match=r"worker 0.*: 'work \(2\)'$"):
+                ctx.connect("work", rank=0, timeout=0.1)
+        ctx.barrier()
+        return results
+
+    assert run_world(3, run) == [["mended"]] * 3
 
 
 def test_no_tasks_are_no_results() -> None:

@@ -146,7 +146,7 @@ class DistributedContext(UnevenCollectives, Messages):
     # -- services
 
     def serve(self, *things: Any) -> None:
-        """Offer services to all workers of the job, until this context is closed.
+        """Offer services to all workers of the job, until ``withdraw``, or this context is closed.
 
         ``things`` are functions, and instances of classes, made with
         [service][potluck.service]. Their methods run on threads of this process, also while the
@@ -157,6 +157,15 @@ class DistributedContext(UnevenCollectives, Messages):
         """
         self._check_open()
         self._services.serve(*things)
+
+    def withdraw(self, *names: str) -> None:
+        """Take back services that this worker offers, by their names.
+
+        Later calls of them raise UnknownService at their callers; a call that has come is answered
+        still. Another service may be offered by the same name. ValueError, and nothing is taken
+        back, for a name that this worker does not serve. Cost: no message.
+        """
+        self._services.withdraw(*names)
 
     def connect(
         self, name: str, *, rank: int | None = None, timeout: float | None = None

@@ -60,6 +60,10 @@ class Services:
         self._checked_door()
         self._server.add(services_of(*things))
 
+    def withdraw(self, *names: str) -> None:
+        """See ``DistributedContext.withdraw``."""
+        self._server.remove(names)
+
     def connect(self, name: str, rank: int | None, timeout_s: float) -> Remote:
         """See ``DistributedContext.connect``."""
         door = self._checked_door()

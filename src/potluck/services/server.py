@@ -168,9 +168,15 @@ class Server:
             self._start_threads()
 
     def remove(self, names: Iterable[str]) -> None:
-        """Offer the services of these ``names`` no more. A call that runs goes on."""
+        """Offer the services of these ``names`` no more. A call that has come is answered still.
+        ValueError, and nothing is removed, for a name that is not served."""
         gone = set(names)
         with self._lock:
+            if unknown_names := sorted(gone - self._queues.keys()):
+                there = ", ".join(map(repr, sorted(self._queues))) or "none"
+                raise ValueError(
+                    f"this process serves no {unknown_names[0]!r:.80}; its services: {there}"
+                )
             self._queues = {name: its for name, its in self._queues.items() if name not in gone}
 
     def names(self) -> list[str]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary
 
 from potluck.background import start_thread
 from potluck.context.checks import checked_whole
@@ -17,7 +18,7 @@ from potluck.services.asking import SLICE_S, await_reply, raise_local
 from potluck.services.names import check_unused, note_used
 from potluck.services.presence import Presence
 from potluck.services.waits import WaitingCalls
-from potluck.training.work_ledger import TaskLost, WorkLedger
+from potluck.training.work_ledger import WorkLedger
 from potluck.waiting import Reminder, checked_seconds
 from potluck.wire.payload import pack
 
@@ -54,7 +55,9 @@ class WorkQueue:
     the queue is lost. One thread of each worker takes tasks.
 
     ``name`` tells several queues of one job apart. TypeError or ValueError for arguments that
-    can't be meant; what is wrong with ``tasks``, the other workers are told at once.
+    can't be meant. A mistake of the worker with the list (in ``tasks``, ``backups``,
+    ``max_attempts`` or ``silence_s``) is raised on all workers, at once, and each may make the
+    queue again.
     """
 
     def __init__(
@@ -71,9 +74,6 @@ class WorkQueue:
         if not hasattr(ctx, "connect"):
             raise TypeError(f"WorkQueue takes a context, potluck.init(), not {ctx!r}")
         service(name)  # checks it on the workers that only connect, too
-        silence_s = checked_seconds(silence_s)
-        backups = checked_whole("backups", backups, at_least=0)
-        max_attempts = checked_whole("max_attempts", max_attempts, at_least=1)
         check_unused(ctx, "WorkQueue", name)
         self._ctx = ctx
         self._name = name
@@ -81,20 +81,34 @@ class WorkQueue:
         if rank < 0:
             there = ", ".join(member.worker for member in ctx.members)
             raise ValueError(f"server={server!r}: there is no such worker; there are: {there}")
+        failed = _failed.setdefault(ctx, Counter())
+        # A mistake is heard once: the next try of all workers is another service.
+        served = f"{name} ({failed[name] + 1})" if failed[name] else name
         self._offer: _Offer | None = None
-        if ctx.rank == rank:
-            offer = _offer(ctx, name, silence_s)
-            try:
+        try:
+            silence_s = checked_seconds(silence_s)
+            backups = checked_whole("backups", backups, at_least=0)
+            max_attempts = checked_whole("max_attempts", max_attempts, at_least=1)
+            if ctx.rank == rank:
                 listed = _listed(tasks, server)
-            except Exception as error:
-                _refuse(ctx, name, offer, error, server)
-                raise
-            offer._open(listed, WorkLedger(len(listed), backups, max_attempts))
-            offer._serve(ctx, name)
-            self._offer = offer
-        self._remote: Remote = ctx.connect(name, rank=rank)
+                ledger = WorkLedger(len(listed), backups, max_attempts)
+                self._offer = _Offer(Presence(lambda: ctx.group, silence_s), listed, ledger)
+        except Exception as error:
+            if ctx.rank == rank:
+                refusal = _Refusal(ctx, served, _told(name, error, server))
+                with contextlib.suppress(ConfigurationError, ValueError):  # the others hear of that
+                    ctx.serve(service(served)(refusal))
+                    failed[name] += 1
+            raise
+        if self._offer is not None:
+            ctx.serve(service(served, concurrent=True, before=self._offer._hear)(self._offer))
+        self._remote: Remote = ctx.connect(served, rank=rank)
         if self._offer is None:
-            self._ask("enter")
+            try:
+                self._remote.enter()
+            except HandlerError as error:
+                failed[name] += 1
+                raise_local(error, _ERRORS)
         note_used(ctx, name)
         self._is_closed = threading.Event()
         remote, is_closed = self._remote, self._is_closed
@@ -176,10 +190,9 @@ _ERRORS: dict[str, type[Exception]] = {
     "TaskLost": RuntimeError,
 }
 
-_refused: WeakKeyDictionary[DistributedContext, WeakValueDictionary[str, _Offer]] = (
-    WeakKeyDictionary()
-)
-"""By context and name: the services of queues whose list had a mistake. The script may try again.
+_failed: WeakKeyDictionary[DistributedContext, Counter[str]] = WeakKeyDictionary()
+"""By context and name: how many tries ended with a mistake of the worker with the list. All workers
+that hear of each count alike.
 """
 
 
@@ -204,27 +217,11 @@ def _misfit(number: int, result: Any) -> Exception | None:
     return None
 
 
-def _offer(ctx: DistributedContext, name: str, silence_s: float) -> _Offer:
-    """The service of a new queue: the one of a queue that was refused, if there is one."""
-    refused = _refused.get(ctx)
-    offer = None if refused is None else refused.pop(name, None)
-    presence = Presence(lambda: ctx.group, silence_s)
-    if offer is None:
-        return _Offer(presence)
-    offer._presence = presence
-    return offer
-
-
-def _refuse(
-    ctx: DistributedContext, name: str, offer: _Offer, error: Exception, server: object
-) -> None:
-    """Let the other workers, which wait for the service, hear of the mistake in the list."""
+def _told(name: str, error: Exception, server: object) -> Exception:
+    """The mistake of the worker with the list, as the other workers raise it."""
     kinds: tuple[type[Exception], ...] = (TypeError, ValueError)
     kind = next((each for each in kinds if isinstance(error, each)), RuntimeError)
-    offer._failure = kind(f"worker {server} can't make the list of queue {name!r}: {error}")
-    with contextlib.suppress(ConfigurationError, ValueError):  # no services; a queue of this name
-        offer._serve(ctx, name)
-        _refused.setdefault(ctx, WeakValueDictionary())[name] = offer
+    return kind(f"worker {server} can't make the list of queue {name!r}: {error}")
 
 
 def _keep_heard(remote: Remote, is_closed: threading.Event, every_s: float) -> None:
@@ -234,24 +231,38 @@ def _keep_heard(remote: Remote, is_closed: threading.Event, every_s: float) -> N
             remote.alive(timeout=max(1.0, every_s))
 
 
+class _Refusal:
+    """The service of a queue that could not be made: each other worker hears why, once."""
+
+    def __init__(self, ctx: DistributedContext, name: str, error: Exception) -> None:
+        self._ctx = ctx
+        self._name = name
+        self._error = error
+        self._rest = {each.worker for each in ctx.members} - {ctx.group.me.worker}
+
+    def enter(self, call: Call) -> None:
+        """Raises the mistake."""
+        if call.worker in self._rest:
+            self._rest.discard(call.worker)
+            if not self._rest:
+                self._ctx.withdraw(self._name)
+        raise type(self._error)(str(self._error))
+
+
 class _Offer:
     """The service: each public method is one call."""
 
-    def __init__(self, presence: Presence) -> None:
-        self._tasks: list[Any] = []
-        self._ledger = WorkLedger(0, 0, 1)
+    def __init__(self, presence: Presence, tasks: list[Any], ledger: WorkLedger) -> None:
+        self._tasks = tasks
+        self._ledger = ledger
         self._presence = presence
-        self._results: list[Any] = []
+        self._results: list[Any] = [None] * len(tasks)
         self._failure: Exception | None = None
-        self._is_served = False
         self._changed = threading.Condition(threading.RLock())
         self._waits = WaitingCalls(self._changed, self._look, thread="potluck-work-queue")
 
     def enter(self, call: Call) -> None:
-        """A worker has made the queue. Raises what is wrong with the list."""
-        with self._changed:
-            if not isinstance(self._failure, TaskLost):  # who takes a task hears of that
-                self._check()
+        """A worker has made the queue."""
 
     def take(self, call: Call, wait_s: float) -> Any:
         worker = call.worker
@@ -304,17 +315,6 @@ class _Offer:
             }
 
     # -- inside
-
-    def _open(self, tasks: list[Any], ledger: WorkLedger) -> None:
-        with self._changed:
-            self._tasks, self._ledger = tasks, ledger
-            self._results = [None] * len(tasks)
-            self._failure = None
-
-    def _serve(self, ctx: DistributedContext, name: str) -> None:
-        if not self._is_served:
-            ctx.serve(service(name, concurrent=True, before=self._hear)(self))
-            self._is_served = True
 
     def _hear(self, call: Call) -> None:
         self._presence.hear(call)
