@@ -31,12 +31,12 @@ def main():
         mine = parts.get_indices(ctx.rank)
 
         strategy = TrainingStrategy(args.strategy)
-        net = potluck.DistributedNeuralNetTrainer(
-            ctx, strategy, input_dim=64, hidden_dims=[64, 32], output_dim=10
-        )
         # Samples may not travel in federated training: each worker gives its own.
         own = mine if strategy is TrainingStrategy.FEDERATED else slice(1400)
-        net.train(X[own], y[own], epochs=15)
+        with potluck.DistributedNeuralNetTrainer(
+            ctx, strategy, input_dim=64, hidden_dims=[64, 32], output_dim=10
+        ) as net:  # its end ends a parameter server
+            net.train(X[own], y[own], epochs=15)
 
         forest = potluck.DistributedRandomForestTrainer(ctx, 50, random_state=0)
         forest.train_epoch(X[mine], y[mine])

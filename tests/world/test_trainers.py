@@ -79,15 +79,67 @@ def test_a_network_survives_a_worker_that_is_killed() -> None:
 
 def test_a_network_in_mixed_precision_with_loss_scaling_and_dynamic_batches() -> None:
     def train(ctx: DistributedContext) -> None:
-        trainer = net(ctx)
-        trainer.set_mixed_precision()
-        trainer.set_loss_scaling(LossScale(scale=8.0))
-        trainer.enable_dynamic_batching(NoiseBatching(min_batch=32, max_batch=256))
+        trainer = net(
+            ctx,
+            mixed_precision=torch.bfloat16,
+            loss_scaling=LossScale(scale=8.0),
+            dynamic_batching=NoiseBatching(min_batch=32, max_batch=256),
+        )
         losses = [trainer.train_epoch(X, Y) for _ in range(3)]
         assert losses[-1] < losses[0]
         assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
 
     run_world(2, train)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "dtype"),
+    [
+        *((each, torch.bfloat16) for each in TrainingStrategy),
+        (TrainingStrategy.DATA_PARALLEL, torch.float16),
+        (TrainingStrategy.FEDERATED, torch.float16),
+    ],
+)
+def test_a_network_computes_in_half_precision_by_every_strategy(
+    strategy: TrainingStrategy, dtype: torch.dtype
+) -> None:
+    """The first steps in float16 overflow at this loss scale, and make no update."""
+    seen: set[torch.dtype] = set()
+
+    def note(module: Any, inputs: Any, outputs: torch.Tensor) -> None:
+        seen.add(outputs.dtype)
+
+    def train(ctx: DistributedContext) -> None:
+        scale = LossScale(scale=2.0**40) if dtype is torch.float16 else None
+        with potluck.DistributedNeuralNetTrainer(
+            ctx, strategy, mixed_precision=dtype, loss_scaling=scale, **SIZES
+        ) as trainer:
+            for module in trainer.model.modules():
+                if isinstance(module, torch.nn.Linear):
+                    module.register_forward_hook(note)
+            mine = shard(ctx) if strategy is TrainingStrategy.FEDERATED else (X, Y)
+            first = trainer.train_epoch(*mine)
+            assert trainer.train(*mine, epochs=2) < first
+            assert all(each.dtype == np.float32 for each in trainer.get_parameters().values())
+
+    run_world(2, train)
+    assert dtype in seen
+
+
+def test_the_parameter_server_of_a_trainer_ends_with_it() -> None:
+    def train(ctx: DistributedContext) -> int:
+        strategy = TrainingStrategy.PARAMETER_SERVER
+        with potluck.DistributedNeuralNetTrainer(ctx, strategy, **SIZES):
+            pass  # nothing was trained: there is no server
+        with potluck.DistributedNeuralNetTrainer(ctx, strategy, **SIZES) as trainer:
+            trainer.train_epoch(X[:200], Y[:200])
+        trainer.close()
+        assert trainer.predict(X).shape == (len(X), 10)
+        with pytest.raises(RuntimeError, match="'trainer 0' was closed by this worker"):
+            trainer.train_epoch(X[:200], Y[:200])
+        return ctx.rank
+
+    assert run_world(2, train) == [0, 1]
 
 
 def test_a_network_learns_values() -> None:
@@ -284,9 +336,17 @@ def test_a_federated_mean_is_weighted_by_samples_and_an_empty_rank_counts_nothin
     assert all(np.array_equal(one[name], two[name]) for name in one)
 
 
-def test_a_federated_rank_whose_samples_have_nan_is_named_to_all() -> None:
+LOOPS = (
+    TrainingStrategy.DATA_PARALLEL,
+    TrainingStrategy.DECENTRALIZED,
+    TrainingStrategy.FEDERATED,
+)
+
+
+@pytest.mark.parametrize("strategy", LOOPS)
+def test_a_rank_whose_samples_have_nan_is_named_to_all(strategy: TrainingStrategy) -> None:
     def train(ctx: DistributedContext) -> None:
-        trainer = potluck.DistributedNeuralNetTrainer(ctx, TrainingStrategy.FEDERATED, **SIZES)
+        trainer = potluck.DistributedNeuralNetTrainer(ctx, strategy, **SIZES)
         mine = X[:100] if ctx.rank == 0 else np.full((100, 64), np.nan)
         trainer.train_epoch(mine, Y[:100])
 
@@ -295,6 +355,25 @@ def test_a_federated_rank_whose_samples_have_nan_is_named_to_all() -> None:
     assert isinstance(caught.value.errors[1], ValueError)
     assert isinstance(caught.value.errors[0], RemoteError)
     assert all("X of rank 1 has NaN" in str(each) for each in caught.value.errors.values())
+
+
+@pytest.mark.parametrize("strategy", [*LOOPS[:2], TrainingStrategy.MODEL_PARALLEL])
+def test_a_loss_that_is_nan_on_one_rank_is_told_to_all_with_its_step(
+    strategy: TrainingStrategy,
+) -> None:
+    def train(ctx: DistributedContext) -> None:
+        trainer = potluck.DistributedNeuralNetTrainer(ctx, strategy, **SIZES)
+        trainer.train_epoch(X[:128], Y[:128])  # two steps
+        if ctx.rank == 1:
+            trainer.model.register_forward_hook(lambda module, inputs, outputs: outputs * np.nan)
+        trainer.train_epoch(X[:128], Y[:128])
+
+    with pytest.raises(WorldError) as caught:
+        run_world(2, train)
+    assert isinstance(caught.value.errors[1], ValueError)
+    assert isinstance(caught.value.errors[0], RemoteError)
+    why = "the loss of rank 1 is nan in step 0: look at its samples"
+    assert all(why in str(each) for each in caught.value.errors.values())
 
 
 @pytest.mark.parametrize(
@@ -374,18 +453,21 @@ def test_mistakes_with_strategies_are_named() -> None:
             (X, Y + 5, r"from 0 to 9 .output_dim - 1.; .* and values from 5 to 14"),
             (X, Y[:7], "samples in X, and 7 targets in y"),
         ):
-            for kind in kinds:
-                if kind not in (kinds.MODEL_PARALLEL, kinds.FEDERATED):
-                    other = potluck.DistributedNeuralNetTrainer(ctx, kind, **sizes)
-                    with pytest.raises(ValueError, match=why):
-                        other.train_epoch(samples, targets)
-        trainer.set_loss_scaling(LossScale(scale=8.0))
-        with pytest.raises(ValueError, match="PARAMETER_SERVER has no loss scaling"):
-            trainer.train_epoch(X, Y)
-        trainer = potluck.DistributedNeuralNetTrainer(ctx, kinds.DECENTRALIZED, **sizes)
-        trainer.enable_dynamic_batching(NoiseBatching(min_batch=32, max_batch=256))
-        with pytest.raises(ValueError, match="batching"):
-            trainer.train_epoch(X, Y)
+            other = potluck.DistributedNeuralNetTrainer(ctx, kinds.PARAMETER_SERVER, **sizes)
+            with pytest.raises(ValueError, match=why):
+                other.train_epoch(samples, targets)
+        batching = NoiseBatching(min_batch=32, max_batch=256)
+        refused: list[tuple[TrainingStrategy, dict[str, Any], type[Exception], str]] = [
+            (kinds.PARAMETER_SERVER, {"loss_scaling": LossScale()}, ValueError, "no loss scaling"),
+            (kinds.MODEL_PARALLEL, {"mixed_precision": torch.float16}, ValueError, "no loss sca"),
+            (kinds.DECENTRALIZED, {"dynamic_batching": batching}, ValueError, "no dynamic batch"),
+            (kinds.DATA_PARALLEL, {"dynamic_batching": True}, TypeError, "pass a NoiseBatching"),
+            (kinds.DATA_PARALLEL, {"mixed_precision": True}, TypeError, "pass torch.bfloat16"),
+            (kinds.DATA_PARALLEL, {"loss_scaling": 8.0}, TypeError, "pass potluck.torch.LossSc"),
+        ]
+        for kind, options, error, why in refused:
+            with pytest.raises(error, match=why):
+                potluck.DistributedNeuralNetTrainer(ctx, kind, **SIZES, **options)
         trainer = potluck.DistributedNeuralNetTrainer(ctx, kinds.MODEL_PARALLEL, **SIZES)
         with pytest.raises(ValueError, match="are needed"):
             trainer.set_parameters({"0.weight": np.zeros((32, 64))})

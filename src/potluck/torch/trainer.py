@@ -25,6 +25,7 @@ from potluck.torch.layer_pipeline import LayerPipeline
 from potluck.torch.loop import ElasticLoop
 from potluck.torch.parameter_server import ParameterServerStrategy
 from potluck.training import elastic
+from potluck.training.agreement import telling_others
 from potluck.training.noise import NoiseBatching
 from potluck.training.policy import Policy
 from potluck.training.replica import StateReplica
@@ -56,10 +57,17 @@ class DistributedNeuralNetTrainer(DistributedTrainer):
     of all ranks together. Integer targets are classes (cross entropy), others are values (mean
     squared error). All ranks begin with rank 0's weights, which ``seed`` determines.
 
+    ``mixed_precision`` is the dtype to compute in, torch.bfloat16 or torch.float16
+    (torch.autocast); parameters stay in float32. float16 scales the loss by ``loss_scaling``
+    (``LossScale()`` if None), which PARAMETER_SERVER and MODEL_PARALLEL do not have. With
+    ``dynamic_batching`` the batch size follows the gradient noise from ``batch_size`` on; for
+    DATA_PARALLEL.
+
     ``model`` is the DistributedDataParallel model; with MODEL_PARALLEL it has this rank's layers,
     ``get_parameters`` and ``predict`` are collective calls, and only the last rank has a local
-    loss (NaN elsewhere). ValueError for more ranks than layers, for a ``batch_size`` or
-    ``learning_rate`` that can't be meant, or options that a strategy does not have.
+    loss (NaN elsewhere). With PARAMETER_SERVER ``close`` ends the server: use the trainer in a
+    ``with`` block. ValueError for more ranks than layers, for numbers that can't be meant, or
+    options that a strategy does not have; TypeError for options of another type.
     """
 
     strategies = frozenset(TrainingStrategy)
@@ -76,9 +84,14 @@ class DistributedNeuralNetTrainer(DistributedTrainer):
         batch_size: int = 64,
         seed: int = 0,
         callbacks: Sequence[object] = (),
+        mixed_precision: torch.dtype | None = None,
+        loss_scaling: LossScale | None = None,
+        dynamic_batching: NoiseBatching | None = None,
     ) -> None:
         super().__init__(ctx, strategy)
         _check_numbers(batch_size, learning_rate)
+        is_scaled = loss_scaling is not None or mixed_precision is torch.float16
+        _check_options(strategy, mixed_precision, is_scaled, dynamic_batching)
         self._sizes = sizes = [input_dim, *hidden_dims, output_dim]
         if min(sizes) < 1:
             raise ValueError(f"the layers have {sizes} units; every layer needs at least 1")
@@ -100,9 +113,9 @@ class DistributedNeuralNetTrainer(DistributedTrainer):
         self.learning_rate = learning_rate
         self.optimizer = torch.optim.Adam(self._network.parameters(), lr=learning_rate)
         self.batch_size, self.seed = batch_size, seed
-        self._autocast: torch.dtype | None = None
-        self._scaler = GradScaler(enabled=False)
-        self._batching: NoiseBatching | None = None
+        self._autocast = mixed_precision
+        self._scaler = GradScaler(loss_scaling, enabled=is_scaled)
+        self._policy = Policy(batching=dynamic_batching)
         for callback in callbacks:
             self.register_callback(callback)
 
@@ -115,10 +128,13 @@ class DistributedNeuralNetTrainer(DistributedTrainer):
 
         ``X``, of shape (n, input_dim), and ``y`` are *all* samples, the same on every rank; with
         FEDERATED they are this rank's own. ValueError for samples that do not fit the network, or
-        with NaN: with PARAMETER_SERVER and MODEL_PARALLEL on all ranks; with FEDERATED the other
-        ranks get it as RemoteError; with DATA_PARALLEL and DECENTRALIZED it is raised on the rank
-        that has them, which is a lost worker to the others. Where workers come and go pass all
-        epochs to one call: a worker that joins goes on with the epoch of the others.
+        with NaN: with PARAMETER_SERVER and MODEL_PARALLEL on all ranks, which may go on; else on
+        the rank that has them, and as RemoteError, which names it, on the others. In this second
+        way also ValueError for a loss that is NaN or inf, with its step (FEDERATED: its epoch); but
+        with PARAMETER_SERVER it is the rank's own, whose gradient the server refuses.
+
+        Where workers come and go pass all epochs to one call: a worker that joins goes on with the
+        epoch of the others.
         """
         if epochs < 1:
             raise ValueError(f"epochs is {epochs}; 1 or more are needed")
@@ -127,19 +143,11 @@ class DistributedNeuralNetTrainer(DistributedTrainer):
         data = (torch.as_tensor(X, dtype=torch.float32), targets if is_classes else targets.float())
         has_loop = self.strategy in (TrainingStrategy.DATA_PARALLEL, TrainingStrategy.DECENTRALIZED)
         if has_loop:
-            self._check(data, is_classes)
-        elif self.strategy is not TrainingStrategy.FEDERATED:
-            self._check_together(data, is_classes)
-        if not has_loop and (self._scaler.enabled or self._batching is not None):
-            raise ValueError(
-                f"{self.strategy.name} has no loss scaling and no dynamic batches: take "
-                "DATA_PARALLEL, or leave them out"
-            )
-        if has_loop:
             self._train_in_loop(data, is_classes, epochs)
         elif self.strategy is TrainingStrategy.FEDERATED:
             self._train_at_home(data, is_classes, epochs)
         else:
+            self._check_together(data, is_classes)
             way = self._train_in_layers if self._pipeline is not None else self._train_by_server
             for _ in range(epochs):
                 self._end_epoch(*way(data, is_classes))
@@ -199,16 +207,22 @@ class DistributedNeuralNetTrainer(DistributedTrainer):
             epochs=epochs,
             seed=self.seed + self.epochs,
             also={"scaler": self._scaler},
-            policy=Policy(batching=self._batching),
+            policy=self._policy,
             callbacks=[mine, *(_Shifted(self, each) for each in self.callbacks)],
             ctx=self.ctx,
             strategy=Gossip() if self.strategy is TrainingStrategy.DECENTRALIZED else None,
         )
+        is_checked = False
         for inputs, wanted in job:
             with job.step():
+                if not is_checked:  # here, so that the other ranks hear of it
+                    self._check(data, is_classes)
+                    is_checked = True
                 self.optimizer.zero_grad()
                 with self._precision():
                     loss = _loss(self.model(inputs), wanted, is_classes)
+                if len(inputs) and not self._scaler.enabled:
+                    self._check_loss(loss.item(), job.step_number)
                 self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
                 job.log(loss=loss)
                 self._scaler.step(self.optimizer)
@@ -261,8 +275,9 @@ class DistributedNeuralNetTrainer(DistributedTrainer):
             optimizer.zero_grad()
             with self._precision():
                 loss = _loss(model(data[0][chosen]), data[1][chosen], is_classes)
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
+            self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            self._scaler.step(optimizer)
+            self._scaler.update()
             total += loss.item() * len(chosen)
         return total
 
@@ -304,7 +319,7 @@ class DistributedNeuralNetTrainer(DistributedTrainer):
         assert self._pipeline is not None
         total, num = 0.0, 0
         order = _shuffled(len(data[0]), self.seed + self.epochs)
-        for chosen in torch.split(order, self.batch_size):
+        for step, chosen in enumerate(torch.split(order, self.batch_size)):
             self.optimizer.zero_grad()
             with self._precision():
                 loss = self._pipeline.step(
@@ -314,23 +329,20 @@ class DistributedNeuralNetTrainer(DistributedTrainer):
                 )
             self.optimizer.step()
             if loss is not None:
+                with telling_others(self.ctx):
+                    self._check_loss(loss, step)
                 total, num = total + loss * len(chosen), num + len(chosen)
         return (total / num, num) if num else (math.nan, 0)
 
+    def _check_loss(self, loss: float, step: int) -> None:
+        if not math.isfinite(loss):
+            raise ValueError(
+                f"the loss of rank {self.ctx.rank} is {loss} in step {step}: look at its samples, "
+                "or take a smaller learning_rate"
+            )
+
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
         return torch.autocast("cpu", self._autocast, enabled=self._autocast is not None)
-
-    def set_mixed_precision(self, enabled: bool = True) -> None:
-        """Compute in bfloat16 in later epochs (torch.autocast); parameters stay in float32."""
-        self._autocast = torch.bfloat16 if enabled else None
-
-    def set_loss_scaling(self, rule: LossScale | None) -> None:
-        """Scale the loss by ``rule`` in later epochs, for gradients in float16; None: do not."""
-        self._scaler = GradScaler(rule, enabled=rule is not None)
-
-    def enable_dynamic_batching(self, batching: NoiseBatching) -> None:
-        """Let the batch size follow the gradient noise in later epochs."""
-        self._batching = batching
 
     def get_parameters(self) -> Parameters:
         if self._pipeline is not None:
@@ -347,6 +359,12 @@ class DistributedNeuralNetTrainer(DistributedTrainer):
         state = {name: torch.from_numpy(np.array(value)) for name, value in parameters.items()}
         self._network.load_state_dict(state)
         self._is_set = True
+
+    def close(self) -> None:
+        """With PARAMETER_SERVER: end the server that the first epoch made. On worker 0 it waits
+        until the other workers have closed their trainers, too. Idempotent."""
+        if self._server is not None:
+            self._server.ps.close()
 
     def predict(self, X: Any) -> NDArray[Any]:
         """The outputs of the network: float32, of shape (n, output_dim). For classes take the
@@ -398,6 +416,28 @@ def _check_numbers(batch_size: object, learning_rate: object) -> None:
     is_number = isinstance(learning_rate, Real) and not isinstance(learning_rate, bool)
     if not is_number or not 0 < learning_rate < math.inf:  # type: ignore[operator]
         raise ValueError(f"learning_rate is {learning_rate!r}; it must be a number above 0")
+
+
+def _check_options(
+    strategy: TrainingStrategy,
+    mixed_precision: object,
+    is_scaled: bool,
+    dynamic_batching: object,
+) -> None:
+    if mixed_precision not in (None, torch.bfloat16, torch.float16):
+        raise TypeError(
+            f"mixed_precision is {mixed_precision!r}: pass torch.bfloat16 or torch.float16"
+        )
+    exchanges = (TrainingStrategy.PARAMETER_SERVER, TrainingStrategy.MODEL_PARALLEL)
+    if is_scaled and strategy in exchanges:
+        raise ValueError(
+            f"{strategy.name} has no loss scaling, which float16 needs: take torch.bfloat16, which "
+            "needs none, or another strategy"
+        )
+    if dynamic_batching is not None and strategy is not TrainingStrategy.DATA_PARALLEL:
+        raise ValueError(
+            f"{strategy.name} has no dynamic batching: take DATA_PARALLEL, or leave it out"
+        )
 
 
 def _linear(before: int, after: int, random: torch.Generator) -> nn.Linear:

@@ -6,7 +6,7 @@ import enum
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +39,8 @@ class DistributedTrainer(ABC):
     """The base of the trainers. Which strategies a class has is in ``strategies``.
 
     ``callbacks`` are as those of the elastic loop: objects with methods such as
-    ``on_epoch_end(epoch, loss)``, or functions ``f(epoch, loss)``. ValueError for another strategy.
+    ``on_epoch_end(epoch, loss)``, or functions ``f(epoch, loss)``. Use a trainer in a ``with``
+    block, or call ``close``. ValueError for another strategy.
     """
 
     strategies: ClassVar[frozenset[TrainingStrategy]] = frozenset({TrainingStrategy.DATA_PARALLEL})
@@ -116,6 +117,16 @@ class DistributedTrainer(ABC):
         """The mean loss of all ranks' samples in the last epoch. A collective call."""
         found = average(self.ctx, {"loss": self._local_loss}, weight=float(self._num_samples))
         return found["loss"]
+
+    def close(self) -> None:  # noqa: B027 (most trainers run nothing)
+        """End what the trainer runs beside the script. Idempotent. The model stays."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is None:
+            self.close()
 
     def _end_epoch(self, local_loss: float, num_samples: int) -> float:
         """Note the losses of an epoch, and call the callbacks; returns the global loss."""
