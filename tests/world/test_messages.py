@@ -9,6 +9,7 @@ import pytest
 
 from potluck.context import DistributedContext
 from potluck.errors import Desync, OperationTimeout, PeerLost
+from potluck.wire.payload import Packed
 from support.worlds import WORLD_KINDS, open_world
 
 
@@ -37,6 +38,24 @@ def test_messages_that_nobody_receives_are_counted() -> None:
                     ctx.send_message(None, 0, tag=1, async_op=True)
             else:
                 ctx.recv_message(tag=2)
+            ctx.barrier()
+
+    with open_world("inproc", 2) as world:
+        world.run(act)
+
+
+def test_a_header_of_more_values_than_the_bound_is_not_decoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hostile = b"\xdd" + (2 << 20).to_bytes(4, "big") + b"\x80" * (2 << 20)
+    monkeypatch.setattr("potluck.context.messages.pack", lambda payload: Packed(hostile, [], 0))
+
+    def act(ctx: DistributedContext) -> None:
+        with pytest.raises(Desync, match=r"can't be read: .*has more than 1048576 values"):
+            if ctx.rank == 1:
+                ctx.send_message(None, 0)
+            else:
+                ctx.recv_message()
             ctx.barrier()
 
     with open_world("inproc", 2) as world:

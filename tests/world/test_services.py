@@ -21,6 +21,7 @@ from potluck.errors import (
     UnknownService,
 )
 from potluck.testing.world import run_world
+from potluck.wire.payload import Packed
 from support.worlds import open_world
 
 KINDS = ("inproc", "tls", *(("native",) if potluck.native.available else ()))
@@ -161,6 +162,26 @@ def test_a_call_has_a_deadline_and_the_next_one_works(kind: str) -> None:
 
     with open_world(kind, 2) as world:
         world.run(run)
+
+
+def test_a_header_of_more_values_than_the_bound_is_not_decoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hostile = b"\xdd" + (2 << 20).to_bytes(4, "big") + b"\x80" * (2 << 20)
+
+    def act(ctx: DistributedContext, counter: Any) -> None:
+        packed = Packed(hostile, [], 0)
+        with monkeypatch.context() as patched:
+            patched.setattr("potluck.services.client.pack", lambda value, path: packed)
+            with pytest.raises(ServiceLost, match=r"counter.add\(\) on worker 0 was cut off"):
+                counter.add(1)
+        with monkeypatch.context() as patched:
+            patched.setattr("potluck.services.server.pack", lambda value, path: packed)
+            with pytest.raises(ServiceLost, match="a payload has more than 1048576 values"):
+                counter.add(1)
+        assert counter.add(0) == 1, "the first call was not run"
+
+    on_two("inproc", act)
 
 
 @pytest.mark.parametrize("kind", KINDS)

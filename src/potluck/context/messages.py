@@ -82,8 +82,9 @@ class Messages(NeighborCollectives):
         A payload is any nesting of dict, list and tuple over NumPy arrays, torch tensors, NumPy
         scalars, int, float, bool, str, bytes and None. Returns None when its arrays may be changed.
         Messages from one rank arrive in order; they never match a ``recv``. TypeError, with the
-        place inside the payload (``payload["a"][3]``), for other types. Cost: 32 bytes, a header,
-        and the bytes of the arrays, each as a message of its own without a copy.
+        place inside the payload (``payload["a"][3]``), for other types; ValueError for more than
+        1,048,576 values or 65,536 arrays. Cost: 32 bytes, a header, and the bytes of the arrays,
+        each as a message of its own without a copy.
         """
         peer = checked_rank("dst", dst, self.world_size)
         number, patience = checked_tag(tag), self._patience(timeout)
@@ -114,7 +115,8 @@ class Messages(NeighborCollectives):
         Returns a [Message][potluck.Message]: ``payload``, ``source`` and ``tag``. Its arrays are
         new memory; tensors arrive on the CPU. Desync, which ends the group, if the arrays of the
         message take more than ``max_bytes`` together (by default 1 GiB; compared before memory is
-        taken), or if more than 1,024 messages wait that no call has asked for. If several threads
+        taken), or if more than 1,024 messages wait that no call has asked for. What is not in
+        arrays takes at most 164 MiB, whatever the sender packs. If several threads
         receive, they take turns: one that has no turn by its deadline gets an OperationTimeout, and
         the group goes on. TypeError or ValueError for ``max_bytes`` that is no int of at least 0.
         """

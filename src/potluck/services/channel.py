@@ -12,17 +12,13 @@ import msgspec
 from potluck.errors import ProtocolError
 from potluck.services.memory import Blocks
 from potluck.transport.bulk import BulkLink
-from potluck.wire.payload import Packed, Unpacked, Unpacker
+from potluck.wire.payload import Packed, Unpacked, Unpacker, decoded_bytes
 from potluck.wire.services import PREFIX_BYTES, Head, Lengths, encode, lengths_in
 
 T = TypeVar("T", bound=Head)
 
 SMALL_BYTES = 4096
 """A frame of up to this size is received whole, by one read in most cases."""
-
-_DECODED = 100
-"""The most bytes of memory per byte of a header: msgspec makes 72 of an empty map, 98 of a map of
-one (measured with CPython 3.11)."""
 
 _JOINED_BYTES = 64 * 1024
 """Arrays up to this size are copied behind the head, so that the frame leaves by one write."""
@@ -116,7 +112,7 @@ class Channel(Generic[T]):
     @property
     def memory_bytes(self) -> int:
         """The most memory that the announced frame takes, received and decoded."""
-        return self.nbytes + _DECODED * self._lengths.header
+        return self.nbytes + decoded_bytes(self._lengths.header)
 
     @property
     def is_receiving(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import tracemalloc
 import weakref
 from collections import OrderedDict
 from typing import Any
@@ -16,7 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.errors import ProtocolError
-from potluck.wire.payload import MAX_DEPTH, pack, unpack
+from potluck.wire.payload import (
+    MAX_DEPTH,
+    MAX_HEADER_BYTES,
+    MAX_VALUES,
+    decoded_bytes,
+    pack,
+    unpack,
+)
 
 LIMIT = 1 << 20
 
@@ -137,6 +145,52 @@ def test_arrays_beyond_the_limit_take_no_memory() -> None:
             unpack(header, limit)
     with pytest.raises(ProtocolError, match="16 bytes; at most 15"):
         travelled([np.zeros(1), np.zeros(1)], limit=15)
+
+
+def test_more_values_than_the_bound_are_refused_on_both_sides() -> None:
+    with pytest.raises(ValueError, match="payload has more than 1048576 values: send numbers as"):
+        pack([0] * MAX_VALUES)
+    assert travelled([0] * (MAX_VALUES - 1)) == [0] * (MAX_VALUES - 1)
+    for size in (MAX_VALUES, MAX_HEADER_BYTES - 5):
+        maps = b"\xdd" + size.to_bytes(4, "big") + b"\x80" * size
+        tracemalloc.start()
+        try:
+            with pytest.raises(ProtocolError, match="more than 1048576 values"):
+                unpack(maps, LIMIT)
+            assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        finally:
+            tracemalloc.stop()
+
+
+def test_a_long_text_is_one_value() -> None:
+    value = {"text": "x" * (3 << 20), "bytes": bytes(3 << 20)}
+    same(travelled(value), value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [{}] * 50_000,
+        [{1: 2}] * 50_000,
+        [[]] * 50_000,
+        [()] * 50_000,
+        [0.5] * 50_000,
+        [f"{n:05}" for n in range(50_000)],
+        {f"{n}": n for n in range(50_000)},
+        "\U0001f600" + "x" * 100_000,
+        [np.float32(1)] * 50_000,
+    ],
+    ids=["dicts", "dicts of one", "lists", "tuples", "floats", "texts", "keys", "emoji", "scalars"],
+)
+def test_what_a_header_decodes_to_is_bounded(value: Any) -> None:
+    header = pack(value).header
+    tracemalloc.start()
+    try:
+        kept = unpack(header, LIMIT)
+        assert tracemalloc.get_traced_memory()[0] <= decoded_bytes(len(header))
+    finally:
+        tracemalloc.stop()
+    assert kept.nbytes == 0
 
 
 def test_arrays_that_came_end_with_their_last_reference() -> None:
