@@ -80,8 +80,8 @@ def test_no_example_is_left_out() -> None:
     # test_parallelism_examples.py, test_estimators_processes.py, test_parameter_server_processes.py
     own = {"digits.py", "training_loop.py", "estimators.py", "parameter_server.py"}
     own |= {"federated_client.py", "federated_server.py"}  # test_federated_page.py
-    own |= {"work_queue.py", "trainers.py"}  # test_estimators_processes.py
-    own |= {"parquet_digits.py"}  # test_loading_killed.py
+    own |= {"work_queue.py", "trainers.py", "messages.py"}  # test_estimators_processes.py
+    own |= {"data_digits.py"}  # test_loading_killed.py
     others = {"deepspeed_digits.py", "ray_digits.py"}  # test_frameworks.py
     assert listed | own | others == {path.name for path in EXAMPLES.glob("*.py")}
 

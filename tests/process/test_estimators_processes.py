@@ -49,6 +49,15 @@ def test_the_example_searches_by_a_queue_of_tasks_on_three_workers() -> None:
         assert sum("accuracy 0." in line for line in run.lines) == 12 + 1
 
 
+def test_the_example_of_messages_classifies_digits_that_lie_in_unequal_parts() -> None:
+    with run_command("--workers", "3", str(EXAMPLES / "messages.py")) as run:
+        assert run.finish() == 0
+        assert any(line.startswith("[0] test accuracy 0.8") for line in run.lines)
+        has = re.findall(r"rank (\d) has (\d+) digits: (.*)", run.text)
+        assert sum(int(count) for _, count, _ in has) == 1400
+        assert len({kinds for *_, kinds in has}) == 3, "unlike on each"
+
+
 SEARCH = """
 import numpy as np
 import potluck

@@ -71,13 +71,19 @@ def test_samples_count_once_although_a_worker_with_loaders_is_killed(tmp_path: P
     assert len(found) >= 2, "the worker that starts again may come too late"
 
 
-def test_the_example_trains_on_parquet_files_on_two_workers() -> None:
-    pytest.importorskip("pyarrow", reason="pip install 'potluck[data]'")
+FORMATS = {
+    "pyarrow": ["parquet", "arrow"],
+    "numpy": ["numpy", "webdataset"],
+    "datasets": ["huggingface"],
+}
+
+
+@pytest.mark.parametrize("package", FORMATS)
+def test_the_example_trains_on_files_of_each_format_on_two_workers(package: str) -> None:
+    pytest.importorskip(package, reason="pip install 'potluck[data,ecosystem]'")
     pytest.importorskip("sklearn", reason="pip install 'potluck[sklearn]'")
-    example = Path(__file__).parents[2] / "examples" / "parquet_digits.py"
-    with run_command("--workers", "2", str(example)) as run:
+    example = Path(__file__).parents[2] / "examples" / "data_digits.py"
+    with run_command("--workers", "2", str(example), "--format", *FORMATS[package]) as run:
         assert run.finish() == 0, run.text
-    assert (
-        sum(re.search(r"test accuracy 0\.\d+ after 21000 ", line) is not None for line in run.lines)
-        == 2
-    )
+    for name in FORMATS[package]:
+        assert len(re.findall(rf"{name}: test accuracy 0\.\d+ after 21000 ", run.text)) == 2

@@ -25,10 +25,9 @@ def run(ctx: DistributedContext) -> None:
 def test_every_snippet_runs_alone_and_on_two_ranks(
     world_size: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert len(SNIPPETS) == 8
+    assert len(SNIPPETS) == 7
     run_world(world_size, run, timeout_s=60)
     printed = capsys.readouterr().out
-    assert "[[0, 1, 5], [2, 3, 4]]" in printed
     assert "20 trees on every rank" in printed
     assert len(set(re.findall(r"10 exact trees, accuracy \d\.\d+", printed))) == 1, "one forest"
     assert ("has 64 features" in printed) == (world_size == 2)

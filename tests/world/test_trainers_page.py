@@ -27,7 +27,7 @@ def test_every_snippet_runs_alone_and_on_two_ranks(
     world_size: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert len(SNIPPETS) == 4
-    run_world(world_size, run, timeout_s=60)
+    run_world(world_size, run, timeout_s=90)
     printed = capsys.readouterr().out
     assert printed.count("epoch 4: loss") == world_size
     accuracies = [float(found) for found in re.findall(r"accuracy (\d\.\d+)", printed)]
