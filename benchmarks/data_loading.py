@@ -2,6 +2,7 @@
 
     python benchmarks/data_loading.py decoding
     python benchmarks/data_loading.py parquet --gigabytes 10
+    python benchmarks/data_loading.py parquet --save     # keep the result in benchmarks/results/
 
 ``decoding``: each sample is a wait of 20 ms, as for a slow disk or a decoder with cores of its own,
 and the computation of a step is a wait of a known time. So what is measured is how much of the
@@ -14,6 +15,7 @@ its peak above what it took after the first step of the same training on samples
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import tempfile
 import time
@@ -25,9 +27,12 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from common import results
+from common.script import Page
 from torch import nn
 from torch.nn import functional as F
 
+from potluck.bench.machine import heading, machine
 from potluck.data import ParquetFiles
 from potluck.torch import ElasticLoop
 
@@ -46,10 +51,11 @@ class Slow(torch.utils.data.Dataset[int]):
         return index
 
 
-def decoding() -> None:
-    print(
+def decoding(page: Page) -> dict[str, Any]:
+    page.say(
         f"{BATCH} samples a step, {DECODE_S * 1000:.0f} ms each; {COMPUTE_S * 1000:.0f} ms a step"
     )
+    found = {}
     for num_workers in (0, 2, 4, 8):
         model = nn.Linear(1, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -61,11 +67,12 @@ def decoding() -> None:
             ends.append(time.perf_counter())
         steps = np.diff(ends[8:])  # the first ones find nothing loaded yet
         median = statistics.median(steps.tolist())
-        print(
+        page.say(
             f"{num_workers} workers: {median * 1000:6.1f} ms a step (median), "
-            f"{np.mean(steps) * 1000:6.1f} (mean), {median / COMPUTE_S:.3f} of the computation",
-            flush=True,
+            f"{np.mean(steps) * 1000:6.1f} (mean), {median / COMPUTE_S:.3f} of the computation"
         )
+        found[str(num_workers)] = steps.tolist()
+    return {"decode_s": DECODE_S, "compute_s": COMPUTE_S, "batch": BATCH, "step_s": found}
 
 
 def write(folder: Path, gigabytes: float) -> tuple[int, int]:
@@ -77,13 +84,14 @@ def write(folder: Path, gigabytes: float) -> tuple[int, int]:
         kind = pa.list_(pa.float32(), FEATURES)
         schema = pa.schema({"x": kind, "y": pa.int64()})
         with pq.ParquetWriter(path, schema, compression="NONE") as writer:
-            for _ in range(GROUPS_PER_FILE):
+            left = math.ceil((gigabytes * 1e9 - num_bytes) / (ROWS_PER_GROUP * FEATURES * 4))
+            for _ in range(min(GROUPS_PER_FILE, left)):
+                num_rows += ROWS_PER_GROUP
                 x = random.standard_normal(ROWS_PER_GROUP * FEATURES, dtype=np.float32)
                 y = x.reshape(-1, FEATURES)[:, 0] > 0
                 columns = [pa.FixedSizeListArray.from_arrays(x, FEATURES), pa.array(y, pa.int8())]
                 batch = pa.table([columns[0], columns[1].cast(pa.int64())], schema=schema)
                 writer.write_table(batch, row_group_size=ROWS_PER_GROUP)
-        num_rows += ROWS_PER_GROUP * GROUPS_PER_FILE
         num_bytes += path.stat().st_size
         number += 1
         print(f"\rwriting: {num_bytes / 1e9:.1f} of {gigabytes:g} GB", end="", flush=True)
@@ -115,7 +123,7 @@ def train(dataset: Any, batch_size: int) -> tuple[float, float]:
     return job.last_loss, most
 
 
-def parquet(gigabytes: float, folder: str | None) -> None:
+def parquet(page: Page, gigabytes: float, folder: str | None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=folder) as place:
         num_rows, num_bytes = write(Path(place), gigabytes)
         few = torch.randn(4096, FEATURES), torch.zeros(4096, dtype=torch.int64)
@@ -124,11 +132,19 @@ def parquet(gigabytes: float, folder: str | None) -> None:
         began = time.monotonic()
         loss, most = train(data, 1024)
         seconds = time.monotonic() - began
-    print(
-        f"\r{num_bytes / 1e9:.1f} GB, {num_rows:,} samples in {seconds:.0f} s "
+    print()
+    page.say(
+        f"{num_bytes / 1e9:.1f} GB, {num_rows:,} samples in {seconds:.0f} s "
         f"({num_bytes / 1e6 / seconds:.0f} MB/s): {(most - before) / 1e6:.0f} MB of memory above "
         f"the same training in memory; loss {loss:.3f}"
     )
+    return {
+        "bytes": num_bytes,
+        "samples": num_rows,
+        "seconds": seconds,
+        "memory_above_bytes": most - before,
+        "loss": loss,
+    }
 
 
 def main() -> None:
@@ -138,11 +154,16 @@ def main() -> None:
     parser.add_argument("part", choices=("decoding", "parquet"))
     parser.add_argument("--gigabytes", type=float, default=10.0)
     parser.add_argument("--folder", help="where the files go for the time of the run")
+    results.add_option(parser)
     arguments = parser.parse_args()
+    page, facts = Page(), machine("pyarrow")
+    page.say(heading(facts))
     if arguments.part == "decoding":
-        decoding()
+        found = decoding(page)
     else:
-        parquet(arguments.gigabytes, arguments.folder)
+        found = parquet(page, arguments.gigabytes, arguments.folder)
+    result = {"benchmark": f"data_loading-{arguments.part}", "machine": facts} | found
+    results.keep(arguments.save, result, page.lines)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
     python benchmarks/estimators.py kmeans --rounds 3
     python benchmarks/estimators.py forest --rounds 1 --threads 2
     python benchmarks/estimators.py kmeans --hosts   # between two hosts at 1 Gbit/s; needs root
+    python benchmarks/estimators.py kmeans --save    # keep the result in benchmarks/results/
 
 Each round runs potluck's two workers, and scikit-learn with one thread and with two, one after the
 other. The samples are made in each process from the same seed; only `fit` is timed, on
@@ -28,12 +29,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common import results
 from common.placements import InHosts
+from common.script import Page
 
 import potluck
 from potluck import estimators
 from potluck.bench.channel import Channel
 from potluck.bench.crew import Crew
+from potluck.bench.machine import heading, machine
 from potluck.bench.peers import PEERS
 from support.hosts import Network
 
@@ -127,8 +131,8 @@ def worker() -> int:
                     return 0
 
 
-def between_hosts(kind: str, num: int, rounds: int) -> None:
-    """The same fit on one host and on two, in turns."""
+def between_hosts(kind: str, num: int, rounds: int, page: Page) -> dict[str, list[float]]:
+    """Seconds of the same fit on one host and on two, in turns."""
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
     program = (sys.executable, __file__)
     with (
@@ -147,12 +151,35 @@ def between_hosts(kind: str, num: int, rounds: int) -> None:
         for _ in range(rounds):
             for name, crew in crews.items():
                 found[name].append(max(answer["seconds"] for answer in crew.ask("fit")))
-                print(f"{name:>10}: {found[name][-1]:.2f} s", flush=True)
+                page.say(f"{name:>10}: {found[name][-1]:.2f} s")
     here, there = (statistics.median(each) for each in found.values())
-    print(f"{kind}, {num} x {FEATURES}, 2 workers, medians of {rounds}")
-    print(
+    page.say(f"{kind}, {num} x {FEATURES}, 2 workers, medians of {rounds}")
+    page.say(
         f"  one host: {here:.2f} s, two hosts at 1 Gbit/s: {there:.2f} s, {there / here:.2f} times"
     )
+    return found
+
+
+def beside_scikit_learn(
+    kind: str, num: int, rounds: int, threads: list[str], page: Page
+) -> dict[str, list[list[float]]]:
+    """Seconds, and seconds of CPU, of potluck and of scikit-learn with each number of threads."""
+    found: dict[str, list[list[float]]] = {who: [] for who in ("potluck", *threads)}
+    for _ in range(rounds):
+        for who, times in found.items():
+            times.append(run(kind, num, who))
+            page.say(f"{who:>8}: {times[-1][0]:.2f} s, {times[-1][1]:.2f} s of CPU")
+    page.say(f"{kind}, {num} x {FEATURES}, medians of {rounds}")
+    for column, unit in enumerate(("s", "s of CPU")):
+        medians = {who: statistics.median(t[column] for t in times) for who, times in found.items()}
+        ours = medians.pop("potluck")
+        page.say(f"  potluck: {ours:.2f} {unit}")
+        for number, theirs in medians.items():
+            page.say(
+                f"  {ours / theirs:.2f} times scikit-learn with {number} thread"
+                f"{'s' * (number != '1')} ({theirs:.2f} {unit})"
+            )
+    return found
 
 
 def main() -> None:
@@ -164,6 +191,7 @@ def main() -> None:
         "--threads", nargs="+", choices=["1", "2"], default=["1", "2"], help="of scikit-learn"
     )
     parser.add_argument("--hosts", action="store_true", help="one host against two at 1 Gbit/s")
+    results.add_option(parser)
     parser.add_argument("--who", help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -171,24 +199,21 @@ def main() -> None:
     if given.who:
         work(given.kind, num, given.who, given.result)
         return
+    page, facts = Page(), machine("scikit-learn")
+    page.say(heading(facts))
+    found: dict[str, Any]
     if given.hosts:
-        between_hosts(given.kind, num, given.rounds)
-        return
-    found: dict[str, list[list[float]]] = {who: [] for who in ("potluck", *given.threads)}
-    for _ in range(given.rounds):
-        for who, times in found.items():
-            times.append(run(given.kind, num, who))
-            print(f"{who:>8}: {times[-1][0]:.2f} s, {times[-1][1]:.2f} s of CPU", flush=True)
-    print(f"{given.kind}, {num} x {FEATURES}, medians of {given.rounds}")
-    for column, unit in enumerate(("s", "s of CPU")):
-        medians = {who: statistics.median(t[column] for t in times) for who, times in found.items()}
-        ours = medians.pop("potluck")
-        print(f"  potluck: {ours:.2f} {unit}")
-        for threads, theirs in medians.items():
-            print(
-                f"  {ours / theirs:.2f} times scikit-learn with {threads} thread"
-                f"{'s' * (threads != '1')} ({theirs:.2f} {unit})"
-            )
+        found = between_hosts(given.kind, num, given.rounds, page)
+    else:
+        found = beside_scikit_learn(given.kind, num, given.rounds, given.threads, page)
+    result = {
+        "benchmark": f"estimators-{given.kind}{'-hosts' * given.hosts}",
+        "machine": facts,
+        "samples": num,
+        "features": FEATURES,
+        "seconds": found,
+    }
+    results.keep(given.save, result, page.lines)
 
 
 if __name__ == "__main__":

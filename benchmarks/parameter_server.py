@@ -1,6 +1,7 @@
 """Four workers of which one is four times slower, by each way of training together.
 
     python benchmarks/parameter_server.py --seconds 10
+    python benchmarks/parameter_server.py --save     # keep the result in benchmarks/results/
 
 Every worker trains the same network on its quarter of scikit-learn's digits, by batches of 32. A
 batch takes 40 ms on three workers and 160 ms on the last: the gradient is computed, and the rest is
@@ -21,7 +22,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from potluck.bench.machine import load
+from common import results
+from common.script import Page
+
+from potluck.bench.machine import heading, machine
 
 FAST_S, SLOW_S = 0.040, 0.160
 WORKERS = 4
@@ -118,6 +122,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=10.0, help="of each training")
     parser.add_argument("--rate", type=float, default=0.2, help="learning rate of all")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    results.add_option(parser)
     parser.add_argument("--train", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.train:
@@ -126,16 +132,29 @@ def main() -> None:
         if found is not None:
             Path(path).write_text(json.dumps(found))
         return
-    figures: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    page, facts = Page(), machine("scikit-learn")
+    page.say(heading(facts))
+    ways = list(arguments.ways)
+    figures: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     for number in range(arguments.rounds):
-        for way in WAYS[number % len(WAYS) :] + WAYS[: number % len(WAYS)]:
+        first = number % len(ways)
+        for way in ways[first:] + ways[:first]:
             figures[way].append(measure(way, arguments.rate, arguments.seconds))
-    print(f"{arguments.rounds} rounds of {arguments.seconds:g} s; load {load()}")
-    print("way                  part of the sum of speeds   test accuracy")
+    page.say(f"{arguments.rounds} rounds of {arguments.seconds:g} s")
+    page.say("way                  part of the sum of speeds   test accuracy")
     for way, rows in figures.items():
         speed = statistics.median(row["speed"] for row in rows)
         accuracy = statistics.median(row["accuracy"] for row in rows)
-        print(f"{way:20} {speed:12.2f} {accuracy:27.3f}")
+        page.say(f"{way:20} {speed:12.2f} {accuracy:27.3f}")
+    result = {
+        "benchmark": "parameter_server",
+        "machine": facts,
+        "batch_s": {"fast": FAST_S, "slow": SLOW_S},
+        "seconds": arguments.seconds,
+        "rate": arguments.rate,
+        "ways": figures,
+    }
+    results.keep(arguments.save, result, page.lines)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Time of a call of a service with 1 KiB, between two processes over TLS on the loopback.
 
     python benchmarks/service_calls.py [--calls 2000] [--rounds 5]
+    python benchmarks/service_calls.py --save    # keep the result in benchmarks/results/
 
 Prints the median of each round in microseconds, and their median. Beside it the same bytes over a
 bare TCP socket between the same processes, which is what the kernel and two wake-ups take.
@@ -20,9 +21,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from common import results
+from common.script import Page
 
 from potluck.backends.doors import TcpDoor
 from potluck.backends.tcp import TcpBase
+from potluck.bench.machine import heading, machine
 from potluck.services import Call, Services, service
 from potluck.settings import Settings
 from potluck.types import Group, Member
@@ -70,10 +74,13 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--serve", nargs=2, metavar=("HOME", "SECRET"))
+    results.add_option(parser)
     options = parser.parse_args()
     if options.serve:
         serve(Path(options.serve[0]), options.serve[1])
         return
+    page, facts = Page(), machine()
+    page.say(heading(facts))
     secret = secrets.token_hex(32)
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--serve", f"{folder}/0", secret]
@@ -98,14 +105,21 @@ def main() -> None:
         for _ in range(options.rounds):
             calls.append(median_us(lambda: remote.echo(array), options.calls))
             pings.append(median_us(ping, options.calls))
-        print("call", *(f"{each:.0f}" for each in calls), "us, bare TCP", f"{pings[0]:.0f} us")
-        print(
-            f"median: call {statistics.median(calls):.0f} us, "
-            f"bare TCP {statistics.median(pings):.0f} us"
-        )
         bare.close()
         access.close()
         server.communicate("")
+    for name, rounds in (("call", calls), ("bare TCP", pings)):
+        each_us = " ".join(f"{each:.0f}" for each in rounds)
+        page.say(f"{name}: {each_us} us, median {statistics.median(rounds):.0f} us")
+    result = {
+        "benchmark": "service_calls",
+        "machine": facts,
+        "nbytes": NUM_BYTES,
+        "calls_of_a_round": options.calls,
+        "call_us": calls,
+        "bare_tcp_us": pings,
+    }
+    results.keep(options.save, result, page.lines)
 
 
 if __name__ == "__main__":

@@ -132,6 +132,45 @@ def test_the_compressors_are_measured_next_to_torch(tmp_path: Path) -> None:
     assert all(row["median_s"] > 0 and row["torch"]["median_s"] > 0 for row in compared)
 
 
+SMALL = {
+    "service_calls": ["service_calls.py", "--calls", "50", "--rounds", "2"],
+    "service_push": ["service_push.py", "--mib", "1", "--rounds", "2"],
+    "estimators-kmeans": [
+        *("estimators.py", "kmeans", "--samples", "2000", "--rounds", "1", "--threads", "1"),
+    ],
+    "parameter_server": [
+        *("parameter_server.py", "--ways", "asynchronous", "--rounds", "1", "--seconds", "0.5"),
+    ],
+    "data_loading-parquet": ["data_loading.py", "parquet", "--gigabytes", "0.001"],
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_what_is_measured_is_kept_with_its_machine(name: str, tmp_path: Path) -> None:
+    script, *options = SMALL[name]
+    for package in ("sklearn", "pyarrow"):
+        pytest.importorskip(package)
+    run = [*potluck_command(), "run", "--workers", "2"] if script == "service_push.py" else []
+    command = [*(run or [sys.executable]), str(BENCHMARKS / script), *options]
+    with Command([*command, "--save", str(tmp_path / "kept")]) as measured:
+        assert measured.finish(110) == 0, measured.text
+    [file] = (tmp_path / "kept").glob("*.json")
+    result = json.loads(file.read_text())
+    assert result["benchmark"] == name
+    assert file.stem == f"{result['machine']['date']}-{name}"
+    said = file.with_suffix(".txt").read_text().splitlines()
+    assert said[1].startswith("Python")
+    assert all(line in measured.text for line in said)
+    figures = {
+        "service_calls": lambda: [len(result[key]) for key in ("call_us", "bare_tcp_us")] == [2, 2],
+        "service_push": lambda: len(result["push_s"]) == len(result["send_s"]) == 2,
+        "estimators-kmeans": lambda: set(result["seconds"]) == {"potluck", "1"},
+        "parameter_server": lambda: result["ways"]["asynchronous"][0]["speed"] > 0,
+        "data_loading-parquet": lambda: result["samples"] == 16384 < result["bytes"],
+    }
+    assert figures[name]()
+
+
 @pytest.mark.long
 @pytest.mark.needs_root_netns
 def test_strategies_are_measured_over_a_slow_network(tmp_path: Path) -> None:

@@ -18,8 +18,10 @@ from potluck.system import usable_cpus
 PACKAGES = ("potluck", "numpy", "torch", "mpi4py", "mlx")
 
 
-def machine() -> dict[str, Any]:
-    """Date, processor, cores, memory, system, versions, commit (in a checkout), load, engine."""
+def machine(*packages: str) -> dict[str, Any]:
+    """Date, processor, cores, memory, system, versions (of ``packages``, too), commit (in a
+    checkout), load, engine."""
+    names = (*PACKAGES, *packages)
     return {
         "date": datetime.date.today().isoformat(),
         "processor": processor(),
@@ -27,7 +29,7 @@ def machine() -> dict[str, Any]:
         "memory_gib": round(psutil.virtual_memory().total / (1 << 30)),
         "system": f"{platform.system()} {platform.release().split('-')[0]} {platform.machine()}",
         "python": platform.python_version(),
-        "versions": {name: number for name in PACKAGES if (number := installed(name))},
+        "versions": {name: number for name in names if (number := installed(name))},
         "engine": native.describe(),
         "commit": commit(),
         "load": load(),
