@@ -1,8 +1,8 @@
 """A worker on an old processor: one that rounds otherwise than those of the other ranks.
 
 Libraries choose their routines by what the processor can do, and may be told that it can do less.
-So torch works without fused multiply-add, and BLAS, oneDNN and NumPy with narrow vectors. That
-rounds as a processor of 2008 does.
+So torch and the C library work without fused multiply-add, and BLAS, oneDNN and NumPy with narrow
+vectors. That rounds as a processor of 2008 does.
 """
 
 from __future__ import annotations
@@ -11,13 +11,17 @@ from pathlib import Path
 
 _START = """\
 import os
+import sys
 
-if os.environ.get("RANK") == "1":
+if os.environ.get("RANK") == "1" and "GLIBC_TUNABLES" not in os.environ:
     os.environ["ATEN_CPU_CAPABILITY"] = "default"
     os.environ["OPENBLAS_CORETYPE"] = "Prescott"
     os.environ["MKL_ENABLE_INSTRUCTIONS"] = "SSE4_2"
     os.environ["ONEDNN_MAX_CPU_ISA"] = "SSE41"
     os.environ["NPY_DISABLE_CPU_FEATURES"] = "X86_V3 X86_V4"
+    os.environ["GLIBC_TUNABLES"] = "glibc.cpu.hwcaps=-AVX2,-FMA,-AVX2_Usable,-FMA_Usable"
+    if sys.platform == "linux":
+        os.execv(sys.executable, sys.orig_argv)  # glibc reads this when a program begins
 """
 
 
