@@ -132,8 +132,11 @@ def reconcile(standings: Sequence[Standing]) -> Resolution:
 
 def _weighted_loss(votes: Sequence[Vote]) -> float:
     told = [vote for vote in votes if not math.isnan(vote.loss) and vote.weight > 0]
-    total = sum(vote.weight for vote in told)
-    return sum(vote.loss * vote.weight for vote in told) / total if total else math.nan
+    loss = total = 0.0
+    for vote in told:  # by no sum(), which rounds otherwise from Python 3.12 on
+        loss += vote.loss * vote.weight
+        total += vote.weight
+    return loss / total if total else math.nan
 
 
 def _minority(hashes: Sequence[int]) -> tuple[int, ...]:

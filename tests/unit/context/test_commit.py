@@ -66,6 +66,11 @@ def test_the_loss_is_weighted_and_who_has_none_does_not_count() -> None:
     assert math.isnan(tally([Vote(1), Vote(1)]).loss)
 
 
+def test_the_loss_is_the_same_in_all_versions_of_python() -> None:
+    votes = [Vote(1, loss=loss) for loss in (1.0, 1e100, -1e100)]
+    assert tally(votes).loss == 0  # sum() gives 1 from Python 3.12 on
+
+
 # ---------------------------------------------------------------- after a loss
 
 NEWCOMER = Standing(-1)
