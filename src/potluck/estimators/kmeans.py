@@ -49,8 +49,8 @@ class KMeans(OnShards, cluster.KMeans):
 
     ``init`` is ``"k-means||"`` (Bahmani et al. 2012, "Scalable k-means++"; on up to 8 MiB of data
     the samples are gathered, and scikit-learn's k-means++ chooses from them), ``"k-means++"`` (the
-    same), ``"random"``, or an array of centers. ``ctx`` is the context of the group; if None, that
-    of ``potluck.init()``. Sparse input is not supported.
+    same), ``"random"``, or an array of centers, of which rank 0's counts. ``ctx`` is the context of
+    the group; if None, that of ``potluck.init()``. Sparse input is not supported.
 
     Cost of an iteration: one all_reduce of ``8 k (features + 1)`` bytes, and a vote of 48 bytes per
     rank. ValueError on all ranks if the ranks have fewer than ``n_clusters`` samples together, or
@@ -169,6 +169,7 @@ class _Fit:
         starts = np.zeros((num, k, X.shape[1]), X.dtype)
         if not isinstance(init, str):
             starts[0] = np.asarray(init, X.dtype) - self.mean
+            ctx.broadcast(starts)
         elif state["nbytes"] <= seeding.GATHERED_BYTES:
             whole, all_weights = seeding.gathered(ctx, X, weights)
             random = np.random.RandomState(state["seed"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -136,7 +137,7 @@ class _Fit:
             **state,
             "stage": "search",
             "factors": factors,
-            "total": float(factors @ totals),
+            "total": math.fsum(factors * totals),
             "search": lbfgs.begin(size),
         }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -180,7 +181,7 @@ class _Fit:
             "stage": "seed" if is_first else "batch",
             "dtype": common_dtype(rows).name,
             "num": num,
-            "weight": sum(row["weight"] for row in rows),
+            "weight": math.fsum(row["weight"] for row in rows),
             "tol": tol,
             "batch_size": min(model.batch_size, num),
             "step": 0,
@@ -378,7 +379,7 @@ def _with_few_samples(counts: Array, ratio: float, size: int) -> Array:
     """Which clusters have so few samples that their centers move to samples of the batch."""
     few = counts < ratio * counts.max()
     if few.sum() > size / 2:
-        few[np.argsort(counts)[size // 2 :]] = False
+        few[np.argsort(counts, kind="stable")[size // 2 :]] = False
     return np.asarray(few)
 
 

@@ -29,6 +29,7 @@ from potluck.estimators.shards import (
     common_dtype,
     compare,
 )
+from potluck.exact import power
 
 _SOLVERS = {"solver": [StrOptions({"adam", "sgd"})]}
 _OPTIONS = {"early_stopping": False, "warm_start": False}
@@ -163,6 +164,9 @@ class _Fit:
         model._random_state = random
         dtype = common_dtype(rows)
         model._initialize(np.empty((1, outputs)), [features, *sizes, outputs], dtype)
+        weights = [*model.coefs_, *model.intercepts_]
+        for each in weights:  # multiples of random numbers, which a compiler may round otherwise
+            self.ctx.broadcast(each)
         return {
             **state,
             "stage": "epoch",
@@ -170,7 +174,7 @@ class _Fit:
             "label_dtype": label_dtype,
             "num": sum(row["num"] for row in rows),
             "random": saved(random),
-            "weights": [*model.coefs_, *model.intercepts_],
+            "weights": weights,
             "optimizer": {},
             "order": np.arange(0),
             "curve": [],
@@ -223,17 +227,18 @@ class _Fit:
         model = self.model
         X, targets = self._samples()
         loss, gradients = _backward(model, X[mine], targets[mine])
+        if self.ctx.is_master:  # whose dot products count
+            loss += 0.5 * model.alpha * sum(float(np.vdot(w, w)) for w in model.coefs_)
         message = np.concatenate([[loss], *(each.ravel() for each in gradients)])
         self.ctx.all_reduce(message)
         message /= size
-        penalty = 0.5 * model.alpha * sum(float(np.vdot(w, w)) for w in model.coefs_) / size
         sums, at = [], 1
         for each in gradients:
             sums.append(message[at : at + each.size].reshape(each.shape).astype(each.dtype))
             at += each.size
         for weights, gradient in zip(model.coefs_, sums, strict=False):
             gradient += model.alpha * weights / size
-        return float(message[0]) + penalty, sums
+        return float(message[0]), sums
 
     def _samples(self) -> tuple[Array, Array]:
         shard = self.checked.shard
@@ -315,17 +320,29 @@ def _backward(model: Any, X: Array, y: Array) -> tuple[float, list[Array]]:
     return float(loss), [*coefs, *intercepts]
 
 
+class _Exact(float):
+    """A number whose powers are equal on all machines."""
+
+    def __pow__(self, exponent: Any, modulus: None = None) -> float:
+        return power(self, exponent)
+
+    def __rpow__(self, base: Any, modulus: None = None) -> float:
+        return power(base, self)
+
+
 _KEPT = {"adam": ("t", "ms", "vs", "learning_rate"), "sgd": ("velocities", "learning_rate")}
 
 
 def _optimizer(model: Any, params: list[Array], saved: State) -> Any:
     rate = model.learning_rate_init
     if model.solver == "adam":
-        made = AdamOptimizer(params, rate, model.beta_1, model.beta_2, model.epsilon)
+        betas = _Exact(model.beta_1), _Exact(model.beta_2)
+        made = AdamOptimizer(params, rate, *betas, model.epsilon)
     else:
         nesterov = model.nesterovs_momentum
         schedule = model.learning_rate
-        made = SGDOptimizer(params, rate, schedule, model.momentum, nesterov, model.power_t)
+        exponent = _Exact(model.power_t)
+        made = SGDOptimizer(params, rate, schedule, model.momentum, nesterov, exponent)
     for name, value in saved.items():
         # An optimizer may change its arrays in place, and the state must stay as it is.
         copied = [each.copy() for each in value] if isinstance(value, list) else value

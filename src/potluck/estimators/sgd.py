@@ -31,6 +31,7 @@ from potluck.estimators.shards import (
     totals_of,
     weights_of,
 )
+from potluck.exact import power
 
 Loss = Callable[[Array], tuple[Array, Array]]
 
@@ -292,7 +293,7 @@ class _Fit:
             rate = 1 / (model.alpha * (1 / (typical * model.alpha) + t - 1))
             return np.full(len(state["at"]), rate)
         if model.learning_rate == "invscaling":
-            return np.full(len(state["at"]), model.eta0 / t**model.power_t)
+            return np.full(len(state["at"]), model.eta0 / power(t, model.power_t))
         return np.asarray(state["rates"])
 
     def _evaluate(self, state: State, at: Array, mine: Array) -> Array:

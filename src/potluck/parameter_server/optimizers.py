@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from potluck.exact import power
 from potluck.parameter_server.layout import Array
 
 State = Mapping[str, Array]
@@ -77,8 +78,8 @@ class Adam:
         gradient = _decayed(gradient, parameter, self.weight_decay)
         mean = _blend(state.get("mean"), gradient, self.beta1)
         square = _blend(state.get("square"), gradient * gradient, self.beta2)
-        corrected = rate / (1 - self.beta1**number)
-        scale = np.sqrt(square) / _as(math.sqrt(1 - self.beta2**number), parameter)
+        corrected = rate / (1 - power(self.beta1, number))
+        scale = np.sqrt(square) / _as(math.sqrt(1 - power(self.beta2, number)), parameter)
         moved: Array = _as(corrected, parameter) * mean / (scale + _as(self.epsilon, parameter))
         return parameter - moved, {"mean": mean, "square": square}
 
