@@ -23,9 +23,10 @@ def clip_grad_norm_(
 
     Returns the norm before scaling, a tensor of shape (). Call it between ``backward()`` and
     ``optimizer.step()``: then the gradients of a DistributedDataParallel are reduced and
-    bit-identical on all ranks, so all ranks compute the same norm without communication. Sharded
-    gradients (DTensors, as FSDP2 has) cost one all_reduce of one number per mesh dimension. With a
-    GradScaler call ``scaler.unscale_(optimizer)`` first.
+    bit-identical on all ranks, so all ranks compute the same norm without communication (on
+    machines that round differently, norms that may differ in their last bits). Sharded gradients
+    (DTensors, as FSDP2 has) cost one all_reduce of one number per mesh dimension. With a GradScaler
+    call ``scaler.unscale_(optimizer)`` first.
 
     RuntimeError inside ``no_sync()``, where gradients are not reduced; with ``error_if_nonfinite``
     also for a norm that is inf or NaN. ValueError unless ``max_norm`` is positive.

@@ -32,6 +32,8 @@ class DistributedDataParallel(nn.Module):
     Parameters and buffers start equal to rank 0's. They are broadcast by the constructor; in an
     elastic context (``ctx.elastic``) before the first forward, or by the ElasticLoop. With
     ``broadcast_buffers`` rank 0's buffers are broadcast before every forward in training mode.
+    Outside of an ElasticLoop the parameters of machines that round differently drift apart by what
+    each rounds of the updates: call ``synchronize()`` now and then.
 
     ``ctx`` is the context, ``potluck.init()`` if None. ``weight`` is this rank's weight in the
     mean: its samples divided by those of all ranks (the ElasticLoop sets it), or None for equal
