@@ -1,6 +1,9 @@
-"""One of potluck's own threads breaks on one rank: all ranks are told that, not that it closed."""
+"""One of potluck's own threads breaks on one rank: all ranks are told that, not that it closed. And
+one that a busy machine holds up."""
 
 from __future__ import annotations
+
+import threading
 
 import numpy as np
 import pytest
@@ -9,7 +12,7 @@ from potluck.collectives.plan import Operation
 from potluck.engine.loop.native import NativeLoop
 from potluck.engine.loop.progress import ProgressLoop
 from potluck.engine.request import Request
-from potluck.errors import GroupError
+from potluck.errors import GroupError, PeerLost
 from potluck.types import ReduceOp
 from support.worlds import NATIVE_KINDS, open_world
 
@@ -63,3 +66,30 @@ def test_a_progress_loop_that_breaks_ends_the_group_on_all_ranks_with_what_broke
             with pytest.raises(GroupError) as caught:
                 work.wait(WAIT_S)
             assert_told(caught.value, "the progress loop", 1)
+
+
+@pytest.mark.skipif(not NATIVE_KINDS, reason="needs the native loop")
+def test_a_call_that_ends_before_the_event_thread_knows_why_says_why() -> None:
+    """On a busy machine. GroupClosed would end an elastic script, which goes on after a loss."""
+    may_hear = threading.Event()
+    with open_world("native", 2) as world:
+        world.run(lambda ctx: ctx.barrier())
+        first, second = (ctx.communicator for ctx in world.contexts)
+        loop = first._resources.loop
+        assert isinstance(loop, NativeLoop)
+        hear = loop._hear
+
+        def hear_late(kind: str, subject: int) -> None:
+            assert kind != "group failed" or may_hear.wait(WAIT_S)
+            hear(kind, subject)
+
+        loop._hear = hear_late  # type: ignore[method-assign]
+        second.close()
+        lost = first.send(np.ones(4), 1, 7, timeout_s=WAIT_S)
+        refused = first.recv(np.ones(4), -1, 7, timeout_s=WAIT_S)
+        try:
+            for work in (refused, lost):
+                with pytest.raises(PeerLost, match="it left the group"):
+                    work.wait(WAIT_S)
+        finally:
+            may_hear.set()

@@ -127,7 +127,7 @@ class NativeLoop:
         self._links: dict[int, TcpLink] = {}
         self._meters: dict[int, LinkMeter] = {}
         self._causes: dict[int, Exception] = {}
-        self._is_over = False
+        self._is_over = self._is_left = False
         self._thread = start_thread(
             self._serve, name=f"potluck-events-{group.rank}", on_broken=self._broke
         )
@@ -207,6 +207,7 @@ class NativeLoop:
 
     def close(self) -> None:
         """Leave in order: what was sent arrives, nothing new begins. Idempotent."""
+        self._is_left = True
         self._core.close()
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -234,10 +235,20 @@ class NativeLoop:
         if state == "done":
             item.work.source = item.ticket.source
         else:
-            error = self._state.error or self._state.closed()
+            error = self._failure()
         if item.plan is not None and state != "refused":
             self._on_operation(item.plan, item.ticket.seconds, error)
         item.work.finish(error)
+
+    def _failure(self) -> BaseException:
+        """Why an operation has not ended well. The native loop refuses operations as soon as the
+        group is over: their callers may ask before the event thread has heard of it."""
+        if self._state.error is None and not self._is_left:
+            # Without ``close`` the group is over, so that the core's failure changes no more.
+            error = self._make_error()
+            if error is not None:
+                self._state.fail(error)
+        return self._state.error or self._state.closed()
 
     # -- links
 
