@@ -157,7 +157,7 @@ def open_world(
             )
         for backend in backends:
             stack.callback(backend.close)
-        world = World([DistributedContext(each, timeout_s=timeout_s) for each in backends], 60.0)
+        world = World([DistributedContext(each, timeout_s=timeout_s) for each in backends], 150.0)
         stack.callback(world.close)
         yield world
 

@@ -176,4 +176,4 @@ def trained(
         with DistributedContext(backend, timeout_s=30) as ctx:
             return Training(ctx, strategy, act)
 
-    return run_all([lambda b=backend: run(b) for backend in backends], 60)
+    return run_all([lambda b=backend: run(b) for backend in backends])

@@ -81,7 +81,7 @@ class ElasticWorld(Generic[T]):
         work: Callable[[MortalContext], T],
         *,
         dies: Callable[[str, str, int], bool] = lambda worker, name, number: False,
-        timeout_s: float = 60.0,
+        timeout_s: float = 200.0,
     ) -> None:
         self.results: dict[str, T] = {}
         self.errors: dict[str, BaseException] = {}
@@ -93,7 +93,7 @@ class ElasticWorld(Generic[T]):
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
 
-    def run(self, *, limit_s: float = 50.0) -> dict[str, T]:
+    def run(self, *, limit_s: float = 150.0) -> dict[str, T]:
         """Run all workers; returns the results of those that were not killed.
 
         Raises the first exception of a worker, TimeoutError after ``limit_s`` seconds. The limit is
