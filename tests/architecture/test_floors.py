@@ -26,7 +26,7 @@ def lint(folder: Path) -> subprocess.CompletedProcess[str]:
         env={"PYTHONPATH": str(folder / "src"), "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
     )
 
 

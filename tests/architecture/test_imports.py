@@ -17,7 +17,7 @@ CPU_LIMIT_S = 0.3
 
 def python(script: str) -> str:
     run = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=200
     )
     assert run.returncode == 0, run.stderr
     return run.stdout

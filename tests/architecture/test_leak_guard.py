@@ -63,7 +63,7 @@ def test_each_kind_of_leak_fails_its_own_test_and_no_other(tmp_path: Path) -> No
         [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=200,
         cwd=tmp_path,
     )
     lines = run.stdout.splitlines()

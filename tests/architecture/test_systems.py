@@ -54,7 +54,7 @@ for path in sorted(root.rglob("*.py")):
 def on(system: str, then: str = "") -> subprocess.CompletedProcess[str]:
     script = OTHER.replace("%s", system) + then
     return subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=110
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=200
     )
 
 

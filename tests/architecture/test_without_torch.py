@@ -26,7 +26,7 @@ def test_files_that_import_torch_skip_without_it(tmp_path: Path) -> None:
         [sys.executable, "-m", "pytest", "-rs", "-p", "hide_torch", "-p", "no:cacheprovider", "."],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=200,
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": f"{tmp_path}:{TESTS}"},
     )

@@ -30,8 +30,9 @@ from potluck.cluster.discovery.mdns import SERVICE, Mdns
 from potluck.cluster.discovery.presence import Presence
 from potluck.cluster.discovery.static import StaticPeers
 
-KEY, OTHER = b"k" * 32, b"o" * 32
-WAIT_S = 20.0
+KEY, OTHER = os.urandom(32), os.urandom(32)
+"""Of this process alone: other runs of tests on this machine speak by the same multicast."""
+WAIT_S = 60.0
 
 
 def loopback() -> tuple[Interface, ...]:

@@ -31,7 +31,7 @@ def bench(network: Network, *sizes: str) -> list[tuple[int, str]]:
             )
             for host, size in zip(network, sizes, strict=True)
         ]
-        return [(command.finish(100), command.text) for command in commands]
+        return [(command.finish(), command.text) for command in commands]
 
 
 def test_machines_measure_together_and_those_told_otherwise_say_so() -> None:

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.needs_root_netns
 
 PSK, OTHER = "ab" * 32, "cd" * 32
 FORM_S = 5.0
-WAIT_S = 60.0
+WAIT_S = 120.0
 
 SCRIPT = """
 import json, sys, time

@@ -68,7 +68,7 @@ def test_the_data_stays_where_it_is(tmp_path: Path) -> None:
         files = [str(code / "server.py"), "--clients", str(code / "client.py")]
         command = [*potluck_command(), "federated", "run", *words, *files]
         with Command(ada.host.command(command), env=ada.environment) as run:
-            assert run.finish(120) == 0, run.text
+            assert run.finish() == 0, run.text
             said = run.text
         assert "result 28.0" in said, said
         captures = [each.stop() for each in sniffers]

@@ -66,7 +66,7 @@ def is_silent(host: Host, address: str) -> bool:
     return asked(host, address, patience_s=SILENCE_S) == "0"
 
 
-def wait_for_line(process: subprocess.Popen[str], timeout_s: float = 30.0) -> str:
+def wait_for_line(process: subprocess.Popen[str], timeout_s: float = 120.0) -> str:
     assert process.stdout is not None
     assert select.select([process.stdout], [], [], timeout_s)[0], "it said nothing in time"
     return process.stdout.readline().strip()
@@ -75,7 +75,7 @@ def wait_for_line(process: subprocess.Popen[str], timeout_s: float = 30.0) -> st
 def ended(process: subprocess.Popen[str]) -> int:
     """Its exit code; its pipe is closed."""
     with process:
-        return process.wait(timeout=30)
+        return process.wait(timeout=120)
 
 
 def namespaces() -> set[str]:
@@ -113,7 +113,7 @@ def test_hosts_hear_each_other_until_they_are_cut_off() -> None:
         assert asked(client, server.address) == "OSError 113"
         client.refuse(server, on=False)
         server.network.close()
-        assert echo.wait(timeout=30) == -signal.SIGKILL  # with the network, its programs end
+        assert echo.wait(timeout=120) == -signal.SIGKILL  # with the network, its programs end
     assert not any(host.namespace in namespaces() for host in (server, client))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from support.hosts import Network
-from support.machines import Machine, cluster_of, form, machines
+from support.machines import Machine, cluster_of, form, leader_of, machines
 
 pytestmark = pytest.mark.needs_root_netns
 
@@ -106,15 +106,14 @@ def test_the_ranks_of_a_job_follow_the_ring_that_was_measured(tmp_path: Path) ->
     script.parent.mkdir()
     script.write_text(RANKS)
     with cluster_of(3, tmp_path / "homes") as trio:
-        ada, bob, _ = trio
         form(*trio)
 
         def all_measured(cluster: dict[str, Any]) -> bool:
             links = cluster["links"]
             return len(links) == 6 and all(link["bandwidth"] for link in links)
 
-        shows(ada, all_measured)
-        with bob.run(script) as run:
+        shows(leader_of(trio), all_measured)  # it tells the ranks
+        with trio[1].run(script) as run:
             assert run.finish() == 0, run.text
         told = dict(re.findall(r"rank (\d) of (\w{64})", run.text))
         order = [told[str(rank)] for rank in range(3)]

@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,9 +68,21 @@ def done(machine: Machine, *arguments: str) -> None:
     assert result.returncode == 0, result.stderr
 
 
-def shown(machine: Machine, of: Machine) -> dict[str, object]:
-    """The node ``of`` in the status of ``machine``."""
-    return next(each for each in machine.cluster()["nodes"] if each["node"] == of.node)
+def shown(status: dict[str, Any], of: Machine) -> dict[str, Any]:
+    """The node ``of`` in the status of a machine."""
+    return next(each for each in status["cluster"]["nodes"] if each["node"] == of.node)
+
+
+def shows(machine: Machine, of: Machine, **facts: object) -> dict[str, Any]:
+    """The status of ``machine``, once it has these ``facts`` of the node ``of``: a machine tells
+    all others what its owner decides, who may hear of it after the leader."""
+    return machine.shows(lambda status: facts.items() <= shown(status, of).items())
+
+
+def worker_on(machine: Machine, status: dict[str, Any]) -> dict[str, Any]:
+    """A worker of the one job there, as a status tells of it; empty if it does not."""
+    workers = [each for job in status["jobs"] for each in job["workers"]]
+    return next((each for each in workers if each["node"] == machine.name), {})
 
 
 def test_scripts_run_only_where_the_owner_allows_whoever_starts_them(tmp_path: Path) -> None:
@@ -83,7 +96,7 @@ def test_scripts_run_only_where_the_owner_allows_whoever_starts_them(tmp_path: P
         with ada.run(TRAINING, tmp_path / "stop") as run:
             trains_on(run, 2, since=0)
             why = f"bob ({bob.id}) takes no part: its owner does not let it run jobs of ada"
-            assert why in run.text
+            run.wait_for(why)
             assert f"`potluck allow {ada.id}` there" in run.text
             assert bob.others() == [], "it runs nothing"
             since = run.mark
@@ -93,7 +106,7 @@ def test_scripts_run_only_where_the_owner_allows_whoever_starts_them(tmp_path: P
             done(bob, "deny", ada.id)
             trains_on(run, 2, since=since)
             assert bob.left_over() == [], "what ran there has ended"
-            assert shown(carl, bob)["runs_for"] == "all but ada"
+            shows(carl, bob, runs_for="all but ada")
             (tmp_path / "stop").touch()
             assert run.finish() == 0, run.text
             assert check_sums(run).keys() == {"ada", "carl"}
@@ -118,17 +131,16 @@ def test_the_owner_takes_a_machine_back_and_gives_it_again_while_it_trains(
             trains_on(run, 2, since=since)
             run.wait_for("its owner paused it; `potluck resume` there", since=since)
             for machine in machines:
-                node = shown(machine, paused)
-                assert (node["paused"], bool(node["role"])) == (True, True), "it stays a member"
-            status = paused.status()
+                status = shows(machine, paused, paused=True)
+                assert shown(status, paused)["role"], "it stays a member"
+            # The leader tells the others twice a second what has become of workers.
+            status = paused.shows(lambda told: worker_on(paused, told).get("phase") == "away")
             assert [job["node"] for job in status["jobs"]] == [leader.node], "it leads as before"
-            workers = {each["node"]: each for each in status["jobs"][0]["workers"]}
-            assert workers[paused.name]["phase"] == "away"
-            assert workers[paused.name]["restarts"] == 0
+            assert worker_on(paused, status)["restarts"] == 0
             since = run.mark
             done(paused, "resume")
             trains_on(run, 3, since=since)
-            assert shown(leader, paused)["paused"] is False
+            shows(leader, paused, paused=False)
             (tmp_path / "stop").touch()
             assert run.finish() == 0, run.text
             assert check_sums(run).keys() == {"ada", "bob", "carl"}
@@ -201,7 +213,7 @@ def test_a_script_gives_no_orders_to_any_agent(tmp_path: Path) -> None:
         assert {line for line in said if " own " in line} == set(own), run.text
         assert len(said) == 4 * len(kinds), run.text
         for machine in (ada, bob):
-            assert not list((machine.home / "workers").glob("*/*")), "left after the job"
+            assert machine.kept("workers/*/*") == [], "left after the job"
 
 
 PEEKER = """
@@ -239,7 +251,7 @@ def test_a_script_in_the_sandbox_finds_its_own_folder_and_little_else(tmp_path: 
     given = {"HOME": str(owner), "POTLUCK_SANDBOX": "1", "DIARY": str(owner / "diary")}
     with cluster_of(2, tmp_path / "homes", POTLUCK_PASS_ENV="DIARY", **given) as (ada, bob):
         form(ada, bob)
-        assert "a sandbox for scripts of others" in str(shown(ada, bob)["limits"])
+        assert "a sandbox for scripts of others" in shown(ada.status(), bob)["limits"]
         for _ in range(2):
             with ada.run("--env", f"AGENT={bob.pid}", script) as run:
                 assert run.finish() == 0, run.text
@@ -386,9 +398,9 @@ def test_a_training_works_in_the_sandbox_and_survives_a_kill_and_an_interrupt(
         form(ada, bob)
         with ada.run("--workers", "2", TRAINING, tmp_path / "stop") as run:
             trains_on(run, 4, since=0)
-            [workers] = [job["workers"] for job in ada.status()["jobs"]]
+            status = ada.shows(lambda told: worker_on(bob, told).get("pid", 0) > 0)
             since = run.mark
-            pid = next(each["pid"] for each in workers if each["node"] == "bob")
+            pid = worker_on(bob, status)["pid"]
             assert pid in bob.others(), "its number outside of the sandbox"
             os.kill(pid, SIGKILL)
             trains_on(run, 3, since=since)

@@ -44,7 +44,7 @@ async def attempt(key, host, kind):
     credentials = make_credentials(psk, key)
     hello = Hello(kind, job="any", epoch=1, rank=0, to_rank=0)
     try:
-        reader, writer, _ = await aio.connect(host, 52415, hello, credentials, timeout_s=10)
+        reader, writer, _ = await aio.connect(host, 52415, hello, credentials, timeout_s=60)
     except (PotluckError, TimeoutError) as error:
         return type(error).__name__ + ": " + str(error)
     writer.write(peers.MESSAGE.encode(peers.Introduction(
@@ -76,7 +76,7 @@ def attempts(thief: Machine, psk: str, *victims: Machine) -> list[list[str]]:
         thief.host.command([*script, *(each.host.address for each in victims)]),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=200,
     )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from support.commands import Command, potluck_command
+from support.commands import START_S, Command, potluck_command
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -24,7 +24,7 @@ def test_peers_are_measured_side_by_side_and_all_are_right(tmp_path: Path) -> No
             *("--json", str(figures), "--plot", str(picture)),
         ]
     ) as command:
-        assert command.finish(110) == 0, command.text
+        assert command.finish() == 0, command.text
     result = json.loads(figures.read_text())
     assert result["machine"]["versions"]["torch"]
     assert [row["nbytes"] for row in result["rows"]] == [4096, 1 << 20]
@@ -59,7 +59,7 @@ def test_hosts_are_measured_and_claims_follow(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     script = str(BENCHMARKS / "hosts.py")
     with Command([sys.executable, script, "--quick", "--json", str(figures)]) as command:
-        assert command.finish(110) in (0, 1), command.text  # few rounds say little
+        assert command.finish() in (0, 1), command.text  # few rounds say little
     result = json.loads(figures.read_text())
     [network] = result["networks"].values()
     assert [row["nbytes"] for row in network["rows"]] == [4096, 1 << 20]
@@ -81,7 +81,7 @@ def test_training_is_measured_against_gloo_and_both_end_equal(tmp_path: Path) ->
         ],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=START_S,
     )
     assert run.returncode == 0, run.stdout + run.stderr
     assert "potluck/gloo" in run.stdout
@@ -100,7 +100,7 @@ def test_unlike_workers_are_measured_in_all_three_ways(tmp_path: Path) -> None:
         ],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=START_S,
     )
     # On a busy machine the reach may be missed; the figures and the parameters must be there.
     assert run.returncode in (0, 1), run.stdout + run.stderr
@@ -121,7 +121,7 @@ def test_the_compressors_are_measured_next_to_torch(tmp_path: Path) -> None:
             *("--json", str(figures)),
         ]
     ) as command:
-        assert command.finish(110) == 0, command.text
+        assert command.finish() == 0, command.text
     result = json.loads(figures.read_text())
     assert result["count"] == 65536
     ratios = {row["strategy"]: row["ratio"] for row in result["rows"]}
@@ -201,7 +201,7 @@ def test_strategies_are_measured_over_a_slow_network(tmp_path: Path) -> None:
     again["rows"][0]["predicted_s"] = 77.0
     figures.write_text(json.dumps(again))
     with Command([*script, "--read", str(figures), "--plot", str(picture)]) as command:
-        assert command.finish(60) in (0, 1), command.text
+        assert command.finish() in (0, 1), command.text
     assert "7.7e+04 ms" not in command.text
     assert "cells" in command.text
 
@@ -235,7 +235,7 @@ def test_cells_that_would_take_too_long_are_left_out_and_said(tmp_path: Path) ->
     script = [sys.executable, str(BENCHMARKS / "slow_networks.py"), "--into", str(figures)]
     cells = ["--sizes", "110m", "--networks", "20mbit", "--hosts", "2", "--strategies", "plain"]
     with Command([*script, *cells]) as command:
-        assert command.finish(60) == 0, command.text
+        assert command.finish() == 0, command.text
     assert "its bytes alone take 174 s a step" in command.text
     result = json.loads(figures.read_text())
     assert result["rows"] == []

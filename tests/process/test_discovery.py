@@ -18,7 +18,7 @@ import pytest
 from support.ports import reserved_ports
 from support.talking import TalkingProcess
 
-PATIENCE_S = 90.0
+PATIENCE_S = 200.0
 
 HEAD = """
 import json, sys, time

@@ -95,7 +95,7 @@ def test_clients_that_die_or_raise_are_missed_in_one_round_only(tmp_path: Path) 
 def test_a_client_that_can_not_be_loaded_says_why_and_the_run_ends_as_asked(
     tmp_path: Path,
 ) -> None:
-    patience = {"min_clients": 2, "start_s": 10, "too_few": "stop"}
+    patience = {"min_clients": 2, "start_s": 20, "too_few": "stop"}
     federation = Federation(tmp_path, patience=patience)
     (tmp_path / "client.py").write_text("from potluck import federated\n1 / 0\n")
     with federation.run(clients=2) as run:

@@ -128,7 +128,7 @@ def test_a_worker_is_in_its_control_group_before_its_script_begins(tmp_path: Pat
         look = "print(open('/proc/self/cgroup').read())"
         command = [sys.executable, "-I", "-S", shim.__file__, str(os.getpid()), limits]
         done = subprocess.run(
-            [*command, sys.executable, "-c", look], capture_output=True, text=True, timeout=60
+            [*command, sys.executable, "-c", look], capture_output=True, text=True, timeout=200
         )
         assert f"0::/{group.name}\n" in done.stdout, done
     finally:
@@ -139,7 +139,10 @@ def test_a_worker_that_can_not_be_held_to_its_limits_does_not_run(tmp_path: Path
     limits = json.dumps({"cgroup": str(tmp_path / "gone")})
     command = [sys.executable, "-I", "-S", shim.__file__, str(os.getpid()), limits]
     done = subprocess.run(
-        [*command, sys.executable, "-c", "print('ran')"], capture_output=True, text=True, timeout=60
+        [*command, sys.executable, "-c", "print('ran')"],
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
     assert done.returncode == 1
     assert "this worker can't be held to the owner's limits" in done.stderr

@@ -55,7 +55,7 @@ def test_no_example_is_left_out() -> None:
 def test_every_example_runs_alone(tmp_path: Path) -> None:
     words = one_after_the_other(SHORT)
     with Command([sys.executable, *words], env={"HOME": str(tmp_path)}) as run:
-        assert run.finish(100) == 0, run.text
+        assert run.finish() == 0, run.text
     assert len(re.findall(r"^end of ", run.text, re.MULTILINE)) == len(SHORT)
     assert "test accuracy" in run.text
     assert "steps 0 to 3 on 1 workers" in run.text
@@ -128,7 +128,7 @@ for example in sys.argv[1:]:
 """
     examples = sorted(map(str, EXAMPLES.glob("*.py")))
     with Command([sys.executable, "-c", script, *examples]) as run:
-        assert run.finish(60) == 0, run.text
+        assert run.finish() == 0, run.text
     assert run.text.splitlines() == [
         "this needs sklearn: pip install 'potluck[torch,sklearn]'"
     ] * len(examples)

@@ -37,7 +37,7 @@ def test_torchs_own_tests_of_a_backend_pass(tmp_path: Path) -> None:
         ],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=200,
         env=environment(tmp_path),
     )
     assert run.returncode == 0, run.stderr
@@ -59,7 +59,7 @@ def test_a_rank_killed_in_ddp_or_fsdp2_is_named_by_every_survivor_in_time(
         ],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=200,
         env=environment(tmp_path),
     )
     assert run.returncode == 0, run.stdout + run.stderr
@@ -85,7 +85,7 @@ def test_torch_finds_the_backend_by_itself_and_a_world_needs_no_store_server(
     variables = ("RANK", "WORLD_SIZE", "POTLUCK_AGENT")
     env = {k: v for k, v in environment(tmp_path).items() if k not in variables}
     run = subprocess.run(
-        [sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=60, env=env
+        [sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=200, env=env
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == "potluck 1 [1.0, 1.0] b'value' 2"
@@ -114,7 +114,7 @@ def test_a_device_may_be_named_at_the_start_and_then_torch_splits_groups(tmp_pat
         [sys.executable, "-W", "ignore", "-c", BOUND],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         env=environment(tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0"),
     )
     assert run.returncode == 0, run.stderr
@@ -144,7 +144,7 @@ def test_one_script_runs_under_potluck_run_and_torchrun(tmp_path: Path, launcher
     options = ["run", "--workers", "2"] if launcher == "potluck" else ["--nproc-per-node=2"]
     command = [program, *options, str(script)]
     run = subprocess.run(
-        command, capture_output=True, text=True, timeout=100, env=environment(tmp_path)
+        command, capture_output=True, text=True, timeout=200, env=environment(tmp_path)
     )
     assert run.returncode == 0, run.stdout + run.stderr
     assert "rank 0 b'1' 2.0" in run.stdout
@@ -191,7 +191,7 @@ def test_ranks_meet_by_file_by_tcp_by_an_address_and_by_discovery(tmp_path: Path
             )
             for rank in range(2)
         ]
-        said = [rank.communicate(timeout=100)[0].splitlines() for rank in ranks]
+        said = [rank.communicate(timeout=200)[0].splitlines() for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], said
     for rank, lines in enumerate(said):
         assert lines[:3] == [f"file {rank}", f"tcp {rank}", f"potluck {rank}"]
@@ -220,7 +220,7 @@ def test_ranks_that_disagree_about_the_world_size_are_told_at_once(tmp_path: Pat
         )
         for rank, size in ((0, 2), (1, 3))
     ]
-    said = [rank.communicate(timeout=60)[0] for rank in ranks]
+    said = [rank.communicate(timeout=200)[0] for rank in ranks]
     for text in said:
         assert "ConfigurationError" in text
         assert "give all ranks the same world_size" in text
@@ -251,7 +251,7 @@ def test_ddps_builtin_hooks_average_gradients(tmp_path: Path) -> None:
         [str(Path(sys.executable).with_name("potluck")), "run", "--workers", "2", str(script)],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
         env=environment(tmp_path),
     )
     assert run.returncode == 0, run.stdout + run.stderr
@@ -286,7 +286,7 @@ def test_an_error_about_a_killed_rank_has_the_words_that_programs_search_for(
         )
         for rank in range(2)
     ]
-    said = survivor.communicate(timeout=100)[0]
-    assert killed.communicate(timeout=100)[0] == ""
+    said = survivor.communicate(timeout=200)[0]
+    assert killed.communicate(timeout=200)[0] == ""
     assert killed.returncode == -signal.SIGKILL
     assert re.search(r"lost rank 1 .*: Connection closed by peer: ", said), said

@@ -49,7 +49,7 @@ def test_every_line_has_its_worker_in_front(script) -> None:
 def test_lines_from_stderr_stay_on_stderr(script) -> None:
     path = script("import sys\nprint('out')\nprint('err', file=sys.stderr)\n")
     done = subprocess.run(
-        [*potluck_command(), "run", path], capture_output=True, text=True, timeout=60
+        [*potluck_command(), "run", path], capture_output=True, text=True, timeout=200
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "[0] out\n", "[0] err\n")
 
@@ -194,7 +194,7 @@ def test_long_and_unfinished_lines_arrive_whole_or_cut_but_bounded(script) -> No
 def test_status_shows_a_running_job_and_then_nothing(script) -> None:
     def status() -> dict:
         done = subprocess.run(
-            [*potluck_command(), "status", "--json"], capture_output=True, text=True, timeout=60
+            [*potluck_command(), "status", "--json"], capture_output=True, text=True, timeout=200
         )
         assert (done.returncode, done.stderr) == (0, "")
         return json.loads(done.stdout)
@@ -209,7 +209,7 @@ def test_status_shows_a_running_job_and_then_nothing(script) -> None:
         assert [worker["pid"] for worker in job["workers"]] == pids
         assert {worker["phase"] for worker in job["workers"]} == {"starting"}
         table = subprocess.run(
-            [*potluck_command(), "status"], capture_output=True, text=True, timeout=60
+            [*potluck_command(), "status"], capture_output=True, text=True, timeout=200
         )
         assert "script.py" in table.stdout
         run.signal(signal.SIGTERM)
@@ -264,7 +264,10 @@ def test_links_that_are_not_encrypted_are_named_wherever_one_looks(script) -> No
             (("--json",), '"wire": "signed"'),
         ]:
             done = subprocess.run(
-                [*potluck_command(), "status", *options], capture_output=True, text=True, timeout=60
+                [*potluck_command(), "status", *options],
+                capture_output=True,
+                text=True,
+                timeout=200,
             )
             assert words in done.stdout
         run.signal(signal.SIGTERM)
@@ -364,7 +367,7 @@ def test_when_nobody_reads_the_output_any_more_the_run_ends(script) -> None:
         assert run.stdout is not None
         assert run.stdout.readline() == b"[0] line\n"
         run.stdout.close()
-        assert run.wait(60) == 128 + signal.SIGPIPE
+        assert run.wait(200) == 128 + signal.SIGPIPE
 
 
 def test_what_a_terminal_cannot_show_is_written_in_escapes(script) -> None:
@@ -375,7 +378,7 @@ def test_what_a_terminal_cannot_show_is_written_in_escapes(script) -> None:
         env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
     )
     assert done.returncode == 1, "the script itself could not print it"
     assert "'ascii' codec can't encode" in done.stderr
@@ -385,7 +388,7 @@ def test_what_a_terminal_cannot_show_is_written_in_escapes(script) -> None:
         env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
     )
     assert (done.returncode, done.stdout) == (0, "[0] loss \\u2193\n[0] on we go\n")
 
@@ -398,7 +401,7 @@ def test_a_run_works_with_its_streams_closed(script, tmp_path: Path) -> None:
     command = shlex.join([*potluck_command(), "run", path])
     for closed in (">&-", "<&- >&- 2>&-"):
         done = subprocess.run(
-            ["sh", "-c", f"{command} {closed}"], capture_output=True, text=True, timeout=60
+            ["sh", "-c", f"{command} {closed}"], capture_output=True, text=True, timeout=200
         )
         assert (done.returncode, done.stderr) == (0, "")
         (tmp_path / "ran").unlink()
@@ -415,7 +418,7 @@ def test_an_output_on_a_full_disk_is_said_in_one_sentence(script) -> None:
                 stdout=full,
                 stderr=subprocess.PIPE,
                 text=True,
-                timeout=60,
+                timeout=200,
             )
         told.append((done.returncode, done.stderr.splitlines()[0]))
         assert "Traceback" not in done.stderr
@@ -430,7 +433,7 @@ def test_more_workers_than_open_files_allow_is_said_with_what_to_do(script) -> N
     path = script("print('hi')\n")
     command = shlex.join([*potluck_command(), "run", "-n", "30", path])
     done = subprocess.run(
-        ["bash", "-c", f"ulimit -n 64; {command}"], capture_output=True, text=True, timeout=60
+        ["bash", "-c", f"ulimit -n 64; {command}"], capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 127
     assert "Too many open files; start fewer workers here, or allow more" in done.stdout
@@ -440,6 +443,6 @@ def test_more_workers_than_open_files_allow_is_said_with_what_to_do(script) -> N
 def test_all_output_of_a_talkative_worker_arrives(script) -> None:
     path = script("for number in range(50_000):\n    print(number)\n")
     done = subprocess.run(
-        [*potluck_command(), "run", path], capture_output=True, text=True, timeout=60
+        [*potluck_command(), "run", path], capture_output=True, text=True, timeout=200
     )
     assert done.stdout.split("\n") == [*(f"[0] {number}" for number in range(50_000)), ""]

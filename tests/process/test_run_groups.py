@@ -56,6 +56,10 @@ context.close()
 """
 
 
+SOON_S = 15.0
+"""Half of the deadline of an operation: a loss that is mended earlier was not waited for."""
+
+
 @pytest.fixture
 def counter(tmp_path: Path) -> str:
     path = tmp_path / "counter.py"
@@ -99,7 +103,7 @@ def test_a_killed_worker_is_left_behind_and_taken_back_in(counter, tmp_path: Pat
     assert recovery["workers"] == ["2"]
     assert recovery["step"] == 10
     assert recovery["run_again"] is True
-    assert 0 <= recovery["reformed_s"] <= recovery["recovered_s"] < 10
+    assert 0 <= recovery["reformed_s"] <= recovery["recovered_s"] < SOON_S
     assert [worker["restarts"] for worker in result["workers"]] == [0, 0, 1, 0]
     assert result["hashes_equal"] is True
     assert result["committed_steps"] >= 20
@@ -314,7 +318,7 @@ def test_status_shows_a_training_job_with_ranks_and_steps(counter) -> None:
         # Each worker's reports come by themselves: one may be late.
         while job["step"] < 3 or not all(worker["device"] for worker in job["workers"]):
             shown = subprocess.run(
-                [*potluck_command(), "status", "--json"], capture_output=True, timeout=60
+                [*potluck_command(), "status", "--json"], capture_output=True, timeout=200
             )
             (job,) = json.loads(shown.stdout)["jobs"]
         assert job["epoch"] == 1

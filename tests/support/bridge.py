@@ -23,7 +23,7 @@ class BridgeProgram:
 
     def finish(self) -> str:
         """Tell it to end, by a line, and wait until it did; what it said since it was ready."""
-        return self._process.communicate("\n", timeout=30)[0]
+        return self._process.communicate("\n", timeout=60)[0]
 
     def kill(self) -> None:
         """End it, if it still runs."""

@@ -170,7 +170,7 @@ def run_command(*arguments: str, **options: str) -> Command:
     return Command([*potluck_command(), "run", *arguments], env=options)
 
 
-def process_ends(pid: int, timeout_s: float = 10.0) -> bool:
+def process_ends(pid: int, timeout_s: float = 60.0) -> bool:
     """Wait until no process ``pid`` runs any more (a zombie does not run)."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:

@@ -44,8 +44,8 @@ INTERFACE = "eth0"
 
 _BRIDGE = "bridge"
 _NAME = re.compile(r"potluck-(\d+)\.(\d+)-\d+-\w+")
-_COMMAND_S = 30.0
-_GONE_S = 10.0
+_COMMAND_S = 60.0
+_GONE_S = 60.0
 _number = itertools.count()
 _lock = threading.Lock()
 
@@ -132,7 +132,7 @@ class Host:
         if up:
             self.wait_until_up()
 
-    def wait_until_up(self, timeout_s: float = 10.0) -> None:
+    def wait_until_up(self, timeout_s: float = 60.0) -> None:
         """The kernel tells both ends that a cable is in up to a second later; wait for that."""
         deadline = time.monotonic() + timeout_s
         while not (

@@ -36,7 +36,7 @@ PSK = "ab" * 32
 """The secret of a ``Machine`` that is given none."""
 NAMES = ("ada", "bob", "carl", "dora", "emil", "fay", "gus", "hedy")
 """What people call the machines, in the order of their hosts."""
-WAIT_S = 60.0
+WAIT_S = 120.0
 
 _VIEW = re.compile(r"epoch (\d+): (.*) \(leader (.*?\b[0-9a-f]{8})\b")
 _ID = re.compile(r"\b[0-9a-f]{8}\b")
@@ -238,6 +238,14 @@ class Machine:
         while (pids := self.others()) and time.monotonic() < deadline:
             time.sleep(0.01)
         return pids
+
+    def kept(self, pattern: str, timeout_s: float = WAIT_S) -> list[Path]:
+        """What is left of such files of its home when all are gone, or ``timeout_s`` have passed:
+        agents clear away what a job had while its starter is told of its end."""
+        deadline = time.monotonic() + timeout_s
+        while (paths := list(self.home.glob(pattern))) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return paths
 
     def resident_bytes(self) -> int:
         """The memory that the agent holds now."""

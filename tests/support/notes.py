@@ -59,7 +59,7 @@ class Notebook:
                     found.append(note)
         return sorted(found, key=lambda note: note.at)
 
-    def wait_for(self, what: str, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    def wait_for(self, what: str, condition: Callable[[], bool], timeout_s: float = 150.0) -> None:
         """Return once ``condition()`` holds; AssertionError naming ``what`` if it does not."""
         deadline = time.monotonic() + timeout_s
         while not condition():

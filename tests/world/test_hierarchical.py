@@ -148,6 +148,7 @@ def test_a_rank_that_does_not_call_is_named_on_all(kind: str, silent: int) -> No
     def act(ctx: DistributedContext) -> None:
         if ctx.rank != silent:
             # All callers call before the deadline: a rank that is late is named, and rightly.
+            called.wait(20)
             work = ctx.all_reduce(x(100_000), algorithm=HIERARCHICAL, timeout=1.5, async_op=True)
             called.wait(20)
             with pytest.raises(OperationTimeout, match="all_reduce") as caught:

@@ -466,4 +466,4 @@ def test_a_server_that_does_not_come_is_an_unknown_service_in_an_elastic_context
             ParameterServer(ctx, name="n")
         is_over.set()
 
-    ElasticWorld(2, run, timeout_s=1.0).run()
+    ElasticWorld(2, run, timeout_s=3.0).run()

@@ -117,7 +117,7 @@ def test_what_goes_wrong_there_is_told_here_with_its_place(kind: str) -> None:
         with pytest.raises(UnknownService, match=r"rank 0|worker 0.*: 'counter', 'echo'"):
             ctx.connect("adder", timeout=5.0)
         with pytest.raises(UnknownService, match=r"worker 1.*: none"):
-            ctx.connect("counter", rank=1, timeout=1.0)
+            ctx.connect("counter", rank=1, timeout=3.0)
         assert counter.add(1) == 1
 
     on_two(kind, act)

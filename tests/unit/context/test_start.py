@@ -13,6 +13,7 @@ import pytest
 import potluck
 from potluck.context.start import BACKENDS
 from potluck.errors import ConfigurationError, MissingDependency
+from support.ports import reserved_ports
 
 
 @pytest.fixture
@@ -166,8 +167,8 @@ def test_a_ring_without_addresses_shows_how_to_give_them() -> None:
 
 
 def test_a_ring_of_one_is_there_at_once() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with potluck.init("ring", peers=[f"127.0.0.1:{port}"], rank=0, timeout_s=5) as context:
+    with (
+        reserved_ports(1) as [port],
+        potluck.init("ring", peers=[f"127.0.0.1:{port}"], rank=0, timeout_s=5) as context,
+    ):
         assert context.world_size == 1

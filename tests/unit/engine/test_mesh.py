@@ -27,6 +27,7 @@ from potluck.transport.handshake import connect
 from potluck.types import Group, Member, ReduceOp
 from potluck.wire.greeting import Hello
 from support.links import new_credentials
+from support.ports import reserved_ports
 from support.worlds import run_all, tcp_backends
 
 EPOCH = 5
@@ -195,8 +196,17 @@ def test_an_address_that_leads_nowhere_is_a_lost_peer(
     opened.close()
 
 
-def test_members_that_can_not_be_called_are_known_when_the_group_is_over(base: TcpBase) -> None:
-    members = (Member("a", host="127.0.0.1", port=closed_port()), Member("b"))
+@pytest.fixture
+def closed_port() -> Iterator[int]:
+    """Where nobody listens, but the test may."""
+    with reserved_ports(1) as [port]:
+        yield port
+
+
+def test_members_that_can_not_be_called_are_known_when_the_group_is_over(
+    base: TcpBase, closed_port: int
+) -> None:
+    members = (Member("a", host="127.0.0.1", port=closed_port), Member("b"))
     opened = base.open(Group(EPOCH, 1, members))
     assert base.unreachable(EPOCH) == frozenset()
     with pytest.raises(PeerLost):
@@ -221,26 +231,20 @@ def test_a_member_that_answers_nothing_for_long_counts_as_unreachable(
 
 
 def test_a_member_beyond_a_cut_link_is_called_until_it_answers(
-    base: TcpBase, monkeypatch: pytest.MonkeyPatch
+    base: TcpBase, closed_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cut_links, "_EVERY_S", 0.05)
-    port = closed_port()
-    members = (Member("a", host="127.0.0.1", port=port), Member("b"), Member("c"))
+    members = (Member("a", host="127.0.0.1", port=closed_port), Member("b"), Member("c"))
     opened = base.open(Group(EPOCH, 1, members, cut=((0, 1),)))
     answered: queue.Queue[int] = queue.Queue()
     cut_links.watch(opened, STRANGER, answered.put)
     with pytest.raises(queue.Empty):
         answered.get(timeout=0.5)
-    other = TcpBase("127.0.0.1", port, SETTINGS, STRANGER)
+    other = TcpBase("127.0.0.1", closed_port, SETTINGS, STRANGER)
     assert answered.get(timeout=20) == 0
     assert opened.error is None, "the group goes on as it is"
     opened.close()
     other.close()
-
-
-def closed_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def test_another_node_at_a_members_address_is_not_that_member(base: TcpBase) -> None:

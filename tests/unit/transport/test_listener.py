@@ -39,6 +39,7 @@ from potluck.transport.tcp import TcpLink
 from potluck.wire.greeting import GREETING, Hello, Refusal, Welcome
 from support.knocking import begin_knock, client_hello, knocked, raw, untrusting
 from support.links import Blocking, new_credentials, psk
+from support.ports import reserved_ports
 from support.proxy import RecordingProxy
 
 MARKER = b"these are the parameters of my model"
@@ -623,16 +624,16 @@ def test_a_listener_on_all_interfaces_takes_ipv4() -> None:
 
 
 def test_a_closed_port_is_tried_again_and_then_given_up() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port = sock.getsockname()[1]
-    with pytest.raises(LinkError, match=rf"127.0.0.1:{port} \(tried 3 times\).*refused"):
+    with (
+        reserved_ports(1) as [port],
+        pytest.raises(LinkError, match=rf"127.0.0.1:{port} \(tried 3 times\).*refused"),
+    ):
         call(port, max_retries=2)
 
 
 def test_a_listener_that_opens_late_is_found() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port = sock.getsockname()[1]
     with contextlib.ExitStack() as stack:
+        [port] = stack.enter_context(reserved_ports(1))
         late: list[Listener] = []
 
         def open_it() -> bool:
