@@ -21,6 +21,12 @@ class BridgeProgram:
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == f"{ready}\n"
 
+    def go_on(self) -> None:
+        """Tell it to go on, by a line."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+
     def finish(self) -> str:
         """Tell it to end, by a line, and wait until it did; what it said since it was ready."""
         return self._process.communicate("\n", timeout=60)[0]

@@ -25,7 +25,12 @@ for name in sys.argv[1:3]:
     end.bind((name, 0))
     ends.append(end)
 queues = {end: deque() for end in ends}
-print("delaying", flush=True)
+print("ready", flush=True)
+sys.stdin.readline()
+for end in ends:  # what came until now went the old way
+    with contextlib.suppress(BlockingIOError):
+        while end.recv(1 << 17, socket.MSG_DONTWAIT):
+            pass
 while True:
     now = time.monotonic()
     waits = [queue[0][0] - now for queue in queues.values() if queue]
@@ -58,9 +63,11 @@ class Delay:
         network.ip("link", "add", self._inner, "type", "veth", "peer", "name", self._outer)
         network.ip("link", "set", self._inner, "up")
         network.ip("link", "set", self._outer, "master", "br0", "up")
-        network.ip("link", "set", host.port, "nomaster")
         arguments = (host.port, self._inner, str(delay_s), str(jitter_s), str(seed))
-        self._program = BridgeProgram(network, _SCRIPT, *arguments, ready="delaying")
+        self._program = BridgeProgram(network, _SCRIPT, *arguments, ready="ready")
+        # Only now: a host whose cable is in nothing is cut off, for as long as a program starts.
+        network.ip("link", "set", host.port, "nomaster")
+        self._program.go_on()
 
     def __enter__(self) -> Delay:
         return self
@@ -72,6 +79,6 @@ class Delay:
         trace: TracebackType | None,
     ) -> None:
         self._program.kill()
-        self._host.network.ip("link", "delete", self._inner)
         self._host.network.ip("link", "set", self._host.port, "master", "br0")
+        self._host.network.ip("link", "delete", self._inner)
         self._host.wait_until_up()
