@@ -6,11 +6,13 @@ time leaves room for a busy machine, except in the long tests; what is asserted 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -74,6 +76,16 @@ class Training:
 
         self.notes.wait_for(f"{NUM_WORKERS} workers to commit together", full)
 
+    @contextlib.contextmanager
+    def slowly(self) -> Iterator[None]:
+        """Let each step take longer: nothing is measured, and others need the processors."""
+        slow = self.notes.folder / "slow"
+        slow.touch()
+        try:
+            yield
+        finally:
+            slow.unlink()
+
     def alive(self) -> list[int]:
         """The processes in the newest group, in rank order."""
         steps = self.notes.all("step", time.monotonic() - 10.0)
@@ -111,7 +123,9 @@ def test_kills_at_random_moments_cost_at_most_one_repeated_step_each(
         notes = training.notes
         since = 0.0
         for kill in range(num_kills):
-            training.wait_until_full(since)
+            with training.slowly():  # a worker starts meanwhile
+                training.wait_until_full(since)
+            training.wait_until_full(time.monotonic())
             pids = training.alive()
             victim = chance.choice(pids)
             survivors = set(pids) - {victim}
@@ -185,10 +199,8 @@ def test_a_stopped_worker_is_evicted_and_comes_back(tmp_path: Path) -> None:
             evicted = notes.all("lost", stopped)[0].at - stopped
             again = min(note.at for note in notes.all("commit", stopped) if note.facts[1] == "3")
             until = stopped + 30.0
-            slow = notes.folder / "slow"
-            slow.touch()  # nothing is expected meanwhile, and other tests run beside this one
-            notes.wait_for("30 s to pass", lambda: time.monotonic() >= until)
-            slow.unlink()
+            with training.slowly():  # nothing is expected
+                notes.wait_for("30 s to pass", lambda: time.monotonic() >= until)
             before = training.alive()
         finally:
             os.kill(victim, signal.SIGCONT)
