@@ -64,7 +64,7 @@ def test_gloo_keeps_every_promise_of_a_communicator(tmp_path: Path) -> None:
     suite = [*RUN_SUITE, str(tmp_path)]
     with ranks(3, suite, POTLUCK_CONFORMANCE="gloo", POTLUCK_TEST_SEED="1") as runs:
         for run in runs:
-            assert run.finish() == 0, run.text
+            assert run.finish(280) == 0, run.text
             assert run.wait_for(" passed")
 
 
@@ -72,7 +72,7 @@ def test_gloo_keeps_every_promise_of_a_communicator(tmp_path: Path) -> None:
 def test_mpi_keeps_every_promise_of_a_communicator(tmp_path: Path) -> None:
     variables = {"POTLUCK_CONFORMANCE": "mpi", "POTLUCK_TEST_SEED": "1", "OMP_NUM_THREADS": "1"}
     with Command([*MPIRUN, "-n", "4", *RUN_SUITE, str(tmp_path)], env=variables) as run:
-        assert run.finish() == 0, run.text
+        assert run.finish(280) == 0, run.text
         assert len(re.findall(r"\d passed", run.text)) == 4, run.text
 
 

@@ -277,7 +277,7 @@ def test_a_writer_killed_at_any_point_loses_nothing_and_its_leftovers_go(
 ) -> None:
     store = CheckpointStore(tmp_path)
     store.save(state(1), 1)
-    ended = subprocess.run([sys.executable, "-c", KILLED_WRITER, tmp_path, str(call)], timeout=60)
+    ended = subprocess.run([sys.executable, "-c", KILLED_WRITER, tmp_path, str(call)], timeout=200)
     assert ended.returncode == -signal.SIGKILL
     # The sixth call is the last flush of the directory: the manifest has its name by then.
     assert loaded(store) == (2 if call == 6 else 1)

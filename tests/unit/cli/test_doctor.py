@@ -21,7 +21,7 @@ def doctor(*arguments: str, **environment: str) -> str:
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
     )
     assert run.returncode == 0, run.stderr
     return run.stdout

@@ -53,7 +53,9 @@ def test_an_older_build_ends_the_import_and_names_the_command_that_rebuilds() ->
         "sys.modules['potluck._native'] = older\n"
         "import potluck.native"
     )
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=200
+    )
     assert run.returncode == 1
     said = run.stderr.splitlines()[-1]
     assert said.startswith("ImportError: /where/_native.so was built from other sources than ")
@@ -83,6 +85,6 @@ def test_without_the_extension_the_reason_names_the_compiler() -> None:
         "print(native.available, native.describe())"
     )
     run = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=200, check=True
     )
     assert run.stdout.startswith("False Python (it was not built: no working C++20 compiler")

@@ -43,7 +43,7 @@ def names(tree: ast.Module | ast.ClassDef, prefix: str = "") -> set[str]:
 def test_the_stub_has_the_names_of_the_extension(tmp_path: Path) -> None:
     pytest.importorskip("nanobind")
     command = (sys.executable, "-m", "nanobind.stubgen", "-q", "-m", "potluck._native")
-    subprocess.run([*command, "-O", str(tmp_path)], check=True, timeout=100)
+    subprocess.run([*command, "-O", str(tmp_path)], check=True, timeout=200)
     built = names(ast.parse((tmp_path / "_native.pyi").read_text()))
     written = names(ast.parse(STUB.read_text()))
     missing, extra = sorted(built - written), sorted(written - built)

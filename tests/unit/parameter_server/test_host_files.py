@@ -101,7 +101,7 @@ def test_a_server_killed_at_any_file_operation_comes_back_with_the_old_or_the_ne
     before.close()
     arguments = [str(tmp_path), str(Path(__file__).parent)]
     ended = subprocess.run(
-        [sys.executable, "-c", KILLED, *arguments], timeout=100, capture_output=True, text=True
+        [sys.executable, "-c", KILLED, *arguments], timeout=200, capture_output=True, text=True
     )
     assert ended.returncode == 0, ended.stderr
     lines = [line.split() for line in ended.stdout.splitlines()]

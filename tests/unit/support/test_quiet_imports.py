@@ -21,7 +21,7 @@ def says(script: str, folder: Path, **variables: str) -> list[str]:
         env={name: text for name, text in os.environ.items() if name != VARIABLE} | variables,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=200,
     )
     assert run.returncode == 0, run.stderr
     assert not run.stderr

@@ -123,7 +123,7 @@ def test_processes_that_start_together_are_one_node_of_one_cluster(home: Path) -
         assert racer.stdin is not None
         racer.stdin.close()
         racer.stdin = None
-    said = {racer.communicate(timeout=60)[0] for racer in racers}
+    said = {racer.communicate(timeout=200)[0] for racer in racers}
     assert [racer.returncode for racer in racers] == [0] * 4
     mine = load_credentials(Settings(home=home))
     assert said == {f"{mine.node_id} {mine.namespace}\n"}
