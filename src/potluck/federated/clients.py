@@ -37,6 +37,6 @@ class Clients(Protocol):
         timeout_s: float | None,
         put: Callable[[Reply], None],
     ) -> Callable[[], None]:
-        """Call ``method`` of each client in ``arguments``; ``put`` gets one reply for each, from
-        any thread. The returned function gives up: what has not begun does not begin, and further
-        replies are dropped."""
+        """Call ``method`` of each client in ``arguments``; ``put`` gets one reply for each whose
+        call ends within ``timeout_s``, from any thread. The returned function gives up: what has
+        not begun does not begin, and further replies are dropped."""

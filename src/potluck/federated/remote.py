@@ -79,10 +79,10 @@ class RemoteClients:
             try:
                 answer = remote.answer(client, method, arguments[client], timeout=timeout_s)
                 reason = "" if isinstance(answer, dict) else "its answer is no dict"
-            except ServiceTimeout:
-                reason = f"no answer within {timeout_s:g} s"
+            except ServiceTimeout:  # the round is over then, and counts its late clients
                 with self._changed:
                     self._late.add(client)
+                return
             except ServiceLost:
                 reason = "it ended, or can't be reached"
                 self._forget(client, remote)
