@@ -308,6 +308,17 @@ def agreed(*members: Machine, since: dict[Machine, int] | None = None) -> float:
     return max(each.sees(*members, since=since[each] if since else None) for each in members)
 
 
+def first_to_say(text: str, *members: Machine, since: dict[Machine, int]) -> Machine:
+    """Wait for a line with ``text`` of any of these; who said it."""
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        for each in members:
+            if any(text in line for line in each.command.lines[since[each] :]):
+                return each
+        assert time.monotonic() < deadline, f"none of {members} said {text!r}"
+        time.sleep(0.01)
+
+
 def one_history(*members: Machine, after: int) -> dict[int, frozenset[str]]:
     """The views that any of these used with an epoch above ``after``; AssertionError if two used
     different ones in the same epoch."""
