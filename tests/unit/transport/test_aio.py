@@ -157,7 +157,9 @@ def test_a_refusal_carries_its_code_and_reason(message: Hello, code: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "junk", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100_000, client_hello()]
+    "junk",
+    [b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100_000, client_hello()],
+    ids=["nothing", "HTTP", "ones", "TLS"],
 )
 def test_junk_gets_no_byte_and_disturbs_nobody(junk: bytes) -> None:
     async def story() -> None:
