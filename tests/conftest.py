@@ -172,6 +172,8 @@ def own_environment(
     monkeypatch.setenv("POTLUCK_HOME", str(home))
     # Two mpiruns at once may both make Open MPI's common folder, and the second one fails.
     monkeypatch.setenv("OMPI_MCA_orte_tmpdir_base", str(homes))
+    # Else in /dev/shm, where a test beside this one would take it for a leak of its own.
+    monkeypatch.setenv("JOBLIB_TEMP_FOLDER", str(homes))
     random.seed(SEED)
     return home
 
