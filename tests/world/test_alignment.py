@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,17 +14,21 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from potluck.checkpoint.store import CheckpointStore
 from potluck.context import DistributedContext
-from potluck.errors import Diverged
-from potluck.testing.elastic import ElasticWorld, MortalContext
+from potluck.errors import Diverged, Evicted, PeerLost
+from potluck.testing.elastic import ElasticWorld, Killed, MortalContext
 from potluck.testing.world import WorldError, run_world
 from potluck.torch import DDP, DiLoCo, ElasticLoop, Policy
+from potluck.torch.replica import TorchReplica
 from potluck.training.replica import StateReplica
 
 GENERATOR = torch.Generator().manual_seed(3)
 X = torch.randn(48, 6, generator=GENERATOR)
 Y = torch.randint(0, 4, (48,), generator=GENERATOR)
-_START = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+with torch.random.fork_rng():
+    torch.manual_seed(3)
+    _START = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
 _here = threading.local()
 
 
@@ -37,11 +43,13 @@ def machines(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class RoundingSGD(torch.optim.SGD):
-    """The last bit of a parameter is the machine's: rounded down on an old one, up on others."""
+    """The last bit of a parameter, and of its momentum, is the machine's: rounded down on an old
+    one, up on others."""
 
     def step(self, closure: Any = None) -> Any:
         result = super().step(closure)
-        for each in (each for group in self.param_groups for each in group["params"]):
+        momenta = [state["momentum_buffer"] for state in self.state.values()]
+        for each in [*self.param_groups[0]["params"], *momenta]:
             bits = each.data.view(torch.int32)
             if _here.kind == "old":
                 bits.bitwise_and_(~1)
@@ -55,15 +63,17 @@ def train(
     kind: str = "",
     *,
     on_step: Callable[[ElasticLoop, nn.Module, Any], None] = lambda *given: None,
+    after_step: Callable[[ElasticLoop], None] = lambda job: None,
     policy: Policy | None = None,
     strategy: Any = None,
+    checkpoint: CheckpointStore | None = None,
 ) -> ElasticLoop:
     _here.kind = kind or ("new" if ctx.rank == 0 else "old")
     model = DDP(copy.deepcopy(_START), ctx)
     optimizer = RoundingSGD(model.parameters(), lr=0.1, momentum=0.9)
     job = ElasticLoop(
         model, optimizer, (X, Y), batch_size=8, epochs=4, seed=5, strategy=strategy,
-        policy=policy or Policy(hash_every=3, recovery_s=30),
+        policy=policy or Policy(hash_every=3, recovery_s=30), checkpoint=checkpoint,
     )  # fmt: skip
     for x, y in job:
         with job.step():
@@ -73,7 +83,13 @@ def train(
             loss.backward()
             job.log(loss=loss)
             optimizer.step()
+        after_step(job)
     return job
+
+
+def flip_a_bit(model: nn.Module) -> None:
+    """One of the last, but not the last one, which the next update may round away."""
+    next(iter(model.parameters())).data.view(torch.int32)[0, 0] ^= 16
 
 
 def test_they_end_with_equal_parameters_and_the_losses_of_one_machine(
@@ -110,7 +126,7 @@ def test_machines_of_one_kind_must_have_equal_bits(kinds: tuple[str, ...]) -> No
 
     def on_step(job: ElasticLoop, model: nn.Module, optimizer: Any) -> None:
         if job.step_number == 7 and job.ctx.rank == last:
-            next(iter(model.parameters())).data.view(torch.int32)[0, 0] ^= 2
+            flip_a_bit(model)
 
     with pytest.raises(WorldError, match=f"parameters of rank {last} differ from") as caught:
         run_world(len(kinds), lambda ctx: train(ctx, kinds[ctx.rank], on_step=on_step))
@@ -147,6 +163,27 @@ def test_a_learning_rate_of_ones_own_is_found() -> None:
     assert "in hyperparameters/0/0/lr (0.101, not 0.1), and not by rounding" in text
 
 
+def test_learning_rates_that_two_libraries_round_differently_are_rounding() -> None:
+    def on_step(job: ElasticLoop, model: nn.Module, optimizer: Any) -> None:
+        optimizer.param_groups[0]["lr"] = math.nextafter(0.1, job.ctx.rank)
+
+    found = run_world(2, lambda ctx: train(ctx, on_step=on_step))
+    assert len({job.parameter_hash() for job in found}) == 1
+
+
+def test_a_learning_rate_that_is_a_tensor_is_set_in_place() -> None:
+    rates = [torch.tensor(0.1), torch.tensor(0.1 + 1e-8)]
+    assert rates[0] != rates[1]
+
+    def on_step(job: ElasticLoop, model: nn.Module, optimizer: Any) -> None:
+        group, rank = optimizer.param_groups[0], job.ctx.rank
+        assert job.step_number == 0 or group["lr"] is rates[rank]
+        group["lr"] = rates[rank]
+
+    run_world(2, lambda ctx: train(ctx, on_step=on_step))
+    assert rates[0] == rates[1]
+
+
 @pytest.mark.parametrize("moment", range(0, 66, 6))
 def test_a_death_anywhere_leaves_the_others_equal(moment: int) -> None:
     results = ElasticWorld(
@@ -156,8 +193,17 @@ def test_a_death_anywhere_leaves_the_others_equal(moment: int) -> None:
     assert all(job.step_number == 24 for job in results.values())
 
 
-def test_who_joins_from_another_machine_is_aligned_before_bits_are_compared() -> None:
-    """The newcomer is like rank 1, and gets the bits of rank 0."""
+def kind_of_worker(ctx: MortalContext) -> str:
+    return "new" if ctx.backend.worker == "0" else "old"
+
+
+@pytest.mark.parametrize("death", [None, 7, 13])
+@pytest.mark.parametrize("every", [1, 3, 50])
+def test_who_joins_from_another_machine_goes_on_with_that_ones_optimizer(
+    every: int, death: int | None
+) -> None:
+    """The newcomer is like rank 1, but gets the parameters and the momentum of rank 0, which may
+    leave the two alone."""
     joined = threading.Event()
 
     def work(ctx: MortalContext) -> ElasticLoop:
@@ -167,12 +213,110 @@ def test_who_joins_from_another_machine_is_aligned_before_bits_are_compared() ->
                 joined.set()
             if job.step_number == 4:
                 assert joined.wait(30)
+            if ctx.backend.worker == "0" and job.step_number == death:
+                ctx.die()
 
-        return train(ctx, "new" if ctx.backend.worker == "0" else "old", on_step=on_step)
+        policy = Policy(hash_every=every, recovery_s=30)
+        return train(ctx, kind_of_worker(ctx), on_step=on_step, policy=policy)
 
     world = ElasticWorld(2, work)
     results = world.run()
-    assert len(results) == 3
+    assert len(results) == 3 - (death is not None)
+    assert len({job.parameter_hash() for job in results.values()}) == 1
+
+
+def test_like_machines_are_compared_when_the_first_unlike_one_joins() -> None:
+    """Before that they are compared at step 50: what was wrong until now is not taken over."""
+    joined = threading.Event()
+
+    def work(ctx: MortalContext) -> ElasticLoop:
+        worker = ctx.backend.worker
+
+        def on_step(job: ElasticLoop, model: nn.Module, optimizer: Any) -> None:
+            if job.step_number == 7 and worker == "1":
+                flip_a_bit(model)
+                world.join()
+                joined.set()
+            if job.step_number == 7:
+                assert joined.wait(30)
+
+        policy = Policy(hash_every=50, recovery_s=30)
+        return train(ctx, "old" if worker == "2" else "new", on_step=on_step, policy=policy)
+
+    world = ElasticWorld(2, work)
+    text = "parameters of rank 1 differ from those of rank 0, whose machine rounds in the same way"
+    with pytest.raises(Diverged, match=text):
+        world.run()
+
+
+def test_newcomers_from_one_machine_to_like_ones_must_have_equal_bits() -> None:
+    """Both get the momentum of rank 0, in one group: no last bit may be between them."""
+    joined = threading.Event()
+
+    def work(ctx: MortalContext) -> ElasticLoop:
+        def on_step(job: ElasticLoop, model: nn.Module, optimizer: Any) -> None:
+            if job.step_number == 4 and ctx.backend.worker == "0":
+                world.join()
+                world.join()
+                joined.set()
+            if job.step_number == 4:
+                assert joined.wait(30)
+            if job.step_number == 10 and ctx.backend.worker == "3":
+                flip_a_bit(model)
+
+        return train(ctx, kind_of_worker(ctx), on_step=on_step)
+
+    world = ElasticWorld(2, work)
+    text = "parameters of rank 3 differ from those of rank 2, whose machine rounds in the same way"
+    with pytest.raises(Diverged, match=text):
+        world.run()
+
+
+def test_an_alignment_that_a_loss_interrupts_is_made_up_for_by_like_machines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0 is lost when rank 1 has its parameters and rank 2 does not."""
+    take_shared = TorchReplica.take_shared
+
+    def work(ctx: MortalContext) -> ElasticLoop:
+        _here.ctx = ctx
+        try:
+            return train(ctx, kind_of_worker(ctx))
+        except Evicted:
+            raise Killed("worker 0") from None
+
+    def take(self: TorchReplica, state: Any) -> None:
+        ctx = _here.ctx
+        if ctx.backend.worker == "2" and ctx.world_size == 3:
+            ctx.backend.hub.kill("0")
+            raise PeerLost("rank 0 is lost")
+        take_shared(self, state)
+
+    monkeypatch.setattr(TorchReplica, "take_shared", take)
+    results = ElasticWorld(3, work).run()
+    assert sorted(results) == ["1", "2"]
+    assert len({job.parameter_hash() for job in results.values()}) == 1
+
+
+def test_who_joins_when_the_others_save_at_the_end_makes_the_same_calls(tmp_path: Path) -> None:
+    """The others are still in ``save``, the newcomer is at the end of its loop."""
+
+    def work(ctx: MortalContext) -> ElasticLoop:
+        worker = ctx.backend.worker
+
+        def after_step(job: ElasticLoop) -> None:
+            if job.done:
+                if worker == "2":
+                    world.join()
+                    ctx.die()
+                job.save()
+
+        store = CheckpointStore(tmp_path / worker)
+        return train(ctx, kind_of_worker(ctx), after_step=after_step, checkpoint=store)
+
+    world = ElasticWorld(3, work)
+    results = world.run()
+    assert sorted(results) == ["0", "1", "3"]
     assert len({job.parameter_hash() for job in results.values()}) == 1
 
 

@@ -340,9 +340,7 @@ class OuterStrategy:
         }
 
     def restore_inner(self, state: State) -> None:
-        for optimizer, groups in zip(self._optimizers, state["hyperparameters"], strict=True):
-            for group, values in zip(optimizer.param_groups, groups, strict=True):
-                group.update(values)
+        set_hyperparameters(self._optimizers, state["hyperparameters"])
         for name, each in self._also.items():
             each.load_state_dict(state["also"][name])
 
@@ -356,6 +354,24 @@ def hyperparameters(optimizers: Sequence[Optimizer]) -> list[list[dict[str, Any]
         ]
         for optimizer in optimizers
     ]
+
+
+@torch.no_grad()
+def set_hyperparameters(
+    optimizers: Sequence[Optimizer], values: Sequence[Sequence[dict[str, Any]]]
+) -> None:
+    """Set what ``hyperparameters`` returns to ``values``. Tensors are set in place: they stay on
+    their device, and where a compiled step finds them."""
+    for optimizer, groups in zip(optimizers, values, strict=True):
+        for group, theirs in zip(optimizer.param_groups, groups, strict=True):
+            for name, value in theirs.items():
+                group[name] = _set(group.get(name), value)
+
+
+def _set(own: Any, value: Any) -> Any:
+    if isinstance(own, Tensor) and isinstance(value, Tensor) and own.shape == value.shape:
+        return own.copy_(value)
+    return value
 
 
 def check_strategy(theirs: State, mine: State) -> None:

@@ -16,7 +16,12 @@ from potluck.torch.amp import GradScaler
 from potluck.torch.compression import tell_dropped
 from potluck.torch.ddp import DistributedDataParallel
 from potluck.torch.device import arithmetic, device_of
-from potluck.torch.outer import OuterStrategy, check_strategy, hyperparameters
+from potluck.torch.outer import (
+    OuterStrategy,
+    check_strategy,
+    hyperparameters,
+    set_hyperparameters,
+)
 from potluck.torch.rng import capture_random, restore_random
 
 _log = logging.getLogger(__name__)
@@ -142,6 +147,7 @@ class TorchReplica:
     def take_shared(self, state: State) -> None:
         for name, parameter in self._model.named_parameters():
             parameter.copy_(state["parameters"][name])
+        set_hyperparameters(self._optimizers, state["hyperparameters"])
 
     def parameter_hash(self) -> str:
         return parameter_hash(self._model)

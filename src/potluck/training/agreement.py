@@ -29,7 +29,7 @@ from potluck.errors import (
     PeerLost,
 )
 from potluck.training import saving
-from potluck.training.alignment import Alignment, kind_of
+from potluck.training.alignment import Alignment
 from potluck.training.noise import NoiseEstimate
 from potluck.training.policy import Policy
 from potluck.training.progress import Progress
@@ -122,7 +122,7 @@ class Agreement:
 
         ``pending`` is the epoch of the vote whose outcome this rank does not know, 0 for none. Also
         returns the loss of the last step that counts, NaN if no member knows it. Cost: one
-        all_gather of 112 bytes per rank.
+        all_gather of 128 bytes per rank.
         """
         began = time.monotonic()
         reformed = self.cause is not None or self.newcomers
@@ -140,7 +140,7 @@ class Agreement:
             *(progress.round if self.has_state else -1, self.history, pending, self.last_loss),
             *(progress.batch_size, noise.signal, noise.noise, noise.num, self.save_due),
             *(progress.round + len(progress.deals), self.longest_s),
-            kind_of(self._replica.arithmetic),
+            *self.alignment.row,
             *(*self.dealt_in(), 0, 0)[:_MAX_OPEN],
         ]
         rows = self._ctx.all_gather(np.array(mine, np.float64)).reshape(-1, len(mine))
@@ -154,10 +154,10 @@ class Agreement:
         self.longest_s = float(rows[:, 10].max())
         self.valid_deals = {}
         for row in ready:  # the most senior member's deal of a round counts
-            for number, epoch in enumerate(map(int, row[12:]), int(row[0])):
+            for number, epoch in enumerate(map(int, row[14:]), int(row[0])):
                 if epoch:
                     self.valid_deals.setdefault(number, epoch)
-        self.alignment.new_group(tuple(int(row[11]) for row in rows))
+        self.alignment.new_group(rows[:, 11:14], resolution.source, resolution.receivers)
         self._tried_at = self._saved_at = -1  # members may have seen different outcomes of a save
         if reformed and self.has_state:
             since = began if self.lost_at is None else self.lost_at
@@ -191,6 +191,7 @@ class Agreement:
             if wanted:
                 self._restore(received)
                 self.is_restored = True
+                self.alignment.received()
                 if self._progress.step:
                     _log.info("joined at step %d", self._progress.step)
         mine = self._own[ctx.rank :: ctx.world_size]

@@ -4,7 +4,10 @@ All ranks apply the same reduced gradients, but a GPU, a processor with fused mu
 without it round an optimizer's update differently, in the last bit. So equal hashes can't be asked
 of a group of unlike machines. There the ranks compare hashes every ``hash_every`` steps, and where
 these differ, ranks receive the parameters of rank 0, look whether rounding explains the difference,
-and take them over. Ranks of equal *arithmetic* must still have equal bits.
+and take them over. The optimizer's state is not sent: it stays each rank's own, in its last bits.
+
+Ranks of equal *arithmetic* must still have equal bits, if their states are of one *origin*: a rank
+that has received its state from a machine that rounds otherwise goes on with that one's optimizer.
 """
 
 from __future__ import annotations
@@ -13,9 +16,11 @@ import hashlib
 import logging
 import math
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from potluck.errors import Diverged
 from potluck.training.distance import Distance, distance
@@ -41,8 +46,9 @@ def kind_of(arithmetic: str) -> int:
 class Alignment:
     """Keeps the ``replica`` of this rank together with those of the others.
 
-    ``is_unlike``: the group has ranks of unlike arithmetic. All members decide alike when to align,
-    since the decision follows from the group's history and from numbers that all receive.
+    ``is_unlike``: the group has ranks of unlike arithmetic or origin, or has a member of a group
+    that had. All members decide alike when to align, since the decision follows from the group's
+    history and from numbers that all receive.
     """
 
     def __init__(
@@ -53,34 +59,57 @@ class Alignment:
         self._progress = progress
         self._replica = replica
         self._policy = policy
-        self._kinds: tuple[int, ...] = ()
+        self._kind = kind_of(replica.arithmetic)
+        self._origin = 0  # the epoch in which the state came from an unlike machine; 0 for none
+        self._kinds: list[tuple[int, int]] = []  # arithmetic and origin, by rank
         self._next = 0  # the step before which the next alignment is due
-        self._is_first = True  # of this group, whose members may come from unlike machines
+        self._may_be_cut = False  # a loss may have interrupted the last alignment
         self._equal_at = -1  # not known: the state came from another member
         self._equal_since = time.monotonic()
         self._is_told = False
 
-    def new_group(self, kinds: tuple[int, ...]) -> None:
-        """A group has formed, whose ranks have the ``kinds`` of ``kind_of``."""
-        self._kinds, self.is_unlike = kinds, len(set(kinds)) > 1
-        self._next, self._is_first = 0, True
+    @property
+    def row(self) -> tuple[int, int, int]:
+        """What the members of the next group must know of this rank."""
+        return self._kind, self._origin, self.is_unlike
+
+    def new_group(self, rows: NDArray[Any], source: int, receivers: Sequence[int]) -> None:
+        """A group has formed, whose ranks have these ``rows``. ``receivers`` will get the state of
+        rank ``source``; -1 for a state that no rank has trained yet."""
+        kinds = [(int(kind), int(origin)) for kind, origin, _ in rows]
+        for rank in receivers:
+            kind, origin = kinds[rank][0], 0
+            if source >= 0:
+                theirs, origin = kinds[source]
+                origin = origin if kind == theirs else self._ctx.epoch
+            kinds[rank] = kind, origin
+        self._kinds = kinds
+        self._may_be_cut = bool(rows[:, 2].any())
+        self.is_unlike = len(set(kinds)) > 1 or self._may_be_cut
+        self._next = 0
+
+    def received(self) -> None:
+        """This rank has received the state that was announced to ``new_group``."""
+        self._origin = self._kinds[self._ctx.rank][1]
 
     def align(self, *, now: bool = False) -> None:
-        """Make the parameters of all ranks equal, if that is due or ``now``. A collective call,
-        between two steps.
+        """Make the parameters of all ranks equal, if that is due, or ``now`` and not yet done in
+        this group at this step. A collective call, between two steps.
 
         Diverged, on all ranks, if ranks of equal arithmetic differ, or others by more than rounding
         explains. Cost: an all_gather of 40 bytes per rank; where parameters differ a broadcast of
         them, so seldom that it takes 2% of the time.
         """
         step = self._progress.step
-        if not self.is_unlike or (step < self._next and not now):
+        # Members may come to a step's last call by way of unlike ones (``ElasticLoop.save``).
+        is_due = step >= self._next or (now and step != self._equal_at)
+        if not (self.is_unlike and is_due):
             return
         ctx, began = self._ctx, time.monotonic()
         mine = np.frombuffer(bytes.fromhex(self._replica.fingerprint()), np.int64)
         rows = ctx.all_gather(np.array([*mine, self._equal_at])).reshape(ctx.world_size, -1)
         hashes = [row[:-1].tobytes() for row in rows]
-        if not self._is_first:
+        if not self._may_be_cut:
             self._compare_likes(hashes)
         spacing = self._policy.hash_every
         if len(set(hashes)) > 1:
@@ -88,12 +117,12 @@ class Alignment:
             num_steps = step - int(known.min(initial=step))
             self._take(num_steps, wanted=hashes[ctx.rank] != hashes[0])
             spacing = max(spacing, self._spacing(step, began))
-        self._next, self._is_first = step + spacing, False
+        self._next, self._may_be_cut = step + spacing, False
         self._equal_at, self._equal_since = step, time.monotonic()
 
     def _compare_likes(self, hashes: list[bytes]) -> None:
-        """Diverged if two ranks of equal arithmetic have unlike parameters."""
-        firsts: dict[int, int] = {}
+        """Diverged if two ranks of equal arithmetic and origin have unlike parameters."""
+        firsts: dict[tuple[int, int], int] = {}
         for rank, kind in enumerate(self._kinds):
             first = firsts.setdefault(kind, rank)
             if hashes[rank] != hashes[first]:

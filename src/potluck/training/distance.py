@@ -22,9 +22,9 @@ ROUNDINGS = 256
 """Units in the last place of a tensor's largest value that one step explains."""
 MOST = 0.25
 """Of a tensor's largest value: what rounding never explains, however coarse the dtype is."""
-_OF_NUMBERS = 1e-9
-"""Of a number: schedules of learning rates use functions that systems' libraries round
-differently."""
+_OF_NUMBERS = 1e-6
+"""Of a number: schedules of learning rates use functions that systems' libraries round differently,
+and the last rate of a cosine has many times the error of ``cos``."""
 _CHUNK = 1 << 20
 
 
@@ -70,12 +70,14 @@ def _of_leaves(mine: Any, theirs: Any, where: str, num_steps: int) -> Distance:
     own, other = _tensor(mine), _tensor(theirs)
     if own is not None and other is not None:
         return _of_tensors(own, other, where, num_steps)
-    if type(mine) is float and type(theirs) is float:
-        both_nan = math.isnan(mine) and math.isnan(theirs)
-        is_equal = both_nan or math.isclose(mine, theirs, rel_tol=_OF_NUMBERS)
-    else:
-        is_equal = own is other and type(mine) is type(theirs) and mine == theirs
     what = f"{mine!r:.60}, not {theirs!r:.60}"
+    if type(mine) is float and type(theirs) is float:
+        if mine == theirs or (math.isnan(mine) and math.isnan(theirs)):
+            return Distance()
+        is_near = math.isclose(mine, theirs, rel_tol=_OF_NUMBERS)
+        apart = abs(mine - theirs) / max(abs(mine), abs(theirs)) if is_near else math.inf
+        return Distance(apart / _OF_NUMBERS, where, what)
+    is_equal = own is other and type(mine) is type(theirs) and mine == theirs
     return Distance() if is_equal else Distance(math.inf, where, what)
 
 
@@ -110,7 +112,7 @@ def _largest(mine: NDArray[Any], theirs: NDArray[Any]) -> tuple[float, float]:
         with np.errstate(invalid="ignore"):
             same = (one == other) | (np.isnan(one) & np.isnan(other))
             between = np.where(same, 0.0, np.abs(one - other))
-        apart = max(apart, float(np.nan_to_num(between, nan=math.inf).max()))
+        apart = max(apart, float(np.nan_to_num(between, nan=math.inf, posinf=math.inf).max()))
         largest = max(largest, float(np.abs(other[np.isfinite(other)]).max(initial=0.0)))
     return apart, largest
 

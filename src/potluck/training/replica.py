@@ -38,8 +38,8 @@ class Replica(Protocol):
         on all ranks."""
 
     def take_shared(self, state: State) -> None:
-        """Set the tensors of ``shared()`` to those of ``state``, which is another rank's. Numbers
-        stay as they are."""
+        """Set what ``shared()`` returns to ``state``, which is another rank's and differs by
+        rounding."""
 
     def parameter_hash(self) -> str:
         """Hex SHA-256 of what was trained, for people to compare."""

@@ -66,8 +66,10 @@ def test_equal_values_that_are_not_finite_are_equal() -> None:
     assert distance([mine], [theirs], 1).excess == 0
     theirs[3] = np.nextafter(np.float32(1), np.float32(2))
     assert 0 < distance([mine], [theirs], 1).excess < 1
-    theirs[3] = math.nan
-    assert distance([mine], [theirs], 1).excess == math.inf
+    for value in (math.nan, math.inf, -math.inf):
+        theirs[3] = value
+        found = distance([mine], [theirs], 1)
+        assert (found.excess, found.what) == (math.inf, "NaN or inf in one of them")
 
 
 def test_a_zero_may_be_what_another_machine_rounds_down_to_it() -> None:
@@ -78,7 +80,11 @@ def test_a_zero_may_be_what_another_machine_rounds_down_to_it() -> None:
 def test_rates_may_differ_in_their_last_bits_only() -> None:
     rate = 0.05 * (1 + math.cos(0.3))
     near = {"lr": math.nextafter(rate, 1), "foo": math.nan}
-    assert distance({"lr": rate, "foo": math.nan}, near, 1).excess == 0
+    found = distance({"lr": rate, "foo": math.nan}, near, 1)
+    assert 0 < found.excess < 1e-6
+    assert (found.where, found.what) == ("lr", f"{rate!r}, not {near['lr']!r}")
+    assert distance({"lr": math.inf}, {"lr": math.inf}, 1).excess == 0
+    assert distance({"lr": 0.0}, {"lr": 1e-30}, 1).excess == math.inf
     found = distance({"lr": rate}, {"lr": rate * 1.001}, 1)
     assert (found.excess, found.where) == (math.inf, "lr")
     assert repr(rate) in found.what
