@@ -1,8 +1,9 @@
 """The device of a model: which one it is, how it rounds, and when it has computed.
 
 Machines whose ``arithmetic`` is equal apply the same updates with equal bits. What decides how a
-machine rounds is PyTorch's version, the system's mathematical library, the device, and of a
-processor also the number of threads, by which sums are split.
+machine rounds is PyTorch's version, the system's mathematical library (a schedule of learning
+rates calls it, also where the model is on a GPU), the device, and of a processor also the number of
+threads, by which sums are split.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ def synchronize(model: nn.Module) -> None:
 
 def arithmetic(device: torch.device) -> str:
     """How updates are rounded on ``device`` of this machine, in words."""
-    version = f"torch {torch.__version__}"
-    if device.type == "cuda":
-        return f"{version}, {torch.cuda.get_device_name(device)}"
-    if device.type != "cpu":
-        return f"{version}, {device.type}, {platform.machine()}"
     system = " ".join((platform.system(), *platform.libc_ver())).strip()
+    software = f"torch {torch.__version__}, {system}"
+    if device.type == "cuda":
+        return f"{software}, {torch.cuda.get_device_name(device)}"
+    if device.type != "cpu":
+        return f"{software}, {device.type}, {platform.machine()}"
     capability, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
-    return f"{version}, {system}, {_processor()}, {capability}, threads: {threads}"
+    return f"{software}, {_processor()}, {capability}, threads: {threads}"
 
 
 def _processor() -> str:
