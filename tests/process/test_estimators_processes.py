@@ -59,12 +59,14 @@ def test_the_example_of_messages_classifies_digits_that_lie_in_unequal_parts() -
 
 
 SEARCH = """
+import os
 import numpy as np
 import potluck
 from potluck.estimators import PCA
 from sklearn.model_selection import GridSearchCV
 
 ctx = potluck.init()
+print("process", os.getpid(), flush=True)
 X = np.random.default_rng(ctx.rank).normal(size=(100, 4))
 search = GridSearchCV(PCA(ctx=ctx), {"n_components": [1, 2]}, cv=2, n_jobs=2)
 search.fit(X)
@@ -78,6 +80,12 @@ def test_a_search_in_processes_of_a_worker_is_told_what_to_change(tmp_path: Path
         assert run.finish() == 1
         assert "worker 0 is connected already" in run.text
         assert "leave n_jobs at 1" in run.text
+        processes = re.findall(r"process (\d+)", run.text)
+    # The worker that ends last is stopped, and joblib's own process, which would remove its
+    # semaphores, with it.
+    for process in processes:
+        for path in Path("/dev/shm").glob(f"sem.loky-{process}-*"):
+            path.unlink(missing_ok=True)
 
 
 def test_a_killed_worker_costs_k_means_one_repeated_iteration(tmp_path: Path) -> None:
