@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import getpass
 import os
+import platform
 import select
 import signal
 import socket
@@ -105,6 +106,16 @@ def usable_cpus() -> frozenset[int]:
     if sys.platform == "linux":
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
+
+
+def processor_name() -> str:
+    """The processor's model, as the system names it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for text in cpuinfo.read_text(errors="replace").splitlines():
+            if text.startswith("model name"):
+                return text.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def lock(fd: int, *, shared: bool = False, wait: bool = False) -> None:

@@ -13,7 +13,7 @@ import psutil
 
 from potluck import native
 from potluck.optional import installed
-from potluck.system import usable_cpus
+from potluck.system import processor_name, usable_cpus
 
 PACKAGES = ("potluck", "numpy", "torch", "mpi4py", "mlx")
 
@@ -24,7 +24,7 @@ def machine(*packages: str) -> dict[str, Any]:
     names = (*PACKAGES, *packages)
     return {
         "date": datetime.date.today().isoformat(),
-        "processor": processor(),
+        "processor": processor_name(),
         "cores": len(usable_cpus()),
         "memory_gib": round(psutil.virtual_memory().total / (1 << 30)),
         "system": f"{platform.system()} {platform.release().split('-')[0]} {platform.machine()}",
@@ -49,16 +49,6 @@ def core_to_core_s() -> float | None:
     change within a second, when the host moves the virtual cores to other physical ones.
     """
     return (native.core.shm_costs()[0] or None) if native.available else None
-
-
-def processor() -> str:
-    """The processor's model, as the system names it."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for text in cpuinfo.read_text().splitlines():
-            if text.startswith("model name"):
-                return text.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def commit() -> str:

@@ -9,12 +9,11 @@ threads, by which sums are split.
 from __future__ import annotations
 
 import platform
-from pathlib import Path
 
 import torch
 from torch import nn
 
-_CPUINFO = Path("/proc/cpuinfo")
+from potluck.system import processor_name
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -22,9 +21,8 @@ def device_of(model: nn.Module) -> torch.device:
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
-def synchronize(model: nn.Module) -> None:
-    """Wait until the device of ``model`` has computed what was queued on it."""
-    device = device_of(model)
+def synchronize(device: torch.device) -> None:
+    """Wait until ``device`` has computed what was queued on it."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -38,14 +36,4 @@ def arithmetic(device: torch.device) -> str:
     if device.type != "cpu":
         return f"{software}, {device.type}, {platform.machine()}"
     capability, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
-    return f"{software}, {_processor()}, {capability}, threads: {threads}"
-
-
-def _processor() -> str:
-    """The name of the processor, or else of its kind."""
-    try:
-        lines = _CPUINFO.read_text(errors="replace").splitlines()
-    except OSError:  # not Linux
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+    return f"{software}, {processor_name()}, {capability}, threads: {threads}"

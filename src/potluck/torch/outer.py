@@ -84,7 +84,6 @@ class OuterStrategy:
         self._mixing = config.mixing if isinstance(config, DiLoCo) else 0.0
         self._compression = config.compression if isinstance(config, DiLoCo) else None
         self.needs_whole_weights = self._compression is not None
-        self._model = model
         self._optimizers = list(optimizers)
         self._also = dict(also)
         named: list[tuple[str, Tensor]] = [
@@ -331,7 +330,8 @@ class OuterStrategy:
         return two_grids(hyperparameters(self._optimizers))
 
     def synchronize(self) -> None:
-        synchronize(self._model)
+        for device in {tensor.device for tensor in self._tensors}:
+            synchronize(device)
 
     def capture_inner(self) -> State:
         return {

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 from torch import nn
 
-from potluck.torch.device import synchronize
+from potluck.torch.device import device_of, synchronize
 from potluck.torch.measuring import measure
 from potluck.training.plan_file import FACT, VARIABLE, plan_file
 from potluck.training.planner import encode, named
@@ -171,7 +171,7 @@ class Rehearsal:
     """The steps of a script that is only measured."""
 
     def __init__(self, ctx: DistributedContext, model: nn.Module, policy: Policy | None) -> None:
-        self._ctx, self._model = ctx, model
+        self._ctx, self._model, self._device = ctx, model, device_of(model)
         self._is_proportional = policy is not None and policy.shares is not None
         self._times: list[float] = []
         self._num_steps = NUM_STEPS
@@ -179,12 +179,12 @@ class Rehearsal:
 
     def begin(self) -> None:
         """A step begins, with the loading of its samples."""
-        synchronize(self._model)
+        synchronize(self._device)
         self._began, self._waited_s = time.perf_counter(), self._ctx.waited_s
 
     def end(self) -> bool:
         """The step has ended; whether these were enough. Equal on all ranks."""
-        synchronize(self._model)  # a GPU computes what the step has only queued
+        synchronize(self._device)  # a GPU computes what the step has only queued
         waited_s = self._ctx.waited_s - self._waited_s
         self._times.append(max(1e-6, time.perf_counter() - self._began - waited_s))
         if len(self._times) == NUM_STEPS:

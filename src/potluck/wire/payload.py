@@ -106,7 +106,7 @@ def pack(value: Any, path: str = "payload") -> Packed:
             f"the texts, bytes and small values of {path} take {len(header)} bytes, more than "
             f"{MAX_HEADER_BYTES}: send long ones as arrays of uint8"
         )
-    if len(header) > MAX_VALUES and count_values(header, MAX_VALUES) > MAX_VALUES:
+    if _has_too_many(header):
         raise ValueError(
             f"{path} has more than {MAX_VALUES} values: send numbers as an array, not as a list"
         )
@@ -127,6 +127,11 @@ def unpack(header: bytes | bytearray | memoryview, limit: int) -> Unpacked:
 def decoded_bytes(header_bytes: int) -> int:
     """The most memory that the values of a header of ``header_bytes`` take, without its arrays."""
     return _PER_VALUE * min(header_bytes, MAX_VALUES) + _PER_CHARACTER * header_bytes
+
+
+def _has_too_many(header: bytes | bytearray | memoryview) -> bool:
+    """Whether a header has more than ``MAX_VALUES`` values."""
+    return len(header) > MAX_VALUES and count_values(header, MAX_VALUES) > MAX_VALUES
 
 
 def _packed(value: Any, buffers: list[memoryview], depth: int) -> Any:
@@ -246,7 +251,7 @@ class Unpacker:
     def unpack(self, header: bytes | bytearray | memoryview) -> Unpacked:
         """See the function of this name."""
         self._nbytes = 0
-        if len(header) > MAX_VALUES and count_values(header, MAX_VALUES) > MAX_VALUES:
+        if _has_too_many(header):
             raise ProtocolError(f"the header of a payload has more than {MAX_VALUES} values")
         try:
             value = self._decode(header)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from potluck.torch.device import synchronize
 from potluck.torch.pipeline.plan import Layer, Node
 
 
@@ -95,7 +96,7 @@ def _step(layer: nn.Module, example: Tensor) -> tuple[float, Tensor, int]:
     x = example.detach()
     if x.is_floating_point():
         x.requires_grad_()
-    _synchronize(x.device)
+    synchronize(x.device)
     start = time.perf_counter()
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         output = layer(x)
@@ -106,7 +107,7 @@ def _step(layer: nn.Module, example: Tensor) -> tuple[float, Tensor, int]:
         )
     if output.requires_grad:
         torch.autograd.backward(output, torch.ones_like(output))
-    _synchronize(x.device)
+    synchronize(x.device)
     seconds = time.perf_counter() - start
     layer.zero_grad()
     return seconds, output.detach(), sum(kept.values())
@@ -114,11 +115,6 @@ def _step(layer: nn.Module, example: Tensor) -> tuple[float, Tensor, int]:
 
 def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
 
 
 def _own_memory(device: torch.device) -> float:

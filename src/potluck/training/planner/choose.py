@@ -137,7 +137,9 @@ def _worst(group: Measured) -> Iterable[str]:
     speeds = tuple(1 / seconds for seconds in group.compute_s)
     together = sum if group.shares == "proportional" else min
     figures: list[tuple[tuple[float, ...], Callable[[Iterator[float]], float]]] = [
-        *((speeds, together), (group.bytes_per_s, min), (group.crossing_bytes_per_s, min))
+        (speeds, together),
+        (group.bytes_per_s, min),
+        (group.crossing_bytes_per_s, min),
     ]
     return {
         min(nodes, key=lambda node: of(figure[rank] for rank in ranks[node])): None
