@@ -9,12 +9,13 @@ import pytest
 
 from potluck.context import DistributedContext
 from potluck.testing.world import run_world
+from support.pages import snippets
 
 pytest.importorskip("torch")
 pytest.importorskip("pyarrow", reason="pip install 'potluck[data]'")
 
 PAGE = Path(__file__).parents[2] / "docs" / "data.md"
-SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+SNIPPETS = snippets("data.md")
 
 
 def test_every_snippet_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("sklearn", reason="pip install 'potluck[sklearn]'")
 
-from potluck.context import DistributedContext
 from potluck.testing.world import run_world
+from support.pages import run_by_rank, snippets
 
-PAGE = Path(__file__).parents[2] / "docs" / "estimators.md"
-SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-
-
-def run(ctx: DistributedContext) -> None:
-    script = "\n".join(SNIPPETS).replace("ctx = potluck.init()", "")
-    exec(compile(script, str(PAGE), "exec"), {"ctx": ctx, "__name__": "page"})
+PAGE = "estimators.md"
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_every_snippet_runs_alone_and_on_two_ranks(
     world_size: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert len(SNIPPETS) == 7
-    run_world(world_size, run, timeout_s=60)
+    assert len(snippets(PAGE)) == 7
+    run_world(world_size, run_by_rank(PAGE), timeout_s=60)
     printed = capsys.readouterr().out
     assert "20 trees on every rank" in printed
     assert len(set(re.findall(r"10 exact trees, accuracy \d\.\d+", printed))) == 1, "one forest"

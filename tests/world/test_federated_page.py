@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from support.pages import snippets as snippets_of
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "federated.md"
 HAS_ACCOUNTING = importlib.util.find_spec("dp_accounting") is not None
-SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+SNIPPETS = snippets_of("federated.md")
 
 
 def test_every_snippet_runs(capsys: pytest.CaptureFixture[str]) -> None:

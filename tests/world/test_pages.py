@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-DOCS = Path(__file__).parents[2] / "docs"
+from support.pages import snippets
 
 
 def run(page: str) -> dict[str, Any]:
     """The page's Python snippets, one after the other; their names."""
-    scripts = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+    scripts = snippets(page)
     assert scripts
     names: dict[str, Any] = {"__name__": "page"}
     for script in scripts:

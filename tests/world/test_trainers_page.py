@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("sklearn", reason="pip install 'potluck[sklearn]'")
 pytest.importorskip("torch")
 
-from potluck.context import DistributedContext
 from potluck.testing.world import run_world
+from support.pages import run_by_rank, snippets
 
-PAGE = Path(__file__).parents[2] / "docs" / "trainers.md"
-SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-
-
-def run(ctx: DistributedContext) -> None:
-    script = "\n".join(SNIPPETS).replace("ctx = potluck.init()", "")
-    exec(compile(script, str(PAGE), "exec"), {"ctx": ctx, "__name__": "page"})
+PAGE = "trainers.md"
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_every_snippet_runs_alone_and_on_two_ranks(
     world_size: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert len(SNIPPETS) == 4
-    run_world(world_size, run, timeout_s=90)
+    assert len(snippets(PAGE)) == 4
+    run_world(world_size, run_by_rank(PAGE), timeout_s=90)
     printed = capsys.readouterr().out
     assert printed.count("epoch 4: loss") == world_size
     accuracies = [float(found) for found in re.findall(r"accuracy (\d\.\d+)", printed)]

@@ -9,11 +9,12 @@ import pytest
 
 from potluck.context import DistributedContext
 from potluck.testing.world import run_world
+from support.pages import snippets
 
 pytest.importorskip("tensorboardX", reason="pip install 'potluck[tensorboard]'")
 
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
-SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+SNIPPETS = snippets("training.md")
 
 
 def run(ctx: DistributedContext, folder: Path) -> dict[str, object]:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from potluck.wire.msgpack_values import count_values
 from potluck.wire.payload import pack
+from support.payloads import nested, scalars
 
 MANY = 1 << 60
 
@@ -25,26 +26,8 @@ def walked(value: Any) -> int:
     return 1
 
 
-SCALARS = (
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**63), 2**64 - 1)
-    | st.floats()
-    | st.text(max_size=300)
-    | st.binary(max_size=300)
-    | st.just(np.float32(1.5))
-    | st.integers(0, 9).map(np.zeros)
-)
-KEYS = st.none() | st.text(max_size=3) | st.integers(2, 2**63)
-VALUES = st.recursive(
-    SCALARS,
-    lambda inner: (
-        st.lists(inner, max_size=20)
-        | st.lists(inner, max_size=20).map(tuple)
-        | st.dictionaries(KEYS, inner, max_size=20)
-    ),
-    max_leaves=60,
-)
+LEAVES = scalars(max_size=300) | st.just(np.float32(1.5)) | st.integers(0, 9).map(np.zeros)
+VALUES = nested(LEAVES, max_size=20, max_leaves=60)
 
 
 @given(VALUES)

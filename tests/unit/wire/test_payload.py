@@ -25,6 +25,7 @@ from potluck.wire.payload import (
     pack,
     unpack,
 )
+from support.payloads import nested, scalars
 
 LIMIT = 1 << 20
 
@@ -62,24 +63,7 @@ ARRAYS = st.builds(
     st.lists(st.integers(0, 3), max_size=3),
     st.sampled_from(["float16", "float64", "bool", "uint8", "complex128", ml_dtypes.bfloat16]),
 )
-SCALARS = (
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**63), 2**64 - 1)
-    | st.floats()
-    | st.text(max_size=5)
-    | st.binary(max_size=5)
-)
-KEYS = st.none() | st.text(max_size=3) | st.integers(2, 2**63)
-VALUES = st.recursive(
-    SCALARS | ARRAYS,
-    lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.lists(inner, max_size=4).map(tuple)
-        | st.dictionaries(KEYS, inner, max_size=4)
-    ),
-    max_leaves=12,
-)
+VALUES = nested(scalars(max_size=5) | ARRAYS, max_size=4, max_leaves=12)
 
 
 @given(VALUES)
