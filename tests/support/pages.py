@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
-
-from potluck.context import DistributedContext
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -16,12 +13,7 @@ def snippets(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
 
 
-def run_by_rank(page: str) -> Callable[[DistributedContext], None]:
-    """A function that runs the whole script of a page on one rank of a world: the rank's context
-    takes the place of the one that the script makes."""
-    script = "\n".join(snippets(page)).replace("ctx = potluck.init()", "")
-
-    def run(ctx: DistributedContext) -> None:
-        exec(compile(script, page, "exec"), {"ctx": ctx, "__name__": "page"})
-
-    return run
+def script_without_context(page: str) -> str:
+    """The snippets of a page as one script, without the line that makes ``ctx``: each rank of a
+    world brings its own."""
+    return "\n".join(snippets(page)).replace("ctx = potluck.init()", "")

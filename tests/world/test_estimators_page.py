@@ -8,10 +8,15 @@ import pytest
 
 pytest.importorskip("sklearn", reason="pip install 'potluck[sklearn]'")
 
+from potluck.context import DistributedContext
 from potluck.testing.world import run_world
-from support.pages import run_by_rank, snippets
+from support.pages import script_without_context, snippets
 
 PAGE = "estimators.md"
+
+
+def run(ctx: DistributedContext) -> None:
+    exec(compile(script_without_context(PAGE), PAGE, "exec"), {"ctx": ctx, "__name__": "page"})
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -19,7 +24,7 @@ def test_every_snippet_runs_alone_and_on_two_ranks(
     world_size: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert len(snippets(PAGE)) == 7
-    run_world(world_size, run_by_rank(PAGE), timeout_s=60)
+    run_world(world_size, run, timeout_s=60)
     printed = capsys.readouterr().out
     assert "20 trees on every rank" in printed
     assert len(set(re.findall(r"10 exact trees, accuracy \d\.\d+", printed))) == 1, "one forest"

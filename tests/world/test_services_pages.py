@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import pytest
 
+from potluck.context import DistributedContext
 from potluck.testing.world import run_world
-from support.pages import DOCS, run_by_rank, snippets
+from support.pages import DOCS, script_without_context, snippets
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -18,6 +19,11 @@ def test_every_snippet_runs(
 ) -> None:
     page = (DOCS / name).read_text()
     assert len(snippets(name)) == num_snippets
-    run_world(world_size, run_by_rank(name))
+    script = script_without_context(name)
+
+    def run(ctx: DistributedContext) -> None:
+        exec(compile(script, name, "exec"), {"ctx": ctx, "__name__": "page"})
+
+    run_world(world_size, run)
     for line in capsys.readouterr().out.splitlines():
         assert f"\n    {line}\n" in page, "the page shows what its script prints"

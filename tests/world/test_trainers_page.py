@@ -9,10 +9,15 @@ import pytest
 pytest.importorskip("sklearn", reason="pip install 'potluck[sklearn]'")
 pytest.importorskip("torch")
 
+from potluck.context import DistributedContext
 from potluck.testing.world import run_world
-from support.pages import run_by_rank, snippets
+from support.pages import script_without_context, snippets
 
 PAGE = "trainers.md"
+
+
+def run(ctx: DistributedContext) -> None:
+    exec(compile(script_without_context(PAGE), PAGE, "exec"), {"ctx": ctx, "__name__": "page"})
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -20,7 +25,7 @@ def test_every_snippet_runs_alone_and_on_two_ranks(
     world_size: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert len(snippets(PAGE)) == 4
-    run_world(world_size, run_by_rank(PAGE), timeout_s=90)
+    run_world(world_size, run, timeout_s=90)
     printed = capsys.readouterr().out
     assert printed.count("epoch 4: loss") == world_size
     accuracies = [float(found) for found in re.findall(r"accuracy (\d\.\d+)", printed)]
