@@ -13,7 +13,7 @@ import pytest
 
 from support.commands import Command
 from support.figures import Figures
-from support.machines import Machine, cluster_of, form, leader_of, marks
+from support.machines import Machine, by_seniority, cluster_of, form, leader_of, marks
 
 pytestmark = [pytest.mark.needs_root_netns, pytest.mark.timeout(300)]
 
@@ -123,26 +123,29 @@ def test_another_machine_relays_when_the_one_that_does_has_died(
             ends(run, stop)
 
 
+@pytest.mark.parametrize("starter", ["the one that stays", "the one that leaves"])
 def test_a_job_on_two_machines_alone_that_do_not_reach_each_other_goes_on_with_one(
-    tmp_path: Path,
+    starter: str, tmp_path: Path
 ) -> None:
     """Their agents talk by way of a third, which gives no workers. A job of the two can't spare the
-    link, so one of them leaves the cluster, as when the link is cut while the job runs. It comes
-    back once the network is mended."""
+    link, so the one that came last leaves the cluster, as when the link is cut while the job runs.
+    It comes back once the network is mended, and a job that it started is told there again."""
     with cluster_of(3, tmp_path / "homes") as trio:
         form(*trio)
-        leader = leader_of(trio)
-        third, a, b = leader, *(each for each in trio if each is not leader)
-        assert third.runs("pause").returncode == 0
+        leader, stays, leaves = by_seniority(trio)
+        assert leader.runs("pause").returncode == 0
         since = marks(trio)
-        cut(a, b)
-        for each in (a, b):
+        cut(stays, leaves)
+        for each in (stays, leaves):
             each.says(" is heard, and hears me", since=since[each])
-        stop = tmp_path / "stop"
-        with a.run(TRAINING, stop) as run:
-            goes_on(run, "none", 5, since=0, within_s=AGAIN_S, count=1)
+        stop, begins = tmp_path / "stop", stays if starter == "the one that stays" else leaves
+        with begins.run(TRAINING, stop) as run:
+            if begins is stays:
+                goes_on(run, "none", 5, since=0, within_s=AGAIN_S, count=1)
+            else:
+                run.when("potluck: this machine: paused: ", AGAIN_S, since=0)
             since_then = run.mark
-            cut(a, b, on=False)
+            cut(stays, leaves, on=False)
             goes_on(run, "none", 5, since=since_then, within_s=AGAIN_S, count=2)
             ends(run, stop, 2)
 

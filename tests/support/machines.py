@@ -284,6 +284,14 @@ def leader_of(members: Iterable[Machine]) -> Machine:
     return next(each for each in members if each.id == members[0].leader)
 
 
+def by_seniority(members: Iterable[Machine]) -> list[Machine]:
+    """These, the most senior first, as the newest view of the first of them has them."""
+    members = list(members)
+    views = [match[2] for line in members[0].lines if (match := _VIEW.search(line))]
+    order = _ID.findall(views[-1])
+    return sorted(members, key=lambda each: order.index(each.id))
+
+
 def form(*members: Machine) -> float:
     """Have these up and in one view, whatever was before; seconds from the last one that came up
     until all are. Others must be down, or cut off."""

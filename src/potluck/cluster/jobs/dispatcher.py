@@ -402,8 +402,10 @@ class JobDispatcher:
                     runner.hold(reason)
                 for controller in self._controllers.values():
                     controller.hold()
-            case events.Resume():
+                self._tell_commands(reason)
+            case events.Resume(reason):
                 assert self._agent.plane.view is not None
+                self._tell_commands(reason)
                 for controller in self._controllers.values():
                     controller.installed(self._agent.plane.view)
                 for runner in self.runners.values():
@@ -418,10 +420,18 @@ class JobDispatcher:
                 elif resync:
                     for runner in self.runners.values():
                         runner.resync()
+                self._tell_commands(reason)
             case events.GroupRefused(job, floor, reason) if job in self._controllers:
                 self._controllers[job].group_refused(floor, reason)
             case _:
                 pass
+
+    def _tell_commands(self, text: str) -> None:
+        """What became of this node is shown where its jobs were started: what their workers write on
+        other nodes does not get here as long as this node is out of the view."""
+        text = self._agent.names.readable(text)
+        for job, watched in self._watched.items():
+            watched.client.take(jobs.JobNote(job, worker_link.clip(f"this machine: {text}")))
 
     def _installed(self, view: View) -> None:
         self._has_view.set()
