@@ -28,7 +28,7 @@ from potluck.cluster.jobs.permissions import may_lead_soon, may_say
 from potluck.cluster.jobs.placement import place
 from potluck.cluster.jobs.process import free_port
 from potluck.cluster.jobs.summary import encode_summary
-from potluck.cluster.jobs.watched import WatchedJob
+from potluck.cluster.jobs.watched import WatchedJobs
 from potluck.cluster.links.local import Client
 from potluck.cluster.membership import events
 from potluck.cluster.topology.versions import own_versions
@@ -55,7 +55,7 @@ class JobDispatcher:
         self._agent = agent
         self._code_store = code_store
         self._controllers: dict[str, JobController] = {}
-        self._watched: dict[str, WatchedJob] = {}
+        self._watched = WatchedJobs(agent.plane.to_leader)
         self._early = EarlyOrders()
         self._has_view = asyncio.Event()
         self._view_changed = asyncio.Event()
@@ -113,8 +113,7 @@ class JobDispatcher:
             started=time.time(),
         )
         spec = agent.sign(spec)
-        self._watched[job] = WatchedJob(spec, client)
-        agent.plane.to_leader(jobs.Submit(spec))
+        self._watched.submit(spec, client)
         return job
 
     async def _await_nodes(self, job: str, request: local.RunRequest, client: Client) -> None:
@@ -171,9 +170,6 @@ class JobDispatcher:
         for runner in list(self.runners.values()):
             runner.offers_changed()
 
-    def _must_wait(self) -> bool:
-        return any(watched.client.is_behind for watched in self._watched.values())
-
     async def _run_asked(self, request: local.RunRequest, client: Client) -> None:
         """Submit a job, unless the command interrupts it or leaves before that is done."""
         task = asyncio.current_task()
@@ -203,11 +199,7 @@ class JobDispatcher:
 
     def interrupt(self, client: Client, number: int) -> None:
         """The operator wants the job of ``client`` to end, by signal ``number``."""
-        for job, watched in self._watched.items():
-            if watched.client is client:
-                watched.number = number
-                watched.times = min(watched.times + 1, jobs.MAX_INTERRUPTS)
-                self._agent.plane.to_leader(jobs.InterruptJob(job, number, watched.times))
+        self._watched.interrupt(client, number)
 
     def status(self) -> tuple[worker_link.JobState, ...]:
         """The status of all jobs: of those led here as it is now, else as the leader told it
@@ -248,7 +240,7 @@ class JobDispatcher:
         elif isinstance(message, jobs.FromLeader):
             self._ordered(message)
         elif isinstance(message, jobs.ToStarter):
-            self._shown(message)
+            self._watched.received(message)
         elif isinstance(message, jobs.Submit):
             assert view is not None
             self._submitted(node, message.spec, view)
@@ -271,21 +263,15 @@ class JobDispatcher:
                     runner.order_again(message)
                 elif len(self.runners) < jobs.MAX_JOBS:
                     self.runners[spec.job] = LocalRunner(
-                        self._agent, self._code_store, message, self._must_wait
+                        self._agent, self._code_store, message, lambda: self._watched.is_behind
                     )
             case jobs.JobList(listed):
                 self._drop(self.runners.keys() - set(listed))
-                gone = [job for job, each in self._watched.items() if each.is_taken]
-                for job in set(gone) - set(listed):
-                    text = "it ended while this node was away; the leader's log says how"
-                    self._watched.pop(job).client.take(local.CommandResult(False, text))
+                self._watched.listed(listed)
             case jobs.JobStatus(status):
                 if (runner := self.runners.get(status.job)) is not None:
                     runner.status = status
-                if (watched := self._watched.get(status.job)) is not None:
-                    # The leader's ``Submitted`` may have been lost with the leader that sent it.
-                    watched.is_taken = True
-                    watched.client.take(message)
+                self._watched.show(message)
             case _:
                 if (runner := self.runners.get(message.job)) is not None:
                     runner.ordered(message)
@@ -294,20 +280,6 @@ class JobDispatcher:
         """End the workers here of the ``ended`` jobs."""
         for job in ended:
             self._ending.start(self.runners.pop(job).put_away())
-
-    def _shown(self, message: jobs.ToStarter) -> None:
-        watched = self._watched.get(message.job)
-        if watched is None:
-            return
-        if isinstance(message, jobs.Submitted):
-            watched.is_taken = not message.error
-            if message.error:
-                del self._watched[message.job]
-                watched.client.take(local.CommandResult(False, message.error))
-            return
-        watched.client.take(message)
-        if isinstance(message, jobs.JobEnded):
-            del self._watched[message.job]
 
     def is_elastic(self, job: str) -> bool:
         """Whether the workers of ``job`` here go on in another group after a loss."""
@@ -402,10 +374,10 @@ class JobDispatcher:
                     runner.hold(reason)
                 for controller in self._controllers.values():
                     controller.hold()
-                self._tell_commands(reason)
+                self._watched.note(self._agent.names.readable(reason))
             case events.Resume(reason):
                 assert self._agent.plane.view is not None
-                self._tell_commands(reason)
+                self._watched.note(self._agent.names.readable(reason))
                 for controller in self._controllers.values():
                     controller.installed(self._agent.plane.view)
                 for runner in self.runners.values():
@@ -420,18 +392,11 @@ class JobDispatcher:
                 elif resync:
                     for runner in self.runners.values():
                         runner.resync()
-                self._tell_commands(reason)
+                self._watched.note(self._agent.names.readable(reason))
             case events.GroupRefused(job, floor, reason) if job in self._controllers:
                 self._controllers[job].group_refused(floor, reason)
             case _:
                 pass
-
-    def _tell_commands(self, text: str) -> None:
-        """What became of this node is shown where its jobs were started: what their workers write on
-        other nodes does not get here as long as this node is out of the view."""
-        text = self._agent.names.readable(text)
-        for job, watched in self._watched.items():
-            watched.client.take(jobs.JobNote(job, worker_link.clip(f"this machine: {text}")))
 
     def _installed(self, view: View) -> None:
         self._has_view.set()
@@ -468,12 +433,7 @@ class JobDispatcher:
                 self._agent.note(f"{self._agent.names.called(node)} {text}")
         for runner in self.runners.values():
             runner.say_again()
-        # The leader may be another one: what was sent to the one before may be lost.
-        for job, watched in self._watched.items():
-            if not watched.is_taken:
-                self._agent.plane.to_leader(jobs.Submit(watched.spec))
-            if watched.times:
-                self._agent.plane.to_leader(jobs.InterruptJob(job, watched.number, watched.times))
+        self._watched.ask_again()
 
     def barred(self, nodes: Collection[str]) -> None:
         """``nodes`` are out of the cluster: no job that they started runs on."""

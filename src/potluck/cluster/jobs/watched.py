@@ -1,11 +1,12 @@
-"""A job that a command of this machine started, as this machine's dispatcher remembers it."""
+"""The jobs that commands of this machine started, as this machine's dispatcher remembers them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from potluck.cluster.links.local import Client
-from potluck.wire import jobs
+from potluck.wire import jobs, local, worker_link
 
 
 @dataclass(slots=True, eq=False)
@@ -18,3 +19,76 @@ class WatchedJob:
     is_taken: bool = False
     number: int = 0
     times: int = 0
+
+
+class WatchedJobs:
+    """Passes on what commands ask by ``to_leader(message)``, and what they are to be told."""
+
+    def __init__(self, to_leader: Callable[[jobs.Submit | jobs.InterruptJob], object]) -> None:
+        self._to_leader = to_leader
+        self._jobs: dict[str, WatchedJob] = {}
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether some command reads its job's output too slowly."""
+        return any(each.client.is_behind for each in self._jobs.values())
+
+    # What commands ask.
+
+    def submit(self, spec: jobs.JobSpec, client: Client) -> None:
+        """``client`` waits for the job of ``spec``, which is the leader's to begin."""
+        self._jobs[spec.job] = WatchedJob(spec, client)
+        self._to_leader(jobs.Submit(spec))
+
+    def interrupt(self, client: Client, number: int) -> None:
+        """The operator wants the job of ``client`` to end, by signal ``number``."""
+        for job, each in self._jobs.items():
+            if each.client is client:
+                each.number = number
+                each.times = min(each.times + 1, jobs.MAX_INTERRUPTS)
+                self._to_leader(jobs.InterruptJob(job, number, each.times))
+
+    def ask_again(self) -> None:
+        """The leader may be another one: what was sent to the one before may be lost."""
+        for job, each in list(self._jobs.items()):  # a leader here answers at once
+            if not each.is_taken:
+                self._to_leader(jobs.Submit(each.spec))
+            if each.times:
+                self._to_leader(jobs.InterruptJob(job, each.number, each.times))
+
+    # What they are told.
+
+    def received(self, message: jobs.ToStarter) -> None:
+        """The leader sent ``message``."""
+        each = self._jobs.get(message.job)
+        if each is None:
+            return
+        if isinstance(message, jobs.Submitted):
+            each.is_taken = not message.error
+            if message.error:
+                del self._jobs[message.job]
+                each.client.take(local.CommandResult(False, message.error))
+            return
+        each.client.take(message)
+        if isinstance(message, jobs.JobEnded):
+            del self._jobs[message.job]
+
+    def show(self, message: jobs.JobStatus) -> None:
+        """The leader told the status of a job, maybe of this machine."""
+        if (each := self._jobs.get(message.status.job)) is not None:
+            # The leader's ``Submitted`` may have been lost with the leader that sent it.
+            each.is_taken = True
+            each.client.take(message)
+
+    def listed(self, running: Collection[str]) -> None:
+        """The leader has these jobs; others that it had taken are over."""
+        gone = [job for job, each in self._jobs.items() if each.is_taken and job not in running]
+        for job in gone:
+            text = "it ended while this node was away; the leader's log says how"
+            self._jobs.pop(job).client.take(local.CommandResult(False, text))
+
+    def note(self, text: str) -> None:
+        """Tell all commands what became of this machine: what workers on other nodes write does not
+        get here as long as this node is out of the view."""
+        for job, each in self._jobs.items():
+            each.client.take(jobs.JobNote(job, worker_link.clip(f"this machine: {text}")))

@@ -1,0 +1,100 @@
+"""What the commands that started jobs ask of the leader, and what they are told."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from potluck.cluster.jobs.watched import WatchedJobs
+from potluck.cluster.topology.versions import own_versions
+from potluck.wire import jobs, local
+from potluck.wire.worker_link import JobState
+
+
+class Terminal:
+    """A command, with all that it was told."""
+
+    is_behind = False
+
+    def __init__(self) -> None:
+        self.told: list[local.Reply] = []
+
+    def take(self, message: local.Reply) -> None:
+        self.told.append(message)
+
+
+class Leader(list[jobs.Submit | jobs.InterruptJob]):
+    """What the leader was asked; with ``watched``, a leader on this node that refuses at once."""
+
+    watched: WatchedJobs | None = None
+
+    def asked(self, message: jobs.Submit | jobs.InterruptJob) -> None:
+        self.append(message)
+        if self.watched is not None and isinstance(message, jobs.Submit):
+            self.watched.received(jobs.Submitted(message.spec.job, "the cluster is full"))
+
+
+def spec(job: str) -> jobs.JobSpec:
+    return jobs.JobSpec(
+        job=job, script="train.py", package=None, starter="ada", versions=own_versions()
+    )
+
+
+@pytest.fixture
+def leader() -> Leader:
+    return Leader()
+
+
+@pytest.fixture
+def watched(leader: Leader) -> WatchedJobs:
+    return WatchedJobs(leader.asked)
+
+
+def test_what_became_of_the_machine_is_told_to_each_command(watched: WatchedJobs) -> None:
+    first, second = Terminal(), Terminal()
+    watched.submit(spec("a-1"), first)
+    watched.submit(spec("b-2"), second)
+    watched.note("paused: only 1 of 3 nodes can be reached from here")
+    text = "this machine: paused: only 1 of 3 nodes can be reached from here"
+    assert first.told == [jobs.JobNote("a-1", text)]
+    assert second.told == [jobs.JobNote("b-2", text)]
+
+
+def test_a_new_leader_is_asked_again_for_what_the_old_one_may_not_have_heard(
+    watched: WatchedJobs, leader: Leader
+) -> None:
+    terminal = Terminal()
+    watched.submit(spec("a-1"), terminal)
+    watched.submit(spec("b-2"), Terminal())
+    watched.received(jobs.Submitted("b-2", ""))
+    watched.interrupt(terminal, signal.SIGINT)
+    asked = [jobs.Submit(spec("a-1")), jobs.InterruptJob("a-1", signal.SIGINT, 1)]
+    assert leader == [asked[0], jobs.Submit(spec("b-2")), asked[1]]
+    leader.clear()
+    watched.ask_again()
+    assert leader == asked, "the second job is taken, and nobody interrupted it"
+
+
+def test_a_leader_on_this_node_may_refuse_while_it_is_asked(
+    watched: WatchedJobs, leader: Leader
+) -> None:
+    terminals = [Terminal(), Terminal()]
+    for job, terminal in zip(("a-1", "b-2"), terminals, strict=True):
+        watched.submit(spec(job), terminal)
+    leader.watched = watched
+    watched.ask_again()
+    for terminal in terminals:
+        assert terminal.told == [local.CommandResult(False, "the cluster is full")]
+
+
+def test_a_job_that_ended_while_this_node_was_away_ends_its_command(watched: WatchedJobs) -> None:
+    taken, new = Terminal(), Terminal()
+    watched.submit(spec("a-1"), taken)
+    watched.submit(spec("b-2"), new)
+    watched.show(jobs.JobStatus(JobState("a-1", "ada", 1, "train.py", 0.0, 3, 7, None, (), ())))
+    watched.listed(())
+    assert [type(message) for message in taken.told] == [jobs.JobStatus, local.CommandResult]
+    assert new.told == [], "the leader may not have heard of it yet"
+    watched.note("back")
+    assert len(taken.told) == 2
