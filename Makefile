@@ -8,6 +8,8 @@ export PYTHON
 unexport PYTHONDONTWRITEBYTECODE
 # Two processes more than two cores have: while a test waits for processes of its own, others run.
 PARALLEL := -n 4 --dist loadfile --no-loadscope-reorder
+# Other random data each time, told at the beginning of the run.
+SEED := POTLUCK_TEST_SEED=$${POTLUCK_TEST_SEED:-$$RANDOM}
 
 .PHONY: help
 help: ## Show this list
@@ -59,7 +61,7 @@ test: check ## Everything in check, then all tests (ARGS="-k shared_memory" for 
 test-long: ## The tests that take minutes or repeat another with other backends
 	@tools/environment dev
 	@tools/system-packages
-	@$(BIN)/pytest $(PARALLEL) --long -m long $(ARGS)
+	@$(SEED) $(BIN)/pytest $(PARALLEL) --long -m long $(ARGS)
 
 .PHONY: bench
 bench: ## All claims about speed, against Gloo, Open MPI and MLX (ARGS="--save" keeps the result)
@@ -75,7 +77,7 @@ soak: ## 10,000 seeds of the cluster simulator: faults, liars, bans (ARGS="--cou
 .PHONY: jitter
 jitter: ## The tests of whole worlds on links that dawdle, other ones each time (ARGS="-k save")
 	@tools/environment dev
-	@$(BIN)/pytest -n 2 --jitter tests/world $(ARGS)
+	@$(SEED) $(BIN)/pytest -n 2 --jitter tests/world $(ARGS)
 
 .PHONY: attack
 attack: ## All live attacks, on hosts (root), as a table

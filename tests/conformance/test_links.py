@@ -41,13 +41,19 @@ def shows_bytes(link: Link) -> bool:
 def fill(link: Link) -> int:
     """Send zeros until the link takes no more; returns how many it took.
 
-    Twice refused in a row: the system may still be moving bytes to the other side after the first.
+    The system may still be moving bytes to the other side after a refusal: it takes three, with
+    pauses for the link to become ready.
     """
+    poll = select.poll()
+    if link.fileno() >= 0:
+        poll.register(link.fileno(), select.POLLOUT)
     total = num_refused = 0
-    while num_refused < 2:
+    while num_refused < 3:
         count = link.send(CHUNK)
         total += count
         num_refused = 0 if count else num_refused + 1
+        if num_refused and link.fileno() >= 0:
+            poll.poll(50)
         assert total < 1 << 28, "a link that never fills has no backpressure"
     return total
 

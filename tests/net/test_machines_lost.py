@@ -82,6 +82,7 @@ def test_a_cable_out_for_half_a_second_and_an_agent_stopped_for_one_change_nothi
     carl.host.link(up=False)
     carl.changes_nothing(0.5, since=since[carl])
     carl.host.link(up=True)
+    carl.changes_nothing(SUSPECTED_S, since=since[carl])
     bob.signal(signal.SIGSTOP)
     carl.changes_nothing(1.0, since=since[carl])
     bob.signal(signal.SIGCONT)

@@ -154,7 +154,7 @@ def test_a_job_that_runs_on_a_paused_machine_only_waits_for_it(tmp_path: Path) -
             trains_on(run, 1, since=0)
             done(ada, "pause")
             run.wait_for("its owner paused it")
-            bob.shows(lambda status: status["jobs"][0]["workers"][0]["phase"] == "away")
+            bob.shows(lambda status: worker_on(ada, status).get("phase") == "away")
             since = run.mark
             done(ada, "resume")
             trains_on(run, 1, since=since)
@@ -162,6 +162,8 @@ def test_a_job_that_runs_on_a_paused_machine_only_waits_for_it(tmp_path: Path) -
             assert run.finish() == 0, run.text
         done(bob, "pause")
         done(ada, "pause")
+        shows(ada, bob, paused=True)
+        shows(bob, ada, paused=True)
         with ada.run("--wait", "1", TRAINING, tmp_path / "stop") as run:
             assert run.finish() == 2
             for machine in machines:

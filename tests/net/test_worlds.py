@@ -128,7 +128,9 @@ def test_a_job_waits_for_as_many_machines_as_it_needs(tmp_path: Path) -> None:
             run = Run(command, tmp_path)
             assert run.begun(2) == {"ada", "bob"}
             run.finish()
+        since = ada.mark
         bob.kill()
+        ada.sees(ada, since=since)
         with run_on(ada, tmp_path, "gloo") as command:
             command.wait_for("1 of at least 2 machines")
             command.signal(signal.SIGINT)

@@ -15,6 +15,8 @@ pytest.importorskip("torch")
 
 SCRIPT = """
 import os
+import sys
+import time
 import numpy as np
 import torch
 from torch import nn
@@ -52,6 +54,8 @@ for indices in job:
         seen.counts += mine
     if job.step_number == 10:
         print("at step 10:", os.getpid(), flush=True)
+        while not os.path.exists(sys.argv[1]):  # until one of them was killed
+            time.sleep(0.01)
 print("counted", sorted(set(seen.counts.tolist())), job.recoveries, flush=True)
 """
 
@@ -62,9 +66,11 @@ def test_samples_count_once_although_a_worker_with_loaders_is_killed(tmp_path: P
     script = tmp_path / "code" / "count.py"
     script.parent.mkdir()
     script.write_text(SCRIPT)
-    with run_command("--workers", "3", str(script)) as run:
+    killed = tmp_path / "killed"
+    with run_command("--workers", "3", str(script), str(killed)) as run:
         victim = int(run.wait_for("at step 10:").split()[-1])
         os.kill(victim, signal.SIGKILL)
+        killed.touch()
         assert run.finish() == 0, run.text
     found = re.findall(r"counted (\[.*?\]) (\[.*?\])", run.text)
     assert [counts for counts, _ in found] == ["[1.0]"] * len(found), run.text

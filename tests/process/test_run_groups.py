@@ -331,7 +331,7 @@ def test_status_shows_a_training_job_with_ranks_and_steps(counter) -> None:
 
 
 def test_a_worker_killed_from_outside_is_noticed_as_fast_as_by_order(counter) -> None:
-    with run_command("-n", "2", counter, "20", "0.02", "2") as run:
+    with run_command("-n", "2", counter, "100", "0.02", "2") as run:
         pid = int(run.wait_for(lambda line: line.startswith("[1] pid")).split()[-1])
         run.wait_for(lambda line: line.startswith("[0] pid"))
         os.kill(pid, signal.SIGKILL)

@@ -114,7 +114,7 @@ def test_a_key_that_no_rank_sets_is_named_with_all_who_wait_for_it(tmp_path: Pat
 IN_GLOO = """
 import numpy as np
 import potluck
-with potluck.init(backend="gloo") as ctx:
+with potluck.init(backend="gloo", timeout_s=90) as ctx:
     print(f"rank {ctx.rank}:", ctx.all_reduce(np.ones(1))[0])
 """
 

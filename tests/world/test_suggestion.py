@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -55,7 +56,7 @@ def test_a_slow_link_brings_one_suggestion_and_changes_no_bit_of_the_training(
     with narrow_pair(NUM_BYTES / 0.3) as world:
         found = world.run(Trained)
     [said] = caplog.messages
-    assert said.startswith("a step takes 0.")
+    assert re.match(r"a step takes \d+\.\d+ s", said)
     assert "is waiting for other machines: `potluck plan` says which strategy" in said
     for each in found:
         assert not any(each.model.compression.strategies)

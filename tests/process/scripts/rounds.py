@@ -8,7 +8,7 @@ from potluck.training.elastic import Policy
 from potluck.training.sampler import Schedule
 from support.counts import Counts
 
-EPOCHS = 3
+EPOCHS = 6
 
 
 def slowly(counts: Counts) -> None:

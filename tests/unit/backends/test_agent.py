@@ -326,8 +326,12 @@ def test_without_a_view_in_time_the_error_says_where_to_look(
 
 
 def test_when_the_agent_is_gone_blocked_calls_raise_agent_lost(
-    agent: ScriptedAgent, backend: AgentBackend, silent_port: int
+    agent: ScriptedAgent,
+    backend: AgentBackend,
+    silent_port: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(agent_link, "_ORPHAN_S", 600.0)
     communicator = formed(agent, backend, view(1, "0", "1", port=silent_port))
     call = blocked_in(communicator)
     agent.hang_up()

@@ -20,6 +20,7 @@ from potluck.transport.binding import (
     listened_on,
     source_for,
 )
+from support.ports import reserved_ports
 
 LO = next(each.name for each in usable_interfaces(loopback=True) if each.is_loopback)
 
@@ -98,8 +99,8 @@ def test_a_port_that_another_program_has_at_one_address_is_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(binding, "_interfaces", lambda: {"eth9": ("127.0.0.9",)})
-    with contextlib.closing(listening_at("127.0.0.9", 0)) as other:
-        port = other.getsockname()[1]
+    # The port is held at the other address, so that no other program gets it there.
+    with reserved_ports(1) as [port], contextlib.closing(listening_at("127.0.0.9", port)):
         with pytest.raises(ConfigurationError, match=r"127\.0\.0\.9 is in use") as caught:
             listening_socket("eth9", port)
         assert is_port_taken(caught.value)

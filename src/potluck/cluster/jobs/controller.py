@@ -28,10 +28,10 @@ from potluck.cluster.jobs.groups import events, membership
 from potluck.cluster.jobs.groups.roster import JobPolicy, Phase, State
 from potluck.cluster.jobs.held import HeldMessages
 from potluck.cluster.jobs.journal import Journal, first_line, lost_text
+from potluck.cluster.jobs.master_port import free_port
 from potluck.cluster.jobs.orders import Orders
 from potluck.cluster.jobs.output_relay import OutputRelay
 from potluck.cluster.jobs.placement import Placement
-from potluck.cluster.jobs.process import free_port
 from potluck.cluster.jobs.roll_call import RollCall
 from potluck.cluster.jobs.status import missing_workers, status_of
 from potluck.cluster.jobs.summary import Summary, summarize

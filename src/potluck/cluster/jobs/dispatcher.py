@@ -24,9 +24,9 @@ from potluck.cluster.jobs.controller import JobController
 from potluck.cluster.jobs.early import EarlyOrders
 from potluck.cluster.jobs.groups.events import Severed
 from potluck.cluster.jobs.local_runner import LocalRunner
+from potluck.cluster.jobs.master_port import free_port
 from potluck.cluster.jobs.permissions import may_lead_soon, may_say
 from potluck.cluster.jobs.placement import place
-from potluck.cluster.jobs.process import free_port
 from potluck.cluster.jobs.summary import encode_summary
 from potluck.cluster.jobs.watched import WatchedJobs
 from potluck.cluster.links.local import Client

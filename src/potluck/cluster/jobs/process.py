@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import errno
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -306,11 +305,3 @@ def launcher_of(
         )
 
     return launch
-
-
-def free_port() -> int:
-    """A port for scripts that use torch.distributed by themselves; potluck does not use it."""
-    with socket.socket() as sock:
-        sock.bind(("", 0))
-        port: int = sock.getsockname()[1]
-        return port

@@ -25,6 +25,7 @@ from potluck.transport.credentials import Credentials, make_credentials
 from potluck.wire import admissions, nodes, peers
 from potluck.wire.greeting import Hello, Refusal, Welcome
 from support.links import new_credentials, psk
+from support.ports import reserved_ports
 
 WAIT_S = 30.0
 
@@ -208,11 +209,12 @@ def test_a_node_with_many_addresses_and_this_node_itself_make_no_more_links() ->
 
 def test_an_agent_that_ended_is_noticed_at_once_and_called_until_it_is_back() -> None:
     async def story(stack: contextlib.AsyncExitStack) -> None:
-        ada, bob = await opened(stack, Agent(), Agent(incarnation=1))
+        [port] = stack.enter_context(reserved_ports(1))
+        (ada,) = await opened(stack, Agent())
+        bob = await Agent(incarnation=1).open(port)
         await link_up(ada, bob)
         loop = asyncio.get_running_loop()
         began = loop.time()
-        port = bob.server.port
         await bob.close()
         await ada.sees("ended", bob.id, 1)
         await ada.sees("nobody listens", bob.id, 1)
