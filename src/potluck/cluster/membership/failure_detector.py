@@ -46,7 +46,8 @@ class Timing:
     late_s: float = 0.3
     lease_s: float = 1.2
     grant_s: float = 1.5
-    cut_patience_s: float = 3.0
+    cut_patience_s: float = 5.0
+    """Longer than both ends may take to suspect each other, and then to talk by way of a third."""
     round_s: float = 0.6
     settle_s: float = 1.0
     fresh_s: float = 20.0
