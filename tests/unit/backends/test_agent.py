@@ -113,6 +113,8 @@ class ScriptedAgent:
 @pytest.fixture
 def make_agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ScriptedAgent]]:
     agents: list[ScriptedAgent] = []
+    # An agent may get the port of one before, whose worker left its group in this very process.
+    monkeypatch.setattr(agent_link, "_left", set())
 
     def make(answer: Welcome | Refusal | None = None) -> ScriptedAgent:
         agents.append(ScriptedAgent(answer or Welcome()))
