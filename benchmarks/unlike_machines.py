@@ -23,7 +23,6 @@ import argparse
 import contextlib
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -34,6 +33,7 @@ from typing import Any
 from common import results, throttle
 
 from potluck.bench.machine import heading, machine
+from potluck.cluster.jobs.master_port import free_port
 
 REACH = 1.15
 WAYS = ("equal", "by speed", "ideal")
@@ -76,11 +76,8 @@ def main() -> int:
 
 def measure(arguments: argparse.Namespace, batch: int) -> dict[str, Any] | None:
     """One table's figures, from two workers; None if one fails."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     numbers = (batch, arguments.steps, arguments.rounds, arguments.width)
-    options = [str(number) for number in numbers]
+    options, port = [str(number) for number in numbers], free_port()
     workers = [
         subprocess.Popen(
             [sys.executable, __file__, *options],

@@ -55,7 +55,7 @@ def test_a_rank_killed_in_ddp_or_fsdp2_is_named_by_every_survivor_in_time(
     run = subprocess.run(
         [
             *(sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / "torch_kills.py")),
-            *("--tries", "2", "--limit", str(limit_s)),
+            *("--tries", "2", "--limit", str(limit_s), "--seed", "1"),
         ],
         capture_output=True,
         text=True,
@@ -141,7 +141,11 @@ def test_one_script_runs_under_potluck_run_and_torchrun(tmp_path: Path, launcher
     script = tmp_path / "script.py"
     script.write_text(PAIR if launcher == "potluck" else PAIR.replace("potluck://", "env://"))
     program = str(Path(sys.executable).with_name(launcher))
-    options = ["run", "--workers", "2"] if launcher == "potluck" else ["--nproc-per-node=2"]
+    options = (
+        ["run", "--workers", "2"]
+        if launcher == "potluck"
+        else ["--standalone", "--nproc-per-node=2"]
+    )
     command = [program, *options, str(script)]
     run = subprocess.run(
         command, capture_output=True, text=True, timeout=200, env=environment(tmp_path)

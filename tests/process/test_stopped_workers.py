@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from support.commands import run_command
+from support.commands import START_S, run_command
 from support.notes import Notebook
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -65,7 +65,7 @@ def test_a_worker_that_comes_late_is_not_blamed(how: str, seconds: int) -> None:
     """The others look after it every two seconds of their wait."""
     options = ("--workers", "3", "--peer-timeout", "100", str(SCRIPTS / "one_comes_late.py"))
     with run_command(*options, how, str(seconds)) as command:
-        assert command.finish(seconds + 60.0) == 0, command.text
+        assert command.finish(seconds + START_S) == 0, command.text
     for rank in range(3):
         assert f"rank {rank} of epoch 1: 3" in command.text
 

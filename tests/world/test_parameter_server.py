@@ -124,7 +124,7 @@ def test_a_slow_worker_holds_nobody_up_until_its_parameters_would_be_too_old() -
             assert ps.accumulate_gradient("m", {"w": np.ones(1)})
             ps.get_parameters("m")
         with pytest.raises(ServiceTimeout, match=r"waits for worker 1, which computes on the old"):
-            ps.accumulate_gradient("m", {"w": np.ones(1)}, timeout=0.2)
+            ps.accumulate_gradient("m", {"w": np.ones(1)}, timeout=2.0)
         assert ps.get_parameters("m", wait=False).version == 6
         fast_ran.set()
         assert ps.get_parameters("m").version == 8  # what was pushed is applied, after the other

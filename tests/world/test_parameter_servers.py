@@ -231,7 +231,7 @@ def test_a_server_that_is_lost_is_replaced_by_copies(mode: Mode, victim: str) ->
             }
             if me == victim and version >= 5:
                 ctx.die()
-            if version >= num_steps:
+            if version >= num_steps and ctx.world_size == 3:  # the victim may come late
                 break
             ps.accumulate_gradient("m", filled(-1.0))
         ps.close()

@@ -254,7 +254,7 @@ def test_a_mistake_is_heard_once_by_each_worker_however_late() -> None:
             results = queue.results()
         if ctx.rank == 0:  # all have heard of the mistake
             with pytest.raises(UnknownService, match=r"worker 0.*: 'work \(2\)'$"):
-                ctx.connect("work", rank=0, timeout=0.1)
+                ctx.connect("work", rank=0, timeout=2.0)
         ctx.barrier()
         return results
 
