@@ -12,6 +12,7 @@ import contextlib
 import logging
 import socket
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Generic, TypeVar
 
 from potluck.background import OnBroken, start_task, stop
@@ -107,8 +108,10 @@ async def connect(
             doing = "setting up TLS"
             # Not ``start_tls``: the streams are not told of a handshake that fails, and a wait for
             # their end would not return.
-            reader, writer = await asyncio.open_connection(
-                sock=sock, ssl=credentials.client_context, server_hostname=""
+            create = asyncio.get_running_loop().create_connection
+            context = credentials.client_context
+            reader, writer = await _streams(
+                partial(create, sock=sock, ssl=context, server_hostname="")
             )
             server = peer_identity(writer)
             peer = f"{peer} (node {server.node[:12]})"
@@ -231,16 +234,39 @@ async def _secure(
     sock: socket.socket, credentials: Credentials, timeout_s: float
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Streams over the server's side of TLS (``asyncio.start_server`` can't bound who waits)."""
-    loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader(limit=GREETING.limit, loop=loop)
-    protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
-    transport, _ = await loop.connect_accepted_socket(
-        lambda: protocol,
-        sock,
-        ssl=credentials.server_context,
-        ssl_handshake_timeout=timeout_s,
+    create = asyncio.get_running_loop().connect_accepted_socket
+    context = credentials.server_context
+    return await _streams(
+        partial(create, sock=sock, ssl=context, ssl_handshake_timeout=timeout_s),
+        limit=GREETING.limit,
     )
-    return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
+
+
+class _KeepsItsTransport(asyncio.StreamReaderProtocol):
+    transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        super().connection_made(transport)
+
+
+async def _streams(
+    create: Callable[[Callable[[], _KeepsItsTransport]], Awaitable[object]], limit: int = 1 << 16
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Streams over the connection that ``create(make_protocol)`` makes. asyncio leaves one open
+    that is made in the moment in which its maker is cancelled: it waits for the peer to end it."""
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(limit=limit, loop=loop)
+    protocol = _KeepsItsTransport(reader, loop=loop)
+    try:
+        await create(lambda: protocol)
+        assert protocol.transport is not None
+        return reader, asyncio.StreamWriter(protocol.transport, protocol, reader, loop)
+    except BaseException:
+        if protocol.transport is not None:
+            protocol.transport.abort()
+        raise
 
 
 async def _drain(reader: asyncio.StreamReader, count: int) -> None:

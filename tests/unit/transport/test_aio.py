@@ -235,6 +235,31 @@ def test_a_silent_caller_is_dropped_when_its_time_is_up(does_knock: bool) -> Non
     asyncio.run(story())
 
 
+def test_a_connection_that_is_made_as_its_caller_is_cancelled_is_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """asyncio would wait for the other side to end it, maybe longer than its loop runs."""
+    made = aio._KeepsItsTransport.connection_made
+    sockets: list[socket.socket] = []
+
+    async def story() -> None:
+        async with hosting() as host:
+            calling = asyncio.ensure_future(call(host))
+
+            def cancels(protocol: aio._KeepsItsTransport, transport: asyncio.Transport) -> None:
+                made(protocol, transport)
+                if not transport.get_extra_info("ssl_object").server_side:
+                    sockets.append(transport.get_extra_info("socket"))
+                    calling.cancel()
+
+            monkeypatch.setattr(aio._KeepsItsTransport, "connection_made", cancels)
+            with pytest.raises(asyncio.CancelledError):
+                await calling
+            assert [sock.fileno() for sock in sockets] == [-1]
+
+    asyncio.run(story())
+
+
 def test_closing_the_server_ends_its_conversations() -> None:
     async def story() -> None:
         async with hosting() as host:
