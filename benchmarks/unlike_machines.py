@@ -77,7 +77,8 @@ def main() -> int:
 def measure(arguments: argparse.Namespace, batch: int) -> dict[str, Any] | None:
     """One table's figures, from two workers; None if one fails."""
     numbers = (batch, arguments.steps, arguments.rounds, arguments.width)
-    options, port = [str(number) for number in numbers], free_port()
+    options = [str(number) for number in numbers]
+    port = free_port()
     workers = [
         subprocess.Popen(
             [sys.executable, __file__, *options],

@@ -34,17 +34,19 @@ from support.figures import Figures
 from support.jitter import dawdle
 from support.quiet_imports import VARIABLE
 
-EXPLORES = bool(os.environ.get("POTLUCK_TEST_SEED"))
-"""Whether the tests try other random data than always, as with `make test-long` and `make jitter`:
-an unlucky example must fail where somebody looks for it, not in the check of another change."""
-SEED = int(os.environ.get("POTLUCK_TEST_SEED") or 1)
+ALWAYS = 1
+SEED = int(os.environ.get("POTLUCK_TEST_SEED") or ALWAYS)
+"""`make test-long` and `make jitter` try other random data each time: an unlucky example must fail
+where somebody looks for it, not in the check of another change."""
 GRACE_S = 20.0  # for a busy machine; only a test that leaks waits for all of it
 
 # A shared machine is no reason to fail an example, and a failure must be repeatable by hand.
 hypothesis.settings.register_profile(
-    "potluck", deadline=None, print_blob=True, derandomize=not EXPLORES
+    "potluck", deadline=None, print_blob=True, derandomize=SEED == ALWAYS
 )
 hypothesis.settings.load_profile("potluck")
+if SEED != ALWAYS:
+    hypothesis.core.global_force_seed = SEED  # type: ignore[assignment]  # as --hypothesis-seed does
 
 LAUNCHER_VARIABLES = (
     *("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
@@ -54,7 +56,8 @@ LAUNCHER_VARIABLES = (
 
 
 def pytest_report_header() -> str:
-    return f"seed: {SEED} (the same again: POTLUCK_TEST_SEED={SEED})"
+    which = "as always; others: POTLUCK_TEST_SEED=N" if SEED == ALWAYS else "of POTLUCK_TEST_SEED"
+    return f"seed: {SEED} ({which})"
 
 
 # ---------------------------------------------------------------- what a test may ask for

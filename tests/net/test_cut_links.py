@@ -144,9 +144,11 @@ def test_a_job_on_two_machines_alone_that_do_not_reach_each_other_goes_on_with_o
             if begins is stays:
                 goes_on(run, "none", 5, since=0, within_s=AGAIN_S, count=1)
             else:
-                run.when("potluck: this machine: paused: ", AGAIN_S, since=0)
+                run.when("potluck: this machine: ", AGAIN_S, since=0)  # paused, or left out
             since_then = run.mark
             cut(stays, leaves, on=False)
+            if begins is leaves:
+                run.when("potluck: this machine: goes on in epoch ", AGAIN_S, since=since_then)
             goes_on(run, "none", 5, since=since_then, within_s=AGAIN_S, count=2)
             ends(run, stop, 2)
 

@@ -31,6 +31,7 @@ from potluck.cluster.jobs.summary import encode_summary
 from potluck.cluster.jobs.watched import WatchedJobs
 from potluck.cluster.links.local import Client
 from potluck.cluster.membership import events
+from potluck.cluster.membership.view import describe
 from potluck.cluster.topology.versions import own_versions
 from potluck.errors import ConfigurationError, PotluckError
 from potluck.printable import name_of
@@ -374,10 +375,10 @@ class JobDispatcher:
                     runner.hold(reason)
                 for controller in self._controllers.values():
                     controller.hold()
-                self._watched.note(self._agent.names.readable(reason))
-            case events.Resume(reason):
+                self._watched.out(self._agent.names.readable(reason))
+            case events.Resume():
                 assert self._agent.plane.view is not None
-                self._watched.note(self._agent.names.readable(reason))
+                self._is_back(self._agent.plane.view)
                 for controller in self._controllers.values():
                     controller.installed(self._agent.plane.view)
                 for runner in self.runners.values():
@@ -392,7 +393,7 @@ class JobDispatcher:
                 elif resync:
                     for runner in self.runners.values():
                         runner.resync()
-                self._watched.note(self._agent.names.readable(reason))
+                self._watched.out(self._agent.names.readable(reason))
             case events.GroupRefused(job, floor, reason) if job in self._controllers:
                 self._controllers[job].group_refused(floor, reason)
             case _:
@@ -433,7 +434,11 @@ class JobDispatcher:
                 self._agent.note(f"{self._agent.names.called(node)} {text}")
         for runner in self.runners.values():
             runner.say_again()
+        self._is_back(view)
         self._watched.ask_again()
+
+    def _is_back(self, view: View) -> None:
+        self._watched.back(self._agent.names.readable(describe(view)))
 
     def barred(self, nodes: Collection[str]) -> None:
         """``nodes`` are out of the cluster: no job that they started runs on."""

@@ -14,7 +14,8 @@ _NUM_TRIES = 64
 
 
 def free_port() -> int:
-    """A port on which nobody listens, at any address of this machine."""
+    """A port on which nobody listens, at any IPv4 address of this machine: of ``_PORTS``, or any if
+    all that were tried are taken. OSError if there is none."""
     for port in (*random.SystemRandom().sample(_PORTS, _NUM_TRIES), 0):
         with contextlib.suppress(OSError), socket.socket() as sock:
             sock.bind(("", port))

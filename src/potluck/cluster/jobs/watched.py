@@ -27,6 +27,7 @@ class WatchedJobs:
     def __init__(self, to_leader: Callable[[jobs.Submit | jobs.InterruptJob], object]) -> None:
         self._to_leader = to_leader
         self._jobs: dict[str, WatchedJob] = {}
+        self._is_out = False
 
     @property
     def is_behind(self) -> bool:
@@ -50,7 +51,7 @@ class WatchedJobs:
 
     def ask_again(self) -> None:
         """The leader may be another one: what was sent to the one before may be lost."""
-        for job, each in list(self._jobs.items()):  # a leader here answers at once
+        for job, each in self._jobs.items():
             if not each.is_taken:
                 self._to_leader(jobs.Submit(each.spec))
             if each.times:
@@ -87,8 +88,18 @@ class WatchedJobs:
             text = "it ended while this node was away; the leader's log says how"
             self._jobs.pop(job).client.take(local.CommandResult(False, text))
 
-    def note(self, text: str) -> None:
-        """Tell all commands what became of this machine: what workers on other nodes write does not
-        get here as long as this node is out of the view."""
+    def out(self, reason: str) -> None:
+        """This node is paused, or out of the view: what workers on other nodes write does not get
+        here as long as it is."""
+        self._is_out = True
+        self._note(reason)
+
+    def back(self, view: str) -> None:
+        """This node uses the view that reads ``view``, maybe after a time without one."""
+        if self._is_out:
+            self._is_out = False
+            self._note(f"goes on in {view}")
+
+    def _note(self, text: str) -> None:
         for job, each in self._jobs.items():
             each.client.take(jobs.JobNote(job, worker_link.clip(f"this machine: {text}")))

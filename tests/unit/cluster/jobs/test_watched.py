@@ -25,14 +25,7 @@ class Terminal:
 
 
 class Leader(list[jobs.Submit | jobs.InterruptJob]):
-    """What the leader was asked; with ``watched``, a leader on this node that refuses at once."""
-
-    watched: WatchedJobs | None = None
-
-    def asked(self, message: jobs.Submit | jobs.InterruptJob) -> None:
-        self.append(message)
-        if self.watched is not None and isinstance(message, jobs.Submit):
-            self.watched.received(jobs.Submitted(message.spec.job, "the cluster is full"))
+    """What the leader was asked."""
 
 
 def spec(job: str) -> jobs.JobSpec:
@@ -48,17 +41,24 @@ def leader() -> Leader:
 
 @pytest.fixture
 def watched(leader: Leader) -> WatchedJobs:
-    return WatchedJobs(leader.asked)
+    return WatchedJobs(leader.append)
 
 
 def test_what_became_of_the_machine_is_told_to_each_command(watched: WatchedJobs) -> None:
     first, second = Terminal(), Terminal()
     watched.submit(spec("a-1"), first)
     watched.submit(spec("b-2"), second)
-    watched.note("paused: only 1 of 3 nodes can be reached from here")
-    text = "this machine: paused: only 1 of 3 nodes can be reached from here"
-    assert first.told == [jobs.JobNote("a-1", text)]
-    assert second.told == [jobs.JobNote("b-2", text)]
+    watched.back("epoch 4: ada, bob (leader ada)")
+    assert first.told == [], "it was never out"
+    watched.out("paused: only 1 of 3 nodes can be reached from here")
+    watched.back("epoch 7: ada, bob (leader bob)")
+    watched.back("epoch 8: ada, bob, carl (leader bob)")
+    texts = [
+        "this machine: paused: only 1 of 3 nodes can be reached from here",
+        "this machine: goes on in epoch 7: ada, bob (leader bob)",
+    ]
+    assert first.told == [jobs.JobNote("a-1", text) for text in texts]
+    assert second.told == [jobs.JobNote("b-2", text) for text in texts]
 
 
 def test_a_new_leader_is_asked_again_for_what_the_old_one_may_not_have_heard(
@@ -76,18 +76,6 @@ def test_a_new_leader_is_asked_again_for_what_the_old_one_may_not_have_heard(
     assert leader == asked, "the second job is taken, and nobody interrupted it"
 
 
-def test_a_leader_on_this_node_may_refuse_while_it_is_asked(
-    watched: WatchedJobs, leader: Leader
-) -> None:
-    terminals = [Terminal(), Terminal()]
-    for job, terminal in zip(("a-1", "b-2"), terminals, strict=True):
-        watched.submit(spec(job), terminal)
-    leader.watched = watched
-    watched.ask_again()
-    for terminal in terminals:
-        assert terminal.told == [local.CommandResult(False, "the cluster is full")]
-
-
 def test_a_job_that_ended_while_this_node_was_away_ends_its_command(watched: WatchedJobs) -> None:
     taken, new = Terminal(), Terminal()
     watched.submit(spec("a-1"), taken)
@@ -96,5 +84,5 @@ def test_a_job_that_ended_while_this_node_was_away_ends_its_command(watched: Wat
     watched.listed(())
     assert [type(message) for message in taken.told] == [jobs.JobStatus, local.CommandResult]
     assert new.told == [], "the leader may not have heard of it yet"
-    watched.note("back")
+    watched.out("paused")
     assert len(taken.told) == 2
