@@ -33,7 +33,7 @@ from typing import Any
 from common import results, throttle
 
 from potluck.bench.machine import heading, machine
-from potluck.cluster.jobs.master_port import free_port
+from potluck.bench.placement import reserved_ports
 
 REACH = 1.15
 WAYS = ("equal", "by speed", "ideal")
@@ -58,7 +58,8 @@ def main() -> int:
     print(text[0], flush=True)
     rows = []
     for batch in arguments.batch:
-        row = measure(arguments, batch)
+        with reserved_ports(1) as [port]:
+            row = measure(arguments, batch, port)
         if row is None:
             print("a worker failed", file=sys.stderr)
             return 1
@@ -74,11 +75,10 @@ def main() -> int:
     return 0 if all(row["ratio"] <= REACH and row["same_parameters"] for row in rows) else 1
 
 
-def measure(arguments: argparse.Namespace, batch: int) -> dict[str, Any] | None:
-    """One table's figures, from two workers; None if one fails."""
+def measure(arguments: argparse.Namespace, batch: int, port: int) -> dict[str, Any] | None:
+    """One table's figures, from two workers that meet at ``port``; None if one fails."""
     numbers = (batch, arguments.steps, arguments.rounds, arguments.width)
     options = [str(number) for number in numbers]
-    port = free_port()
     workers = [
         subprocess.Popen(
             [sys.executable, __file__, *options],

@@ -24,8 +24,8 @@ class Terminal:
         self.told.append(message)
 
 
-class Leader(list[jobs.Submit | jobs.InterruptJob]):
-    """What the leader was asked."""
+Asked = list[jobs.Submit | jobs.InterruptJob]
+"""What the leader was asked."""
 
 
 def spec(job: str) -> jobs.JobSpec:
@@ -35,12 +35,12 @@ def spec(job: str) -> jobs.JobSpec:
 
 
 @pytest.fixture
-def leader() -> Leader:
-    return Leader()
+def leader() -> Asked:
+    return []
 
 
 @pytest.fixture
-def watched(leader: Leader) -> WatchedJobs:
+def watched(leader: Asked) -> WatchedJobs:
     return WatchedJobs(leader.append)
 
 
@@ -62,7 +62,7 @@ def test_what_became_of_the_machine_is_told_to_each_command(watched: WatchedJobs
 
 
 def test_a_new_leader_is_asked_again_for_what_the_old_one_may_not_have_heard(
-    watched: WatchedJobs, leader: Leader
+    watched: WatchedJobs, leader: Asked
 ) -> None:
     terminal = Terminal()
     watched.submit(spec("a-1"), terminal)

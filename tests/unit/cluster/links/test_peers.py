@@ -212,6 +212,7 @@ def test_an_agent_that_ended_is_noticed_at_once_and_called_until_it_is_back() ->
         [port] = stack.enter_context(reserved_ports(1))
         (ada,) = await opened(stack, Agent())
         bob = await Agent(incarnation=1).open(port)
+        stack.push_async_callback(bob.close)
         await link_up(ada, bob)
         loop = asyncio.get_running_loop()
         began = loop.time()

@@ -364,7 +364,7 @@ def test_who_listens_on_the_wire_sees_neither_code_nor_secret_nor_names() -> Non
             await host.task
         wire_bytes = b"".join(seen)
         assert len(wire_bytes) > 200
-        for secret in (PSK, PSK[:8], CODE.digits.encode(), b"attic", b"laptop", b"a1a1"):
+        for secret in (PSK, PSK[:8], CODE.digits[:6].encode(), b"attic", b"laptop", b"a1a1"):
             assert secret not in wire_bytes
 
     run(story)
