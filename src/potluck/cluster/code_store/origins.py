@@ -1,7 +1,7 @@
 """Which nodes the code packages here came from, so that a node's packages can be deleted.
 
-``origins/PACKAGE`` below the store's root names the nodes whose folder the package is, and the jobs
-that ran it here. Two nodes may have started the same folder: it is both's.
+``origins/PACKAGE`` below the store's root names the nodes whose folder the package is, and the
+folders of the jobs that ran it here. Two nodes may have started the same folder: it is both's.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Origins:
         before = self._read(package)
         self._write(package, _Origin(tuple({*before.nodes, node}), before.jobs))
 
-    def used_by(self, package: bytes, job: str) -> None:
-        """``job`` runs ``package`` here."""
+    def used_by(self, package: bytes, folder: str) -> None:
+        """A job runs ``package`` here, in ``folder``."""
         before = self._read(package)
-        self._write(package, _Origin(before.nodes, (*before.jobs, job)[-_MAX_JOBS:]))
+        self._write(package, _Origin(before.nodes, (*before.jobs, folder)[-_MAX_JOBS:]))
 
     def drop(self, package: bytes) -> tuple[str, ...]:
-        """Forget ``package``; the jobs that ran it."""
+        """Forget ``package``; the folders of the jobs that ran it."""
         jobs = self._read(package).jobs
         self._path(package).unlink(missing_ok=True)
         return jobs

@@ -3,7 +3,8 @@ into a folder for each job to work in. What is no longer needed is bounded.
 
 Below ``root``: ``objects`` and ``packages`` (see ``package.py``), never changed once there;
 ``origins``, the nodes that packages came from; ``jobs``, one folder for each job, in which its
-workers may write.
+workers may write. Its name has the job, and a hash of the job, its starter and its package: scripts
+of one starter never run from a folder that another one's package filled.
 
 Packages travel over the links of agents: one node serves parts of what it has, another asks for
 parts. Each part is at most 256 KiB, so heartbeats on the same link are never far behind.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import os
 import secrets
 import shutil
@@ -44,6 +46,8 @@ Send = Callable[[str, peers.PeerMessage], bool]
 """``send(node, message)``: False without a link to that node."""
 
 _STEP_S = 10.0
+_DIGITS = 20
+"""Of the hash in a folder's name, 80 bits: nobody makes a second package of the same name."""
 
 
 class CodeStore:
@@ -130,25 +134,26 @@ class CodeStore:
         packages = self._origins.disown(node)
         for package in packages:
             self._server.withdraw(package)
-            for job in self._origins.drop(package):
-                shutil.rmtree(self._root / "jobs" / job, ignore_errors=True)
+            for name in self._origins.drop(package):
+                shutil.rmtree(self._root / "jobs" / name, ignore_errors=True)
             self._store.delete(package)
         return len(packages)
 
-    def open(self, package: bytes, job: str) -> Path:
-        """The folder in which the workers of ``job`` run: a copy of ``package`` of their own.
+    def open(self, package: bytes, job: str, starter: str) -> Path:
+        """The folder in which the workers of ``job`` of ``starter`` run: a copy of ``package`` of
+        their own.
 
         It appears whole or not at all: this process may be killed while it copies, and the job be
         ordered again. ConfigurationError if the package is not here any more or there is no room.
         """
-        target = self._root / "jobs" / job
-        self._in_use.add(job)
+        target = self._root / "jobs" / _folder_name(package, job, starter)
+        self._in_use.add(target.name)
         if target.is_dir():
             return target
         source = self._server.folder_of(package)
         if source is None:
             raise ConfigurationError("the script's folder was removed here; start the job again")
-        self._origins.used_by(package, job)
+        self._origins.used_by(package, target.name)
         temporary = target.with_name(f".{secrets.token_hex(8)}")
         try:
             with self._saying_what_is_wrong():
@@ -174,10 +179,11 @@ class CodeStore:
                 "set POTLUCK_HOME to a directory on another disk"
             ) from error
 
-    def close(self, job: str) -> None:
-        """``job`` is over. Its folder, with what its workers wrote there, is kept until
-        ``KEPT_JOBS`` others have ended; so are ``KEPT_PACKAGES`` packages, and ``KEPT_BYTES``."""
-        self._in_use.discard(job)
+    def close(self, folder: Path) -> None:
+        """The job of ``folder`` is over. The folder, with what its workers wrote there, is kept
+        until ``KEPT_JOBS`` others have ended; so are ``KEPT_PACKAGES`` packages, and
+        ``KEPT_BYTES``."""
+        self._in_use.discard(folder.name)
         for path in _newest(self._root / "jobs")[KEPT_JOBS:]:
             if path.name not in self._in_use:
                 shutil.rmtree(path, ignore_errors=True)
@@ -193,6 +199,11 @@ class CodeStore:
                 total += path.stat().st_size
                 if total > KEPT_BYTES and not self._in_use:
                     path.unlink()
+
+
+def _folder_name(package: bytes, job: str, starter: str) -> str:
+    identity = hashlib.sha3_256(b"\0".join((package, starter.encode(), job.encode())))
+    return f"{job}-{identity.hexdigest()[:_DIGITS]}"
 
 
 def _newest(folder: Path) -> list[Path]:

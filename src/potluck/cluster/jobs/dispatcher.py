@@ -19,6 +19,7 @@ from pathlib import Path, PurePosixPath
 from potluck.background import Tasks
 from potluck.cluster.code_store.store import CodeStore
 from potluck.cluster.code_store.wording import in_words, links_in_words
+from potluck.cluster.complaint import Complaint
 from potluck.cluster.jobs.agent_parts import AgentParts
 from potluck.cluster.jobs.controller import JobController
 from potluck.cluster.jobs.early import EarlyOrders
@@ -58,6 +59,7 @@ class JobDispatcher:
         self._controllers: dict[str, JobController] = {}
         self._watched = WatchedJobs(agent.plane.to_leader)
         self._early = EarlyOrders()
+        self._complain = Complaint(agent.note)
         self._has_view = asyncio.Event()
         self._view_changed = asyncio.Event()
         self._tasks = Tasks()
@@ -260,7 +262,12 @@ class JobDispatcher:
         match message:
             case jobs.Order(spec):
                 runner = self.runners.get(spec.job)
-                if runner is not None:
+                if runner is not None and runner.spec != spec:
+                    self._complain(
+                        f"another job was ordered under the name of {spec.job}, which runs here: "
+                        f"it is refused. The leader of the cluster should be looked at"
+                    )
+                elif runner is not None:
                     runner.order_again(message)
                 elif len(self.runners) < jobs.MAX_JOBS:
                     self.runners[spec.job] = LocalRunner(

@@ -70,6 +70,7 @@ class LocalRunner:
         self._code_store = code_store
         self._must_wait = must_wait
         self._launch: Launch | None = None
+        self._folder: Path | None = None
         self._worker_home: Path | None = None
         self._broker: Broker | None = None
         self._peers: frozenset[tuple[str, int]] = frozenset()
@@ -111,15 +112,14 @@ class LocalRunner:
             await self._broker.close()
         if self._worker_home is not None:
             await asyncio.to_thread(self._agent.worker_homes.remove, self._worker_home)
-        if not self.spec.is_local:
-            await asyncio.to_thread(self._code_store.close, self.spec.job)
+        if self._folder is not None:
+            await asyncio.to_thread(self._code_store.close, self._folder)
 
     # Before the first worker starts.
 
     async def _prepare(self) -> None:
         """Fetch the folder if needed, and report to the leader."""
         spec = self.spec
-        folder: Path | None = None
         try:
             if refusal := self._refusal():
                 raise ConfigurationError(refusal)
@@ -132,7 +132,9 @@ class LocalRunner:
             if spec.package is not None:
                 if not self._code_store.has(spec.package):
                     await self._bring(spec.package)
-                folder = await asyncio.to_thread(self._code_store.open, spec.package, spec.job)
+                self._folder = await asyncio.to_thread(
+                    self._code_store.open, spec.package, spec.job, spec.starter
+                )
             elif spec.starter != self._agent.me:
                 raise ConfigurationError("it is local to the node it was started on")
             if self._worker_home is None:
@@ -150,7 +152,7 @@ class LocalRunner:
         else:
             self._launch = self._agent.launcher(
                 spec,
-                folder,
+                self._folder,
                 worker_home,
                 me=self._agent.me,
                 sink=self._line,

@@ -82,9 +82,9 @@ def test_no_room_for_a_folder_is_said_with_what_to_do_and_leaves_nothing_half(
         files_of_at_most(50_000),
         pytest.raises(ConfigurationError, match=r"too large\. Make room"),
     ):
-        store.open(package, "job-1")
+        store.open(package, "job-1", ADA)
     assert everything(tmp_path / "home") == before
-    assert (store.open(package, "job-1") / "data.bin").stat().st_size == 100_000
+    assert (store.open(package, "job-1", ADA) / "data.bin").stat().st_size == 100_000
 
 
 def test_the_packages_of_a_node_are_deleted_and_no_others(tmp_path: Path, folder: Path) -> None:
@@ -101,9 +101,8 @@ def test_the_packages_of_a_node_are_deleted_and_no_others(tmp_path: Path, folder
         own, _ = await ada.take_in(folder, "train.py", ())
         for package, origin in ((bobs, BOB), (both, BOB), (both, CARL)):
             await ada.fetch(BOB, package, origin)
-        for package, job in ((bobs, "bobs-job"), (own, "adas-job")):
-            ada.open(package, job)
-            ada.close(job)
+        for package, job, node in ((bobs, "bobs-job", BOB), (own, "adas-job", ADA)):
+            ada.close(ada.open(package, job, node))
 
         assert await ada.delete_from(BOB) == 1
 
@@ -111,11 +110,39 @@ def test_the_packages_of_a_node_are_deleted_and_no_others(tmp_path: Path, folder
         assert b"print('bobs')" not in left
         assert b"print('both')" in left, "carl sent it, too"
         jobs = tmp_path / "ada" / "code_store" / "jobs"
-        assert [path.name for path in jobs.iterdir()] == ["adas-job"]
+        assert [path.name[:8] for path in jobs.iterdir()] == ["adas-job"]
         assert [ada.has(each) for each in (bobs, both, own)] == [False, True, True]
         with pytest.raises(ConfigurationError, match="was removed here"):
-            ada.open(bobs, "again")
+            ada.open(bobs, "again", BOB)
         assert await ada.delete_from(BOB) == 0
         assert await store_at(tmp_path / "ada").delete_from(CARL) == 1, "the disk remembers"
 
     asyncio.run(story())
+
+
+def test_a_folder_belongs_to_one_job_of_one_starter_with_one_package(
+    tmp_path: Path, folder: Path
+) -> None:
+    """A leader orders a job of its own under the name of ada's, and then ada's: nothing of what the
+    first one brought is in the folder in which ada's scripts run."""
+    store = store_at(tmp_path / "home")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "train.py").write_text("print('other')")
+    other, _ = asyncio.run(store.take_in(tmp_path / "other", "train.py", ()))
+    own, _ = asyncio.run(store.take_in(folder, "train.py", ()))
+    others = store.open(other, "train-1", BOB)
+    (others / "sitecustomize.py").touch()
+    store.close(others)
+    folders = [
+        store.open(package, job, starter)
+        for package, job, starter in (
+            (own, "train-1", ADA),
+            (own, "train-1", BOB),
+            (own, "train-2", ADA),
+            (other, "train-1", ADA),
+        )
+    ]
+    assert len({others, *folders}) == 5
+    assert (folders[0] / "train.py").read_text() == "print('hello')"
+    assert not (folders[0] / "sitecustomize.py").exists()
+    assert store.open(own, "train-1", ADA) == folders[0], "ordered again, after a restart say"

@@ -196,7 +196,7 @@ def test_an_order_of_the_leader_is_carried_out_also_if_it_comes_before_its_view(
 def test_a_node_that_breaks_over_an_order_reports_it_instead_of_leaving_the_leader_to_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def breaks(package: bytes, job: str) -> Path:
+    def breaks(package: bytes, job: str, starter: str) -> Path:
         raise KeyError("no room")
 
     async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
@@ -273,6 +273,26 @@ def test_nothing_runs_that_the_owner_does_not_allow_whatever_the_leader_orders(
     said = [message for _, message in machine.sent if isinstance(message, jobs.Reported)]
     assert said[0].error == "its owner does not let it run jobs of leader"
     assert machine.launched == ["job"], "it is allowed now"
+
+
+@pytest.mark.parametrize("what", ["package", "starter"])
+def test_another_job_under_the_name_of_one_that_runs_here_is_refused_and_said(
+    tmp_path: Path, what: str
+) -> None:
+    async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
+        mine = spec(await package_of(code_store, tmp_path / "code"), ME)
+        install(machine, all_jobs, view(LEADER, ME))
+        all_jobs.received(LEADER, jobs.Order(mine, ()))
+        lie: dict[str, Any] = {"package": bytes(32)} if what == "package" else {"starter": LEADER}
+        lies = jobs.Order(msgspec.structs.replace(mine, **lie), (jobs.WorkerPlace("0", ME, 0),))
+        for _ in range(3):
+            all_jobs.received(LEADER, lies)
+        runner = all_jobs.runners["job"]
+        assert (runner.spec, runner.places) == (mine, ()), "nothing of the lie is taken"
+
+    machine = play(tmp_path, story)
+    [said] = [note for note in machine.notes if "another job was ordered under the name" in note]
+    assert "job" in said
 
 
 def placed(all_jobs: JobDispatcher) -> list[str]:
@@ -439,9 +459,9 @@ def test_what_jobs_leave_behind_is_bounded(tmp_path: Path) -> None:
     async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
         package = await package_of(code_store, tmp_path / "code")
         for number in range(KEPT_JOBS + 3):
-            folder = code_store.open(package, f"job-{number}")
+            folder = code_store.open(package, f"job-{number}", ME)
             assert (folder / "train.py").read_text() == "print('hello')"
-            code_store.close(f"job-{number}")
+            code_store.close(folder)
 
     play(tmp_path, story)
     assert len(list((tmp_path / "home" / "code_store" / "jobs").iterdir())) == KEPT_JOBS
@@ -451,14 +471,14 @@ def test_a_jobs_folder_is_kept_by_its_own_age_not_by_its_scripts(tmp_path: Path)
     async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
         package = await package_of(code_store, tmp_path / "code")
         for number in range(KEPT_JOBS):
-            code_store.open(package, f"job-{number}")
-            code_store.close(f"job-{number}")
+            code_store.close(code_store.open(package, f"job-{number}", ME))
         os.utime(tmp_path / "home" / "code_store" / "packages" / package.hex(), (1, 1))
-        code_store.open(package, "last")
-        code_store.close("last")
+        last.append(code_store.open(package, "last", ME))
+        code_store.close(last[0])
 
+    last: list[Path] = []
     play(tmp_path, story)
-    assert (tmp_path / "home" / "code_store" / "jobs" / "last").is_dir()
+    assert last[0].is_dir()
 
 
 def test_a_folder_that_was_not_copied_whole_is_copied_again(
@@ -473,8 +493,8 @@ def test_a_folder_that_was_not_copied_whole_is_copied_again(
         with monkeypatch.context() as patch:
             patch.setattr(shutil, "copytree", breaks)
             with pytest.raises(ConfigurationError, match=r"the disk is full\. Make room"):
-                code_store.open(package, "job")
-        assert (code_store.open(package, "job") / "train.py").is_file()
+                code_store.open(package, "job", ME)
+        assert (code_store.open(package, "job", ME) / "train.py").is_file()
 
     play(tmp_path, story)
 
