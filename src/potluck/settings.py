@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from potluck.checks import checked_seconds
 from potluck.errors import ConfigurationError
 from potluck.printable import MAX_NAME, PRINTABLE, name_of
 
@@ -209,6 +210,8 @@ def load_settings(**arguments: Any) -> Settings:
         if value is None:
             continue
         try:
+            if name.endswith("_s") and not isinstance(value, str):
+                value = checked_seconds(value, name)
             values[name] = _converted(value, _types()[name])
         except (ValueError, TypeError):  # its text may quote a secret: it is dropped
             shown = repr(value) if _fields()[name].repr else "(not shown)"

@@ -1,4 +1,4 @@
-"""Deadlines, and reminders: lines on stderr about a long wait, after 3 s and then every 10 s.
+"""Reminders: lines on stderr about a long wait, after 3 s and then every 10 s.
 
 A wait in slices calls ``Reminder.tick`` between them. A call that blocks in other code runs inside
 ``reminding``, which calls ``tick`` on a thread.
@@ -17,19 +17,6 @@ from potluck.printable import plain
 
 FIRST_S = 3.0
 EVERY_S = 10.0
-
-
-def checked_seconds(timeout: object) -> float:
-    """The deadline of a call in seconds; TypeError or ValueError unless it is a positive number."""
-    try:
-        if isinstance(timeout, str):
-            raise TypeError
-        seconds = float(timeout)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        raise TypeError(f"timeout is a number of seconds, not {timeout!r}") from None
-    if not seconds > 0:
-        raise ValueError(f"timeout is in seconds and must be above 0, not {timeout!r}")
-    return seconds
 
 
 def to_stderr(text: str) -> None:

@@ -23,6 +23,7 @@ from potluck.backends.discovery_search import JOIN, MEET, Search, welcome_caller
 from potluck.backends.discovery_situations import First, Next, Situation
 from potluck.backends.rendezvous import Rendezvous
 from potluck.backends.tcp import TcpBase
+from potluck.checks import Duration, checked_seconds, checked_whole
 from potluck.cluster.discovery.advert import new_instance
 from potluck.cluster.discovery.configured import all_finders
 from potluck.cluster.discovery.finder import Finder
@@ -61,12 +62,13 @@ class AutoDiscoveryBackend(StaticBackend):
         world_size: int | None = None,
         *,
         min_peers: int | None = None,
-        settle_s: float = SETTLE_S,
+        settle_s: Duration = SETTLE_S,
         settings: Settings | None = None,
         finders: Sequence[Finder] | None = None,
         port: int | None = None,
     ) -> None:
         self._settings = settings or load_settings()
+        settle_s = checked_seconds(settle_s, "settle_s", at_least=0)
         self._rule = _rule(world_size, min_peers, settle_s, self._settings)
         default_port = self._settings.gradient_port or self._settings.discovery_port
         ways = all_finders(self._settings, default_port) if finders is None else list(finders)
@@ -126,15 +128,16 @@ class AutoDiscoveryBackend(StaticBackend):
         """The other processes found so far, in the order of their ids."""
         return self._peers.peers
 
-    def wait_for_peers(self, n: int, timeout: float) -> tuple[Participant, ...]:
+    def wait_for_peers(self, n: int, timeout: Duration) -> tuple[Participant, ...]:
         """Block until at least ``n`` other processes are found; returns all that are found.
 
         OperationTimeout if fewer are found within ``timeout`` seconds; Refused if the other
         processes have formed a group already; LinkError if the search itself has broken.
         """
-        return self._peers.wait(n, timeout, self._search.complaint)
+        n = checked_whole("n", n, at_least=0)
+        return self._peers.wait(n, checked_seconds(timeout), self._search.complaint)
 
-    def establish_ring(self, timeout: float | None = None) -> Communicator:
+    def establish_ring(self, timeout: Duration | None = None) -> Communicator:
         """Form the group, unless it exists, and return its communicator.
 
         A context on this backend uses the same communicator. Rank 0 is the process with the lowest
@@ -143,7 +146,8 @@ class AutoDiscoveryBackend(StaticBackend):
         processes; Refused if the group was formed without this process; ConfigurationError if rank
         0 was given another world size.
         """
-        return self.form(0, None, self._settings.peer_timeout_s if timeout is None else timeout)
+        seconds = self._settings.peer_timeout_s if timeout is None else checked_seconds(timeout)
+        return self.form(0, None, seconds)
 
     def form(self, after_epoch: int, cause: GroupError | None, timeout_s: float) -> Communicator:
         """The communicator of the first group, or of the members that remain after ``after_epoch``.
@@ -227,12 +231,12 @@ def _rule(
     world_size: int | None, min_peers: int | None, settle_s: float, settings: Settings
 ) -> FirstGroup:
     if world_size is not None:
-        if world_size < 1:
+        if checked_whole("world_size", world_size, at_least=0) < 1:
             raise ConfigurationError(f"a world has at least one process, not {world_size}")
         return FirstGroup(world_size, world_size - 1, settle_s)
     if min_peers is None:
         min_peers = max(1, settings.min_peers)
-    if min_peers < 1:
+    if checked_whole("min_peers", min_peers, at_least=0) < 1:
         raise ConfigurationError(
             f"min_peers={min_peers}: a search is for at least one other process; a script alone "
             "needs no discovery"

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from potluck.backends.base import StaticBackend
 from potluck.backends.tcp import TcpBase
+from potluck.checks import checked_rank
 from potluck.engine.communicator import Communicator
 from potluck.errors import ConfigurationError, GroupError
 from potluck.settings import Settings, load_settings
@@ -35,6 +36,7 @@ class RingBackend(StaticBackend):
         )
         if len(set(peers)) != len(peers):
             raise ConfigurationError(f"two ranks have the same address in {list(peers)}")
+        rank = checked_rank("rank", rank, len(members))
         if not 0 <= rank < len(members):
             raise ConfigurationError(
                 f"rank {rank} is not in a list of {len(members)} peers; ranks begin at 0"

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from potluck.background import OnBroken, start_thread
+from potluck.checks import Duration, checked_seconds
 from potluck.engine.work import Work
 from potluck.errors import OperationTimeout, PotluckError
 
@@ -63,10 +64,10 @@ class BoundedWork(Work):
         self._deadline = deadline
         self._on_late = on_late
 
-    def wait(self, timeout: float | None = None) -> Any:
+    def wait(self, timeout: Duration | None = None) -> Any:
         """See ``Work.wait``."""
         left = self._deadline + _GRACE_S - time.monotonic()
-        if timeout is None or timeout > left:
+        if timeout is None or checked_seconds(timeout, at_least=0) > left:
             if not self._block(max(0.0, left)):
                 self._on_late(
                     OperationTimeout(

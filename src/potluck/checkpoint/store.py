@@ -43,6 +43,7 @@ from potluck.checkpoint.state import (
     unflatten,
 )
 from potluck.checkpoint.writer import BackgroundWriter
+from potluck.checks import Duration, checked_seconds
 from potluck.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
@@ -102,7 +103,7 @@ class CheckpointStore:
         *,
         sharded: bool = False,
         asynchronous: bool = False,
-        parts_timeout_s: float = 60.0,
+        parts_timeout_s: Duration = 60.0,
     ) -> None:
         if keep < 1:
             raise ValueError(f"keep is {keep}; at least 1 checkpoint must be kept")
@@ -110,7 +111,7 @@ class CheckpointStore:
         self.keep = keep
         self.sharded = sharded
         self.asynchronous = asynchronous
-        self._parts_timeout_s = parts_timeout_s
+        self._parts_timeout_s = checked_seconds(parts_timeout_s, "parts_timeout_s")
         self._writer = BackgroundWriter("checkpoint-writer")
         self._given_up = threading.Event()
         self._number = 0  # of the last part, whose file may not exist yet

@@ -13,17 +13,16 @@ import numpy as np
 
 from potluck import hints
 from potluck.backends.base import Communicator
+from potluck.checks import Duration, check_parts, checked_rank, checked_seconds, checked_tag
 from potluck.codecs import codec_of
 from potluck.collectives.plan import Operation
 from potluck.context.arrays import Adapted, adapt, collide, empty_like, is_array
-from potluck.context.checks import check_parts, checked_rank, checked_tag
 from potluck.context.own_codec import start_own
 from potluck.context.waits import Waits
 from potluck.engine.arrays.coding import Encoding
 from potluck.engine.request import Request
 from potluck.engine.work import Work
 from potluck.types import reduce_op
-from potluck.waiting import checked_seconds
 
 _ALL_REDUCE = Operation.ALL_REDUCE
 _REDUCE_SCATTER = Operation.REDUCE_SCATTER
@@ -63,7 +62,7 @@ class Collectives:
         algorithm: str | None = None,
         codec: str | None = None,
         residual: Any = None,
-        timeout: float | None = None,
+        timeout: Duration | None = None,
         async_op: bool = False,
     ) -> Any:
         """Combine all ranks' arrays element by element, in place, and return ``array``.
@@ -105,7 +104,7 @@ class Collectives:
         codec: str | None = None,
         residual: Any = None,
         out: Any = None,
-        timeout: float | None = None,
+        timeout: Duration | None = None,
         async_op: bool = False,
     ) -> Any:
         """Combine all ranks' ``(world, *s)`` arrays and return part ``rank``, of shape ``s``.
@@ -146,7 +145,7 @@ class Collectives:
         codec: str | None = None,
         residual: Any = None,
         out: Any = None,
-        timeout: float | None = None,
+        timeout: Duration | None = None,
         async_op: bool = False,
     ) -> Any:
         """Return every rank's array, in rank order: shape ``(world, *array.shape)``.
@@ -180,7 +179,7 @@ class Collectives:
         root: int = 0,
         *,
         algorithm: str | None = None,
-        timeout: float | None = None,
+        timeout: Duration | None = None,
         async_op: bool = False,
     ) -> Any:
         """Make every rank's array equal to that of rank ``root``, in place, and return ``array``.
@@ -212,7 +211,7 @@ class Collectives:
         op: str = "sum",
         *,
         algorithm: str | None = None,
-        timeout: float | None = None,
+        timeout: Duration | None = None,
         async_op: bool = False,
     ) -> Any:
         """Combine all ranks' arrays element by element into that of rank ``root``, in place.
@@ -244,7 +243,7 @@ class Collectives:
         root: int = 0,
         *,
         algorithm: str | None = None,
-        timeout: float | None = None,
+        timeout: Duration | None = None,
         async_op: bool = False,
     ) -> Any:
         """Fill ``output``, of shape ``s``, with part ``rank`` of the root's ``parts``; return it.
@@ -286,7 +285,7 @@ class Collectives:
         *,
         algorithm: str | None = None,
         out: Any = None,
-        timeout: float | None = None,
+        timeout: Duration | None = None,
         async_op: bool = False,
     ) -> Any:
         """Return every rank's array on rank ``root``: shape ``(world, *array.shape)``.
@@ -322,7 +321,7 @@ class Collectives:
         *,
         algorithm: str | None = None,
         out: Any = None,
-        timeout: float | None = None,
+        timeout: Duration | None = None,
         async_op: bool = False,
     ) -> Any:
         """Send row ``i`` of ``array`` to rank ``i``; return the rows that came, by sender.
@@ -349,7 +348,7 @@ class Collectives:
         )
         return self._run(request, result.write_back, async_op)
 
-    def barrier(self, *, algorithm: str | None = None, timeout: float | None = None) -> None:
+    def barrier(self, *, algorithm: str | None = None, timeout: Duration | None = None) -> None:
         """Return once every rank has called ``barrier``."""
         if algorithm is None and self._has_run(Operation.BARRIER, None, None, timeout):
             return
@@ -362,7 +361,7 @@ class Collectives:
         dst: int,
         tag: int = 0,
         *,
-        timeout: float | None = None,
+        timeout: Duration | None = None,
         async_op: bool = False,
     ) -> Any:
         """Send ``array`` to rank ``dst``; return ``array`` when its memory may be reused.
@@ -384,7 +383,7 @@ class Collectives:
         src: int = -1,
         tag: int = 0,
         *,
-        timeout: float | None = None,
+        timeout: Duration | None = None,
         async_op: bool = False,
     ) -> Any:
         """Fill ``array`` with the next message from rank ``src`` that has this tag; return it.
@@ -412,7 +411,7 @@ class Collectives:
         operation: Operation,
         source: Any,
         result: Any,
-        timeout: float | None,
+        timeout: Duration | None,
         op: str | None = None,
         root: int = 0,
     ) -> bool:
@@ -485,5 +484,5 @@ class Collectives:
             raise ValueError("the residual is changed in place and must be contiguous host memory")
         return Encoding(codec_of(codec), adapted.array)
 
-    def _patience(self, timeout: float | None) -> float:
+    def _patience(self, timeout: Duration | None) -> float:
         return self.timeout_s if timeout is None else checked_seconds(timeout)

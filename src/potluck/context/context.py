@@ -20,7 +20,7 @@ import numpy as np
 
 from potluck import hints
 from potluck.backends.base import Backend, Communicator
-from potluck.context.checks import checked_rank
+from potluck.checks import Duration, checked_rank, checked_seconds
 from potluck.context.commit import Vote, tally
 from potluck.context.messages import Messages
 from potluck.context.uneven import UnevenCollectives
@@ -67,7 +67,7 @@ class DistributedContext(UnevenCollectives, Messages):
     """
 
     @hints.arguments(hints.CONTEXT, hints.CONTEXT["world_size"])
-    def __init__(self, backend: Backend, *, timeout_s: float = PEER_TIMEOUT_S) -> None:
+    def __init__(self, backend: Backend, *, timeout_s: Duration = PEER_TIMEOUT_S) -> None:
         """Form the first group. Blocks until all its members have joined, at most ``timeout_s``
         seconds, which is also the default deadline of every operation.
 
@@ -79,6 +79,7 @@ class DistributedContext(UnevenCollectives, Messages):
                 f"DistributedContext takes a backend, such as RingBackend(peers, rank), not "
                 f"{backend!r}; potluck.init() makes backend and context"
             )
+        timeout_s = checked_seconds(timeout_s, "timeout_s")
         super().__init__(timeout_s)
         self._backend = backend
         self._is_closed = False
@@ -168,7 +169,7 @@ class DistributedContext(UnevenCollectives, Messages):
         self._services.withdraw(*names)
 
     def connect(
-        self, name: str, *, rank: int | None = None, timeout: float | None = None
+        self, name: str, *, rank: int | None = None, timeout: Duration | None = None
     ) -> Remote:
         """Find the service ``name``, and return a [Remote][potluck.Remote] with its methods.
 
@@ -203,7 +204,7 @@ class DistributedContext(UnevenCollectives, Messages):
         state_hash: int = 0,
         loss: float = math.nan,
         weight: float = 1.0,
-        timeout: float | None = None,
+        timeout: Duration | None = None,
     ) -> Commit:
         """Vote on ``step``: committed on all ranks or on none. Every rank must call it.
 
@@ -240,7 +241,7 @@ class DistributedContext(UnevenCollectives, Messages):
             outcome.committed, outcome.loss, outcome.next_epoch > self.epoch, outcome.reason
         )
 
-    def settle(self, *, timeout: float | None = None) -> None:
+    def settle(self, *, timeout: Duration | None = None) -> None:
         """Wait until every rank has called ``settle``, or the group is over. Raises no GroupError.
 
         Call it before raising an error that every rank detects: a rank that raised earlier would

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from potluck.backends.base import NUM_ASIDE_TAGS, Communicator
-from potluck.context.checks import checked_rank, checked_tag
+from potluck.checks import Duration, checked_rank, checked_tag
 from potluck.context.neighbors import LAST_NEIGHBOR_TAG, NeighborCollectives
 from potluck.context.uneven import left_until
 from potluck.engine.work import Together
@@ -74,7 +74,7 @@ class Messages(NeighborCollectives):
         dst: int,
         tag: int = 0,
         *,
-        timeout: float | None = None,
+        timeout: Duration | None = None,
         async_op: bool = False,
     ) -> Any:
         """Send ``payload`` to rank ``dst``, which takes it by ``recv_message``.
@@ -108,7 +108,7 @@ class Messages(NeighborCollectives):
         tag: int = -1,
         *,
         max_bytes: int = MAX_MESSAGE_BYTES,
-        timeout: float | None = None,
+        timeout: Duration | None = None,
     ) -> Message:
         """Wait for the next message from rank ``src`` with this tag; -1 takes any.
 

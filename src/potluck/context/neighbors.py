@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from potluck.backends.base import Communicator
+from potluck.checks import Duration
 from potluck.collectives.neighbors import plans_for
 from potluck.collectives.plan import Action
 from potluck.context.arrays import Adapted
@@ -64,7 +65,7 @@ class NeighborCollectives(Collectives):
     _notices: _Notices | None = None
 
     def neighbor_all_reduce(
-        self, array: Any, graph: Any, *, timeout: float | None = None, async_op: bool = False
+        self, array: Any, graph: Any, *, timeout: Duration | None = None, async_op: bool = False
     ) -> Any:
         """Average with the in-neighbours in ``graph``, in place, and return ``array``.
 

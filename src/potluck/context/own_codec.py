@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from potluck.checks import Duration
 from potluck.codecs import Codec, check_dtype, digest_of
 from potluck.codecs.codec import Bytes, Floats
 from potluck.engine.arrays.layout import bounds
@@ -33,10 +34,10 @@ class Bytewise(Protocol):
     def world_size(self) -> int: ...
 
     def all_to_all(
-        self, array: Any, *, timeout: float | None = None, async_op: bool = False
+        self, array: Any, *, timeout: Duration | None = None, async_op: bool = False
     ) -> Any: ...
 
-    def all_gather(self, array: Any, *, timeout: float | None = None) -> Any: ...
+    def all_gather(self, array: Any, *, timeout: Duration | None = None) -> Any: ...
 
 
 def start_own(
@@ -45,7 +46,7 @@ def start_own(
     op: ReduceOp,
     codec: Codec,
     residual: NDArray[Any] | None,
-    timeout: float | None,
+    timeout: Duration | None,
 ) -> Work:
     """Begin the all_reduce of ``array``, in place. The second half starts when it is waited for, so
     all ranks must wait for such calls in the same order.

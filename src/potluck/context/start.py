@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from potluck import hints
 from potluck.backends.base import Backend
 from potluck.backends.launchers import detect, is_half_described
+from potluck.checks import Duration
 from potluck.context.context import DistributedContext
 from potluck.errors import ConfigurationError
 from potluck.settings import Settings, load_settings
@@ -24,7 +25,7 @@ _FOR_RING = (
 def init(
     backend: str = "auto",
     *,
-    timeout_s: float | None = None,
+    timeout_s: Duration | None = None,
     peers: Sequence[str] | None = None,
     rank: int | None = None,
 ) -> DistributedContext:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from potluck.checks import Duration, checked_rank
 from potluck.context.arrays import Adapted, empty_like
-from potluck.context.checks import checked_rank
 from potluck.context.collectives import Collectives
 from potluck.engine.work import Together, Work
 from potluck.errors import Desync
@@ -60,7 +60,7 @@ class UnevenCollectives(Collectives):
     """
 
     def all_gather_uneven(
-        self, array: Any, *, timeout: float | None = None, async_op: bool = False
+        self, array: Any, *, timeout: Duration | None = None, async_op: bool = False
     ) -> Any:
         """Return every rank's array as a list in rank order; they may differ in their first
         dimension.
@@ -87,7 +87,7 @@ class UnevenCollectives(Collectives):
         return self._together("all_gather_uneven", works, parts, async_op)
 
     def gather_uneven(
-        self, array: Any, root: int = 0, *, timeout: float | None = None, async_op: bool = False
+        self, array: Any, root: int = 0, *, timeout: Duration | None = None, async_op: bool = False
     ) -> Any:
         """Return every rank's array on rank ``root``, as a list in rank order; None elsewhere.
 
@@ -124,7 +124,7 @@ class UnevenCollectives(Collectives):
         *,
         counts: Sequence[int] | None = None,
         like: Any = None,
-        timeout: float | None = None,
+        timeout: Duration | None = None,
         async_op: bool = False,
     ) -> Any:
         """Return this rank's part of what rank ``root`` passes; the parts may differ in length.
@@ -176,7 +176,7 @@ class UnevenCollectives(Collectives):
 
     # -- inside
 
-    def _deadline(self, timeout: float | None) -> float:
+    def _deadline(self, timeout: Duration | None) -> float:
         return time.monotonic() + self._patience(timeout)
 
     def _checked_root(self, root: object) -> int:

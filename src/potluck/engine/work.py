@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from potluck import hints
+from potluck.checks import Duration, checked_seconds
 from potluck.errors import GroupError, OperationTimeout
 
 _log = logging.getLogger(__name__)
@@ -93,15 +94,16 @@ class Work:
         """The error that the operation failed with, None while it runs or when it succeeded."""
         return self._error
 
-    def wait(self, timeout: float | None = None) -> Any:
+    def wait(self, timeout: Duration | None = None) -> Any:
         """Block until the operation has ended, and return its result or raise its error.
 
         After ``timeout`` seconds OperationTimeout says that the operation still runs. Without
         ``timeout`` the wait ends, too: the operation has a deadline of its own.
         """
-        if not self._block(timeout):
+        seconds = None if timeout is None else checked_seconds(timeout, at_least=0)
+        if not self._block(seconds):
             raise OperationTimeout(
-                f"{self.call} has not ended after {timeout} s (timed out)",
+                f"{self.call} has not ended after {seconds} s (timed out)",
                 operation=self.call,
             )
         if self._error is not None:

@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from potluck.checks import checked_seconds
+
 _WINDOW = 256
 _LATE = 2.0
 _EXCHANGE = 0.25
@@ -55,6 +57,9 @@ class Patience:
                 f"wait_for is {self.wait_for!r}; it is a fraction of the asked clients, above 0 "
                 "and at most 1.0, or a number of clients as int"
             )
+        for name in ("start_s", "first_deadline_s", "least_s", "deadline"):
+            if not isinstance(given := getattr(self, name), str):
+                object.__setattr__(self, name, checked_seconds(given, name, at_least=0))
         if self.deadline != "adaptive" and not (
             isinstance(self.deadline, int | float) and 0 < self.deadline < math.inf
         ):

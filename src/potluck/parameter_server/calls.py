@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from potluck.checks import Duration, checked_seconds
 from potluck.context import DistributedContext
 from potluck.errors import (
     CheckpointError,
@@ -19,7 +20,6 @@ from potluck.parameter_server.placement import Placement
 from potluck.parameter_server.remotes import CONNECT_S, Remotes
 from potluck.parameter_server.signals import AskAgain
 from potluck.services.asking import raise_local
-from potluck.waiting import checked_seconds
 
 _LOCAL = {each.__name__: each for each in (ValueError, TypeError, CheckpointError)}
 """Errors of a server that are raised here as they are: mistakes of this script, and lost state."""
@@ -58,7 +58,7 @@ class Calls:
         there = self.present
         return Placement(self._servers, self._copies, tuple(s for s in present if s in there))
 
-    def ask(self, method: str, *args: Any, timeout: float | None = None) -> Any:
+    def ask(self, method: str, *args: Any, timeout: Duration | None = None) -> Any:
         """One call of the first server. What it raises for a mistake of this script is raised
         here."""
         if method != "leave":
@@ -75,7 +75,7 @@ class Calls:
         method: str,
         arguments: Mapping[str, tuple[Any, ...]],
         *,
-        timeout: float | None = None,
+        timeout: Duration | None = None,
     ) -> dict[str, Any] | None:
         """The same call of several servers at once; the replies by server. None if one is there no
         more, and others go on."""
@@ -107,7 +107,7 @@ class Calls:
 
     # -- inside
 
-    def _deadline(self, timeout: float | None) -> float:
+    def _deadline(self, timeout: Duration | None) -> float:
         seconds = self._ctx.timeout_s if timeout is None else checked_seconds(timeout)
         return time.monotonic() + seconds
 
@@ -116,7 +116,7 @@ class Calls:
         method: str,
         arguments: Mapping[str, tuple[Any, ...]],
         deadline: float,
-        timeout: float | None,
+        timeout: Duration | None,
     ) -> dict[str, Any]:
         """The replies that came. Raises what is no reason to ask the others again."""
         connect_s = max(0.001, deadline - time.monotonic())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from potluck.checks import Duration
 from potluck.context import DistributedContext
 from potluck.errors import HandlerError, PotluckError, ServiceLost
 from potluck.services import Remote
@@ -28,7 +29,7 @@ class Remotes:
         arguments: Mapping[str, tuple[Any, ...]],
         *,
         connect_s: float,
-        timeout: float | None = None,
+        timeout: Duration | None = None,
     ) -> tuple[dict[str, Any], list[PotluckError]]:
         """The replies of the servers in ``arguments``, called at once, and what went wrong, the
         errors that a server raised first. ``connect_s`` is for finding a server, ``timeout`` for

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from potluck import hints
 from potluck.checkpoint import CheckpointStore
+from potluck.checks import Duration, checked_seconds
 from potluck.context import DistributedContext
 from potluck.errors import ServiceLost, ServiceTimeout, UnknownService
 from potluck.parameter_server.arguments import arrays_of, check_arguments, servers_of, store_of
@@ -30,7 +31,6 @@ from potluck.parameter_server.serving import Serving
 from potluck.services.asking import await_reply
 from potluck.services.names import check_unused, note_used
 from potluck.services.presence import Presence
-from potluck.waiting import checked_seconds
 
 _LEAVE_S = 5.0
 
@@ -171,7 +171,7 @@ class ParameterServer:
         return int(self._await(create, f"setting the parameters of {model!r}", None)["version"])
 
     def get_parameters(
-        self, model: str, *, wait: bool = True, timeout: float | None = None
+        self, model: str, *, wait: bool = True, timeout: Duration | None = None
     ) -> Pulled:
         """Pull the newest parameters: one version, never a mixture of two.
 
@@ -216,7 +216,7 @@ class ParameterServer:
         *,
         step: int | None = None,
         worker_rank: int | None = None,
-        timeout: float | None = None,
+        timeout: Duration | None = None,
     ) -> bool:
         """Push a gradient: arrays or tensors with the names and shapes of the parameters.
 
@@ -236,7 +236,7 @@ class ParameterServer:
         return self._push(model, arrays_of(gradient, "a gradient"), step, timeout)
 
     def average_parameters(
-        self, model: str, parameters: Mapping[str, Any], *, timeout: float | None = None
+        self, model: str, parameters: Mapping[str, Any], *, timeout: Duration | None = None
     ) -> dict[str, Array]:
         """Move this worker's ``parameters`` and the server's towards each other, by ``alpha`` of
         their difference; returns this worker's. For ``ElasticAveraging(of="parameters")``;
@@ -293,7 +293,7 @@ class ParameterServer:
         if self._serving is not None:
             self._serving.save()
 
-    def close(self, *, timeout: float | None = None) -> None:
+    def close(self, *, timeout: Duration | None = None) -> None:
         """Say that this worker calls no more. On the server: wait until all have, then write the
         last checkpoint.
 
@@ -320,7 +320,7 @@ class ParameterServer:
     # -- inside
 
     def _push(
-        self, model: str, arrays: dict[str, Array], step: int | None, timeout: float | None
+        self, model: str, arrays: dict[str, Array], step: int | None, timeout: Duration | None
     ) -> bool:
         version, incarnation = self._known(model)
         step = version if step is None else step
@@ -375,7 +375,7 @@ class ParameterServer:
         return self._known(model)[0]
 
     def _await(
-        self, ask: Callable[[float], dict[str, Any]], what: str, timeout: float | None
+        self, ask: Callable[[float], dict[str, Any]], what: str, timeout: Duration | None
     ) -> dict[str, Any]:
         """The reply of a call that waits for other workers on the server."""
         seconds = self.ctx.timeout_s if timeout is None else checked_seconds(timeout)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from potluck.background import start_thread
+from potluck.checks import Duration, checked_seconds
 from potluck.engine.work import Work
 from potluck.errors import (
     HandlerError,
@@ -19,7 +20,6 @@ from potluck.errors import (
 from potluck.services.memory import Blocks
 from potluck.services.pool import AllInUseError, Connection, Pool
 from potluck.transport.bulk import BulkLink
-from potluck.waiting import checked_seconds
 from potluck.wire.payload import Packed, pack
 from potluck.wire.services import Failure, Request
 
@@ -96,7 +96,7 @@ class _Callee:
         self._max_bytes = max_bytes
         self._started = threading.BoundedSemaphore(MAX_IN_FLIGHT)
 
-    def call(self, method: str, packed: Packed, timeout: float | None) -> Any:
+    def call(self, method: str, packed: Packed, timeout: Duration | None) -> Any:
         seconds = self._timeout_s if timeout is None else checked_seconds(timeout)
         deadline = time.monotonic() + seconds
         if packed.nbytes > self._max_bytes:
@@ -123,7 +123,7 @@ class _Callee:
             self._raise(method, failure)
         return value
 
-    def start(self, method: str, packed: Packed, timeout: float | None) -> Work:
+    def start(self, method: str, packed: Packed, timeout: Duration | None) -> Work:
         result: list[Any] = []
         work = Work(self._named(method)).then(lambda _: result[0])
 
@@ -180,7 +180,7 @@ class RemoteMethod:
         self._callee = callee
         self._name = name
 
-    def __call__(self, *args: Any, timeout: float | None = None, **named: Any) -> Any:
+    def __call__(self, *args: Any, timeout: Duration | None = None, **named: Any) -> Any:
         """Call the method there, and return its result.
 
         TypeError, with the place inside the arguments, for a value that a payload can't hold.
@@ -189,7 +189,7 @@ class RemoteMethod:
         """
         return self._callee.call(self._name, _packed(args, named), timeout)
 
-    def start(self, *args: Any, timeout: float | None = None, **named: Any) -> Work:
+    def start(self, *args: Any, timeout: Duration | None = None, **named: Any) -> Work:
         """The same at once, as a Work. Waits while 16 calls of this remote are under way. Calls
         that run at the same time may arrive in any order."""
         return self._callee.start(self._name, _packed(args, named), timeout)

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from potluck.backends.doors import Caller, admission, dial
+from potluck.checks import Duration, checked_seconds
 from potluck.cluster.links.local import running_agent
 from potluck.cluster.names import is_node_id
 from potluck.cluster.trust.credentials import load_node_credentials
@@ -26,7 +27,7 @@ from potluck.transport.acceptor import Limits
 from potluck.transport.bulk import BulkLink
 from potluck.transport.credentials import Credentials
 from potluck.transport.listener import Admission, Listener
-from potluck.waiting import checked_seconds, to_stderr
+from potluck.waiting import to_stderr
 from potluck.wire.greeting import Hello, Refusal
 from potluck.wire.local import ServiceInfo, ServicesReply
 from potluck.wire.served import Served
@@ -44,7 +45,7 @@ class NodeServices:
     Use it in a ``with`` block, or call ``close``. For any number of threads.
     """
 
-    def __init__(self, *, timeout_s: float | None = None, port: int = 0) -> None:
+    def __init__(self, *, timeout_s: Duration | None = None, port: int = 0) -> None:
         """``timeout_s`` is the default deadline of every call, in seconds (None:
         POTLUCK_PEER_TIMEOUT_S); ``port`` the TCP port on which services are offered, 0 for any free
         one.
@@ -59,7 +60,7 @@ class NodeServices:
             )
         running_agent(settings)
         self._timeout_s = checked_seconds(
-            settings.peer_timeout_s if timeout_s is None else timeout_s
+            settings.peer_timeout_s if timeout_s is None else timeout_s, "timeout_s"
         )
         self._wanted_port = port
         self._credentials: Credentials = load_node_credentials(settings)
@@ -109,7 +110,7 @@ class NodeServices:
                 self._server.remove(each.name for each in services)
                 raise
 
-    def connect(self, name: str, *, node: str = "", timeout: float | None = None) -> Remote:
+    def connect(self, name: str, *, node: str = "", timeout: Duration | None = None) -> Remote:
         """Find the service ``name``, and return a [Remote][potluck.Remote] with its methods.
 
         ``node`` is the name of the machine that serves it, or its node's id or the beginning of

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TypeVar
 
 from potluck.backends.inprocess import InProcessBackend
+from potluck.checks import Duration, checked_seconds
 from potluck.context import DistributedContext
 
 T = TypeVar("T")
@@ -55,7 +56,7 @@ def run_world(
     world_size: int,
     function: Callable[[DistributedContext], T],
     *,
-    timeout_s: float = 30.0,
+    timeout_s: Duration = 30.0,
     backends: Sequence[InProcessBackend] | None = None,
 ) -> list[T]:
     """Run ``function(ctx)`` on ``world_size`` ranks at the same time; returns their results.
@@ -70,5 +71,6 @@ def run_world(
         with DistributedContext(backend, timeout_s=timeout_s) as context:
             return function(context)
 
+    timeout_s = checked_seconds(timeout_s, "timeout_s")
     worlds = backends or InProcessBackend.world(world_size)
     return run_all([partial(run, backend) for backend in worlds], timeout_s + 120)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from potluck.context.checks import checked_whole
+from potluck.checks import checked_whole
 from potluck.training.sampler import order, shares
 from potluck.training.shares import Cost
 

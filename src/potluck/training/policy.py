@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from potluck.checks import checked_seconds
 from potluck.training.noise import NoiseBatching
 from potluck.training.shares import ProportionalShares
 from potluck.training.transfer import MAX_STATE_BYTES
@@ -41,6 +42,7 @@ class Policy:
         for name in ("hash_every", "save_every", "adapt_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        object.__setattr__(self, "recovery_s", checked_seconds(self.recovery_s, "recovery_s"))
         if self.max_state_bytes < 0:
             raise ValueError(f"max_state_bytes is {self.max_state_bytes}; it can't be negative")
         for name, kind in (("shares", ProportionalShares), ("batching", NoiseBatching)):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from potluck.background import start_thread
-from potluck.context.checks import checked_whole
+from potluck.checks import Duration, checked_seconds, checked_whole
 from potluck.errors import ConfigurationError, HandlerError, ServiceError
 from potluck.services import Call, Remote, service
 from potluck.services.asking import SLICE_S, await_reply, raise_local
@@ -19,7 +19,7 @@ from potluck.services.names import check_unused, note_used
 from potluck.services.presence import Presence
 from potluck.services.waits import WaitingCalls
 from potluck.training.work_ledger import WorkLedger
-from potluck.waiting import Reminder, checked_seconds
+from potluck.waiting import Reminder
 from potluck.wire.payload import pack
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class WorkQueue:
         server: int = 0,
         backups: int = 2,
         max_attempts: int = 3,
-        silence_s: float = 10.0,
+        silence_s: Duration = 10.0,
         name: str = "work",
     ) -> None:
         if not hasattr(ctx, "connect"):
@@ -86,7 +86,7 @@ class WorkQueue:
         served = f"{name} ({failed[name] + 1})" if failed[name] else name
         self._offer: _Offer | None = None
         try:
-            silence_s = checked_seconds(silence_s)
+            silence_s = checked_seconds(silence_s, "silence_s")
             backups = checked_whole("backups", backups, at_least=0)
             max_attempts = checked_whole("max_attempts", max_attempts, at_least=1)
             if ctx.rank == rank:
@@ -135,7 +135,7 @@ class WorkQueue:
         except (TypeError, ValueError) as error:
             raise _misfit(number, result) or error from error.__cause__
 
-    def results(self, *, timeout: float | None = None) -> list[Any]:
+    def results(self, *, timeout: Duration | None = None) -> list[Any]:
         """The results in the order of the tasks, on every worker that asks. Waits until all are
         done; ServiceTimeout after ``timeout`` seconds if one is given. RuntimeError if a task was
         begun too often."""
@@ -172,7 +172,7 @@ class WorkQueue:
 
     # -- inside
 
-    def _await(self, method: str, what: str, timeout: float | None = None) -> dict[str, Any]:
+    def _await(self, method: str, what: str, timeout: Duration | None = None) -> dict[str, Any]:
         seconds = None if timeout is None else checked_seconds(timeout)
         return await_reply(lambda wait_s: self._ask(method, wait_s), what, seconds)
 
