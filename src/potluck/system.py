@@ -51,6 +51,12 @@ def not_on_windows(what: str) -> ConfigurationError:
     )
 
 
+def heard(*numbers: int) -> tuple[int, ...]:
+    """Those of these signals that this process was not started to ignore: ``nohup`` has SIGHUP
+    ignored, a shell SIGINT for what it runs in the background. Only these may get a handler."""
+    return tuple(number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN)
+
+
 def is_root() -> bool:
     """Whether this process may do anything on this machine."""
     return sys.platform != "win32" and os.geteuid() == 0

@@ -71,9 +71,10 @@ class Member:
 
     ``worker`` is stable for the whole job (``"2"`` stays ``"2"`` after a restart) while the rank
     may change from group to group. ``node`` is the hex id of its node. ``host`` and ``port`` are
-    the address of its listener; they are empty for in-process workers. ``engine`` is the
-    engine that the worker reported; NATIVE in a group that is formed without messages (from a list
-    of addresses).
+    the address of its listener, as this process calls it (the loopback's on its own node); they are
+    empty for in-process workers. ``machine`` is what people call the node, empty outside of a
+    cluster. ``engine`` is the engine that the worker reported; NATIVE in a group that is formed
+    without messages (from a list of addresses).
     """
 
     worker: str
@@ -82,9 +83,10 @@ class Member:
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     local_rank: int = 0
     engine: Engine = Engine.NATIVE
+    machine: str = ""
 
     def __str__(self) -> str:
-        where = f" at {self.host}:{self.port}" if self.port else ""
+        where = f" at {self.machine or self.host}:{self.port}" if self.port else ""
         return f"worker {self.worker}{where}"
 
 
@@ -152,5 +154,6 @@ class Group:
         return (min(rank, self.rank), max(rank, self.rank)) in self.cut
 
     def describe(self, rank: int) -> str:
-        """A rank with its member, for errors and logs: ``rank 2 (worker 2 at 10.0.0.7:52416)``."""
+        """A rank with its member, for errors and logs: ``rank 2 (worker 2 at 10.0.0.7:52416)``, on
+        a cluster ``rank 2 (worker 2 at attic:52416)``, the same on all ranks."""
         return f"rank {rank} ({self.members[rank]})"

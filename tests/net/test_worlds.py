@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import signal
+import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from support.commands import Command
-from support.machines import Machine, cluster_of, form, leader_of
+from support.hosts import Host, Network
+from support.machines import Machine, cluster_of, form, leader_of, machines
 
 pytestmark = pytest.mark.needs_root_netns
 
@@ -146,6 +150,89 @@ def kill_a_worker(machine: Machine) -> None:
                 os.kill(pid, signal.SIGKILL)
                 return
     raise AssertionError(f"no worker runs on {machine}")
+
+
+PLAIN = """
+import os, socket
+import torch, torch.distributed as dist
+
+print("own name is", socket.gethostbyname(socket.gethostname()))
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+names = [os.environ[each] for each in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")]
+print("total", total.item(), *names)
+dist.destroy_process_group()
+"""
+
+
+def test_a_plain_gloo_script_finds_the_network_where_own_names_lead_to_the_loopback(
+    tmp_path: Path,
+) -> None:
+    """Debian's /etc/hosts gives the machine's own name the address 127.0.1.1."""
+    script = tmp_path / "code" / "plain.py"
+    script.parent.mkdir()
+    script.write_text(PLAIN)
+    with contextlib.ExitStack() as stack:
+        network = stack.enter_context(Network(2))
+        for host in network:
+            stack.enter_context(own_names(host, f"127.0.1.1 {socket.gethostname()}"))
+        ada, bob = stack.enter_context(machines(network, tmp_path / "homes"))
+        form(ada, bob)
+        with ada.run(script) as run:
+            assert run.finish() == 0, run.text
+            assert len([line for line in run.lines if "own name is 127.0.1.1" in line]) == 2
+            assert len([line for line in run.lines if "total 2.0 eth0 eth0" in line]) == 2
+        with bob.run("--env", "NCCL_SOCKET_IFNAME=lo", script) as run:
+            assert run.finish() == 0, run.text
+            chosen = [line for line in run.lines if "total 2.0 eth0 lo" in line]
+            assert len(chosen) == 2, "what the user has set stays"
+
+
+@contextlib.contextmanager
+def own_names(host: Host, line: str) -> Iterator[None]:
+    """An /etc/hosts of its own, for the programs that start on ``host`` from now on."""
+    folder = Path("/etc/netns") / host.namespace
+    folder.mkdir(parents=True)
+    (folder / "hosts").write_text(f"127.0.0.1 localhost\n{line}\n")
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder)
+
+
+WIDTHS = """
+import numpy as np, potluck
+from potluck.estimators import StandardScaler
+
+ctx = potluck.init()
+X = np.random.default_rng(0).normal(size=(100, 64))
+for wrong in (X[:, :60], X.astype(complex)):
+    try:
+        StandardScaler(ctx=ctx).fit(X if ctx.rank == 0 else wrong)
+        print("it fits")
+    except ValueError as error:
+        print("it says:", str(error).replace(chr(10), " "))
+ctx.close()
+"""
+
+
+def test_a_refusal_of_an_estimator_is_the_same_error_on_all_hosts(tmp_path: Path) -> None:
+    script = tmp_path / "code" / "widths.py"
+    script.parent.mkdir()
+    script.write_text(WIDTHS)
+    with cluster_of(2, tmp_path / "homes") as pair:
+        form(*pair)
+        with pair[0].run(script) as run:
+            assert run.finish() == 0, run.text
+            said = [re.sub(r"^\[.*?\] ", "", line) for line in run.lines if "it says: " in line]
+    assert len(said) == 4
+    assert {said.count(each) for each in said} == {2}, said
+    other = next(each for each in said if "has 64 features, that of" in each)
+    assert re.search(
+        r"rank 0 \(worker \d at (ada|bob):\d+\) has 64 features, that of rank 1", other
+    )
+    assert any("omplex data not supported" in each for each in said)
 
 
 @pytest.mark.parametrize("what", ["a worker", "a machine"])

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import codecs
+import fcntl
 import os
 import pty
 import re
 import select
+import shlex
 import signal
 import subprocess
+import termios
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -56,6 +60,7 @@ class Terminal:
             stderr=slave,
             env=os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "40"},
             start_new_session=True,
+            preexec_fn=partial(fcntl.ioctl, 0, termios.TIOCSCTTY, 0),
         )
         os.close(slave)
 
@@ -63,8 +68,11 @@ class Terminal:
         """Until ``wanted`` accepts what was drawn, or the command ends."""
         deadline = time.monotonic() + DEADLINE_S
         while not wanted(self.drawn):
-            ready, _, _ = select.select([self._master], [], [], deadline - time.monotonic())
-            assert ready, f"{DEADLINE_S:g} s have passed; drawn so far:\n{self.drawn[-3000:]}"
+            assert time.monotonic() < deadline, (
+                f"{DEADLINE_S:g} s have passed; drawn so far:\n{self.drawn[-3000:]}"
+            )
+            if not select.select([self._master], [], [], 0.05)[0]:
+                continue
             try:
                 data = os.read(self._master, 65536)
             except OSError:  # Linux: nobody holds the other side any more
@@ -77,6 +85,11 @@ class Terminal:
         self.read_until(lambda drawn: False)
         return self.process.wait(DEADLINE_S)
 
+    def hang_up(self) -> None:
+        """The terminal is closed: the kernel sends SIGHUP to its session."""
+        os.close(self._master)
+        self._master = -1
+
     def __enter__(self) -> Terminal:
         return self
 
@@ -84,7 +97,8 @@ class Terminal:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
-        os.close(self._master)
+        if self._master >= 0:
+            os.close(self._master)
 
 
 def counts(drawn: str) -> list[int]:
@@ -116,6 +130,55 @@ def test_a_script_that_reports_no_samples_shows_none(tmp_path: Path) -> None:
         assert terminal.finish() == 0, terminal.drawn
         assert "script.py" in terminal.drawn
         assert " samples (" not in terminal.drawn
+
+
+OUTLIVES = """
+import pathlib, sys, time
+import potluck
+ctx = potluck.init()
+here = pathlib.Path(sys.argv[1])
+print("it is up", flush=True)
+(here / f"up-{ctx.rank}").touch()
+while not (here / "go").exists():
+    time.sleep(0.01)
+print("it goes on", flush=True)
+ctx.barrier()
+(here / f"done-{ctx.rank}").touch()
+ctx.close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "options", "outlives"),
+    [
+        ("exec nohup", "", True),
+        ("trap '' HUP; exec", "", True),
+        ("trap '' HUP; exec", "--plain", True),
+        ("exec", "", False),
+    ],
+    ids=["nohup", "ignored", "ignored, lines", "heard"],
+)
+def test_a_run_outlives_its_terminal_if_it_was_started_to(
+    tmp_path: Path, before: str, options: str, outlives: bool
+) -> None:
+    """As the closed lid of a laptop ends its ssh session. The kernel tells the session."""
+    script = tmp_path / "outlives.py"
+    script.write_text(OUTLIVES)
+    words = [*potluck_command(), "run", "--workers", "2", str(script), str(tmp_path)]
+    command = shlex.join(words).replace(" run ", f" run {options} ", 1)
+    both = (tmp_path / "up-0", tmp_path / "up-1")
+    with Terminal("bash", "-c", f"cd {shlex.quote(str(tmp_path))}; {before} {command}") as terminal:
+        terminal.read_until(lambda drawn: all(each.exists() for each in both))
+        terminal.hang_up()
+        if outlives:
+            (tmp_path / "go").touch()
+            assert terminal.process.wait(DEADLINE_S) == 0
+        else:
+            assert terminal.process.wait(DEADLINE_S) == 128 + signal.SIGHUP
+    assert (tmp_path / "done-0").exists() is (tmp_path / "done-1").exists() is outlives
+    if "nohup" in before:
+        kept = (tmp_path / "nohup.out").read_text()
+        assert "[0] it goes on" in kept, "nohup keeps the output"
 
 
 EVIL = r"""

@@ -9,6 +9,7 @@ is not read, and the agent must go on watching its workers. When too many lines 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import math
 import os
@@ -57,6 +58,7 @@ class Writer:
         self._on_broken = on_broken
         self._actions: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._is_broken = False
+        self._is_terminal = sys.stdout.isatty()
         self._thread = start_thread(
             self._run, name="potluck-output", on_broken=lambda error: on_broken()
         )
@@ -83,6 +85,9 @@ class Writer:
                 self._is_broken = True
                 if isinstance(error, OSError):
                     silence(sys.stdout)
+                    if self._is_terminal and error.errno == errno.EIO:  # it was closed
+                        silence(sys.stderr)
+                        continue  # a run that is not to outlive its terminal gets SIGHUP
                     if not isinstance(error, BrokenPipeError):  # normal: a reader like `head` ended
                         to_stderr(f"the output can't be written any more ({error.strerror})")
                 else:
@@ -186,7 +191,11 @@ class LiveView(_View):
 
     def end(self) -> None:
         super().end()
-        self._live.stop()
+        try:
+            self._live.stop()
+        except OSError:  # the terminal was closed
+            silence(sys.stdout)
+            silence(sys.stderr)
 
     def _render(self) -> RichGroup:
         from rich.box import HEAVY_HEAD

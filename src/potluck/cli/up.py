@@ -14,7 +14,7 @@ from potluck.background import why
 from potluck.cli.terminal import log_to_stderr
 from potluck.errors import ConfigurationError, PotluckError
 from potluck.printable import plain
-from potluck.system import has_terminal, is_root, user_name
+from potluck.system import has_terminal, heard, is_root, user_name
 
 if TYPE_CHECKING:
     from potluck.cluster.node_agent import NodeAgent
@@ -176,7 +176,7 @@ async def _run(settings: Settings) -> None:
     )
     running = asyncio.create_task(agent.run())
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in heard(signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, running.cancel)
     ready = asyncio.create_task(agent.ready.wait())
     await asyncio.wait([running, ready], return_when=asyncio.FIRST_COMPLETED)

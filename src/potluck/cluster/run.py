@@ -24,7 +24,7 @@ from potluck.cluster.links.local import call_agent
 from potluck.cluster.node_agent import NodeAgent
 from potluck.errors import ConfigurationError, LinkError, ProtocolError
 from potluck.settings import Settings
-from potluck.system import SIGHUP
+from potluck.system import SIGHUP, heard
 from potluck.wire import jobs, local
 from potluck.wire.format import PREFIX_BYTES
 from potluck.wire.local import RunRequest
@@ -142,7 +142,8 @@ def run_job(
     """Run the job to its end: by this machine's ``agent`` on its cluster; without one here, by a
     private agent in this process, which runs the script where it is.
 
-    Must be called on the main thread; takes over SIGINT, SIGTERM and SIGHUP meanwhile.
+    Must be called on the main thread; takes over SIGINT, SIGTERM and SIGHUP meanwhile,
+    except those that are ignored.
     ConfigurationError or IdentityError if the job can't begin; LinkError if ``agent`` is lost.
     """
     return asyncio.run(_run(request, settings, watcher, agent))
@@ -231,9 +232,10 @@ async def _run_alone(settings: Settings, request: RunRequest, client: JobClient)
 
 @contextlib.contextmanager
 def _signals(interrupt: Callable[[int], None]) -> Iterator[None]:
-    """Have signals that ask for the end passed to ``interrupt``."""
+    """Have signals that ask for the end passed to ``interrupt``. A job that was started to outlive
+    its terminal does so."""
     loop = asyncio.get_running_loop()
-    numbers = (signal.SIGINT, signal.SIGTERM, SIGHUP)
+    numbers = heard(signal.SIGINT, signal.SIGTERM, SIGHUP)
     for number in numbers:
         loop.add_signal_handler(number, interrupt, number)
     try:

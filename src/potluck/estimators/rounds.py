@@ -34,6 +34,7 @@ State = dict[str, Any]
 Stage = Callable[[State], State]
 
 INPUT, DONE, REFUSED = "input", "done", "refused"
+REFUSAL = "refusal"
 _MOST_ROUNDS = 10**9  # the stages end the loop
 
 _ERRORS = {"TypeError": TypeError, "ValueError": ValueError}
@@ -49,7 +50,9 @@ class _Fit(StateReplica):
     """Entries that are the same bytes on all ranks by construction, and are not hashed."""
 
     def fingerprint(self) -> str:
-        return fingerprint({name: self.now[name] for name in self.now if name not in self.heavy})
+        # Ranks may word the same refusal differently: a difference there must not replace it.
+        left_out = (*self.heavy, REFUSAL)
+        return fingerprint({name: self.now[name] for name in self.now if name not in left_out})
 
 
 @dataclass
@@ -117,7 +120,7 @@ def run_rounds(
     else:
         history.finished.clear()
     if last["stage"] == REFUSED:
-        kind, text = last["refusal"]
+        kind, text = last[REFUSAL]
         raise _ERRORS[kind](text)
     assert last["stage"] == DONE, f"{what} ended at stage {last['stage']!r}"
     return last
@@ -153,7 +156,7 @@ def _loop(
 def refused(state: State, error: Exception) -> State:
     """The end of a fit whose input does not fit: every rank raises ``error``."""
     kind = "TypeError" if isinstance(error, TypeError) else "ValueError"
-    return {**state, "stage": REFUSED, "refusal": [kind, str(error)]}
+    return {**state, "stage": REFUSED, REFUSAL: [kind, str(error)]}
 
 
 @contextmanager

@@ -11,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ import msgspec
 
 from potluck.background import Tasks, stop, why
 from potluck.cluster.code_store.store import CodeStore
+from potluck.cluster.discovery.interfaces import interface_of
 from potluck.cluster.jobs.agent_parts import AgentParts
 from potluck.cluster.jobs.chaos import parse_chaos
 from potluck.cluster.jobs.process import Launch, WorkerProcess
@@ -31,6 +33,7 @@ from potluck.cluster.sharing.sandbox import BROKER_FILE
 from potluck.errors import ConfigurationError, LinkError, PotluckError, ProtocolError
 from potluck.system import SIGKILL
 from potluck.transport import aio
+from potluck.types import Member
 from potluck.wire import jobs, worker_link
 from potluck.wire.greeting import SEALED, Hello, Refusal, Welcome
 from potluck.wire.nodes import JobGroup, View
@@ -43,6 +46,9 @@ _BRING_S = 10.0
 _BRING_AGAIN_S = 0.2
 _LAST_MESSAGES_S = 1.0
 _WITHDRAW_S = 3.0
+
+_INTERFACE_NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+"""Of Gloo, NCCL and torch's RPC."""
 
 _Link = aio.MessageLink[worker_link.FromWorker, worker_link.FromAgent]
 
@@ -281,7 +287,17 @@ class LocalRunner:
             "MASTER_ADDR": self._address(node_of[members[0]]),
             "MASTER_PORT": str(self.world.master_port),
             "TORCHELASTIC_RESTART_COUNT": str(self.world.number),
+            **self._interface({node_of[member] for member in members}),
         }
+
+    def _interface(self, nodes: Set[str]) -> dict[str, str]:
+        """Variables that lead other libraries to the interface by which this node reaches the
+        others of ``nodes``: by themselves they call the host's name, which often resolves to
+        127.0.1.1. Empty if there are no others; what the owner has set stays."""
+        addresses = (self._agent.links.local(node) for node in sorted(nodes - {self._agent.me}))
+        address = next(filter(None, addresses), "")
+        name = interface_of(address.partition("%")[0]) if address else ""
+        return {each: name for each in _INTERFACE_NAMES if name and each not in os.environ}
 
     def _tell(self, names: Sequence[str], message: worker_link.FromAgent) -> None:
         """Send ``message`` to those of the workers ``names`` that have a link here; those that
@@ -317,7 +333,7 @@ class LocalRunner:
                     over = worker_link.GroupOver(before.epoch, member.worker, False, cause)
                     self._tell(self.alive, over)
         chaos = parse_chaos(self.spec.chaos)
-        members = tuple(replace(each, host=self._address(each.node)) for each in group.members)
+        members = tuple(map(self._seen_from_here, group.members))
         self._peers = frozenset((member.host, member.port) for member in members)
         for rank, name in enumerate(names):
             steps = chaos.steps_of(rank)
@@ -349,6 +365,10 @@ class LocalRunner:
     def _may_dial(self, host: str, port: int) -> bool:
         """Whether workers in a sandbox may connect there: to the agent, and to their own group."""
         return (host, port) in self._peers | {("127.0.0.1", self._agent.port)}
+
+    def _seen_from_here(self, member: Member) -> Member:
+        machine = "" if self.spec.is_local else self._agent.names.label(member.node)
+        return replace(member, host=self._address(member.node), machine=machine)
 
     def _address(self, node: str) -> str:
         return "127.0.0.1" if node == self._agent.me else self._agent.links.last_address(node)

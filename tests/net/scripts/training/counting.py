@@ -14,7 +14,6 @@ checkpoint = folder / "checkpoint"
 if (folder / f"late-{os.environ['POTLUCK_NAME']}").exists():
     print("is late", flush=True)
     signal.pause()
-os.environ["GLOO_SOCKET_IFNAME"] = "eth0"  # a host's name leads to its loopback
 dist.init_process_group(backend)
 rank, size = dist.get_rank(), dist.get_world_size()
 step = int(checkpoint.read_text()) if checkpoint.exists() else 0
