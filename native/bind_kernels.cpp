@@ -1,5 +1,5 @@
-// Python binding of the kernels: reduction and codecs, as functions over buffers. All
-// sizes and codes are checked here; the core trusts them.
+// Python binding of the kernels: reduction, codecs, and the check of payloads, as functions over
+// buffers. All sizes and codes are checked here; the core trusts them.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -14,6 +14,7 @@
 #include "core/kernels/kernels.hpp"
 #include "core/kernels/reduce.hpp"
 #include "core/kernels/select.hpp"
+#include "core/wire/msgpack_values.hpp"
 
 namespace nb = nanobind;
 
@@ -133,6 +134,12 @@ void select_largest_buffers(nb::handle positions, nb::handle values, nb::handle 
     });
 }
 
+std::int64_t count_values_of(nb::handle text, std::int64_t most, std::size_t max_depth) {
+    const Buffer from(text, false);
+    return count_values(static_cast<const std::uint8_t*>(from.data()), from.size(), most,
+                        max_depth);
+}
+
 void multiply_buffers(int dtype_code, nb::handle target, nb::handle left, nb::handle right,
                       std::size_t rank) {
     const Dtype dtype = dtype_of(dtype_code);
@@ -164,6 +171,7 @@ void kernels(nb::module_& m) {
     m.def("select_largest", select_largest_buffers, "positions"_a, "values"_a, "source"_a,
           "residual"_a.none(), "chunk"_a, "k"_a, "last_k"_a);
     m.def("multiply", multiply_buffers, "dtype"_a, "target"_a, "left"_a, "right"_a, "rank"_a);
+    m.def("count_values", count_values_of, "text"_a, "most"_a, "max_depth"_a);
     m.def("kernel_sets", kernel_sets, "The instruction sets that kernels exist for and run here.");
     m.def("kernel_set", [] { return std::string(potluck::kernels().name); });
     m.def("use_kernel_set", use_kernel_set, "name"_a);

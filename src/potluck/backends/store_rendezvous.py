@@ -31,6 +31,7 @@ from potluck.errors import (
 )
 from potluck.types import Engine, Group, Member
 from potluck.waiting import Reminder
+from potluck.wire.format import decoded
 
 EPOCH = 1
 _STAY_S = 1.0
@@ -50,6 +51,9 @@ class RankEntry(msgspec.Struct, frozen=True):
     local_rank: int
     job: str
     engine: Engine
+
+
+_entries = msgspec.json.Decoder(RankEntry)
 
 
 @contextlib.contextmanager
@@ -164,7 +168,7 @@ def _missing(store: Any, keys: Sequence[str], rank: int, mine: RankEntry) -> str
     if store_server(store) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         missing = [other for other in missing if other]  # rank 0 runs, since it serves the store
     entries = {
-        other: msgspec.json.decode(store.get(keys[other]), type=RankEntry) for other in present
+        other: decoded(_entries, store.get(keys[other]), "a rank's entry") for other in present
     }
     here = [other for other, entry in entries.items() if entry.machine == mine.machine]
     if not missing or rank != min(here):
@@ -177,7 +181,7 @@ def _missing(store: Any, keys: Sequence[str], rank: int, mine: RankEntry) -> str
 
 
 def _read(store: Any, keys: Sequence[str], rank: int, mine: RankEntry) -> RankEntry:
-    entry = msgspec.json.decode(store.get(keys[rank]), type=RankEntry)
+    entry = decoded(_entries, store.get(keys[rank]), "a rank's entry")
     if entry.world_size != mine.world_size:
         raise ConfigurationError(
             f"rank {rank} was started with a world size of {entry.world_size}, this rank with "

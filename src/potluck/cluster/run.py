@@ -26,7 +26,7 @@ from potluck.errors import ConfigurationError, LinkError, ProtocolError
 from potluck.settings import Settings
 from potluck.system import SIGHUP, heard
 from potluck.wire import jobs, local
-from potluck.wire.format import PREFIX_BYTES
+from potluck.wire.format import PREFIX_BYTES, decoded
 from potluck.wire.local import RunRequest
 from potluck.wire.worker_link import JobState
 
@@ -60,6 +60,9 @@ def checked(request: RunRequest) -> RunRequest:
         what = "is a directory" if script.is_dir() else what
         raise ConfigurationError(f"the script {str(script)!r} {what} (seen from {here})")
     return msgspec.structs.replace(request, directory=str(here))
+
+
+_summaries = msgspec.json.Decoder(Summary)
 
 
 class Watcher(Protocol):
@@ -129,7 +132,7 @@ class JobClient:
                     f"{each.worker} {each.node}".strip() for each in status.workers
                 )
             case jobs.JobEnded(_, summary):
-                self.summary.set_result(msgspec.json.decode(summary, type=Summary))
+                self.summary.set_result(decoded(_summaries, summary, "the summary of a job"))
             case local.CommandResult(_, text):
                 self.summary.set_exception(ConfigurationError(text))
             case _:

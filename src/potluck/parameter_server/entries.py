@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from potluck.errors import ProtocolError
 from potluck.parameter_server.layout import Layout
+from potluck.wire.format import decoded
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -91,7 +91,4 @@ def encode(entries: Sequence[Entry]) -> bytes:
 
 def decode(data: bytes) -> list[AnyEntry]:
     """The inverse of ``encode``. ProtocolError for other bytes."""
-    try:
-        return _decoder.decode(data)
-    except msgspec.MsgspecError as error:
-        raise ProtocolError(f"these bytes are no log of a parameter server: {error}") from error
+    return decoded(_decoder, data, "the log of a parameter server")

@@ -12,6 +12,7 @@ import msgspec
 from potluck.errors import ProtocolError
 from potluck.services.memory import Blocks
 from potluck.transport.bulk import BulkLink
+from potluck.wire.format import decoded
 from potluck.wire.payload import Packed, Unpacked, Unpacker, decoded_bytes
 from potluck.wire.services import PREFIX_BYTES, Head, Lengths, encode, lengths_in
 
@@ -39,7 +40,7 @@ class Channel(Generic[T]):
         """``received`` is the type of the heads that come in, ``limit`` the most bytes of their
         arrays, which are taken from ``memory``."""
         self.link = link
-        self._decode = msgspec.msgpack.Decoder(received).decode
+        self._decoder = msgspec.msgpack.Decoder(received)
         self._limit = limit
         self._unpacker = Unpacker(limit, memory.take)
         self._outgoing: deque[memoryview] = deque()
@@ -185,10 +186,7 @@ class Channel(Generic[T]):
     def _parsed(self, heads: memoryview) -> Unpacked:
         """The payload of a frame whose head is ``self.head`` from now on."""
         lengths = self._lengths
-        try:
-            self.head: T = self._decode(heads[: lengths.head])
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise ProtocolError(f"not the head of a call: {error}") from error
+        self.head: T = decoded(self._decoder, heads[: lengths.head], "the head of a call")
         unpacked = self._unpacker.unpack(heads[lengths.head :])
         if unpacked.nbytes != lengths.arrays:
             raise ProtocolError(

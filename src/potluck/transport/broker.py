@@ -15,8 +15,6 @@ import struct
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
-import msgspec
-
 from potluck.errors import ConfigurationError, ProtocolError, WrongSecret
 from potluck.system import need_posix
 from potluck.wire.broker import (
@@ -145,12 +143,11 @@ def _received(asking: socket.socket) -> tuple[Answer | None, socket.socket | Non
     packet, fds, _, _ = socket.recv_fds(asking, MAX_PACKET, 1)
     sock = socket.socket(fileno=fds[0]) if fds else None
     try:
-        answer = decode_answer(packet) if packet else None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        return decode_answer(packet) if packet else None, sock
+    except ProtocolError:
         if sock is not None:
             sock.close()
-        raise ProtocolError(f"the socket broker's answer can't be read: {error}") from error
-    return answer, sock
+        raise
 
 
 def _why(answer: Answer | None) -> tuple[int, str]:

@@ -15,7 +15,8 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from potluck.errors import SecurityError
+from potluck.errors import ProtocolError, SecurityError
+from potluck.wire.format import decoded
 
 MAX_JOB = 256
 
@@ -42,6 +43,9 @@ class Delegation(msgspec.Struct, frozen=True, array_like=True):
             raise SecurityError("the certificate's delegation was not signed by its node") from None
 
 
+_delegations = msgspec.msgpack.Decoder(Delegation)
+
+
 def delegate(node: Ed25519PrivateKey, key: Ed25519PublicKey, job: str) -> Delegation:
     """The word of ``node`` that ``key`` acts for it in ``job``."""
     signature = node.sign(_signed_bytes(key.public_bytes_raw(), job))
@@ -56,8 +60,8 @@ def encode_delegation(delegation: Delegation) -> bytes:
 def decode_delegation(data: bytes) -> Delegation:
     """The delegation in ``data``, not checked yet; SecurityError if there is none."""
     try:
-        return msgspec.msgpack.decode(data, type=Delegation)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        return decoded(_delegations, data, "a delegation")
+    except ProtocolError as error:
         raise SecurityError(f"a delegation can't be read: {error}") from error
 
 

@@ -10,6 +10,8 @@ from typing import Annotated
 
 import msgspec
 
+from potluck.wire.format import decoded
+
 MAX_PACKET = 4096
 
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
@@ -63,10 +65,10 @@ def encode(message: Request | Answer) -> bytes:
 
 
 def decode_request(packet: bytes) -> Request:
-    """The request in ``packet``; msgspec.MsgspecError or UnicodeDecodeError if it is none."""
-    return _REQUESTS.decode(packet)
+    """The request in ``packet``; ProtocolError if it is none."""
+    return decoded(_REQUESTS, packet, "a request of a sandbox")
 
 
 def decode_answer(packet: bytes) -> Answer:
-    """The answer in ``packet``; errors as for ``decode_request``."""
-    return _ANSWERS.decode(packet)
+    """The answer in ``packet``; ProtocolError if it is none."""
+    return decoded(_ANSWERS, packet, "an answer to a sandbox")

@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import struct
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
 from potluck.errors import ProtocolError
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 PREFIX_BYTES = 4
 
 _LENGTH = struct.Struct("<I")
+
+
+class Decoder(Protocol[T_co]):
+    """A decoder of msgspec, for msgpack or JSON."""
+
+    def decode(self, data: Any, /) -> T_co: ...
+
+
+def decoded(decoder: Decoder[T], data: bytes | memoryview | str, name: str) -> T:
+    """What ``decoder`` makes of ``data``, which may be hostile; ProtocolError, in which ``name``
+    (for example ``a request``) says what was expected, if it is no such message."""
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"not {name}: {error}") from error
 
 
 class MessageFormat(Generic[T]):
@@ -51,7 +67,4 @@ class MessageFormat(Generic[T]):
 
     def decode(self, body: bytes) -> T:
         """The message in ``body``; ProtocolError if it is no message of this type."""
-        try:
-            return self._decoder.decode(body)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise ProtocolError(f"not {self.name}: {error}") from error
+        return decoded(self._decoder, body, self.name)

@@ -103,7 +103,7 @@ def test_entries_that_do_not_follow_are_refused_and_repeats_change_nothing() -> 
             offer.follow(call("0"), *wrong, encode([Save()]))
     for _ in range(2):
         assert offer.follow(call("0"), 7, 2, encode([Save()]))["saved"] == 0
-    with pytest.raises(ProtocolError, match="no log of a parameter server"):
+    with pytest.raises(ProtocolError, match="not the log of a parameter server"):
         offer.follow(call("0"), 7, 3, b"junk")
     offer.follow(call("0"), 7, 3, encode([Save()]))
 

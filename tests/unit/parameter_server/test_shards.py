@@ -224,5 +224,5 @@ def test_a_layout_that_is_none_is_an_error_before_memory_is_taken(given: Any) ->
 
 @pytest.mark.parametrize("data", [b"", b"junk", encode([Save()])[:-1], b"\x91\x92\xa5Other\x01"])
 def test_bytes_that_are_no_log_are_an_error(data: bytes) -> None:
-    with pytest.raises(ProtocolError, match="no log of a parameter server"):
+    with pytest.raises(ProtocolError, match="not the log of a parameter server"):
         decode(data)

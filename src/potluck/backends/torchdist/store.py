@@ -15,10 +15,18 @@ import msgspec
 from potluck.backends.launchers import LaunchedRank
 from potluck.backends.tcp import taking_master_port
 from potluck.background import start_thread, why
-from potluck.errors import GroupError, LinkError, PeerLost, PotluckError, RemoteError
+from potluck.errors import (
+    GroupError,
+    LinkError,
+    PeerLost,
+    PotluckError,
+    ProtocolError,
+    RemoteError,
+)
 from potluck.optional import require
 from potluck.transport.acceptor import listening_at
 from potluck.waiting import Reminder, reminding
+from potluck.wire.format import decoded
 
 _ROLL_CALL_S = 0.4
 
@@ -70,6 +78,9 @@ class StoreMessage(msgspec.Struct):
     text: str = ""
 
 
+_messages = msgspec.json.Decoder(StoreMessage)
+
+
 class ErrorChannel:
     """Messages between the ranks about the end of their group; each rank listens on a thread.
 
@@ -95,12 +106,12 @@ class ErrorChannel:
             for number in itertools.count(1):
                 try:
                     client.wait([f"{mine}/{number}"], timedelta(days=365))
-                    said = msgspec.json.decode(client.get(f"{mine}/{number}"), type=StoreMessage)
+                    said = decoded(_messages, client.get(f"{mine}/{number}"), "a message of a rank")
                     if said.kind == "roll":
                         client.set(f"{mine}/here", "1")
                 except RuntimeError:
                     return
-                except msgspec.MsgspecError:  # no valid message
+                except ProtocolError:
                     continue
                 if said.kind == "end":
                     return

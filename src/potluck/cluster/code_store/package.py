@@ -15,19 +15,23 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterable
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
 from potluck.cluster.home.directory import make_private
 from potluck.errors import ConfigurationError, ProtocolError
+from potluck.wire.format import decoded
 from potluck.wire.names import Digest
 from potluck.wire.peers import MAX_FILES
 
 MAX_BYTES = 256 << 20
 MAX_MANIFEST = 8 << 20
 MAX_PATH = 1024
+MAX_PARTS = 32
+"""Of a path: folders and the file's name. A manifest with many paths of many folders would take
+long to check."""
 
 _RESERVED = {"con", "prn", "aux", "nul"}
 
@@ -50,6 +54,9 @@ class PackageManifest(msgspec.Struct, frozen=True):
     def num_bytes(self) -> int:
         """The bytes of all files together."""
         return sum(file.size for file in self.files)
+
+
+_manifests = msgspec.msgpack.Decoder(PackageManifest)
 
 
 def manifest_of(folder: Path, paths: Iterable[str]) -> PackageManifest:
@@ -81,10 +88,7 @@ def decode_manifest(data: bytes, package: bytes) -> PackageManifest:
     """
     if hashlib.sha256(data).digest() != package:
         raise ProtocolError("a manifest does not have the hash that it was asked for by")
-    try:
-        manifest = msgspec.msgpack.decode(data, type=PackageManifest)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"not a manifest: {error}") from error
+    manifest = decoded(_manifests, data, "a manifest")
     seen: set[str] = set()
     for file in manifest.files:
         why = objection_to_path(file.path)
@@ -94,7 +98,10 @@ def decode_manifest(data: bytes, package: bytes) -> PackageManifest:
             raise ProtocolError(f"a manifest names {file.path!r} twice")
         seen.add(file.path.casefold())
     for path in seen:
-        if any(str(parent) in seen for parent in PurePosixPath(path).parents):
+        folder = path.rpartition("/")[0]
+        while folder and folder not in seen:
+            folder = folder.rpartition("/")[0]
+        if folder:
             raise ProtocolError(f"a manifest has a file in the place of a folder of {path!r}")
     if manifest.num_bytes > MAX_BYTES:
         raise ProtocolError(f"a package of {manifest.num_bytes} bytes; at most {MAX_BYTES} travel")
@@ -109,7 +116,10 @@ def objection_to_path(path: str) -> str:
         return "it is not relative"
     if "\\" in path or ":" in path or any(ord(each) < 32 or ord(each) == 127 for each in path):
         return "it holds a character that is special somewhere"
-    for part in path.split("/"):
+    parts = path.split("/")
+    if len(parts) > MAX_PARTS:
+        return f"it has more than {MAX_PARTS} parts"
+    for part in parts:
         if part in ("", ".", ".."):
             return "it leaves the folder, or goes in circles"
         if len(part.encode("utf-8", "surrogatepass")) > 255:

@@ -17,8 +17,6 @@ import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import msgspec
-
 from potluck.background import OnBroken, Tasks, start_task, stop
 from potluck.errors import ConfigurationError, ProtocolError, WrongSecret
 from potluck.system import need_posix
@@ -110,8 +108,8 @@ class Broker:
                 packet = await loop.sock_recv(asking, wire.MAX_PACKET)
             try:
                 request = wire.decode_request(packet)
-            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-                _send(asking, wire.Denied(errno.EPROTO, f"no request: {error}"[:1000]))
+            except ProtocolError as error:
+                _send(asking, wire.Denied(errno.EPROTO, str(error)[:1000]))
                 return
             if isinstance(request, wire.Dial):
                 await self._dial(asking, request)

@@ -30,6 +30,7 @@ from spake2.ed25519_basic import NotOnCurve
 from potluck.cluster.trust.words import word_list
 from potluck.errors import ConfigurationError, ProtocolError, WrongCode
 from potluck.wire import pairing as wire
+from potluck.wire.format import decoded
 
 DIGITS = 9
 PLATE_DIGITS = 3
@@ -161,8 +162,9 @@ class Sealing:
     def open(self, data: bytes, type: type[T]) -> T:
         """The peer's message decrypted; ProtocolError if it was changed on the way."""
         try:
-            return msgspec.msgpack.decode(self._open.decrypt(_NONCE, data, None), type=type)
-        except (InvalidTag, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            text = self._open.decrypt(_NONCE, data, None)
+            return decoded(msgspec.msgpack.Decoder(type), text, "a pairing message")
+        except (InvalidTag, ProtocolError) as error:
             raise ProtocolError("a sealed pairing message was changed on the way") from error
 
 

@@ -7,6 +7,9 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from potluck.errors import ProtocolError
+from potluck.wire.format import decoded
+
 _Seconds = Annotated[float, msgspec.Meta(ge=0)]
 _Positive = Annotated[float, msgspec.Meta(gt=0)]
 
@@ -126,6 +129,9 @@ def last(shapes: tuple[tuple[int, ...], ...], elements: int) -> tuple[tuple[int,
     return tuple(reversed(kept))
 
 
+_decoder = msgspec.json.Decoder(Measured)
+
+
 def encode(measured: Measured) -> str:
     """As JSON."""
     return msgspec.json.encode(measured).decode()
@@ -134,6 +140,6 @@ def encode(measured: Measured) -> str:
 def decode(text: str | bytes) -> Measured:
     """``measured`` of ``encode``; ValueError for anything else."""
     try:
-        return msgspec.json.decode(text, type=Measured)
-    except msgspec.MsgspecError as error:
-        raise ValueError(f"not the measurements of a plan: {error}") from None
+        return decoded(_decoder, text, "the measurements of a plan")
+    except ProtocolError as error:
+        raise ValueError(str(error)) from None
