@@ -50,8 +50,8 @@ def ban(
     secret is changed, and goes to admitted machines only; a machine that is switched off meanwhile
     gets it when it comes back. `potluck unban` takes the ban back.
 
-    Machines that the banned one had admitted stay in; they are listed, so that you can ban them,
-    too.
+    Machines that the banned one had admitted stay in, as members; those that it had banned stay
+    out. Both are listed, so that you can change it.
     This machine must be an admin of the cluster (`potluck nodes`). In an open cluster the first ban
     closes it, as `potluck lock` does.
     """
@@ -68,12 +68,16 @@ def ban(
     else:
         psk = None if is_secret_given(settings) else operator.new_secret()
         store = partial(change_secret, settings.home)
-        kept = operator.revoke(
+        done = operator.revoke(
             file, key, found, reason, psk=psk, store=store, delete_code=delete_code
         )
         typer.echo(f"{_called(settings, file, found)} is banned.")
-        for each in kept:
-            typer.echo(f"It had admitted {_called(settings, file, each)}, which stays in.")
+        for each in done.kept:
+            typer.echo(f"It had admitted {_called(settings, file, each)}, which stays: a member.")
+        for each in done.still_out:
+            typer.echo(f"It had banned {_called(settings, file, each)}, which stays banned.")
+        if done.lost:
+            typer.echo(f"{done.lost} more that it had admitted are out.")
     if is_secret_given(settings):
         typer.echo(
             "The secret comes from a variable: change POTLUCK_PSK or POTLUCK_PASSPHRASE on all "

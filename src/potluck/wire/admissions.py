@@ -22,7 +22,8 @@ _CLUSTER_LABEL = b"potluck cluster v1"
 _RECORD_LABEL = b"potluck admission v1"
 
 Key = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
-Number = Annotated[int, msgspec.Meta(ge=1, lt=1 << 53)]
+MAX_NUMBER = (1 << 53) - 1
+Number = Annotated[int, msgspec.Meta(ge=1, le=MAX_NUMBER)]
 Time = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
 Reason = Annotated[str, msgspec.Meta(max_length=200)]
 Fingerprint = Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]

@@ -12,6 +12,11 @@ The result depends on the set of records alone, not on the order in which they a
 - The words of an admin count from its own admission on. A key that is no admin (any more) has no
   word: all that it ever signed is void, whatever dates and numbers are in it.
 - ``SecretChange``: of the records of all admins the highest number holds.
+- A number is at most ``limit`` of its signer: the highest of the founder's, and ``MAX_AHEAD`` for
+  each place of seniority from the end. A record beyond it has no force until the founder's numbers
+  have come near. So an admin that jumps ahead can't use up the numbers: each of its seniors has
+  ``MAX_AHEAD`` numbers above all of its own. (Records that jump can't be refused when they arrive:
+  two nodes that heard the numbers between in another order would keep different lists.)
 """
 
 from __future__ import annotations
@@ -29,10 +34,19 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from potluck.errors import IdentityError, SecurityError
 from potluck.transport.credentials import node_id_of_bytes
-from potluck.wire.admissions import MAX_RECORDS, Admission, Founding, Record, SecretChange
+from potluck.wire.admissions import (
+    MAX_NUMBER,
+    MAX_RECORDS,
+    Admission,
+    Founding,
+    Record,
+    SecretChange,
+)
 
 MAX_ADMINS = 64
 MAX_WAITING = 256
+MAX_AHEAD = 1 << 20
+"""More words than the admins of a cluster say while its founder says none."""
 MAX_OF_SIGNER = MAX_RECORDS // 4
 """An admin that fills the list leaves room for the word that bans it."""
 
@@ -72,11 +86,14 @@ class Entry:
 class Roster:
     """What a set of records says: an entry for each key, by node id; the namespace of the secret
     that the cluster has changed to (empty: it never has); the Unix time of the newest signature of
-    an admin."""
+    an admin; the highest number in force; for each admin's key, the most senior first, the highest
+    number that it may give."""
 
     entries: dict[str, Entry] = field(default_factory=dict)
     namespace: str = ""
     at: int = 0
+    number: int = 0
+    limits: dict[bytes, int] = field(default_factory=dict)
 
     def is_admin(self, node: str) -> bool:
         """Whether ``node`` may admit and revoke."""
@@ -142,23 +159,10 @@ class Admissions:
         pairs = zip(self.records, self.fingerprints, strict=True)
         return tuple(each for each, fingerprint in pairs if fingerprint not in seen)
 
-    def next_number(self, without: bytes = b"") -> int:
-        """The number for a new record; words of the key ``without``, which it revokes, don't
-        count. IdentityError if an admin has used the highest number up."""
-        counted = (each.number for each in self._kept.values() if each.signer != without)
-        number = max(counted, default=0) + 1
-        if number >= 1 << 53:
-            raise IdentityError(
-                "an admin of this cluster has used up the numbers of its records: ban that admin "
-                "first (`potluck nodes` shows the admins)"
-            )
-        return number
-
-    def signed_by(self, key: bytes) -> tuple[Admission, ...]:
-        """The admissions in force that are the word of ``key``."""
-        entries = self.roster.entries.values()
-        words = [each.word for each in entries if each.word is not None]
-        return tuple(each for each in words if each.signer == key and each.verdict != "revoked")
+    def without(self, key: bytes) -> Roster:
+        """What the records would say if ``key`` had never been an admin: without its words, and
+        those of admins that are in by its word alone."""
+        return evaluate(self.founding, self.records, void=key)
 
     def _take(self, new: dict[_Place, Record]) -> tuple[Record, ...]:
         """Keep records of admins, of those that are revoked too, and let the others wait."""
@@ -183,31 +187,36 @@ class Admissions:
         return tuple(each for each in self.records if before.get(_place(each)) != each)
 
 
-def evaluate(founding: Founding, records: Sequence[Record]) -> Roster:
-    """What ``records`` (genuine, one word for each signer and key) say."""
+def evaluate(founding: Founding, records: Sequence[Record], *, void: bytes = b"") -> Roster:
+    """What ``records`` (genuine, one word for each signer and key) say; the key ``void`` is taken
+    for no admin."""
     by_signer: dict[bytes, list[Record]] = {}
     for record in records:
         by_signer.setdefault(record.signer, []).append(record)
     words: dict[bytes, list[Admission]] = {}
     changes: list[SecretChange] = []
-    at = 0
+    at = number = 0
+    of_founder = max((each.number for each in by_signer.get(founding.key, ())), default=0)
     admins: dict[bytes, Admission | None] = {}
+    limits: dict[bytes, int] = {}
     # An admin waits here with its place in the tree of admissions; seniors come first.
     path: tuple[tuple[int, bytes], ...] = ()
     waiting = [(0, path, founding.key)]
     while waiting:
         depth, path, key = heapq.heappop(waiting)
-        if key in admins or len(admins) >= MAX_ADMINS:
+        if key in admins or key == void or len(admins) >= MAX_ADMINS:
             continue
         own = _winner(words.get(key, ()))
         if key != founding.key and (own is None or own.verdict != "admin"):
             continue
+        ahead = MAX_AHEAD * (MAX_ADMINS - len(admins))
+        limits[key] = of_founder + ahead if admins else MAX_NUMBER
         admins[key] = own
         since = 0 if own is None else own.number
         for record in by_signer.get(key, ()):
-            if record.number <= since:
+            if not since < record.number <= limits[key]:
                 continue
-            at = max(at, record.at)
+            at, number = max(at, record.at), max(number, record.number)
             if isinstance(record, SecretChange):
                 changes.append(record)
             elif record.key not in (key, founding.key):
@@ -223,7 +232,8 @@ def evaluate(founding: Founding, records: Sequence[Record]) -> Roster:
         entries[key] = Entry(key, role, word)
     last = max(changes, key=_rank, default=None)
     namespace = "" if last is None else last.namespace
-    return Roster({each.node: each for each in entries.values()}, namespace, at)
+    by_node = {each.node: each for each in entries.values()}
+    return Roster(by_node, namespace, at, number, limits)
 
 
 R = TypeVar("R", Admission, SecretChange)

@@ -10,16 +10,42 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from potluck.cluster.trust.admission_file import AdmissionFile
-from potluck.cluster.trust.admissions import Admissions, Entry, now_of, sign
-from potluck.errors import ConfigurationError
+from potluck.cluster.trust.admissions import (
+    Admissions,
+    Entry,
+    now_of,
+    sign,
+)
+from potluck.errors import ConfigurationError, IdentityError
 from potluck.transport.credentials import namespace_of, node_id_of, node_id_of_bytes
-from potluck.wire.admissions import Admission, Founding, Record, SecretChange, Verdict
+from potluck.wire.admissions import (
+    Admission,
+    Founding,
+    Record,
+    SecretChange,
+    Verdict,
+)
 
 DAY_S = 86_400
+MAX_KEPT = 256
+"""Of the machines that a banned admin had admitted. One that filled the list can still be banned:
+the records of the one who bans it have a bound, too (``admissions.MAX_OF_SIGNER``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ban:
+    """What a ban changes for others. ``kept`` are machines that the banned one had admitted, and
+    stay in as members; ``still_out`` those that it had banned, and stay out; ``lost`` is the number
+    of machines that it had admitted beyond ``MAX_KEPT``: they are out."""
+
+    kept: tuple[str, ...] = ()
+    still_out: tuple[str, ...] = ()
+    lost: int = 0
 
 
 def admit(
@@ -31,14 +57,19 @@ def admit(
     verdict: Verdict = "member",
     days: float = 0.0,
 ) -> None:
-    """Admit ``key`` (32 bytes) as ``verdict``, for ``days`` (0: without end)."""
+    """Admit ``key`` (32 bytes) as ``verdict``, for ``days`` (0: without end). What an admin said
+    that is no admin any more stays as after a ban (``revoke``)."""
     if verdict == "admin" and days:
         raise ConfigurationError("the admission of an admin can't end: leave --days out")
 
     def make(admissions: Admissions) -> Sequence[Record]:
-        word = _speaker(admissions, me)
+        is_demoted = verdict != "admin" and admissions.roster.is_admin(node_id_of_bytes(key))
+        pen = _Pen(admissions, me)
         expires = int(time.time() + days * DAY_S) if days else 0
-        return [word(key, verdict, 0, expires=expires, name=name[:64])]
+        records: list[Record] = [pen.word(key, verdict, expires=expires, name=name[:64])]
+        if is_demoted:
+            _keep(admissions, key, pen, records)
+        return records
 
     file.change(make)
 
@@ -52,15 +83,18 @@ def revoke(
     psk: bytes | None,
     store: Callable[[bytes], None] = lambda psk: None,
     delete_code: bool = False,
-) -> tuple[str, ...]:
-    """Ban ``node``; the nodes that it had admitted, which stay, by a word of this node.
+) -> Ban:
+    """Ban ``node``. All that it ever said is void, so this node says anew what is to stay: machines
+    that it had admitted are in as members, also those that were admins by its word alone; machines
+    that it had banned are out. Nobody gains a role by a ban.
 
     ``psk`` is the cluster's next secret, which ``store`` stores, None if it can't be changed
     here. ConfigurationError if this node may not ban that one.
     """
-    kept: list[str] = []
+    done = Ban()
 
     def make(admissions: Admissions) -> Sequence[Record]:
+        nonlocal done
         entry = admissions.roster.entries.get(node)
         if entry is None:
             raise ConfigurationError(
@@ -74,17 +108,14 @@ def revoke(
             )
         if node == node_id_of(me.public_key()):
             raise ConfigurationError("a machine can't ban itself; run the command on another one")
-        word = _speaker(admissions, me, without=entry.key)
-        records: list[Record] = []
-        for said in admissions.signed_by(entry.key):
-            kept.append(node_id_of_bytes(said.key))
-            records.append(
-                word(said.key, said.verdict, len(records) + 1, expires=said.expires, name=said.name)
-            )
-        words = {"name": entry.name, "reason": reason[:200], "delete_code": delete_code}
-        records.insert(0, word(entry.key, "revoked", 0, **words))
+        pen = _Pen(admissions, me)
+        word = pen.word(
+            entry.key, "revoked", name=entry.name, reason=reason[:200], delete_code=delete_code
+        )
+        records: list[Record] = [word]
+        done = _keep(admissions, entry.key, pen, records)
         if psk is not None:
-            records.append(_secret(admissions, me, psk, without=entry.key, offset=len(records)))
+            records.append(pen.secret(psk))
         return records
 
     def before(changed: Admissions) -> None:
@@ -97,7 +128,41 @@ def revoke(
             store(psk)
 
     file.change(make, before)
-    return tuple(kept)
+    return done
+
+
+def _keep(admissions: Admissions, key: bytes, pen: _Pen, records: list[Record]) -> Ban:
+    """Add to ``records`` the words by which nobody but ``key`` gets in, out, or a higher role when
+    its words are void."""
+    after = admissions.without(key).entries
+    kept: list[Entry] = []
+    out: list[Entry] = []
+    for node, entry in admissions.roster.entries.items():
+        left = after.get(node)
+        if entry.key == key or entry.word is None or (left and left.role == entry.role):
+            continue
+        if entry.role != "revoked":
+            kept.append(entry)
+        elif left is not None:  # it would come back by another admin's older word
+            out.append(entry)
+    kept.sort(key=_number)
+    for entry in out:
+        records.append(pen.word(entry.key, "revoked", name=entry.name, reason=_reason(entry)))
+    for entry in kept[:MAX_KEPT]:
+        records.append(pen.word(entry.key, "member", expires=entry.expires, name=entry.name))
+    return Ban(
+        tuple(each.node for each in kept[:MAX_KEPT]),
+        tuple(each.node for each in out),
+        len(kept[MAX_KEPT:]),
+    )
+
+
+def _number(entry: Entry) -> int:
+    return 0 if entry.word is None else entry.word.number
+
+
+def _reason(entry: Entry) -> str:
+    return "" if entry.word is None else entry.word.reason
 
 
 def change_of_secret(
@@ -107,18 +172,15 @@ def change_of_secret(
     store: Callable[[bytes], None] = lambda psk: None,
 ) -> None:
     """Make ``psk`` the cluster's secret from now on; ``store`` stores it here."""
-    file.change(lambda admissions: [_secret(admissions, me, psk)], lambda changed: store(psk))
+    file.change(lambda admissions: [_Pen(admissions, me).secret(psk)], lambda changed: store(psk))
 
 
 def lock(file: AdmissionFile, me: Ed25519PrivateKey, others: Collection[tuple[bytes, str]]) -> None:
     """Close an open cluster: this node is its founder, and ``others`` (keys and names) its
     members. IdentityError if it is closed already."""
     founding = Founding(me.public_key().public_bytes_raw(), secrets.token_bytes(16))
-    word = _speaker(Admissions(founding), me)
-    records = [
-        word(key, "member", index, name=name[:64]) for index, (key, name) in enumerate(others)
-    ]
-    file.create(founding, records)
+    pen = _Pen(Admissions(founding), me)
+    file.create(founding, [pen.word(key, "member", name=name[:64]) for key, name in others])
 
 
 def end_expired(file: AdmissionFile, me: Ed25519PrivateKey) -> None:
@@ -133,11 +195,9 @@ def end_expired(file: AdmissionFile, me: Ed25519PrivateKey) -> None:
         return [each for each in admissions.roster.entries.values() if each.has_ended(at)]
 
     def make(admissions: Admissions) -> Sequence[Record]:
-        word = _speaker(admissions, me)
-        return [
-            word(each.key, "revoked", index, reason="its admission has ended")
-            for index, each in enumerate(over(admissions))
-        ]
+        pen = _Pen(admissions, me)
+        ended = over(admissions)
+        return [pen.word(each.key, "revoked", reason="its admission has ended") for each in ended]
 
     if over(admissions):
         file.change(make)  # where an admission that was renewed meanwhile counts
@@ -148,34 +208,39 @@ def new_secret() -> bytes:
     return secrets.token_bytes(32)
 
 
-_Word = Callable[..., Admission]
+class _Pen:
+    """Writes this node's signed records for ``admissions``, one number after the other.
+    ConfigurationError if it is no admin."""
 
-
-def _speaker(admissions: Admissions, me: Ed25519PrivateKey, without: bytes = b"") -> _Word:
-    """A function that makes this node's signed words; ConfigurationError if it is no admin."""
-    signer = me.public_key().public_bytes_raw()
-    if not admissions.roster.is_admin(node_id_of(me.public_key())):
-        raise ConfigurationError(
-            "this machine is no admin of the cluster, so it can't admit or ban others. Run the "
-            f"command on {_seniors(admissions)}, or make this machine an admin there: "
-            f"potluck admit --admin {node_id_of(me.public_key())[:12]}"
-        )
-    first = admissions.next_number(without)
+    def __init__(self, admissions: Admissions, me: Ed25519PrivateKey) -> None:
+        if not admissions.roster.is_admin(node_id_of(me.public_key())):
+            raise ConfigurationError(
+                "this machine is no admin of the cluster, so it can't admit or ban others. Run the "
+                f"command on {_seniors(admissions)}, or make this machine an admin there: "
+                f"potluck admit --admin {node_id_of(me.public_key())[:12]}"
+            )
+        roster = admissions.roster
+        self._me = me
+        self._signer = me.public_key().public_bytes_raw()
+        self._cluster = admissions.founding.cluster
+        self._number = roster.number
+        self._limit = roster.limits[self._signer]
 
     def word(
+        self,
         key: bytes,
         verdict: Verdict,
-        offset: int,
         *,
         expires: int = 0,
         name: str = "",
         reason: str = "",
         delete_code: bool = False,
     ) -> Admission:
+        """This node's word about ``key``."""
         record = Admission(
-            cluster=admissions.founding.cluster,
-            number=first + offset,
-            signer=signer,
+            cluster=self._cluster,
+            number=self._next(),
+            signer=self._signer,
             at=int(time.time()),
             key=key,
             verdict=verdict,
@@ -184,28 +249,28 @@ def _speaker(admissions: Admissions, me: Ed25519PrivateKey, without: bytes = b""
             reason=reason,
             delete_code=delete_code,
         )
-        return sign(record, me)
+        return sign(record, self._me)
 
-    return word
+    def secret(self, psk: bytes) -> SecretChange:
+        """This node's word that ``psk`` is the secret."""
+        record = SecretChange(
+            cluster=self._cluster,
+            number=self._next(),
+            signer=self._signer,
+            at=int(time.time()),
+            namespace=namespace_of(psk),
+        )
+        return sign(record, self._me)
 
-
-def _secret(
-    admissions: Admissions,
-    me: Ed25519PrivateKey,
-    psk: bytes,
-    *,
-    without: bytes = b"",
-    offset: int = 0,
-) -> SecretChange:
-    _speaker(admissions, me)
-    record = SecretChange(
-        cluster=admissions.founding.cluster,
-        number=admissions.next_number(without) + offset,
-        signer=me.public_key().public_bytes_raw(),
-        at=int(time.time()),
-        namespace=namespace_of(psk),
-    )
-    return sign(record, me)
+    def _next(self) -> int:
+        if self._number >= self._limit:
+            raise IdentityError(
+                "a senior admin has used up the numbers that this machine may give to its records. "
+                "Run the command on the founder of the cluster (`potluck nodes`), or run `potluck "
+                "rotate` there first; or have it ban that admin"
+            )
+        self._number += 1
+        return self._number
 
 
 def _seniors(admissions: Admissions) -> str:

@@ -3,6 +3,8 @@ about whom."""
 
 from __future__ import annotations
 
+import itertools
+
 import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -10,10 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.cluster.trust import admissions as rules
-from potluck.cluster.trust.admissions import Admissions, now_of, sign
+from potluck.cluster.trust.admissions import MAX_ADMINS, MAX_AHEAD, Admissions, now_of, sign
 from potluck.errors import IdentityError, SecurityError
 from potluck.transport.credentials import node_id_of_bytes
-from potluck.wire.admissions import Admission, Founding, Record, SecretChange, Verdict
+from potluck.wire.admissions import (
+    MAX_NUMBER,
+    Admission,
+    Founding,
+    Record,
+    SecretChange,
+    Verdict,
+)
 
 KEYS = [Ed25519PrivateKey.from_private_bytes(bytes([seed]) * 32) for seed in range(1, 8)]
 FOUNDER, ANN, BOB, CARL, THIEF, DORA, EVE = KEYS
@@ -63,15 +72,21 @@ def role(of: Ed25519PrivateKey, *records: Record) -> str:
     return "" if entry is None else entry.role
 
 
+# Small ones mostly, and jumps: near the limits of each place, and the end.
+numbers = st.integers(1, 9) | st.builds(
+    lambda places, more: places * MAX_AHEAD + more,
+    st.sampled_from([MAX_ADMINS - 3, MAX_ADMINS - 2, MAX_ADMINS - 1, MAX_ADMINS, 1 << 32]),
+    st.integers(0, 9),
+)
 words = st.builds(
     says,
     st.sampled_from(KEYS[:6]),
-    st.integers(1, 9),
+    numbers,
     st.sampled_from(["admin", "admin", "member", "revoked"]),
     st.sampled_from(KEYS[:6]),
 )
 secrets = st.builds(
-    changes, st.sampled_from(KEYS[:6]), st.integers(1, 9), st.sampled_from(["a" * 32, "b" * 32])
+    changes, st.sampled_from(KEYS[:6]), numbers, st.sampled_from(["a" * 32, "b" * 32])
 )
 
 
@@ -104,7 +119,7 @@ def test_a_revoked_key_has_no_word_whatever_it_signs(
     records: list[Record], more: list[Record]
 ) -> None:
     """Not with an old number, not with a high one, not by a key that it admitted itself."""
-    last = says(FOUNDER, 1000, "revoked", THIEF)
+    last = says(FOUNDER, 1 << 52, "revoked", THIEF)
     before = Admissions(FOUNDING, [*records, last])
     own = [each for each in more if each.signer == public(THIEF)]
     own += [says(THIEF, 10**9, "admin", EVE), says(EVE, 10**9 + 1, "revoked", ANN)]
@@ -230,15 +245,28 @@ def test_an_admin_that_fills_the_list_leaves_room_for_its_ban(
     assert role(EVE, *found.records) == ""
 
 
-def test_an_admin_that_used_up_the_numbers_is_still_revoked() -> None:
-    records = [says(FOUNDER, 1, "admin", THIEF), says(THIEF, (1 << 53) - 1, "member", EVE)]
-    found = Admissions(FOUNDING, records)
-    with pytest.raises(IdentityError, match="ban that admin"):
-        found.next_number()
-    number = found.next_number(without=public(THIEF))
-    found.add([says(FOUNDER, number, "revoked", THIEF)])
-    assert found.next_number() == number + 1
-    assert role(EVE, *found.records) == ""
+def test_a_record_that_jumps_ahead_has_no_force_until_the_founder_has_come_near() -> None:
+    far = MAX_AHEAD * MAX_ADMINS + 10
+    tree = [says(FOUNDER, 1, "admin", ANN), says(FOUNDER, 2, "admin", THIEF)]
+    jump = says(THIEF, far, "member", EVE)
+    for number in (far, MAX_NUMBER):
+        assert role(EVE, *tree, says(THIEF, number, "member", EVE)) == ""
+    found = Admissions(FOUNDING, [*tree, jump])
+    assert found.roster.number == 2
+    assert role(EVE, *tree, jump, changes(FOUNDER, 10 + 2 * MAX_AHEAD, "a" * 32)) == "member"
+
+
+def test_a_senior_has_numbers_above_all_that_its_juniors_may_give() -> None:
+    tree = [says(FOUNDER, 1, "admin", ANN), says(ANN, 2, "admin", BOB), says(BOB, 3, "admin", EVE)]
+    limits = Admissions(FOUNDING, tree).roster.limits
+    assert list(limits) == [public(each) for each in (FOUNDER, ANN, BOB, EVE)]
+    numbers = list(limits.values())
+    assert all(a - b >= MAX_AHEAD for a, b in itertools.pairwise(numbers))
+    for key, limit in limits.items():
+        if key != public(FOUNDER):
+            signer = next(each for each in KEYS if public(each) == key)
+            assert role(DORA, *tree, says(signer, limit, "member", DORA)) == "member"
+            assert role(DORA, *tree, says(signer, limit + 1, "member", DORA)) == ""
 
 
 def test_a_signer_may_have_many_names_on_the_list_and_the_rest_is_sent() -> None:

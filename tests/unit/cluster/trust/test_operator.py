@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from potluck.cluster.trust import operator
 from potluck.cluster.trust.admission_file import AdmissionFile
+from potluck.cluster.trust.admissions import MAX_OF_SIGNER, Admissions, sign
 from potluck.errors import ConfigurationError, IdentityError
-from potluck.transport.credentials import node_id_of
+from potluck.transport.credentials import namespace_of, node_id_of
+from potluck.wire.admissions import MAX_NUMBER, Admission, Founding, Record, SecretChange, Verdict
 
 ME = Ed25519PrivateKey.from_private_bytes(b"m" * 32)
 BOB = Ed25519PrivateKey.from_private_bytes(b"b" * 32)
@@ -99,3 +104,144 @@ def test_an_admission_that_ended_is_revoked_for_machines_with_a_wrong_clock(
     assert file.roster.entries[BOBS].role == "member"
     operator.end_expired(file, ME)
     assert file.roster.entries[BOBS].role == "revoked"
+
+
+EVIL, SECOND, THIRD = (
+    Ed25519PrivateKey.from_private_bytes(each * 32) for each in (b"e", b"2", b"3")
+)
+EVILS = node_id_of(EVIL.public_key())
+
+
+def said(
+    file: AdmissionFile, signer: Ed25519PrivateKey, number: int, verdict: Verdict, key: bytes
+) -> Admission:
+    """A record with a number of the signer's choice."""
+    admissions = file.load()
+    assert admissions is not None
+    cluster = admissions.founding.cluster
+    record = Admission(
+        cluster=cluster, number=number, signer=public(signer), at=0, key=key, verdict=verdict
+    )
+    return sign(record, signer)
+
+
+def roles(file: AdmissionFile) -> dict[str, str]:
+    return {node: each.role for node, each in file.roster.entries.items()}
+
+
+@pytest.mark.parametrize("number", [MAX_NUMBER, MAX_NUMBER - 1, (1 << 20) + 1, 1 << 40])
+@pytest.mark.parametrize("keys", [1, 2, 3])
+def test_admins_that_jump_to_the_last_number_stop_nobody(
+    file: AdmissionFile, number: int, keys: int
+) -> None:
+    """Alone, with a second key that it made an admin, and with one that the founder did: each order
+    of the founder works, and holds; one ban is enough for a key and all that it made."""
+    operator.admit(file, ME, public(EVIL), verdict="admin")
+    operator.admit(file, ME, public(THIRD), verdict="admin")
+    file.add([said(file, EVIL, 10, "admin", public(SECOND))])
+    for key in (EVIL, SECOND, THIRD)[:keys]:
+        file.add([said(file, key, number, "revoked", public(BOB))])
+        file.add([said(file, key, number, "member", public(key))])
+    carl = Ed25519PrivateKey.generate()
+    operator.admit(file, ME, public(carl), name="carl")
+    operator.change_of_secret(file, ME, b"1" * 32)
+    assert file.roster.namespace == namespace_of(b"1" * 32)
+    operator.revoke(file, ME, EVILS, psk=b"2" * 32)
+    assert file.roster.namespace == namespace_of(b"2" * 32)
+    assert roles(file)[EVILS] == "revoked"
+    assert roles(file)[node_id_of(SECOND.public_key())] == "member", "its words are void, too"
+    operator.admit(file, ME, public(BOB), name="bob")
+    assert roles(file)[BOBS] == "member"
+    assert roles(file)[node_id_of(carl.public_key())] == "member"
+    operator.revoke(file, ME, node_id_of(THIRD.public_key()), psk=None)
+
+
+orders = st.tuples(
+    st.integers(0, 4),
+    st.sampled_from([1, 2, 3, 5, 9, 1 << 20, 1 << 26, (1 << 26) + 1, 1 << 40, MAX_NUMBER]),
+    st.sampled_from(["admin", "admin", "member", "revoked", "secret"]),
+    st.integers(0, 4),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(orders, max_size=16), st.integers(1, 4))
+def test_the_founder_bans_whom_it_will_after_any_history_and_nobody_gains_by_it(
+    history: list[tuple[int, int, str, int]], banned: int
+) -> None:
+    keys = (ME, BOB, EVIL, SECOND, THIRD)
+    founding = Founding(public(ME), bytes(16))
+    records: list[Record] = []
+    for signer, number, verdict, about in history:
+        both = {"cluster": founding.cluster, "number": number, "at": 0}
+        if verdict == "secret":
+            word: Record = SecretChange(
+                **both,
+                signer=public(keys[signer]),
+                namespace="a" * 32,  # type: ignore[arg-type]
+            )
+        else:
+            word = Admission(
+                **both,  # type: ignore[arg-type]
+                signer=public(keys[signer]),
+                key=public(keys[about]),
+                verdict=verdict,  # type: ignore[arg-type]
+            )
+        if signer or number < 1 << 40:  # the founder is honest: it does not jump
+            records.append(sign(word, keys[signer]))
+    before = Admissions(founding, records)
+    node = node_id_of(keys[banned].public_key())
+    if node not in before.roster.entries:
+        return
+    with tempfile.TemporaryDirectory() as home:
+        file = AdmissionFile(Path(home))
+        file.create(founding, records)
+        operator.revoke(file, ME, node, psk=b"2" * 32)
+        after = file.roster
+    assert after.namespace == namespace_of(b"2" * 32)
+    assert after.entries[node].role == "revoked"
+    ranks = {"": 0, "revoked": 0, "member": 1, "admin": 2, "founder": 3}
+    for each in {*before.roster.entries, *after.entries} - {node}:
+        was, now = (
+            ranks["" if each not in roster.entries else roster.entries[each].role]
+            for roster in (before.roster, after)
+        )
+        assert now in (was, min(was, 1)), "a role that it had not, or out without a word"
+
+
+def test_the_ban_of_an_admin_lets_nobody_back_in_and_puts_nobody_out(file: AdmissionFile) -> None:
+    """What the banned admin had said about others is void: this machine says it anew."""
+    stolen, helper, friend = (Ed25519PrivateKey.generate() for _ in range(3))
+    operator.admit(file, ME, public(EVIL), verdict="admin")
+    operator.admit(file, ME, public(stolen))
+    operator.revoke(file, EVIL, node_id_of(stolen.public_key()), "lost in a train", psk=None)
+    operator.admit(file, EVIL, public(helper), verdict="admin")
+    operator.admit(file, helper, public(friend))
+    done = operator.revoke(file, ME, EVILS, psk=None)
+    ids = [node_id_of(each.public_key()) for each in (stolen, helper, friend)]
+    assert [roles(file)[each] for each in ids] == ["revoked", "member", "member"]
+    assert (done.kept, done.still_out, done.lost) == (tuple(ids[1:]), (ids[0],), 0)
+    word = file.roster.entries[ids[0]].word
+    assert word is not None
+    assert word.reason == "lost in a train"
+    operator.admit(file, ME, public(helper), verdict="admin")
+    assert roles(file)[ids[2]] == "member", "what it said before has no force again"
+
+
+def test_an_admin_that_becomes_a_member_takes_nobody_along(file: AdmissionFile) -> None:
+    friend = Ed25519PrivateKey.generate()
+    operator.admit(file, ME, public(EVIL), verdict="admin")
+    operator.admit(file, EVIL, public(friend))
+    operator.admit(file, ME, public(EVIL), verdict="member")
+    assert roles(file)[node_id_of(friend.public_key())] == "member"
+
+
+def test_an_admin_that_filled_the_list_with_admissions_is_banned_all_the_same(
+    file: AdmissionFile,
+) -> None:
+    operator.admit(file, ME, public(EVIL), verdict="admin")
+    keys = [number.to_bytes(32) for number in range(MAX_OF_SIGNER)]
+    file.add([said(file, EVIL, 10 + at, "member", key) for at, key in enumerate(keys)])
+    done = operator.revoke(file, ME, EVILS, psk=b"2" * 32)
+    assert (len(done.kept), done.lost) == (operator.MAX_KEPT, MAX_OF_SIGNER - operator.MAX_KEPT)
+    assert roles(file)[EVILS] == "revoked"
