@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 _INIT = "ctx = potluck.init()"
 _LAUNCHED = (
@@ -37,6 +40,9 @@ COLLECTIVES = (
 )
 """Names that scripts expect at the top of the module, and that potluck's context has."""
 
+PROPERTIES = ("rank", "world_size", "local_rank", "is_master", "epoch", "members", "elastic")
+"""Those of a context that other libraries have as methods."""
+
 OPERATIONS = {
     "bcast": "ctx.broadcast(array, root=0)",
     "broadcastparameters": "potluck.torch.DDP(model), or ctx.broadcast(tensor, root=0) for each",
@@ -52,6 +58,8 @@ OPERATIONS = {
     "irecv": "ctx.recv(array, src, async_op=True), a Work with wait()",
     "receive": "ctx.recv(array, src)",
     "size": "ctx.world_size",
+    "enableprofiling": "ctx.stats(): it always counts",
+    "metricssnapshot": "ctx.stats()",
     "split": "ctx.new_group(ranks), called by all ranks",
     "ismainprocess": "ctx.is_master",
     "communicationstats": "ctx.stats()",
@@ -67,6 +75,15 @@ WORK = {
     **dict.fromkeys(("iscompleted", "test", "poll"), "work.done()"),
 }
 """Other libraries' names of the operations of a Work."""
+
+TRAINER = {
+    "setmixedprecision": "mixed_precision=torch.bfloat16 where the trainer is made",
+    "setlossscaling": "loss_scaling=potluck.torch.LossScale(scale=1024.0), where the trainer is "
+    "made, with mixed_precision=torch.float16",
+    "enabledynamicbatching": "dynamic_batching=potluck.torch.NoiseBatching(min_batch=32, "
+    "max_batch=512), where the trainer is made",
+}
+"""Other libraries' names of a trainer's methods and options."""
 
 MODULE = {
     "initprocessgroup": f"{_INIT}; or torch's own, init_process_group('potluck')",
@@ -88,6 +105,30 @@ MODULE = {
     "compressionstrategy": "potluck.TopK(ratio), potluck.Random(ratio), potluck.Int(bits=8), "
     "potluck.FP16(), potluck.BF16() or potluck.PowerSGD(rank)",
     "distributedoptimizer": "potluck.torch.DDP(model), and any optimizer as it is",
+    **dict.fromkeys(
+        ("quantizationtype", "int8"),
+        'codec="int8" of an all_reduce, or potluck.Int(8) for a GradientCompressor',
+    ),
+    **dict.fromkeys(("allreducestrategy", "collective"), 'algorithm="ring", "tree", "centralized"'),
+    "allreducesumgroup": "potluck.all_reduce_sum(group, array), with group = ctx.new_group(ranks)",
+    "allreducemeangroup": "potluck.all_reduce_mean(group, array), with group = ctx.new_group([0])",
+    "backend": 'potluck.init("gloo"), potluck.init("nccl"), potluck.InProcessBackend.world(n)',
+    **dict.fromkeys(
+        ("savecheckpoint", "loadcheckpoint", "savemodel", "loadmodel"),
+        "potluck.torch.CheckpointStore(directory)",
+    ),
+    **dict.fromkeys(("utils", "balance"), "potluck.balance_workload(costs, num_workers)"),
+    "distributedadaptivetrainer": "potluck.DistributedNeuralNetTrainer(..., "
+    "dynamic_batching=potluck.torch.NoiseBatching(min_batch=32, max_batch=512))",
+    **dict.fromkeys(("auto", "discovery"), "potluck.AutoDiscoveryBackend()"),
+    **dict.fromkeys(("ring", "connection"), "potluck.RingBackend(['host:port', ...], rank)"),
+    **dict.fromkeys(("compression", "compress"), "potluck.GradientCompressor(potluck.TopK(0.01))"),
+    **dict.fromkeys(
+        ("topology", "health", "election", "identity"),
+        "`potluck status` and `potluck nodes`, which show it",
+    ),
+    "namespace": "POTLUCK_PSK, the secret that keeps clusters apart",
+    "report": "ctx.report(name, value, labels)",
     **{
         name.lower(): f"potluck.torch.{name}"
         for name in (
@@ -112,6 +153,16 @@ INIT = {
     **dict.fromkeys(("init_method", "master_addr", "master_port"), _MEET),
     "timeout": "timeout_s=, in seconds",
     "comm": "for some of the ranks: ctx.new_group(ranks)",
+}
+ROOTED = {"root_rank": "root", "src": "root", "dst": "root"}
+SENT = {"dest": "dst", "dest_rank": "dst"}
+RECEIVED = {"source": "src", "source_rank": "src"}
+PARTITIONER = {"total_samples": "total_size", "num_samples": "total_size"}
+"""Other libraries' names of arguments: what ``arguments`` takes as ``same``."""
+
+NOISE = {
+    "variance_threshold": "threshold=: the batch size stays if the gradient noise scale differs "
+    "from it by less than this fraction"
 }
 CONTEXT = dict.fromkeys(("world_size", "rank"), f"{_INIT}; {_LAUNCHED}")
 SAMPLER = {
@@ -153,18 +204,37 @@ PARAMETER_SERVER = {
     "alpha": "mode=ElasticAveraging(alpha=...)",
     **dict.fromkeys(("learning_rate", "lr"), "optimizer=SGD(0.1)"),
     "server": "servers=[0]",
+    "world_size": f"ParameterServer(ctx), on every worker, with {_INIT}",
 }
 """``INIT``, ``CONTEXT``, ``SAMPLER``, ``DDP``, ``FEDAVG`` and ``PARAMETER_SERVER`` have hints for
 arguments of these callables."""
 
 
-def of_object(thing: object, name: str) -> str:
-    """The text of an AttributeError for ``name``, which a context or a Work does not have."""
+def of_object(thing: object, name: str, words: Mapping[str, str] | None = None) -> str:
+    """The text of an AttributeError for ``name``, which a context does not have; or, with its own
+    ``words``, another object."""
     kind = type(thing)
     said = f"{kind.__name__!r} object has no attribute {name!r}"
-    is_work = kind.__name__ == "Work"
-    hint = WORK.get(_folded(name)) if is_work else _of_context(name, dir(kind))
+    hint = _of_context(name, dir(kind)) if words is None else words.get(_folded(name))
     return said if hint is None else f"{said}; write {hint}"
+
+
+def of_enum(kind: str, name: str, members: Iterable[str]) -> str:
+    """The text of an AttributeError for a member that an enumeration does not have."""
+    meant = {"PROD": "PRODUCT"}.get(name)
+    said = f"{kind} has no member {name!r}; choose from {', '.join(members)}"
+    return said if meant is None else f"{said} (write {kind}.{meant})"
+
+
+def of_end(error: BaseException | None) -> str:
+    """A line about ``error``, which ended the script: for a property that was called as a method;
+    else empty. Python's own error has no place for it."""
+    if not isinstance(error, TypeError) or "object is not callable" not in str(error):
+        return ""
+    frames = traceback.extract_tb(error.__traceback__)
+    line = frames[-1].line or "" if frames else ""
+    called = re.search(rf"\.({'|'.join(PROPERTIES)})\(\)", line)
+    return f"{called[1]} is a property: write it without parentheses" if called else ""
 
 
 def of_module(name: str) -> str:
@@ -201,13 +271,15 @@ def backend(given: object, known: Sequence[str]) -> str:
 
 
 def arguments(
-    hints: Mapping[str, str], otherwise: str = ""
+    hints: Mapping[str, str], otherwise: str = "", *, same: Mapping[str, str] | None = None
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A decorator that adds a hint to the TypeError of a call with wrong arguments.
 
     ``hints`` are by the name of the argument; ``otherwise`` is the hint for all other mistakes.
-    Cost: one more Python frame. Errors raised by the function itself are unchanged.
+    ``same`` has other libraries' names of arguments that mean the same, which are taken. Cost: one
+    more Python frame. Errors raised by the function itself are unchanged.
     """
+    known = same or {}
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
@@ -218,6 +290,10 @@ def arguments(
                 misfit = _misfit(function, args, kwargs)
                 if misfit is None:
                     raise
+            if any(name in known for name in kwargs):
+                ours: Any = {known.get(name, name): value for name, value in kwargs.items()}
+                if len(ours) == len(kwargs) and _misfit(function, args, ours) is None:
+                    return function(*args, **ours)
             said, hint = f": {misfit}", otherwise
             for name in kwargs.keys() & hints.keys():
                 said, hint = f" has no argument {name!r}", hints[name]
@@ -225,6 +301,16 @@ def arguments(
             raise TypeError(f"{owner}{said}" + (f"; {hint}" if hint else ""))
 
         return call
+
+    return decorate
+
+
+def of_init(hints: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
+    """``arguments`` for the ``__init__`` that a dataclass makes."""
+
+    def decorate(kind: type[T]) -> type[T]:
+        kind.__init__ = arguments(hints)(kind.__init__)  # type: ignore[method-assign]
+        return kind
 
     return decorate
 

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import EnumType, StrEnum
 from functools import lru_cache
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
 from potluck import hints
 
 
-class ReduceOp(StrEnum):
+class _AnyCase(EnumType):
+    """Members in any case: ``ReduceOp.Sum`` is ``ReduceOp.SUM``."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("_") or name == name.upper():
+            raise AttributeError(hints.of_enum(cls.__name__, name, cls.__members__), name=name)
+        return getattr(cls, name.upper())
+
+
+class ReduceOp(StrEnum, metaclass=_AnyCase):
     """The element-wise reduction of a collective.
 
     | value | dtypes |

@@ -42,6 +42,8 @@ ON_A_CONTEXT = {
     "Split": "ctx.new_group(ranks), called by all ranks",
     "isend": "ctx.send(array, dst, async_op=True), a Work with wait()",
     "get_communication_stats": "ctx.stats()",
+    "enable_profiling": "ctx.stats(): it always counts",
+    "metrics_snapshot": "ctx.stats()",
     "broadcast_object_list": "ctx.broadcast or ctx.all_gather of an array: Python objects are not "
     "sent, nothing is pickled",
     "destroy_process_group": "ctx.close(), or use the context in a with statement",
@@ -92,6 +94,18 @@ ON_THE_MODULE = {
         "potluck.BF16() or potluck.PowerSGD(rank)"
     ),
     "MockBackend": "potluck.InProcessBackend.world(n), or potluck.testing.world.run_world",
+    "INT8": 'codec="int8" of an all_reduce, or potluck.Int(8) for a GradientCompressor',
+    "QuantizationType": 'codec="int8" of an all_reduce, or potluck.Int(8) for a GradientCompressor',
+    "AllReduceStrategy": 'algorithm="ring", "tree", "centralized"',
+    "all_reduce_sum_group": "potluck.all_reduce_sum(group, array), with group = "
+    "ctx.new_group(ranks)",
+    "Backend": 'potluck.init("gloo"), potluck.init("nccl"), potluck.InProcessBackend.world(n)',
+    "save_checkpoint": "potluck.torch.CheckpointStore(directory)",
+    "load_model": "potluck.torch.CheckpointStore(directory)",
+    "utils": "potluck.balance_workload(costs, num_workers)",
+    "DistributedAdaptiveTrainer": "potluck.DistributedNeuralNetTrainer(..., "
+    "dynamic_batching=potluck.torch.NoiseBatching(min_batch=32, max_batch=512))",
+    "topology": "`potluck status` and `potluck nodes`, which show it",
 }
 
 
@@ -106,7 +120,7 @@ def test_another_librarys_name_on_the_module(name: str) -> None:
 
 def test_what_hints_name_exists() -> None:
     pytest.importorskip("torch")
-    tables = (hints.OPERATIONS, hints.MODULE, hints.BACKENDS, hints.WORK)
+    tables = (hints.OPERATIONS, hints.MODULE, hints.BACKENDS, hints.WORK, hints.TRAINER)
     told = "; ".join(hint for table in tables for hint in table.values())
     with context() as ctx:
         for name in {*hints.COLLECTIVES, *re.findall(r"\bctx\.(\w+)", told)}:

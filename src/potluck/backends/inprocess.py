@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from potluck.backends.doors import LocalDoor, LocalDoors
+from potluck.checks import checked_whole
 from potluck.collectives.spanning_tree import connects, cut_of
 from potluck.engine.communicator import SEGMENT_BYTES, Communicator
 from potluck.engine.connector import Deliver, Fail
@@ -287,6 +288,7 @@ class InProcessBackend:
         cls, world_size: int, *, segment_bytes: int = SEGMENT_BYTES
     ) -> list[InProcessBackend]:
         """The backends of ``world_size`` workers, in rank order."""
+        world_size = checked_whole("world_size", world_size, at_least=0)
         hub = Hub(world_size, segment_bytes=segment_bytes)
         return [cls(hub, str(rank)) for rank in range(world_size)]
 

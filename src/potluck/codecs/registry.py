@@ -25,6 +25,8 @@ _COUNTS = (0, 1, 5, 255, 256, 1000)
 def codec_of(name: str) -> Codec:
     """The codec called ``name``; ValueError, with all names, if there is none."""
     found = _CODECS.get(name) or _OWN.get(name)
+    if found is None and isinstance(name, str):
+        found = _CODECS.get(name.lower())
     if found is None:
         names = ", ".join((*NAMES, *_OWN))
         raise ValueError(f"there is no codec {name!r}; the codecs are {names}")

@@ -51,7 +51,9 @@ class Algorithm(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> Algorithm:
-        own = OWN_ALGORITHMS.get(value) if isinstance(value, str) else None
+        own: Algorithm | None = None
+        if isinstance(value, str):
+            own = OWN_ALGORITHMS.get(value) or {str(each): each for each in cls}.get(value.lower())
         if own is None:
             names = ", ".join((*cls, *OWN_ALGORITHMS))
             raise ValueError(f"there is no algorithm {value!r}; the algorithms are {names}")

@@ -44,11 +44,13 @@ class GradientCompressor:
     ``num_nonfinite`` by name and reported with the name in a warning. They never enter a residual.
     """
 
-    def __init__(self, strategy: Strategy, *, error_feedback: bool = True) -> None:
+    def __init__(self, strategy: Strategy, error_feedback: bool = True) -> None:
         if not isinstance(strategy, Strategy):
             raise TypeError(
                 f"strategy is {strategy!r}; it must be one such as TopK(0.01) or Int(bits=8)"
             )
+        if not isinstance(error_feedback, bool):
+            raise TypeError(f"error_feedback is {error_feedback!r}; it must be True or False")
         self.strategy = strategy
         self.error_feedback = error_feedback
         self.num_nonfinite: Counter[str] = Counter()

@@ -173,6 +173,7 @@ class Collectives:
         )
         return self._run(request, result.write_back, async_op)
 
+    @hints.arguments({}, same=hints.ROOTED)
     def broadcast(
         self,
         array: Any,
@@ -204,6 +205,7 @@ class Collectives:
         )
         return self._run(request, mine.write_back, async_op)
 
+    @hints.arguments({}, same=hints.ROOTED)
     def reduce(
         self,
         array: Any,
@@ -236,6 +238,7 @@ class Collectives:
         done = mine.write_back if self.rank == root else (lambda _: array)
         return self._run(request, done, async_op)
 
+    @hints.arguments({}, same=hints.ROOTED)
     def scatter(
         self,
         output: Any,
@@ -278,6 +281,7 @@ class Collectives:
         )
         return self._run(request, mine.write_back, async_op)
 
+    @hints.arguments({}, same=hints.ROOTED)
     def gather(
         self,
         array: Any,
@@ -355,6 +359,7 @@ class Collectives:
         request = Request(Operation.BARRIER, algorithm=algorithm, timeout_s=self._patience(timeout))
         self._run(request, lambda _: None, False)
 
+    @hints.arguments({}, same=hints.SENT)
     def send(
         self,
         array: Any,
@@ -377,6 +382,7 @@ class Collectives:
         work = self.communicator.send(mine.array, peer, checked_tag(tag), timeout_s=patience)
         return self._end(work, lambda _: array, async_op)
 
+    @hints.arguments({}, same=hints.RECEIVED)
     def recv(
         self,
         array: Any,

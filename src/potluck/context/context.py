@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import logging
 import math
+import sys
 import time
 import weakref
 from collections.abc import Sequence
@@ -36,6 +37,7 @@ from potluck.errors import (
 from potluck.services import Remote, Services
 from potluck.settings import load_settings
 from potluck.types import Group, Member
+from potluck.waiting import to_stderr
 from potluck.wire.frames import MAX_CONTROL
 
 _log = logging.getLogger(__name__)
@@ -342,6 +344,9 @@ def _close_at_exit(context: DistributedContext) -> None:
     reference = weakref.ref(context)
 
     def close() -> None:
+        told = hints.of_end(getattr(sys, "last_value", None))
+        if told:
+            to_stderr(told)
         alive = reference()
         if alive is not None:
             with contextlib.suppress(PotluckError):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from potluck import hints
 from potluck.checks import Duration, checked_rank
 from potluck.context.arrays import Adapted, empty_like
 from potluck.context.collectives import Collectives
@@ -86,6 +87,7 @@ class UnevenCollectives(Collectives):
         ]
         return self._together("all_gather_uneven", works, parts, async_op)
 
+    @hints.arguments({}, same=hints.ROOTED)
     def gather_uneven(
         self, array: Any, root: int = 0, *, timeout: Duration | None = None, async_op: bool = False
     ) -> Any:
@@ -117,6 +119,7 @@ class UnevenCollectives(Collectives):
         ]
         return self._together("gather_uneven", works, parts, async_op, rooms.values())
 
+    @hints.arguments({}, same=hints.ROOTED)
     def scatter_uneven(
         self,
         parts: Any = None,

@@ -81,7 +81,7 @@ class Work:
     if not TYPE_CHECKING:  # else a type checker would find every attribute
 
         def __getattr__(self, name: str) -> Any:
-            raise AttributeError(hints.of_object(self, name), name=name, obj=self)
+            raise AttributeError(hints.of_object(self, name, hints.WORK), name=name, obj=self)
 
     def done(self) -> bool:
         """Whether the operation has ended, well or not; never blocks."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 from sklearn.utils._openmp_helpers import _openmp_effective_n_threads
 from sklearn.utils.validation import check_is_fitted
 
@@ -13,7 +14,7 @@ from potluck.estimators import trees
 from potluck.estimators.forest import RandomForestClassifier, RandomForestRegressor
 from potluck.estimators.kmeans import KMeans
 from potluck.estimators.shards import Array
-from potluck.training.trainer import DistributedTrainer, Parameters, TrainingStrategy
+from potluck.training.trainer import DistributedTrainer, Parameters, TrainingStrategy, by_name
 
 if TYPE_CHECKING:
     from potluck.context import DistributedContext
@@ -53,8 +54,10 @@ class DistributedKMeansTrainer(DistributedTrainer):
     def get_parameters(self) -> Parameters:
         return {"centroids": self.get_centroids()}
 
-    def set_parameters(self, parameters: Mapping[str, Array]) -> None:
-        model, centroids = self.model, np.array(parameters["centroids"])
+    def set_parameters(self, parameters: Mapping[str, Array] | ArrayLike) -> None:
+        model, fitted = self.model, getattr(self.model, "cluster_centers_", None)
+        shapes = {} if fitted is None else {"centroids": fitted.shape}
+        centroids = np.array(by_name(parameters, shapes)["centroids"])
         model.set_params(init=centroids)
         model.cluster_centers_ = centroids.copy()
         model.n_features_in_ = centroids.shape[1]
@@ -111,8 +114,9 @@ class DistributedRandomForestTrainer(DistributedTrainer):
             found["classes"] = self.model.classes_.copy()
         return found
 
-    def set_parameters(self, parameters: Mapping[str, Array]) -> None:
+    def set_parameters(self, parameters: Mapping[str, Array] | ArrayLike) -> None:
         model, num_classes = self.model, 0
+        parameters = by_name(parameters, {})  # of a forest's trees no vector has a meaning
         if self._is_classifier:
             model.classes_ = np.array(parameters["classes"])
             num_classes = model.n_classes_ = len(model.classes_)

@@ -95,7 +95,10 @@ def store_of(checkpoint: Any, server: str = "") -> CheckpointStore | None:
 def arrays_of(given: Any, what: str) -> dict[str, Array]:
     """``given`` as arrays of the host; a tensor of torch without a copy, if it is there."""
     if not isinstance(given, Mapping) or not given:
-        raise TypeError(f"{what} is a dict of arrays by name, with at least one, not {given!r:.80}")
+        raise TypeError(
+            f"{what} is a dict of arrays by name, such as {{'w': array}}, with at least one, not "
+            f"{given!r:.80}"
+        )
     found = {}
     for name, each in given.items():
         if not isinstance(name, str):

@@ -113,6 +113,7 @@ class ParameterServer:
         check_arguments(ctx, mode, optimizer, save_every)
         self.ctx = ctx
         self.mode: Mode = mode
+        self._optimizer = optimizer
         self._servers = servers_of(ctx, servers, replicas)
         check_unused(ctx, "ParameterServer", name)
         self._calls = Calls(ctx, name, self._servers, replicas + 1)
@@ -213,9 +214,9 @@ class ParameterServer:
         self,
         model: str,
         gradient: Mapping[str, Any],
+        worker_rank: int | None = None,
         *,
         step: int | None = None,
-        worker_rank: int | None = None,
         timeout: Duration | None = None,
     ) -> bool:
         """Push a gradient: arrays or tensors with the names and shapes of the parameters.
@@ -262,15 +263,22 @@ class ParameterServer:
 
     # -- updates by hand
 
-    def ready(self, model: str) -> bool:
+    def ready(self, model: str | None = None) -> bool:
         """Whether the gradients of the present step are there, so that ``apply_gradients`` can make
-        its update. Always False with ``automatic``, and in other modes than ``Synchronous``."""
+        its update. Without ``model``: of the only one. ValueError if the server makes the updates
+        itself, as it does in all modes but ``Synchronous(automatic=False)``."""
+        self._check_by_hand("ready")
+        if model is None:
+            if len(self._pulled) != 1:
+                raise ValueError(f"ready of which model? Pulled were: {sorted(self._pulled)}")
+            model = next(iter(self._pulled))
         return bool(self._calls.ask("ready", model))
 
-    def apply_gradients(self, model: str, *, learning_rate: float | None = None) -> int:
+    def apply_gradients(self, model: str, learning_rate: float | None = None) -> int:
         """Make the update of the step of this worker's last pull, unless another worker has;
         returns the version after it. At the optimizer's learning rate, or ``learning_rate``.
-        ValueError if gradients are missing, and in other modes than ``Synchronous``."""
+        ValueError if gradients are missing, and where ``ready`` has it."""
+        self._check_by_hand("apply_gradients")
         return int(self._calls.ask("apply", model, self._step_of(model), learning_rate))
 
     def clear_gradients(self, model: str) -> None:
@@ -352,6 +360,16 @@ class ParameterServer:
                 timeout,
             )
         return bool(reply["counted"])
+
+    def _check_by_hand(self, method: str) -> None:
+        """ValueError if the server makes the updates itself: else a script that waits for ``ready``
+        never applies, and its learning rate has no effect."""
+        if not isinstance(self.mode, Synchronous) or self.mode.automatic:
+            raise ValueError(
+                f"{method} is for updates by the script, mode=Synchronous(automatic=False); this "
+                f"server makes them itself, by {self._optimizer!r}: leave it out, and give the "
+                "learning rate to the optimizer, optimizer=SGD(0.01)"
+            )
 
     def _note_version(self, model: str, version: int) -> None:
         before = self._newest.get(model, version)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
 from potluck.torch.pipeline.plan import Layer, Node, plan_stages
+from potluck.training.trainer import by_name
 
 if TYPE_CHECKING:
     from potluck.context import DistributedContext
@@ -100,10 +101,11 @@ class LayerPipeline:
                 whole[name] = self._ctx.broadcast(array, root=root)
         return whole
 
-    def load(self, parameters: Mapping[str, NDArray[np.float32]]) -> None:
-        """Take this rank's from the ``parameters`` of all layers. ValueError if a name is missing
-        or unknown."""
-        names: Sequence[str] = [name for named in self._shapes for name in named]
+    def load(self, given: Mapping[str, NDArray[np.float32]] | ArrayLike) -> None:
+        """Take this rank's from the parameters of all layers, by name or as a flat vector.
+        ValueError if a name is missing or unknown."""
+        shapes = {name: shape for named in self._shapes for name, shape in named.items()}
+        parameters, names = by_name(given, shapes), list(shapes)
         if set(names) != set(parameters):
             raise ValueError(f"parameters are {sorted(parameters)}; {sorted(names)} are needed")
         state = {n: torch.from_numpy(np.array(parameters[n])) for n in self.part.state_dict()}

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
@@ -32,7 +32,7 @@ from potluck.training.replica import StateReplica
 from potluck.training.sampler import Schedule
 from potluck.training.scaling import LossScale
 from potluck.training.strategies import Gossip
-from potluck.training.trainer import DistributedTrainer, Parameters, TrainingStrategy
+from potluck.training.trainer import DistributedTrainer, Parameters, TrainingStrategy, by_name
 from potluck.training.transfer import gather_states
 
 if TYPE_CHECKING:
@@ -350,13 +350,16 @@ class DistributedNeuralNetTrainer(DistributedTrainer):
         state = self._network.state_dict()
         return {name: value.detach().numpy().copy() for name, value in state.items()}
 
-    def set_parameters(self, parameters: Mapping[str, NDArray[Any]]) -> None:
-        """Set the model to ``parameters``, a result of ``get_parameters``, on this rank. With
+    def set_parameters(self, parameters: Mapping[str, NDArray[Any]] | ArrayLike) -> None:
+        """Set the model to ``parameters``, a result of ``get_parameters``, or all its numbers as a
+        flat vector, on this rank. With
         PARAMETER_SERVER they are the server's when the next epoch begins; of several ranks that
         have set them the first counts."""
         if self._pipeline is not None:
             return self._pipeline.load(parameters)
-        state = {name: torch.from_numpy(np.array(value)) for name, value in parameters.items()}
+        shapes = {name: tuple(each.shape) for name, each in self._network.state_dict().items()}
+        named = by_name(parameters, shapes)
+        state = {name: torch.from_numpy(np.array(value)) for name, value in named.items()}
         self._network.load_state_dict(state)
         self._is_set = True
 

@@ -6,6 +6,8 @@ import heapq
 import math
 from collections.abc import Sequence
 
+from potluck.checks import checked_whole
+
 
 def balance_workload(
     task_costs: Sequence[float], num_workers: int, speeds: Sequence[float] | None = None
@@ -25,7 +27,7 @@ def balance_workload(
     ValueError for a cost that is negative or not finite, for fewer than one worker, and for speeds
     that are not positive or not one per worker.
     """
-    if num_workers < 1:
+    if checked_whole("num_workers", num_workers, at_least=0) < 1:
         raise ValueError(f"num_workers is {num_workers}; it must be at least 1")
     for task, cost in enumerate(task_costs):
         if not 0 <= cost < math.inf:

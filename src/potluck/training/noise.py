@@ -13,7 +13,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from potluck import hints
 
+
+@hints.of_init(hints.NOISE)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoiseBatching:
     """Adapt the global batch size to the gradient noise scale, in [``min_batch``, ``max_batch``].

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from potluck import hints
 from potluck.checks import checked_whole
 from potluck.training.sampler import order, shares
 from potluck.training.shares import Cost
@@ -40,6 +41,7 @@ class DataPartitioner:
     sample, except for ranges.
     """  # noqa: E501 (a row of a table is one line)
 
+    @hints.arguments({}, same=hints.PARTITIONER)
     def __init__(
         self,
         total_size: int,

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
+from potluck import hints
 from potluck.training.callbacks import Callbacks
 from potluck.training.metrics import average
 
@@ -75,8 +76,9 @@ class DistributedTrainer(ABC):
         """Copies of the model's parameters by name."""
 
     @abstractmethod
-    def set_parameters(self, parameters: Mapping[str, NDArray[Any]]) -> None:
-        """Set the model to ``parameters``, a result of ``get_parameters``, on this rank."""
+    def set_parameters(self, parameters: Mapping[str, NDArray[Any]] | ArrayLike) -> None:
+        """Set the model to ``parameters`` on this rank: a result of ``get_parameters``, or all its
+        arrays behind each other as one flat vector."""
 
     @abstractmethod
     def predict(self, X: Any) -> NDArray[Any]:
@@ -88,14 +90,23 @@ class DistributedTrainer(ABC):
         self.callbacks.append(callback)
 
     def aggregate_gradients(
-        self, gradients: Mapping[str, NDArray[Any]], method: str = "mean"
-    ) -> Parameters:
-        """The ``"mean"`` or ``"sum"`` of all ranks' gradients, by name.
+        self, gradients: Mapping[str, NDArray[Any]] | ArrayLike, method: Any = "mean"
+    ) -> Any:
+        """The ``"mean"`` or ``"sum"`` of all ranks' gradients: by name, or of one array.
 
         A collective call with equal names, shapes and dtypes on all ranks: one all_reduce for each.
+        ``AggregationMethod.SYNCHRONOUS`` is the mean; ValueError for the others, which do not wait
+        for all ranks.
         """
+        method = getattr(method, "name", method)  # AggregationMethod's, which is not known here
+        method = "mean" if method == "SYNCHRONOUS" else method
         if method not in ("mean", "sum"):
-            raise ValueError(f"method is {method!r}; it must be 'mean' or 'sum'")
+            raise ValueError(
+                f"method is {method!r}; it must be 'mean' or 'sum': all ranks meet in this call. "
+                "Those that need not are potluck.ParameterServer(ctx, AggregationMethod...)"
+            )
+        if not isinstance(gradients, Mapping):
+            return self.ctx.all_reduce(np.array(gradients), method)
         names = sorted(gradients)
         return {name: self.ctx.all_reduce(np.array(gradients[name]), method) for name in names}
 
@@ -118,6 +129,11 @@ class DistributedTrainer(ABC):
         found = average(self.ctx, {"loss": self._local_loss}, weight=float(self._num_samples))
         return found["loss"]
 
+    if not TYPE_CHECKING:  # else a type checker would find every attribute
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(hints.of_object(self, name, hints.TRAINER), name=name, obj=self)
+
     def close(self) -> None:  # noqa: B027 (most trainers run nothing)
         """End what the trainer runs beside the script. Idempotent. The model stays."""
 
@@ -135,3 +151,22 @@ class DistributedTrainer(ABC):
         Callbacks(self.callbacks).call("on_epoch_end", self.epochs, loss)
         self.epochs += 1
         return loss
+
+
+def by_name(
+    parameters: Mapping[str, NDArray[Any]] | ArrayLike, shapes: Mapping[str, tuple[int, ...]]
+) -> Mapping[str, NDArray[Any]]:
+    """``parameters`` by name, cut from a flat vector by ``shapes``; TypeError or ValueError for
+    what are none."""
+    if isinstance(parameters, Mapping):
+        return parameters
+    flat, sizes = np.asarray(parameters), [math.prod(shape) for shape in shapes.values()]
+    if not shapes or flat.dtype.kind not in "fiu":
+        raise TypeError(f"parameters are a dict by name, of get_parameters, not {parameters!r:.80}")
+    if flat.shape != (sum(sizes),):
+        raise ValueError(
+            f"the parameters have shape {flat.shape}; as one vector they are {sum(sizes)} numbers, "
+            "in the order of get_parameters"
+        )
+    parts = np.split(flat, np.cumsum(sizes)[:-1])
+    return {n: part.reshape(shapes[n]) for n, part in zip(shapes, parts, strict=True)}

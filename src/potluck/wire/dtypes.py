@@ -34,13 +34,25 @@ _CODES_OF = {dtype: code for code, dtype in _DTYPES.items()}
 
 NAMES = tuple(_CODES)
 
+_TEXT = (
+    "; text goes by ctx.send_message, or as numbers, such as "
+    'np.frombuffer("text".encode(), np.uint8)'
+)
+_TIMES = "; send array.view(np.int64)"
+_REMEDIES = {
+    **{"U": _TEXT, "S": _TEXT, "T": _TEXT, "m": _TIMES, "M": _TIMES},
+    "O": "; Python objects are not sent, nothing is pickled. A list of lists of unequal lengths "
+    "makes such an array: see ctx.all_gather_uneven",
+}
+"""By the kind of a dtype that has no code."""
+
 
 def code_of(dtype: np.dtype[Any]) -> int:
     """The code of ``dtype``; TypeError, with the supported dtypes, if there is none."""
     code = _CODES_OF.get(dtype)
     if code is not None:
         return code
-    return code_of_name(dtype.name)
+    return code_of_name(dtype.name, _REMEDIES.get(dtype.kind, ""))
 
 
 def dtype_named(name: str) -> np.dtype[Any]:
@@ -53,11 +65,11 @@ def dtype_of(code: int) -> np.dtype[Any] | None:
     return _DTYPES.get(code)
 
 
-def code_of_name(name: str) -> int:
-    """The code of the dtype with this name; TypeError as of ``code_of``."""
+def code_of_name(name: str, remedy: str = "") -> int:
+    """The code of the dtype with this name; TypeError as of ``code_of``, with ``remedy``."""
     try:
         return _CODES[name]
     except KeyError:
         raise TypeError(
-            f"arrays of dtype {name} can't be communicated; supported: {', '.join(NAMES)}"
+            f"arrays of dtype {name} can't be communicated; supported: {', '.join(NAMES)}{remedy}"
         ) from None

@@ -1,0 +1,318 @@
+"""Words of the seeds' users: each works where it can mean one thing, else its error has ours."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import potluck
+from potluck import hints
+from potluck.context import DistributedContext
+from potluck.parameter_server import SGD, Asynchronous, ParameterServer, Synchronous
+from potluck.testing.world import run_world
+
+SIZES = [1, 2, 4]
+
+# Called as a user without a type checker would.
+partitioner: Any = potluck.DataPartitioner
+compressor: Any = potluck.GradientCompressor
+op: Any = potluck.ReduceOp
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_operations_take_the_names_of_arguments_that_mean_the_same(size: int) -> None:
+    def work(given: DistributedContext) -> None:
+        ctx: Any = given
+        last, rank = size - 1, ctx.rank
+        mine = np.full(3, float(rank))
+        assert (ctx.broadcast(mine.copy(), root_rank=last) == last).all()
+        assert (ctx.broadcast(mine.copy(), src=last) == last).all()
+        total = ctx.reduce(mine.copy(), root_rank=last)
+        assert rank != last or (total == sum(range(size))).all()
+        rows = np.arange(3.0 * size).reshape(size, 3) if rank == last else None
+        part = ctx.scatter(np.empty(3), rows, root_rank=last)
+        np.testing.assert_array_equal(part, 3 * rank + np.arange(3.0))
+        found = ctx.gather(part, dst=last)
+        assert rank != last or (found.ravel() == np.arange(3.0 * size)).all()
+        pieces = ctx.gather_uneven(np.full(rank + 1, 1.0), root_rank=0)
+        assert rank != 0 or [len(each) for each in pieces] == list(range(1, size + 1))
+        if size > 1 and rank == 0:
+            ctx.send(mine, dest=1)
+        if size > 1 and rank == 1:
+            assert (ctx.recv(mine, source_rank=0) == 0).all()
+
+    run_world(size, work)
+
+
+def test_two_names_of_one_argument_are_an_error() -> None:
+    def work(given: Any) -> None:
+        with pytest.raises(TypeError, match="unexpected keyword argument 'root_rank'"):
+            given.broadcast(np.ones(1), root=0, root_rank=0)
+        with pytest.raises(TypeError, match="multiple values"):
+            given.broadcast(np.ones(1), 0, root=0)
+
+    run_world(1, work)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("word", ["Ring", "Tree", "CENTRALIZED", "ring"])
+def test_an_algorithm_in_any_case(size: int, word: str) -> None:
+    def work(ctx: DistributedContext) -> None:
+        total = ctx.all_reduce(np.full(1000, ctx.rank + 1.0), algorithm=word)
+        assert (total == size * (size + 1) / 2).all()
+        exact = ctx.all_reduce(np.full(256, 127.0, np.float32), codec="INT8")
+        assert (exact == 127 * size).all()
+        with pytest.raises(ValueError, match="there is no algorithm 'Star'; the algorithms are"):
+            ctx.all_reduce(np.ones(2), algorithm="Star")
+        with pytest.raises(ValueError, match="there is no codec 'Int7'"):
+            ctx.all_reduce(np.ones(2, np.float32), codec="Int7")
+        with pytest.raises(ValueError, match="there is no codec FP16"):
+            ctx.all_reduce(np.ones(2, np.float32), codec=potluck.FP16())  # type: ignore[arg-type]
+
+    run_world(size, work)
+
+
+@pytest.mark.parametrize("name", ["Sum", "Mean", "Average", "Max", "Min", "Product", "sum"])
+def test_a_reduction_in_any_case(name: str) -> None:
+    assert getattr(op, name) is op[name.upper()]
+
+
+def test_a_reduction_that_there_is_not() -> None:
+    with pytest.raises(AttributeError, match=r"no member 'PROD'; choose.* \(write ReduceOp.PROD"):
+        _ = op.PROD
+    with pytest.raises(AttributeError, match="ReduceOp has no member 'MEDIAN'; choose from SUM"):
+        _ = op.Median
+    assert not hasattr(op, "_nothing")
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("total", [10_000, 3, 0])
+def test_the_samples_of_a_partitioner_by_their_other_name(size: int, total: int) -> None:
+    typed = partitioner(total_samples=total, world_size=size)
+    cuts = np.array_split(np.arange(total), size)
+    assert [typed.get_indices(r).tolist() for r in range(size)] == [c.tolist() for c in cuts]
+
+
+def test_error_feedback_is_the_second_argument_of_a_compressor() -> None:
+    gradient = np.array([4.0, 1.0, 1.0, 1.0], np.float32)
+    for feedback in (True, False):
+        each = compressor(potluck.TopK(0.25), feedback)
+        each.compress(gradient)
+        residual = each.residual()
+        assert (residual is not None) == feedback
+    for wrong in ("yes", 1, None):
+        with pytest.raises(TypeError, match=r"error_feedback is .*; it must be True or False"):
+            compressor(potluck.TopK(0.1), wrong)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_parameter_server_as_ml_core_types_it(size: int) -> None:
+    """The loop of its second example, with updates by the script."""
+
+    def work(ctx: DistributedContext) -> tuple[Any, int]:
+        with ParameterServer(ctx, Synchronous(automatic=False)) as server:
+            server.set_parameters("model", {"w": np.zeros(2)})
+            for _ in range(3):
+                parameters, version = server.get_parameters("model")
+                gradient = {"w": parameters["w"] - 2.0 * (ctx.rank + 1)}
+                server.accumulate_gradient("model", gradient, ctx.rank)
+                if server.ready():
+                    server.apply_gradients("model", 0.5)
+            found, version = server.get_parameters("model")
+            return found["w"][0], version
+
+    goal = 2.0 * (size + 1) / 2  # the mean of the ranks' targets
+    for found, version in run_world(size, work):
+        assert (found, version) == (goal * (1 - 0.5**3), 3)
+
+
+@pytest.mark.parametrize("mode", [Synchronous(), Asynchronous()])
+def test_updates_by_hand_are_refused_where_the_server_makes_them(mode: Any) -> None:
+    def work(ctx: DistributedContext) -> None:
+        with ParameterServer(ctx, mode, optimizer=SGD(0.25)) as server:
+            server.set_parameters("model", {"w": np.zeros(2)})
+            server.get_parameters("model")
+            calls: list[Callable[[], Any]] = [
+                lambda: server.ready("model"),
+                server.ready,
+                lambda: server.apply_gradients("model", 0.01),
+            ]
+            for call in calls:
+                words = r"mode=Synchronous\(automatic=False\).* by SGD\(learning_rate=0.25"
+                with pytest.raises(ValueError, match=words):
+                    call()
+
+    run_world(2, work)
+
+
+def test_mistakes_with_a_parameter_server() -> None:
+    server: Any = ParameterServer
+    with pytest.raises(TypeError, match=r"'world_size'; ParameterServer\(ctx\), on every worker"):
+        server(world_size=8)
+
+    def work(ctx: DistributedContext) -> None:
+        with ParameterServer(ctx, Synchronous(automatic=False)) as own:
+            with pytest.raises(TypeError, match=r"a dict of arrays by name, such as {'w': array}"):
+                own.set_parameters("model", np.zeros(3))  # type: ignore[arg-type]
+            with pytest.raises(ValueError, match="ready of which model"):
+                own.ready()
+
+    run_world(1, work)
+
+
+@pytest.mark.parametrize(
+    ("array", "words"),
+    [
+        (np.array(["a"]), "dtype str32 can't be .*; text goes by ctx.send_message, or as numbers"),
+        (np.array([b"a"]), "dtype bytes8 can't be .*; text goes by ctx.send_message"),
+        (np.array([None, 1]), "dtype object can't be .*nothing is pickled"),
+        (np.array(["2026-01-01"], "M8[s]"), r"dtype datetime64.*; send array.view\(np.int64\)"),
+        (np.ones(1, np.longdouble), "can't be communicated; supported: float16"),
+    ],
+)
+def test_arrays_of_what_is_no_number(array: Any, words: str) -> None:
+    def work(ctx: DistributedContext) -> None:
+        calls = (ctx.broadcast, ctx.all_gather, ctx.gather, lambda each: ctx.send(each, 0))
+        for call in calls:
+            with pytest.raises(TypeError, match=words):
+                call(array)
+
+    run_world(2, work)
+
+
+ROWS = np.random.default_rng(0).normal(size=(40, 3))
+
+
+def trainer(ctx: DistributedContext, strategy: Any = None) -> Any:
+    pytest.importorskip("torch")
+    return potluck.DistributedNeuralNetTrainer(
+        ctx,
+        strategy or potluck.TrainingStrategy.DATA_PARALLEL,
+        input_dim=3,
+        hidden_dims=[5],
+        output_dim=2,
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("strategy", ["DATA_PARALLEL", "MODEL_PARALLEL"])
+def test_a_trainers_parameters_as_one_vector(size: int, strategy: str) -> None:
+    def work(ctx: DistributedContext) -> None:
+        one = trainer(ctx, potluck.TrainingStrategy[strategy])
+        named = one.get_parameters()
+        flat = np.concatenate([each.ravel() for each in named.values()])
+        one.set_parameters(flat * 2)
+        for name, each in one.get_parameters().items():
+            np.testing.assert_array_equal(each, named[name] * 2)
+        for wrong, words in (
+            (flat[:-1], "as one vector they are 32 numbers, in the order of get_parameters"),
+            (flat.reshape(2, -1), "the parameters have shape"),
+            ("model", "parameters are a dict by name"),
+            (None, "parameters are a dict by name"),
+        ):
+            with pytest.raises((TypeError, ValueError), match=words):
+                one.set_parameters(wrong)
+
+    run_world(size, work)
+
+
+def test_parameters_of_estimators_as_one_vector() -> None:
+    pytest.importorskip("sklearn")
+
+    def work(ctx: DistributedContext) -> None:
+        means = potluck.DistributedKMeansTrainer(ctx, 2, random_state=0)
+        with pytest.raises(TypeError, match="a dict by name"):
+            means.set_parameters(np.zeros(6))
+        means.train_epoch(ROWS)
+        means.set_parameters(np.arange(6.0))
+        np.testing.assert_array_equal(means.get_centroids(), np.arange(6.0).reshape(2, 3))
+        forest = potluck.DistributedRandomForestTrainer(ctx, 2)
+        forest.train_epoch(ROWS, ROWS[:, 0] > 0)
+        with pytest.raises(TypeError, match="a dict by name"):
+            forest.set_parameters(np.zeros(6))
+
+    run_world(1, work)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_gradients_are_aggregated_as_a_vector_and_by_ml_cores_method(size: int) -> None:
+    def work(ctx: DistributedContext) -> None:
+        one, method = trainer(ctx), potluck.AggregationMethod
+        mine = np.full(4, ctx.rank + 1.0)
+        for chosen in ("mean", method.SYNCHRONOUS):
+            found = one.aggregate_gradients(mine, chosen)
+            assert (found == (size + 1) / 2).all()
+            assert (mine == ctx.rank + 1).all()
+            assert (one.aggregate_gradients({"w": mine}, chosen)["w"] == (size + 1) / 2).all()
+        assert (one.aggregate_gradients(list(mine), "sum") == size * (size + 1) / 2).all()
+        for wrong in (method.ASYNCHRONOUS, method.ELASTIC_AVERAGING, "median"):
+            with pytest.raises(ValueError, match=r"potluck.ParameterServer\(ctx, AggregationMet"):
+                one.aggregate_gradients(mine, wrong)
+
+    run_world(size, work)
+
+
+@pytest.mark.parametrize(
+    "name", ["set_mixed_precision", "set_loss_scaling", "enable_dynamic_batching"]
+)
+def test_the_setters_of_a_trainer_are_arguments_of_its_constructor(name: str) -> None:
+    def work(ctx: DistributedContext) -> None:
+        with pytest.raises(AttributeError) as caught:
+            getattr(trainer(ctx), name)
+        hint = hints.TRAINER[name.replace("_", "")]
+        assert str(caught.value).endswith(f"has no attribute {name!r}; write {hint}")
+        with pytest.raises(AttributeError, match=r"no attribute 'nonsense'$"):
+            _ = trainer(ctx).nonsense
+
+    run_world(1, work)
+
+
+def test_the_threshold_of_dynamic_batching() -> None:
+    from potluck.training.noise import NoiseBatching
+
+    made: Any = NoiseBatching
+    with pytest.raises(TypeError, match=r"'variance_threshold'; threshold=: the batch size stays"):
+        made(min_batch=32, max_batch=512, variance_threshold=0.01)
+    assert made(min_batch=32, max_batch=512).clamp(1000) == 512
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda: potluck.InProcessBackend.world("2"), "world_size is '2'; it must be a whole num"),  # type: ignore[arg-type]
+        (lambda: potluck.balance_workload([1.0], "2"), "num_workers is '2'; it must be a whole"),  # type: ignore[arg-type]
+        (lambda: partitioner("10", 2), "total_size is '10'; it must be a whole number"),
+    ],
+)
+def test_text_for_a_number(call: Callable[[], Any], error: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(error)):
+        call()
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("name", ["rank", "world_size", "is_master", "local_rank", "epoch"])
+def test_a_property_that_is_called_gets_a_line(name: str, inside: bool, tmp_path: Path) -> None:
+    start = (
+        "with potluck.init('local') as ctx:\n    " if inside else "ctx = potluck.init('local')\n"
+    )
+    script = tmp_path / "script.py"
+    script.write_text(f"import potluck\n{start}print(ctx.{name}())\n")
+    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert run.returncode == 1
+    told = f"potluck: {name} is a property: write it without parentheses\n"
+    assert run.stderr.count(told) == 1, run.stderr
+
+
+def test_another_call_of_what_is_none_gets_no_line(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import potluck\nctx = potluck.init('local')\nrank = ctx.rank\nrank()\n")
+    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert run.returncode == 1
+    assert "potluck:" not in run.stderr
