@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from potluck.backends.inprocess import InProcessBackend
@@ -536,9 +537,12 @@ def test_modules_that_cannot_be_trained_are_refused(
 
 def test_sparse_gradients_are_refused_by_name() -> None:
     def rank(ctx: DistributedContext) -> None:
-        model = DDP(nn.Embedding(4, 2, sparse=True), ctx)
-        with pytest.raises(TypeError, match="use dense"):
-            model(torch.tensor([1])).sum().backward()
+        with pytest.raises(TypeError, match=r"weight gets sparse gradients.*sparse=False"):
+            DDP(nn.Embedding(4, 2, sparse=True), ctx)
+        model = DDP(nn.Embedding(4, 2), ctx)
+        model.synchronize()
+        with pytest.raises(TypeError, match=r"'weight' has a gradient of layout torch.sparse_coo"):
+            F.embedding(torch.tensor([1]), model.module.weight, sparse=True).sum().backward()
 
     run_world(2, rank)
 

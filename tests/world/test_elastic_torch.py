@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from potluck.backends.local import LocalBackend
 from potluck.checkpoint.store import CheckpointStore
 from potluck.context import DistributedContext
-from potluck.errors import CheckpointError, RemoteError
+from potluck.errors import Desync, RemoteError
 from potluck.testing.elastic import ElasticWorld, MortalContext
 from potluck.testing.world import WorldError, run_world
 from potluck.torch import DDP, DistributedSampler, ElasticLoop
@@ -427,6 +427,10 @@ def test_a_rank_with_another_model_is_told_where_it_differs_before_it_takes_a_st
 
     with pytest.raises(WorldError) as caught:
         run_world(2, work)
-    assert isinstance(caught.value.errors[1], CheckpointError)
-    expected = "'replica/model/bias' is float32 of shape (3,) there, float32 of shape (4,) here"
-    assert expected in str(caught.value.errors[1])
+    expected = (
+        "rank 0 (worker 0) has 'weight' (float32 of shape (3, 2), requires_grad=True) and "
+        "rank 1 (worker 1) has 'weight' (float32 of shape (4, 2), requires_grad=True)"
+    )
+    for error in caught.value.errors.values():
+        assert isinstance(error, Desync)
+        assert expected in str(error)

@@ -22,7 +22,7 @@ from potluck.context.waits import Waits
 from potluck.engine.arrays.coding import Encoding
 from potluck.engine.request import Request
 from potluck.engine.work import Work
-from potluck.types import reduce_op
+from potluck.types import Group, Member, reduce_op
 
 _ALL_REDUCE = Operation.ALL_REDUCE
 _REDUCE_SCATTER = Operation.REDUCE_SCATTER
@@ -43,6 +43,31 @@ class Collectives:
     def waited_s(self) -> float:
         """Seconds that this rank has been blocked in these operations and those of sub-groups."""
         return self._waits.seconds + self.communicator.metrics.waited_s
+
+    @property
+    def group(self) -> Group:
+        """The present group, immutable."""
+        return self.communicator.group
+
+    @property
+    def epoch(self) -> int:
+        """The number of the present group, which rises with every ``reform``."""
+        return self.group.epoch
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The members of the present group in rank order."""
+        return self.group.members
+
+    @property
+    def local_rank(self) -> int:
+        """This worker's number among the workers of its node."""
+        return self.group.me.local_rank
+
+    @property
+    def is_master(self) -> bool:
+        """Whether this worker is rank 0, the most senior member."""
+        return self.rank == 0
 
     @property
     def rank(self) -> int:

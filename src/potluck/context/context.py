@@ -36,7 +36,6 @@ from potluck.errors import (
 )
 from potluck.services import Remote, Services
 from potluck.settings import load_settings
-from potluck.types import Group, Member
 from potluck.waiting import to_stderr
 from potluck.wire.frames import MAX_CONTROL
 
@@ -96,31 +95,6 @@ class DistributedContext(UnevenCollectives, Messages):
         _close_at_exit(self)
 
     @property
-    def group(self) -> Group:
-        """The present group, immutable."""
-        return self.communicator.group
-
-    @property
-    def epoch(self) -> int:
-        """The number of the present group, which rises with every ``reform``."""
-        return self.group.epoch
-
-    @property
-    def members(self) -> tuple[Member, ...]:
-        """The members of the present group in rank order."""
-        return self.group.members
-
-    @property
-    def local_rank(self) -> int:
-        """This worker's number among the workers of its node."""
-        return self.group.me.local_rank
-
-    @property
-    def is_master(self) -> bool:
-        """Whether this worker is rank 0, the most senior member."""
-        return self.rank == 0
-
-    @property
     def is_closed(self) -> bool:
         """Whether ``close`` was called."""
         return self._is_closed
@@ -140,8 +114,9 @@ class DistributedContext(UnevenCollectives, Messages):
         """Make a sub-group of ``ranks``. Every rank of this group must call it, with equal ranks.
 
         Returns an object with the operations of a context for the ranks named, in that order, and
-        None for the others. The sub-group ends when the context re-forms. ValueError for ranks that
-        are not distinct or not in the group.
+        None for the others. ``potluck.torch.DDP`` trains on it; loops, trainers and services need
+        the context itself, for a sub-group ends when the context re-forms. ValueError for ranks
+        that are not distinct or not in the group.
         """
         communicator = self.communicator.subgroup(ranks)
         return None if communicator is None else SubGroup(communicator, self.timeout_s, self._waits)
@@ -333,6 +308,9 @@ class DistributedContext(UnevenCollectives, Messages):
 
 class SubGroup(UnevenCollectives, Messages):
     """The operations on a sub-group; see ``DistributedContext.new_group``."""
+
+    elastic = False
+    """A sub-group is not re-formed: it ends with the group that it was made of."""
 
     def __init__(self, communicator: Communicator, timeout_s: float, waits: Waits) -> None:
         super().__init__(timeout_s, waits)

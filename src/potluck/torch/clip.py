@@ -26,7 +26,7 @@ def clip_grad_norm_(
     bit-identical on all ranks, so all ranks compute the same norm without communication (on
     machines that round differently, norms that may differ in their last bits). Sharded gradients
     (DTensors, as FSDP2 has) cost one all_reduce of one number per mesh dimension. With a GradScaler
-    call ``scaler.unscale_(optimizer)`` first.
+    call ``scaler.unscale_(optimizer)`` first. Gradients whose norm is small enough are not written.
 
     RuntimeError inside ``no_sync()``, where gradients are not reduced; with ``error_if_nonfinite``
     also for a norm that is inf or NaN. ValueError unless ``max_norm`` is positive.
@@ -40,8 +40,10 @@ def clip_grad_norm_(
                 "inside no_sync() gradients are each rank's own: clip after the backward outside"
             )
         chosen = parameters.parameters()
-    norm: Any = torch.nn.utils.clip_grad_norm_(
-        chosen, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
-    )
+    tensors = [chosen] if isinstance(chosen, Tensor) else list(chosen)
+    gradients = [each.grad for each in tensors if each.grad is not None]
+    norm: Any = torch.nn.utils.get_total_norm(gradients, norm_type, error_if_nonfinite)
     whole: Tensor = norm.full_tensor() if is_sharded(norm) else norm
+    if not max_norm / (whole + 1e-6) >= 1:  # as torch: else the gradients would be multiplied by 1
+        torch.nn.utils.clip_grads_with_norm_(tensors, max_norm, norm)
     return whole

@@ -7,7 +7,6 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +21,8 @@ from potluck.compressors.powersgd import LowRankSum, as_matrix
 from potluck.compressors.strategy import text_of
 from potluck.compressors.wide import Array
 from potluck.context.compressed import start_compressed, start_low_rank
-from potluck.errors import CheckpointError, Desync
+from potluck.context.structure import compare
+from potluck.errors import CheckpointError
 from potluck.torch.encoding import Encoder
 from potluck.training.buckets import Bucket
 
@@ -137,20 +137,18 @@ class Compression:
         call; nothing where this rank compresses nothing, for its calls differ then."""
         if ctx.epoch == self._agreed_in or not self.is_used:
             return
-        chosen = [each and text_of(each) for each in self.strategies]
-        text = f"{self.names} {chosen} {self._error_feedback} {self._warmup_steps}"
-        mine = np.frombuffer(blake2b(text.encode(), digest_size=8).digest(), np.uint8)
-        digests = ctx.all_gather(mine.copy()).reshape(ctx.world_size, -1)
-        others = [str(rank) for rank, each in enumerate(digests) if (each != mine).any()]
-        if others:
-            raise Desync(
-                f"rank {', '.join(others)} compresses gradients in another way than rank "
-                f"{ctx.rank} in epoch {ctx.epoch}: pass the same compression, error_feedback, "
-                "dense_below and warmup_steps on all ranks",
-                rank=int(others[0]),
-                epoch=ctx.epoch,
-                operation="backward",
-            )
+        items = {
+            name: "not compressed" if each is None else text_of(each)
+            for name, each in zip(self.names, self.strategies, strict=True)
+        }
+        items |= {
+            "error_feedback": str(self._error_feedback),
+            "warmup_steps": str(self._warmup_steps),
+        }
+        remedy = (
+            "pass the same compression, error_feedback, dense_below and warmup_steps on all ranks"
+        )
+        compare(ctx, "the compression of gradients", items, remedy, operation="backward")
         self._agreed_in = ctx.epoch
 
     def begin(self, step: int) -> None:

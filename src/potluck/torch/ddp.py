@@ -10,19 +10,25 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from potluck import hints
 from potluck.context import DistributedContext, init
+from potluck.context.structure import compare
 from potluck.torch.compression import Choice, Compression
 from potluck.torch.reducer import Reducer
+from potluck.torch.structure import (
+    SAME_MODEL,
+    broadcast_tensors,
+    check_module,
+    structure_of,
+    tensors_of,
+)
 from potluck.training.strategies import DataParallel
-
-_PIECE_BYTES = 25 << 20
 
 
 class DistributedDataParallel(nn.Module):
@@ -48,7 +54,10 @@ class DistributedDataParallel(nn.Module):
     count these are as before it. Compressed gradients are summed as float32, those of float64
     parameters as float64 where the strategy has no codec.
 
-    Ranks compare how they compress before the first backward of a group: Desync if it differs.
+    Ranks compare names, shapes, dtypes and ``requires_grad`` of parameters and buffers before these
+    are broadcast, and how they compress before the first backward of a group: Desync on all ranks,
+    which names the first difference. Where the constructor refuses a model on one rank, it raises
+    Desync on the others. ``ctx`` may be a sub-group of ``ctx.new_group``.
 
     Parameters may have any float dtype, may be shared between modules, and may be unused on some
     ranks.
@@ -75,19 +84,6 @@ class DistributedDataParallel(nn.Module):
         super().__init__()
         if ctx is not None and not hasattr(ctx, "all_reduce"):
             raise TypeError(f"DDP takes the module and a context, potluck.init(), not {ctx!r}")
-        trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
-        if not trained:
-            raise ValueError("no parameter of the module requires a gradient")
-        for name, parameter in module.named_parameters():
-            if parameter.requires_grad and not parameter.is_floating_point():
-                raise TypeError(f"{name} is {parameter.dtype}; only floats can be averaged")
-            if parameter.is_meta:
-                raise ValueError(
-                    f"{name} is on the meta device and has no data; give it memory first, "
-                    "for example module.to_empty(device='cpu'), and values"
-                )
-        if not 0 < bucket_size_mb < math.inf:
-            raise ValueError(f"bucket_size_mb is {bucket_size_mb}; it must be positive and finite")
         self.module = module
         self.broadcast_buffers = broadcast_buffers
         self.ctx = ctx if ctx is not None else init()
@@ -98,9 +94,19 @@ class DistributedDataParallel(nn.Module):
             "dense_below": dense_below,
             "warmup_steps": warmup_steps,
         }
-        self.compress(compression)
         self.synchronized = False
         """Whether this rank's parameters and buffers are known to be equal to the group's."""
+        try:
+            check_module(module)
+            if not 0 < bucket_size_mb < math.inf:
+                raise ValueError(
+                    f"bucket_size_mb is {bucket_size_mb}; it must be positive and finite"
+                )
+            self.compress(compression)
+        except Exception as error:
+            if not self.ctx.elastic:  # the other ranks wait in ``synchronize``
+                compare(self.ctx, "the model", {}, "", refused=error)
+            raise
         if not self.ctx.elastic:
             self.synchronize()
 
@@ -125,6 +131,15 @@ class DistributedDataParallel(nn.Module):
         self._bucket_size_mb = strategy.bucket_size_mb or self._bucket_size_mb
         self._algorithm = strategy.algorithm or self._algorithm
         self.compress(strategy.compression or self._choice)
+
+    def structure(self) -> dict[str, str]:
+        """Descriptions of what must be equal on all ranks, by name: parameters and buffers in
+        order, those that are reduced, and the size of buckets."""
+        options = {
+            "bucket_size_mb": f"{self._bucket_size_mb:g}",
+            "broadcast_buffers": str(self.broadcast_buffers),
+        }
+        return options | structure_of(self.module, self.compression.names)
 
     @property
     def weight(self) -> float | None:
@@ -165,8 +180,11 @@ class DistributedDataParallel(nn.Module):
         self._reducer.enabled = reduces
 
     def synchronize(self) -> None:
-        """Broadcast parameters and buffers from rank 0. A collective call."""
-        broadcast_tensors(self.ctx, [*self.module.parameters(), *self.module.buffers()])
+        """Broadcast parameters and buffers from rank 0. A collective call. Desync on all ranks,
+        which names the first difference, if their models differ."""
+        if self.ctx.world_size > 1:
+            compare(self.ctx, "the model", self.structure(), SAME_MODEL, operation="synchronize")
+        broadcast_tensors(self.ctx, tensors_of(self.module))
         self.synchronized = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -175,7 +193,7 @@ class DistributedDataParallel(nn.Module):
         if not self.synchronized:
             self.synchronize()
         elif self.broadcast_buffers and self.training and self._reducer.enabled:
-            broadcast_tensors(self.ctx, self.module.buffers())
+            broadcast_tensors(self.ctx, dict(self.module.named_buffers()))
         return self.module(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -203,36 +221,3 @@ class DistributedDataParallel(nn.Module):
 
 
 DDP = DistributedDataParallel
-
-
-@torch.no_grad()
-def broadcast_tensors(ctx: DistributedContext, tensors: Iterable[Tensor], root: int = 0) -> None:
-    """Overwrite ``tensors`` (any dtypes and devices) with those of rank ``root``. A collective
-    call.
-
-    They are sent as bytes, in broadcasts of up to 25 MiB. Desync if ranks have tensors of different
-    sizes.
-    """
-    if ctx.world_size == 1:
-        return
-    piece: list[Tensor] = []
-    num_bytes = 0
-    for tensor in tensors:
-        if piece and num_bytes + tensor.nbytes > _PIECE_BYTES:
-            _broadcast_piece(ctx, piece, root)
-            piece, num_bytes = [], 0
-        piece.append(tensor)
-        num_bytes += tensor.nbytes
-    if piece:
-        _broadcast_piece(ctx, piece, root)
-
-
-def _broadcast_piece(ctx: DistributedContext, tensors: list[Tensor], root: int) -> None:
-    raw = [t.detach().contiguous().reshape(-1).view(torch.uint8).cpu() for t in tensors]
-    flat = ctx.broadcast(torch.cat(raw), root=root)
-    if ctx.rank == root:
-        return
-    parts = flat.split([part.numel() for part in raw])
-    for tensor, part in zip(tensors, parts, strict=True):
-        # torch.cat does not align parts, so each is copied before it is viewed as its dtype.
-        tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))

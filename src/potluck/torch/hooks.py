@@ -8,8 +8,7 @@ which needs the backend "potluck"; the others run on any backend.
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
-from hashlib import blake2b
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,9 +24,10 @@ from potluck.compressors.powersgd import LowRankSum, as_matrix
 from potluck.compressors.strategy import text_of
 from potluck.compressors.wide import Array, compress_any
 from potluck.context.compressed import sum_payloads
-from potluck.errors import Desync
+from potluck.context.structure import compare
 from potluck.torch.compression import Choice, chosen, tell_dropped
 from potluck.torch.process_group.group import PotluckProcessGroup
+from potluck.torch.structure import check_dense, describe
 
 _log = logging.getLogger(__name__)
 # Its name before torch 2.13, which warns of it.
@@ -44,6 +44,28 @@ class _Piece(NamedTuple):
     """The bucket's buffer, or a copy of its parts."""
     parts: list[Tensor]
     """Where a copy goes in the buffer."""
+
+
+class _Ranks:
+    """The ranks of a process group, of any backend, as ``compare`` takes them."""
+
+    epoch = -1
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group = self
+        self.world_size = group.size()
+        self._group = group
+        self._device = device
+
+    def describe(self, rank: int) -> str:
+        return f"rank {rank}"
+
+    def all_gather(self, array: Array) -> Array:
+        mine = torch.from_numpy(array.view(np.uint8)).to(self._device)
+        rows = mine.new_empty(self.world_size * mine.numel())
+        _all_gather(rows, mine, group=self._group)
+        found: Array = rows.cpu().numpy().view(array.dtype)
+        return found
 
 
 class _Bucket(NamedTuple):
@@ -72,8 +94,11 @@ class CompressionState:
     Cost: a bucket with parameters that are sent in several ways is copied, and is as many
     collectives.
 
-    Ranks compare how they compress in the first backward: Desync if it differs. TypeError for what
-    is no strategy, and for a function without a model; ValueError for negative numbers.
+    Ranks compare how they compress, and the parameters of the first bucket (of the ``model``, if it
+    is given), in the first backward: Desync on all ranks, which names the first difference.
+    TypeError for what is no strategy, for a function without a model, and for parameters with
+    complex or sparse gradients, here if the ``model`` is given, else in the first backward;
+    ValueError for negative numbers.
     """
 
     def __init__(
@@ -105,22 +130,28 @@ class CompressionState:
                 raise TypeError("a function chooses by the names of parameters: pass model=")
             self._chosen = {p: chosen(strategy, n, p) for n, p in _parameters(model).items()}
         self.strategy = strategy
+        self.model = model
         self.error_feedback = error_feedback
         self._has_agreed = False
         self.process_group = process_group
         self.step = 0
         """The number of backwards so far."""
         self.num_nonfinite: Counter[str] = Counter()
+        """By parameter: how many elements of its gradients were inf or NaN in the mean."""
         self._with_nonfinite: set[tuple[int, Strategy | None]] = set()
         """The pieces of this backward, by bucket and strategy, in which this rank's own gradients
         have inf or NaN."""
-        """By parameter: how many elements of its gradients were inf or NaN in the mean."""
         self._names = {} if model is None else {p: n for n, p in _parameters(model).items()}
         # By bucket and strategy, of their parameters.
         self._flats: dict[tuple[int, Strategy | None], tuple[list[Tensor], Tensor]] = {}
         self._residuals: dict[Tensor, Tensor] = {}  # by parameter, parts of these or loaded
         self._qs: dict[Tensor, Matrix] = {}  # of PowerSGD, equal on all ranks
         self._waiting: dict[PowerSGD, list[_Bucket]] = {}
+        if model is not None:
+            check_dense(model)
+            refused = self._refusal((p, n) for n, p in _parameters(model).items())
+            if refused is not None:
+                raise refused
 
     def state_dict(self, model: nn.Module) -> dict[str, Any]:
         """This rank's residuals by parameter name, with the step and PowerSGD's matrices, copies.
@@ -199,26 +230,37 @@ class CompressionState:
         way = given if isinstance(given, Strategy) else chosen(given, name, parameter)
         return way is not None and parameter.numel() >= self._dense_below
 
-    def agree(self, device: torch.device) -> None:
-        """Compare how ranks compress, in the first backward. Desync on all ranks if it differs."""
+    def agree(self, device: torch.device, parameters: Sequence[Tensor] = ()) -> None:
+        """Compare how ranks compress, and the ``parameters`` of the first bucket, in the first
+        backward. Desync on all ranks, with the first difference; TypeError for a parameter that
+        can't be compressed."""
         if self._has_agreed:
             return
-        given = [self.strategy] if isinstance(self.strategy, Strategy) else self._chosen.values()
-        texts = [each and text_of(each) for each in given]
-        text = f"{texts} {self.error_feedback} {self._dense_below} {self._warmup_steps}"
-        digest = blake2b(text.encode(), digest_size=8).digest()
-        mine = torch.tensor(list(digest), dtype=torch.uint8, device=device)
-        digests = mine.new_empty(self.group().size(), len(mine))
-        _all_gather(digests.view(-1), mine, group=self.group())
-        others = [str(rank) for rank, each in enumerate(digests) if not torch.equal(each, mine)]
-        if others:
-            raise Desync(
-                f"rank {', '.join(others)} compresses gradients in another way than rank "
-                f"{self.group().rank()}: make the CompressionState alike on all ranks",
-                rank=int(others[0]),
-                operation="backward",
-            )
+        names = {p: self._names.get(p, f"parameter {i}") for i, p in enumerate(parameters)}
+        known = names if self.model is None else {p: n for n, p in _parameters(self.model).items()}
+        items = {"error_feedback": str(self.error_feedback)}
+        items |= {"dense_below": str(self._dense_below), "warmup_steps": str(self._warmup_steps)}
+        if isinstance(self.strategy, Strategy):
+            items["strategy"] = text_of(self.strategy)
+        for parameter, name in (known | names).items():
+            way = self._chosen.get(parameter)
+            items[name] = f"{describe(parameter)}, requires_grad={parameter.requires_grad}"
+            items[name] += f", {text_of(way)}" if way is not None else ""
+        refused = self._refusal(names.items())
+        ranks = _Ranks(self.group(), device)
+        remedy = "make model and CompressionState alike on all ranks"
+        what = "the compression of gradients"
+        compare(ranks, what, items, remedy, refused=refused, operation="backward")
         self._has_agreed = True
+
+    def _refusal(self, parameters: Iterable[tuple[Tensor, str]]) -> TypeError | None:
+        for parameter, name in parameters:
+            if parameter.is_complex() and self._compresses(name, parameter):
+                return TypeError(
+                    f"{name} is {parameter.dtype}, and only real gradients can be compressed: pass "
+                    "a function as the strategy that returns None for this parameter"
+                )
+        return None
 
     def look(self, piece: _Piece) -> None:
         """Count what is not finite in this rank's gradients of a piece: before they are compressed,
@@ -239,7 +281,8 @@ class CompressionState:
     def _count(self, piece: _Piece, flat: Tensor, where: str) -> bool:
         """Whether an element is not finite: a sum of finite ones may overflow."""
         found = False
-        parts = torch.split(flat, [each.numel() for each in piece.parameters])
+        sizes = [each.numel() << each.is_complex() for each in piece.parameters]  # of real numbers
+        parts = torch.split(flat, sizes)
         for place, (parameter, part) in enumerate(zip(piece.parameters, parts, strict=True)):
             num = int(part.isfinite().logical_not().sum())
             if num:
@@ -292,7 +335,7 @@ def compression_hook(
 ) -> torch.futures.Future[torch.Tensor]:  # torch checks these annotations
     """Average a bucket of gradients over the ranks, sent compressed by the state's strategy."""
     buffer = bucket.buffer()
-    state.agree(buffer.device)
+    state.agree(buffer.device, bucket.parameters())
     pieces = state.pieces(bucket)
     step, call = state.step, state.step << 16 | bucket.index()
     if bucket.is_last():

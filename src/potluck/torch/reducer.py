@@ -221,7 +221,10 @@ class Reducer:
         if gradient is None or weight == 0:
             view.zero_()
         elif gradient.layout != torch.strided:
-            raise TypeError(f"gradients of layout {gradient.layout} can't be reduced; use dense")
+            raise TypeError(
+                f"the parameter {self._compression.names[index]!r} has a gradient of layout "
+                f"{gradient.layout}, which can't be reduced: make the layer without sparse=True"
+            )
         else:
             torch.mul(gradient, weight, out=view)
         flat[flag] = float(index in self._used and weight != 0)

@@ -23,6 +23,7 @@ from potluck.torch.outer import (
     set_hyperparameters,
 )
 from potluck.torch.rng import capture_random, restore_random
+from potluck.torch.structure import overwrite, structure_of
 
 _log = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class TorchReplica:
         self._outer = outer
         self._buffers: list[Tensor] = []
         self._random: State = None
+        self._trained = {name for name, p in model.named_parameters() if p.requires_grad}
         device = device_of(model)
         is_cuda = device.type == "cuda"
         self.device = torch.cuda.get_device_name(device) if is_cuda else str(device)
@@ -69,6 +71,11 @@ class TorchReplica:
 
     def fixed(self) -> State:
         return {"model": self._model.state_dict()}
+
+    def structure(self) -> dict[str, str]:
+        if isinstance(self._model, DistributedDataParallel):
+            return self._model.structure()
+        return structure_of(self._model, self._trained)
 
     def restore(self, state: State) -> None:
         self._check(state)
@@ -165,7 +172,8 @@ class TorchReplica:
         if isinstance(self._model, DistributedDataParallel):
             self._model.compression.undo()
         for buffer, before in zip(self._model.buffers(), self._buffers, strict=True):
-            buffer.copy_(before)
+            if not torch.equal(buffer, before):  # the script may hold a graph that has saved it
+                overwrite(buffer, before)
         for parameter in self._model.parameters():
             parameter.grad = None
         restore_random(self._random)

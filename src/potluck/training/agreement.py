@@ -20,6 +20,7 @@ import numpy as np
 from potluck.checkpoint.state import State
 from potluck.checkpoint.store import CheckpointStore
 from potluck.context.commit import Resolution, Standing, reconcile
+from potluck.context.structure import compare, hash_of
 from potluck.errors import (
     CheckpointError,
     Diverged,
@@ -122,7 +123,7 @@ class Agreement:
 
         ``pending`` is the epoch of the vote whose outcome this rank does not know, 0 for none. Also
         returns the loss of the last step that counts, NaN if no member knows it. Cost: one
-        all_gather of 128 bytes per rank.
+        all_gather of 136 bytes per rank.
         """
         began = time.monotonic()
         reformed = self.cause is not None or self.newcomers
@@ -136,14 +137,19 @@ class Agreement:
             self.cause, self.newcomers = None, False
         progress = self._progress
         noise = progress.noise
+        structure = self._replica.structure()
         mine = [
             *(progress.round if self.has_state else -1, self.history, pending, self.last_loss),
             *(progress.batch_size, noise.signal, noise.noise, noise.num, self.save_due),
             *(progress.round + len(progress.deals), self.longest_s),
             *self.alignment.row,
+            hash_of(structure),
             *(*self.dealt_in(), 0, 0)[:_MAX_OPEN],
         ]
         rows = self._ctx.all_gather(np.array(mine, np.float64)).reshape(-1, len(mine))
+        if (rows[:, 14] != rows[0, 14]).any():
+            remedy = "give every rank the same model"
+            compare(self._ctx, "the model", structure, remedy, operation="join")
         resolution = reconcile([Standing(*map(int, row[:3])) for row in rows])
         losses = [float(row[3]) for row in rows if int(row[0]) == resolution.committed]
         self._adopt(rows[max(resolution.source, 0)])
@@ -154,7 +160,7 @@ class Agreement:
         self.longest_s = float(rows[:, 10].max())
         self.valid_deals = {}
         for row in ready:  # the most senior member's deal of a round counts
-            for number, epoch in enumerate(map(int, row[14:]), int(row[0])):
+            for number, epoch in enumerate(map(int, row[15:]), int(row[0])):
                 if epoch:
                     self.valid_deals.setdefault(number, epoch)
         self.alignment.new_group(rows[:, 11:14], resolution.source, resolution.receivers)

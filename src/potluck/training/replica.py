@@ -27,6 +27,10 @@ class Replica(Protocol):
         """The part of ``capture()`` whose tensors have the same names, dtypes and shapes on all
         ranks at all times; another rank's state is compared with it before it is received."""
 
+    def structure(self) -> dict[str, str]:
+        """Descriptions of what has the same names, dtypes and shapes on all ranks, by name, in
+        order; compared when a group has formed."""
+
     def restore(self, state: State) -> None:
         """Set the replica to ``state``, a result of ``capture`` on this or another rank."""
 
@@ -81,6 +85,9 @@ class StateReplica:
 
     def fixed(self) -> State:
         return None  # arrays of a script may grow
+
+    def structure(self) -> dict[str, str]:
+        return {}
 
     def restore(self, state: State) -> None:
         self.set_state(state)

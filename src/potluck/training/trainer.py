@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from potluck import hints
+from potluck.context.structure import compare
 from potluck.training.callbacks import Callbacks
 from potluck.training.metrics import average
 
@@ -94,9 +95,9 @@ class DistributedTrainer(ABC):
     ) -> Any:
         """The ``"mean"`` or ``"sum"`` of all ranks' gradients: by name, or of one array.
 
-        A collective call with equal names, shapes and dtypes on all ranks: one all_reduce for each.
-        ``AggregationMethod.SYNCHRONOUS`` is the mean; ValueError for the others, which do not wait
-        for all ranks.
+        A collective call with equal names, shapes and dtypes on all ranks, else Desync on all: one
+        all_reduce for each, and one all_gather of 24 bytes. ``AggregationMethod.SYNCHRONOUS`` is
+        the mean; ValueError for the others, which do not wait for all ranks.
         """
         method = getattr(method, "name", method)  # AggregationMethod's, which is not known here
         method = "mean" if method == "SYNCHRONOUS" else method
@@ -107,15 +108,18 @@ class DistributedTrainer(ABC):
             )
         if not isinstance(gradients, Mapping):
             return self.ctx.all_reduce(np.array(gradients), method)
-        names = sorted(gradients)
-        return {name: self.ctx.all_reduce(np.array(gradients[name]), method) for name in names}
+        arrays = {name: np.array(gradients[name]) for name in sorted(gradients)}
+        self._compare("the gradients", arrays)
+        return {name: self.ctx.all_reduce(each, method) for name, each in arrays.items()}
 
     def synchronize_model(self, root: int = 0) -> None:
         """Give every rank the parameters of rank ``root``. A collective call.
 
-        Ranks need parameters of equal shapes. Training keeps them equal by itself.
+        Ranks need parameters of equal names, shapes and dtypes, else Desync on all. Training keeps
+        them equal by itself.
         """
         parameters = self.get_parameters()
+        self._compare("the model", parameters)
         for name in sorted(parameters):
             self.ctx.broadcast(parameters[name], root=root)
         self.set_parameters(parameters)
@@ -143,6 +147,10 @@ class DistributedTrainer(ABC):
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
             self.close()
+
+    def _compare(self, what: str, arrays: Mapping[str, NDArray[Any]]) -> None:
+        items = {n: f"{arrays[n].dtype} of shape {arrays[n].shape}" for n in sorted(arrays)}
+        compare(self.ctx, what, items, "pass the same names, shapes and dtypes on all ranks")
 
     def _end_epoch(self, local_loss: float, num_samples: int) -> float:
         """Note the losses of an epoch, and call the callbacks; returns the global loss."""

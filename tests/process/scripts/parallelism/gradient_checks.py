@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import unittest
 import warnings
 
@@ -307,7 +308,7 @@ def ranks_whose_compression_hooks_differ_are_told(run):
         try:
             differs().agree(torch.device("cpu"))
         except Desync as error:
-            assert f"rank {1 - run.rank} compresses gradients in another way" in str(error)
+            assert re.search("rank 0 has '.*' .* and rank 1 has '", str(error)), error
         else:
             raise AssertionError("nothing was raised")
     CompressionState(Int(8)).agree(torch.device("cpu"))
