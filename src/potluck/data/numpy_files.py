@@ -127,7 +127,7 @@ def _listed(path: Path) -> _Array:
     try:
         file = ListedFile.of(path)
         array = np.lib.format.open_memmap(path, mode="r")  # its header, and that all of it is there
-    except (OSError, ValueError, EOFError, OverflowError) as error:
+    except Exception as error:  # also tokenize.TokenError and SyntaxError, of a damaged header
         raise DataError(f"{path} can't be read: {error}") from error
     if not array.ndim:
         raise DataError(f"{path} holds a single number; samples are along the first axis")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import random
 import sys
 import tarfile
 from pathlib import Path
@@ -429,3 +430,64 @@ def test_a_shard_of_npy_files_is_read_as_a_whole_and_of_about_16_mib(tmp_path: P
     found = dataset.read(2)["x"]
     assert not isinstance(found, np.memmap)
     assert found.flags.owndata
+
+
+def write_npy(path: Path, start: int, stop: int) -> Path:
+    np.save(path, np.arange(3 * start, 3 * stop, dtype=np.float32).reshape(-1, 3))
+    return path
+
+
+def write_samples(path: Path, start: int, stop: int) -> Path:
+    return write_tar(path, [f"{number}.{end}" for number in range(start, stop) for end in "xy"])
+
+
+def damaged(content: bytes, chance: random.Random) -> bytes:
+    """``content`` with changed, lost or new bytes, mostly near an end, where headers are."""
+
+    def place() -> int:
+        near = min(chance.choice([200, 1500, len(content)]), len(content))
+        return chance.choice([chance.randrange(near), len(content) - 1 - chance.randrange(near)])
+
+    changed, at = bytearray(content), place()
+    match chance.choice(["bit", "bytes", "cut", "insert", "zeros"]):
+        case "bit":
+            changed[at] ^= 1 << chance.randrange(8)
+        case "bytes":
+            for _ in range(chance.randrange(2, 20)):
+                changed[place()] = chance.randrange(256)
+        case "cut":
+            del changed[at:]
+        case "insert":
+            changed[at:at] = chance.randbytes(chance.randrange(1, 9))
+        case "zeros":
+            changed[at : at + 16] = bytes(len(changed[at : at + 16]))
+    return bytes(changed)
+
+
+@pytest.mark.filterwarnings("default")  # NumPy's, of headers that look like Python 2's
+@pytest.mark.parametrize(
+    ("kind", "write", "ending"),
+    [
+        (lambda path: NumpyFiles({"x": path}), write_npy, "npy"),
+        (ParquetFiles, write_parquet, "parquet"),
+        (ArrowFiles, write_arrow, "arrow"),
+        (WebDatasetFiles, write_samples, "tar"),
+    ],
+    ids=["npy", "parquet", "arrow", "tar"],
+)
+def test_damage_of_any_kind_is_found_as_a_data_error_or_not_at_all(
+    kind: Any, write: Any, ending: str, tmp_path: Path
+) -> None:
+    content = write(tmp_path / f"right.{ending}", 0, 8).read_bytes()
+    path, errors = tmp_path / f"wrong.{ending}", []
+    for seed in range(400):
+        path.write_bytes(damaged(content, random.Random(seed)))
+        try:
+            dataset = kind(path)
+            for shard in range(len(dataset.sizes)):
+                if dataset.sizes[shard]:
+                    one_by_one(dataset.load(shard).take(np.zeros(1, np.int64)))
+        except DataError as error:
+            errors.append(str(error))
+    assert len(errors) > 100
+    assert all(str(path) in error for error in errors)
