@@ -62,5 +62,5 @@ def _limits() -> str:
 
     parent = find_parent()
     if isinstance(parent, str):
-        return f"of each worker ({parent})"
+        return f"of each worker, not enforced for shared memory ({parent})"
     return f"by a control group below {parent}"

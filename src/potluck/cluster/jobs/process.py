@@ -276,7 +276,9 @@ def launcher_of(
     shell: list[str] | None = None
     if sandbox is not None and folder is not None:
         inherited |= sandbox.variables(worker_home)
-        shell = sandbox.command(folder, directory, worker_home)
+        shell = sandbox.command(
+            folder, directory, worker_home, confinement.memory_of(spec.per_node)
+        )
     fixed = confinement.variables()
     sent = {name: text for name, text in accepted(spec.environment).items() if name not in fixed}
     given = {name: value for name, value in (inherited | sent).items() if value}

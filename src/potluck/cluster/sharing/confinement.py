@@ -46,7 +46,8 @@ class Confinement:
         if self._cgroup is not None:
             text += " (by a control group)"
         elif self._why_none:
-            text += f" (by limits of each worker: {self._why_none})"
+            text += f" (by limits of each worker: {self._why_none}"
+            text += "; not enforced: shared memory)" if self.limits.memory_bytes else ")"
         sandbox = "a sandbox for scripts of others" if self.sandbox is not None else ""
         return ", ".join(filter(None, (text, sandbox)))
 
@@ -69,14 +70,19 @@ class Confinement:
         names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
         return {} if gpus is None else dict.fromkeys(names, ",".join(gpus))
 
+    def memory_of(self, num_workers: int) -> int:
+        """The bytes of memory that each of ``num_workers`` gets by itself: 0 where nothing bounds
+        it, and where a control group bounds them all together."""
+        return 0 if self._cgroup is not None else self.limits.memory_bytes // num_workers
+
     def orders(self, num_workers: int) -> dict[str, object]:
         """What ``shim.py`` has to set for a worker, one of ``num_workers`` of its job here."""
         limits = self.limits
         orders: dict[str, object] = {}
         if self._cgroup is not None:
             orders["cgroup"] = str(self._cgroup.path)
-        elif limits.memory_bytes:
-            orders["data"] = limits.memory_bytes // num_workers
+        elif memory := self.memory_of(num_workers):
+            orders["data"] = memory
         if limits.cpus:
             orders["cpus"] = limits.processors(list(usable_cpus()))
         if limits.nice:

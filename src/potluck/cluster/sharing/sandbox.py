@@ -65,10 +65,21 @@ class Sandbox:
         broker = {} if self.has_network else {VARIABLE: str(worker_home / BROKER_FILE)}
         return {"TMPDIR": "/tmp", "POTLUCK_USE_SHARED_MEMORY": "no", **broker}
 
-    def command(self, folder: Path, directory: Path, worker_home: Path) -> list[str]:
+    def command(
+        self, folder: Path, directory: Path, worker_home: Path, memory_bytes: int = 0
+    ) -> list[str]:
         """What to put before the command of a worker that runs in ``directory``, may write in
-        ``folder``, and has its job's credentials in ``worker_home``."""
+        ``folder``, and has its job's credentials in ``worker_home``. Its files in memory take
+        ``memory_bytes`` at most (0: as the system bounds them)."""
         empty = self._empty()
+        in_memory = [*empty, self._home]
+        sizes = {str(path): memory_bytes // 4 // len(in_memory) for path in in_memory}
+        sizes |= dict.fromkeys(("/tmp", "/dev/shm"), 3 * memory_bytes // 8)
+
+        def emptied(path: str) -> list[str]:
+            size = ["--size", str(sizes[path])] if memory_bytes else []
+            return [*size, "--tmpfs", path]
+
         words = [
             *(self._bwrap, "--die-with-parent", "--unshare-user", "--unshare-pid"),
             *("--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try", "--cap-drop", "ALL"),
@@ -78,15 +89,17 @@ class Sandbox:
             words += ["--unshare-net"]
         for device in self._devices():
             words += ["--dev-bind-try", device, device]
+        # The script could fill /dev itself, too.
+        words += [*emptied("/dev/shm"), "--remount-ro", "/dev"]
         for path in empty:
-            words += ["--tmpfs", str(path)]
+            words += emptied(str(path))
         for path in _installed():
             # Not a folder that holds what is to be hidden.
             if _is_in(path, empty) and not any(each.is_relative_to(path) for each in empty):
                 words += ["--ro-bind", str(path), str(path)]
         for path in self._readable:
             words += ["--ro-bind", str(path), str(path)]
-        words += ["--tmpfs", str(self._home), "--ro-bind", str(worker_home), str(worker_home)]
+        words += [*emptied(str(self._home)), "--ro-bind", str(worker_home), str(worker_home)]
         words += ["--bind", str(folder), str(folder), "--chdir", str(directory)]
         return [*words, "--"]
 

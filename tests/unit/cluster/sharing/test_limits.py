@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from potluck.cluster.sharing import cgroups
 from potluck.cluster.sharing.confinement import Confinement
 from potluck.cluster.sharing.limits import Limits, limits_of, parse_memory
 from potluck.errors import ConfigurationError
@@ -85,3 +86,14 @@ def test_no_limit_gives_no_order() -> None:
     assert Confinement(Limits()).orders(2) == {}
     assert Confinement(Limits()).describe() == ""
     assert Confinement(Limits()).why_ended(-9, said_so=True) == ""
+
+
+def test_without_a_control_group_it_is_said_what_is_not_enforced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cgroups, "make", lambda limits: "there are none here")
+    held = Confinement(Limits(memory_bytes=GIB))
+    enforced = "by limits of each worker: there are none here; not enforced: shared memory"
+    assert held.describe() == f"1 GiB of memory ({enforced})"
+    assert held.orders(2) == {"data": GIB // 2}
+    assert "not enforced" not in Confinement(Limits(cpus=1)).describe()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,3 +67,32 @@ def test_later_places_lie_in_earlier_ones(tmp_path: Path) -> None:
     assert places == sorted(places)
     assert [words[place - 1] for place in places[2:]] == ["--tmpfs", "--ro-bind", "--bind"]
     assert words.count("--bind") == 1
+
+
+FILL = """
+import os, sys
+taken = 0
+for folder in ("/tmp", "/dev/shm", "/dev", "/var", "/run", "/home", "/root", sys.argv[1]):
+    try:
+        with open(os.path.join(folder, "filled"), "wb", 0) as file:
+            while taken < 1 << 30:
+                taken += file.write(bytes(1 << 20))
+    except OSError as error:
+        print(folder, error.strerror)
+print("taken", taken)
+"""
+
+
+@needs_bwrap
+def test_files_in_memory_take_no_more_than_the_owner_gives(tmp_path: Path) -> None:
+    job, given = tmp_path / "job", 64 << 20
+    job.mkdir()
+    words = Sandbox(tmp_path / "home", ()).command(job, job, job, given)
+    command = [*words, sys.executable, "-c", FILL, str(tmp_path / "home")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    for folder in ("/tmp", "/dev/shm", "/var"):
+        assert f"{folder} No space left on device" in done.stdout, done.stdout
+    assert "/dev Read-only file system" in done.stdout, done.stdout
+    taken = int(done.stdout.split()[-1])
+    assert given // 2 < taken <= given
