@@ -293,7 +293,10 @@ class LocalRunner:
     def _interface(self, nodes: Set[str]) -> dict[str, str]:
         """Variables that lead other libraries to the interface by which this node reaches the
         others of ``nodes``: by themselves they call the host's name, which often resolves to
-        127.0.1.1. Empty if there are no others; what the owner has set stays."""
+        127.0.1.1. Empty if there are no others, and for a sandbox without network; what the
+        owner has set stays."""
+        if self._broker is not None:
+            return {}
         addresses = (self._agent.links.local(node) for node in sorted(nodes - {self._agent.me}))
         address = next(filter(None, addresses), "")
         name = interface_of(address.partition("%")[0]) if address else ""
