@@ -13,6 +13,7 @@ import re
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from coming_from_values import values_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -31,6 +33,10 @@ import potluck.testing.world
 import potluck.torch
 
 ROW = re.compile(r"^\| (.*) \| (.*) \|$", re.MULTILINE)
+POINTS = (
+    np.random.default_rng(0).normal(size=(256, 3)) + np.where(np.arange(256) % 2, 3, -3)[:, None]
+)
+Check = Callable[[str, Any], None]
 CHANGING = ("sender", "t", "a", "out", "parts", "total")
 """What a line may change; the first one it did change is what came of it."""
 
@@ -58,14 +64,28 @@ def data(rank: int, world: int, kind: str) -> dict[str, Any]:
     return arrays | {"parts": [torch.zeros(3) for _ in range(world)], "sender": None}
 
 
-def run(spans: list[str], names: dict[str, Any]) -> Any:
-    """What comes of the lines: the last one's value, else what they changed in place."""
-    before = copy.deepcopy({name: names[name] for name in CHANGING})
+def unchecked(span: str, value: Any) -> None:
+    """Of lines that are compared with the left column."""
+
+
+def run(spans: list[str], names: dict[str, Any], check: Check = unchecked) -> Any:
+    """What comes of the lines: the last one's value, else what they changed in place. ``check`` is
+    called with what comes of each."""
+    first = before = copy.deepcopy({name: names[name] for name in CHANGING})
     for span in spans:
-        is_expression = isinstance(ast.parse(span).body[-1], ast.Expr)
+        last = ast.parse(span).body[-1]
+        is_expression = isinstance(last, ast.Expr)
         exec(f"_ = {span}" if is_expression else f"_ = None\n{span}", names)
-    if is_result(names["_"]):
-        return names["_"]
+        made = names["_"]
+        if isinstance(last, ast.Assign):
+            exec(f"made = {ast.unparse(last.targets[0])}", names, known := {})
+            made = known["made"]
+        check(span, made if is_value(made) else changed(names, before))
+        before = copy.deepcopy({name: names[name] for name in CHANGING})
+    return names["_"] if is_result(names["_"]) else changed(names, first)
+
+
+def changed(names: dict[str, Any], before: dict[str, Any]) -> Any:
     for name in CHANGING:
         if names[name] is not None and not same(names[name], before[name]):
             return names[name]
@@ -74,6 +94,15 @@ def run(spans: list[str], names: dict[str, Any]) -> Any:
 
 def is_result(value: Any) -> bool:
     return isinstance(value, int | np.ndarray | torch.Tensor) and not isinstance(value, bool)
+
+
+def is_value(value: Any) -> bool:
+    """Whether a value can be compared: numbers, arrays, and lists, tuples and dicts of them."""
+    if isinstance(value, dict):
+        return bool(value) and all(map(is_value, value.values()))
+    if isinstance(value, list | tuple):
+        return bool(value) and all(map(is_value, value))
+    return isinstance(value, int | float | np.ndarray | torch.Tensor)
 
 
 def as_array(value: Any) -> Any:
@@ -87,6 +116,25 @@ def same(one: Any, other: Any) -> bool:
 def is_code(span: str) -> bool:
     """Whether a span on the left is a line to run, not a word: ``ReduceOp.AVG``."""
     return "(" in span or "=" in span
+
+
+class Seen:
+    """Compares what comes of lines with ``coming_from_values``; each line with a value has one."""
+
+    def __init__(self, world: list[dict[str, Any]], rank: int, section: str) -> None:
+        self.num = 0
+        self._values = values_of(world, rank, POINTS, is_found=section == "pmetal")
+
+    def check(self, span: str, value: Any) -> None:
+        if span not in self._values:
+            assert not is_value(value), f"no value is given for {span}: {value}"
+            return
+        expected = self._values[span]
+        if callable(expected):
+            assert expected(value), f"{span}: {value}"
+        else:
+            np.testing.assert_allclose(value, expected, rtol=1e-6, err_msg=span)
+        self.num += 1
 
 
 def check_word(span: str) -> bool:
@@ -128,12 +176,14 @@ def abort_elsewhere(span: str) -> None:
 def main() -> None:
     path, section, *ports = sys.argv[1:5]
     is_beside = sys.argv[5:] == ["--beside"]
-    model = nn.Linear(3, 1)
+    model, X = nn.Linear(3, 1), torch.from_numpy(POINTS).float()
+    y = X.sum(1, keepdim=True)
     names: dict[str, Any] = {
         **{"potluck": potluck, "np": np, "torch": torch, "os": os, "dist": dist},
         **{"timedelta": timedelta, "DataLoader": DataLoader, "model": model},
         "DistributedDataParallel": DistributedDataParallel,
-        "dataset": TensorDataset(torch.ones(256, 3), torch.ones(256, 1)),
+        "dataset": TensorDataset(X, y),
+        **{"X": X, "y": y, "points": POINTS, "classes": (POINTS[:, 0] > 0).astype(int)},
         "folder": tempfile.mkdtemp(),
         "RemoteError": potluck.errors.RemoteError,
     }
@@ -149,7 +199,7 @@ def main() -> None:
     if any("optimizer" in span for _, right in rows for span in right):
         # Not for every section: torch's first optimizer imports its compiler, a second of CPU.
         names["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
-    num_compared = 0
+    num_compared = num_checked = 0
     for left, right in rows:
         lines = [
             span for span in right if not span.startswith(("$ ", "--")) and not check_word(span)
@@ -163,7 +213,10 @@ def main() -> None:
         ours = None
         if lines:
             names |= data(rank, world, section)
-            ours = copy.deepcopy(run(lines, names))
+            world_of = [data(each, world, section) for each in range(world)]
+            seen = Seen(world_of, rank, section)
+            ours = copy.deepcopy(run(lines, names, unchecked if is_beside else seen.check))
+            num_checked += seen.num
         theirs_runs = [span for span in left if is_code(span)] if lines and is_beside else []
         if theirs_runs:
             names |= data(rank, world, section)
@@ -176,7 +229,10 @@ def main() -> None:
                 assert agree, f"{left}: {theirs}, but {right}: {ours}"
                 num_compared += ours is not None
         print(f"rank {rank}: {' ; '.join(lines) or right} -> {ours}", flush=True)
-    print(f"rank {rank}: {section} is through, {num_compared} compared", flush=True)
+    print(
+        f"rank {rank}: {section} is through, {num_compared} compared, {num_checked} checked",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":
