@@ -24,6 +24,7 @@ ATTACKS = (
     "tests/net/test_wire.py",
     "tests/net/test_code_packages.py",
     "tests/net/test_rights.py",
+    "tests/net/test_orders.py",
     "tests/unit/transport/test_man_in_the_middle.py",
 )
 OUTCOMES = {"passed": "held", "failed": "GOT THROUGH", "skipped": "not run"}

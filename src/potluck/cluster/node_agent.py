@@ -24,8 +24,10 @@ from potluck.cluster.home.node_state import NodeState
 from potluck.cluster.home.private_state import PrivateState
 from potluck.cluster.jobs.agent_parts import AgentParts
 from potluck.cluster.jobs.dispatcher import JobDispatcher
+from potluck.cluster.jobs.ledger import JobLedger
 from potluck.cluster.jobs.log import JobLog
 from potluck.cluster.jobs.process import launcher_of
+from potluck.cluster.jobs.vouching import Vouching
 from potluck.cluster.links import relay
 from potluck.cluster.links.local import CLIENT, Client, Commands
 from potluck.cluster.links.peers import KIND, PeerLinks
@@ -195,6 +197,7 @@ class NodeAgent:
             commands,
             store=None if self._is_private else SharingStore(settings.home),
             default=self._default_rule,
+            objects_to=self._admissions.objects_to,
             on_note=self._note,
         )
         self.report = Report(
@@ -223,6 +226,8 @@ class NodeAgent:
             on_note=self._note,
             on_broken=self._fail,
         )
+        ledger = JobLedger(me, None if self._is_private else settings.home)
+        vouching = Vouching(me, links, ledger, self._cluster, self._note)
         log = JobLog(settings.home, on_note=self._note)
         parts = AgentParts(
             me=me,
@@ -241,6 +246,7 @@ class NodeAgent:
             plane=plane,
             surveyor=surveyor,
             offers=offers,
+            vouching=vouching,
             commands=commands,
             log=log,
             note=self._note,
@@ -258,6 +264,7 @@ class NodeAgent:
             }
         return [
             dispatcher.close,
+            vouching.close,
             log.close,
             worker_homes.close,
             confinement.close,
@@ -302,6 +309,9 @@ class NodeAgent:
         """``nodes`` are out of the cluster, those in ``new`` since now."""
         self.plane.bar(nodes)
         self.jobs.barred(nodes)
+        self._tasks.start(
+            self.offers.barred([node for node in new if self._admissions.entry(node) is not None])
+        )
         for node in new:
             entry = self._admissions.entry(node)
             if entry is not None and entry.word is not None and entry.word.delete_code:
@@ -311,6 +321,11 @@ class NodeAgent:
         count = await self._code_store.delete_from(node)
         if count:
             self._note(f"{count} code packages of {node} were deleted")
+
+    def _cluster(self) -> bytes:
+        """The id of the cluster; empty while it is open."""
+        admissions = self._admissions.load()
+        return b"" if admissions is None else admissions.founding.cluster
 
     def _met(self, node: str, introduction: peers.Introduction) -> None:
         self.names.met(node, introduction.name)

@@ -27,6 +27,8 @@ MAX_SUMMARY = 512 * 1024
 
 Job = Annotated[str, msgspec.Meta(max_length=256, pattern=r"\A(?!\.{1,2}\Z)[^/\\\x00-\x1f\x7f]+\Z")]
 """The id of a job. It is also the name of a folder and of a log file, so it can't be a path."""
+MAX_JOB_NUMBER = (1 << 53) - 1
+JobNumber = Annotated[int, msgspec.Meta(ge=0, le=MAX_JOB_NUMBER)]
 Workers = Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_PLACES)]
 Attempt = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
 Signal = Annotated[int, msgspec.Meta(ge=1, le=64)]
@@ -72,7 +74,9 @@ class JobSpec(JobOptions, frozen=True, kw_only=True):
     ``script`` is a path below the folder that is sent as ``package``; ``below`` is the directory in
     that folder in which the command was called (empty: outside of it). A job without a ``package``
     is local: ``script`` is a path on the ``starter``, and runs only there. ``versions`` are the
-    starter's. ``started`` is Unix time. Without a ``proof`` of the starter no node runs it.
+    starter's. ``started`` is Unix time. Without a ``proof`` of the starter no node runs it; the
+    proof is for one ``cluster`` (its id; empty: an open one) and for one run: ``number`` is higher
+    than that of each job which the node started before.
     """
 
     job: Job
@@ -82,6 +86,8 @@ class JobSpec(JobOptions, frozen=True, kw_only=True):
     below: Text = ""
     master_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     started: Seconds = 0.0
+    cluster: Annotated[bytes, msgspec.Meta(max_length=16)] = b""
+    number: JobNumber = 0
     proof: Proof | None = None
 
     @property
@@ -295,6 +301,24 @@ class Output(msgspec.Struct, frozen=True, tag=True):
     text: Line
 
 
+# From a node to a job's starter, and back.
+
+
+class JobAsked(msgspec.Struct, frozen=True, tag=True):
+    """A question whether the receiver's job with this number runs. Any node of the cluster may
+    ask."""
+
+    number: JobNumber
+
+
+class JobAnswered(msgspec.Struct, frozen=True, tag=True):
+    """The answer to JobAsked."""
+
+    number: JobNumber
+    runs: bool
+
+
+VouchMessage = JobAsked | JobAnswered
 FromLeader = Order | JobList | StartWorker | SignalWorkers | TellWorkers | JobStatus
 ToStarter = Submitted | Shown | JobNote | JobEnded
 FromNode = Reported | Happened | Output

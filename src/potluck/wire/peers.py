@@ -16,7 +16,7 @@ import msgspec
 from potluck.wire.admissions import AdmissionMessage, Key
 from potluck.wire.facts import Facts, Measured
 from potluck.wire.format import MessageFormat
-from potluck.wire.jobs import JobMessage
+from potluck.wire.jobs import JobMessage, VouchMessage
 from potluck.wire.names import Digest, MachineName, Text, Versions
 from potluck.wire.nodes import Count, NodeMessage
 from potluck.wire.served import ServicesHere, ServicesWanted
@@ -75,6 +75,7 @@ PeerMessage = (
     | AdmissionMessage
     | PackageMessage
     | JobMessage
+    | VouchMessage
     | Facts
     | Measured
     | Offer

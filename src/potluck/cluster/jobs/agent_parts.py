@@ -9,6 +9,7 @@ from pathlib import Path
 from potluck.cluster.control_plane import ControlPlane
 from potluck.cluster.jobs.log import JobLog
 from potluck.cluster.jobs.process import Launch
+from potluck.cluster.jobs.vouching import Vouching
 from potluck.cluster.links.local import Commands
 from potluck.cluster.links.peers import PeerLinks
 from potluck.cluster.names import NodeNames
@@ -45,6 +46,7 @@ class AgentParts:
     plane: ControlPlane
     surveyor: Surveyor
     offers: Offers
+    vouching: Vouching
     commands: Commands
     log: JobLog
     note: Callable[[str], None]

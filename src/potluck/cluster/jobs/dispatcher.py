@@ -57,7 +57,7 @@ class JobDispatcher:
         self._agent = agent
         self._code_store = code_store
         self._controllers: dict[str, JobController] = {}
-        self._watched = WatchedJobs(agent.plane.to_leader)
+        self._watched = WatchedJobs(agent.plane.to_leader, agent.vouching.over)
         self._early = EarlyOrders()
         self._complain = Complaint(agent.note)
         self._has_view = asyncio.Event()
@@ -115,7 +115,7 @@ class JobDispatcher:
             master_port=free_port(),
             started=time.time(),
         )
-        spec = agent.sign(spec)
+        spec = agent.sign(await agent.vouching.start_own(spec))
         self._watched.submit(spec, client)
         return job
 
@@ -274,8 +274,9 @@ class JobDispatcher:
                         self._agent, self._code_store, message, lambda: self._watched.is_behind
                     )
             case jobs.JobList(listed):
-                self._drop(self.runners.keys() - set(listed))
+                self._end(self.runners.keys() - set(listed))
                 self._watched.listed(listed)
+                self._agent.vouching.listed({*listed, *self._watched.names})
             case jobs.JobStatus(status):
                 if (runner := self.runners.get(status.job)) is not None:
                     runner.status = status
@@ -283,6 +284,12 @@ class JobDispatcher:
             case _:
                 if (runner := self.runners.get(message.job)) is not None:
                     runner.ordered(message)
+
+    def _end(self, ended: Collection[str]) -> None:
+        """The ``ended`` jobs are over."""
+        for runner in (self.runners[job] for job in ended):
+            self._agent.vouching.over(runner.spec, has_run=runner.has_started)
+        self._drop(ended)
 
     def _drop(self, ended: Collection[str]) -> None:
         """End the workers here of the ``ended`` jobs."""
@@ -453,7 +460,7 @@ class JobDispatcher:
             if controller.spec.starter in nodes:
                 self._agent.note(f"job {job} ends: {controller.spec.starter}, its starter, is out")
                 controller.interrupted(jobs.InterruptJob(job, signal.SIGTERM, 2))
-        self._drop([job for job, each in self.runners.items() if each.spec.starter in nodes])
+        self._end([job for job, each in self.runners.items() if each.spec.starter in nodes])
 
     def linked(self, node: str) -> None:
         """There is a new link to ``node``: messages over the link before it may be lost."""

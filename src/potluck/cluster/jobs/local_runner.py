@@ -103,6 +103,11 @@ class LocalRunner:
         """The workers whose processes run."""
         return tuple(sorted(self._alive))
 
+    @property
+    def has_started(self) -> bool:
+        """Whether a worker was ever started here."""
+        return bool(self._reports.seen(()))
+
     async def put_away(self) -> None:
         """End all processes, links and tasks. Nothing more is reported."""
         await stop(self._preparing)  # the folder may be on its way, over a slow link
@@ -129,6 +134,7 @@ class LocalRunner:
         try:
             if refusal := self._refusal():
                 raise ConfigurationError(refusal)
+            await self._agent.vouching.confirm(spec)
             if spec.wire != SEALED and self._agent.wire != spec.wire:
                 raise ConfigurationError(
                     f"its settings allow only encrypted links (POTLUCK_WIRE={self._agent.wire}), "

@@ -24,8 +24,14 @@ class WatchedJob:
 class WatchedJobs:
     """Passes on what commands ask by ``to_leader(message)``, and what they are to be told."""
 
-    def __init__(self, to_leader: Callable[[jobs.Submit | jobs.InterruptJob], object]) -> None:
+    def __init__(
+        self,
+        to_leader: Callable[[jobs.Submit | jobs.InterruptJob], object],
+        is_over: Callable[[jobs.JobSpec], None],
+    ) -> None:
+        """``is_over(spec)`` is called when the job of a command has ended, or did not begin."""
         self._to_leader = to_leader
+        self._is_over = is_over
         self._jobs: dict[str, WatchedJob] = {}
         self._is_out = False
 
@@ -33,6 +39,11 @@ class WatchedJobs:
     def is_behind(self) -> bool:
         """Whether some command reads its job's output too slowly."""
         return any(each.client.is_behind for each in self._jobs.values())
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The jobs for which commands wait."""
+        return tuple(self._jobs)
 
     # What commands ask.
 
@@ -67,12 +78,12 @@ class WatchedJobs:
         if isinstance(message, jobs.Submitted):
             each.is_taken = not message.error
             if message.error:
-                del self._jobs[message.job]
+                self._remove(message.job)
                 each.client.take(local.CommandResult(False, message.error))
             return
         each.client.take(message)
         if isinstance(message, jobs.JobEnded):
-            del self._jobs[message.job]
+            self._remove(message.job)
 
     def show(self, message: jobs.JobStatus) -> None:
         """The leader told the status of a job, maybe of this machine."""
@@ -86,7 +97,7 @@ class WatchedJobs:
         gone = [job for job, each in self._jobs.items() if each.is_taken and job not in running]
         for job in gone:
             text = "it ended while this node was away; the leader's log says how"
-            self._jobs.pop(job).client.take(local.CommandResult(False, text))
+            self._remove(job).client.take(local.CommandResult(False, text))
 
     def out(self, reason: str) -> None:
         """This node is paused, or out of the view: what workers on other nodes write does not get
@@ -99,6 +110,11 @@ class WatchedJobs:
         if self._is_out:
             self._is_out = False
             self._note(f"goes on in {view}")
+
+    def _remove(self, job: str) -> WatchedJob:
+        each = self._jobs.pop(job)
+        self._is_over(each.spec)
+        return each
 
     def _note(self, text: str) -> None:
         for job, each in self._jobs.items():

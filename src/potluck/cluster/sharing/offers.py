@@ -8,7 +8,7 @@ refused. That is a courtesy: each machine holds to its own rules whatever the le
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import msgspec
 
@@ -39,16 +39,20 @@ class Offers:
         *,
         store: SharingStore | None,
         default: Rule,
+        objects_to: Callable[[str], str | None],
         on_note: Callable[[str], None],
     ) -> None:
         """Without a ``store``, as for a private agent, only this machine's own jobs run, and
-        nothing can change that. ``default`` is the rule if the owner gave none."""
+        nothing can change that. ``default`` is the rule if the owner gave none.
+        ``objects_to(node)`` says why ``node`` is not in the cluster, by this machine's own list;
+        None if it is."""
         self.listeners: list[Callable[[], None]] = []
         self._me = me
         self._names = names
         self._links = links
         self._store = store
         self._default = default
+        self._objects_to = objects_to
         self._on_note = on_note
         self._kept = rules.Kept("none") if store is None else store.read()
         self._theirs: dict[str, Offer] = {}
@@ -88,6 +92,8 @@ class Offers:
         if not is_by_starter(spec):
             starter = self._names.called(spec.starter)
             return f"it is said to be started by {starter}, but has no signature of that node"
+        if spec.starter != self._me and (out := self._objects_to(spec.starter)):
+            return out
         return self.refusal(self._me, spec.starter)
 
     def undecided(self) -> tuple[str, ...]:
@@ -110,6 +116,16 @@ class Offers:
             if is_paused
             else "resumed: this machine takes part in jobs again"
         )
+
+    async def barred(self, nodes: Collection[str]) -> None:
+        """``nodes`` are out of the cluster: what the owner allowed them is over, also if they come
+        back. Under the rule `all` they are denied then, under `ask` the owner is asked."""
+        if self._store is None or rules.forgotten(self._kept, nodes, self._default) == self._kept:
+            return
+        try:
+            await self._change(lambda kept: rules.forgotten(kept, nodes, self._default))
+        except PotluckError as error:
+            self._on_note(f"what this machine's owner allowed banned nodes is still kept: {error}")
 
     async def _change(self, changed: Callable[[rules.Kept], rules.Kept]) -> None:
         """A change holds once it is on disk; several are made one after the other."""

@@ -59,6 +59,17 @@ def decided(kept: Kept, node: str, *, is_allowed: bool) -> Kept:
     return msgspec.structs.replace(kept, allowed=allowed, denied=denied)
 
 
+def forgotten(kept: Kept, nodes: Collection[str], default: Rule) -> Kept:
+    """``kept`` after ``nodes`` were banned: the owner's yes is no yes to what comes back after a
+    ban, nor is the rule `all`. ConfigurationError as for ``decided``."""
+    for node in nodes:
+        if (kept.rule or default) == "all":
+            kept = decided(kept, node, is_allowed=False)
+        else:
+            kept = msgspec.structs.replace(kept, allowed=_without(kept.allowed, node))
+    return kept
+
+
 def is_allowed(offer: Offer, node: str) -> bool | None:
     """Whether jobs of ``node`` run under ``offer``; None if its owner has still to decide."""
     if node in offer.denied:

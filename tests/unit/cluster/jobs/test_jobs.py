@@ -44,6 +44,7 @@ class Machine:
         self.on_gone: list[object] = []
         self.listeners: list[object] = []
         self.launched: list[str] = []
+        self.over_here: list[tuple[str, bool]] = []
         self.unreachable: set[str] = set()
         self.refusals: dict[str, str] = {}
         self.names = NodeNames(ME, ME)
@@ -63,6 +64,7 @@ class Machine:
             plane=me,
             surveyor=me,
             offers=me,
+            vouching=me,
             confinement=Confinement(Limits()),
             sign=lambda spec: spec,
             worker_homes=me,
@@ -113,6 +115,18 @@ class Machine:
 
     def refuses(self, spec: jobs.JobSpec) -> str:
         return self.refusals.get(ME, "")
+
+    async def start_own(self, spec: jobs.JobSpec) -> jobs.JobSpec:
+        return spec
+
+    async def confirm(self, spec: jobs.JobSpec) -> None:
+        """All jobs run."""
+
+    def over(self, spec: jobs.JobSpec, *, has_run: bool = True) -> None:
+        self.over_here.append((spec.job, has_run))
+
+    def listed(self, names: set[str]) -> None:
+        """Nothing ran before."""
 
     def unsent(self, node: str) -> int:
         return 0
@@ -273,6 +287,32 @@ def test_nothing_runs_that_the_owner_does_not_allow_whatever_the_leader_orders(
     said = [message for _, message in machine.sent if isinstance(message, jobs.Reported)]
     assert said[0].error == "its owner does not let it run jobs of leader"
     assert machine.launched == ["job"], "it is allowed now"
+
+
+@pytest.mark.parametrize("ends_by", ["the leader's list", "a ban"])
+@pytest.mark.parametrize("starts", [True, False])
+def test_a_job_that_ran_here_is_over_once_and_one_that_did_not_may_be_ordered_again(
+    tmp_path: Path, starts: bool, ends_by: str
+) -> None:
+    """The first leader may be lost between its orders to two nodes."""
+
+    async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
+        package = await package_of(code_store, tmp_path / "code")
+        install(machine, all_jobs, view(LEADER, ME))
+        order = jobs.Order(spec(package, LEADER), (jobs.WorkerPlace("0", ME, 0),))
+        all_jobs.received(LEADER, order)
+        async with asyncio.timeout(20):
+            while not reports(machine):
+                await asyncio.sleep(0)
+        if starts:
+            all_jobs.runners["job"]._reports.starting("0", 0, 0)
+        if ends_by == "a ban":
+            all_jobs.barred([LEADER])
+        else:
+            all_jobs.received(LEADER, jobs.JobList(()))
+
+    machine = play(tmp_path, story)
+    assert machine.over_here == [("job", starts)]
 
 
 @pytest.mark.parametrize("what", ["package", "starter"])

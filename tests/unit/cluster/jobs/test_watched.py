@@ -41,7 +41,7 @@ def leader() -> Asked:
 
 @pytest.fixture
 def watched(leader: Asked) -> WatchedJobs:
-    return WatchedJobs(leader.append)
+    return WatchedJobs(leader.append, lambda spec: None)
 
 
 def test_what_became_of_the_machine_is_told_to_each_command(watched: WatchedJobs) -> None:

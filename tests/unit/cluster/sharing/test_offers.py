@@ -31,6 +31,7 @@ class Machine:
         self.sent: list[tuple[str, Offer]] = []
         self.on_linked: list[Any] = []
         self.changes = 0
+        self.out: set[str] = set()
         self.replies: list[local.Reply] = []
         names = NodeNames(ME, "me")
         names.met(ADA, "ada")
@@ -38,7 +39,14 @@ class Machine:
         links: Any = self
         store = SharingStore(home)
         self.offers = Offers(
-            ME, names, links, links, store=store, default=rule, on_note=lambda text: None
+            ME,
+            names,
+            links,
+            links,
+            store=store,
+            default=rule,
+            objects_to=lambda node: "it is out" if node in self.out else None,
+            on_note=lambda text: None,
         )
         self.offers.listeners.append(self.changed)
 
@@ -72,6 +80,36 @@ def test_a_leader_can_not_pass_a_job_off_as_anothers(tmp_path: Path) -> None:
     for spec in forged:
         assert "has no signature of that node" in offers.refuses(spec)
     assert "does not let it run jobs of eve" in offers.refuses(signed(job_of(EVE), EVES))
+
+
+def test_a_job_of_a_node_that_is_not_in_is_refused_under_every_rule(tmp_path: Path) -> None:
+    """The list of this machine decides, whatever the leader says: a banned node's job, and one by
+    a key that nobody admitted."""
+    for rule in ("all", "ask", "none"):
+        machine = Machine(tmp_path / rule, rule)  # type: ignore[arg-type]
+        asyncio.run(machine.offers.decide(ADA, is_allowed=True))
+        spec = signed(job_of(ADA), ADAS)
+        assert machine.offers.refuses(spec) == ""
+        machine.out.add(ADA)
+        assert machine.offers.refuses(spec) == "it is out"
+
+
+def test_what_a_banned_node_was_allowed_is_over_also_if_it_comes_back(tmp_path: Path) -> None:
+    for rule, left in (
+        ("ask", Offer("ask", (), (EVE,))),
+        ("none", Offer("none", (), (EVE,))),
+        ("all", Offer("all", (), (EVE, ADA))),
+    ):
+        machine = Machine(tmp_path / rule, rule)  # type: ignore[arg-type]
+        for node in (ADA, EVE):
+            asyncio.run(machine.offers.decide(node, is_allowed=node == ADA))
+        asyncio.run(machine.offers.barred([ADA]))
+        assert machine.offers.mine == left
+        assert machine.offers.refusal(ME, ADA), "not without a question"
+        assert Machine(tmp_path / rule, rule).offers.mine == left, "kept"  # type: ignore[arg-type]
+        before = machine.changes
+        asyncio.run(machine.offers.barred([ADA]))
+        assert machine.changes == before, "nothing is written or told again"
 
 
 def test_each_change_is_told_to_all_and_kept(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ def job_of(starter: Ed25519PrivateKey) -> JobSpec:
         versions=own_versions(),
         arguments=("--lr", "0.1"),
         started=1790000000.25,
+        cluster=b"1" * 16,
+        number=7,
     )
 
 
@@ -50,6 +52,9 @@ def test_nobody_starts_a_job_in_anothers_name() -> None:
         {"environment": (("LD_PRELOAD", "./evil.so"),)},
         {"job": "train-2"},
         {"starter": node_id_of(EVE.public_key())},
+        {"cluster": b"2" * 16},
+        {"number": 8},
+        {"started": 1790000001.0},
     ],
 )
 def test_a_job_that_was_changed_on_its_way_is_not_its_starters(change: dict[str, object]) -> None:
