@@ -19,8 +19,10 @@ from potluck.backends.inprocess import InProcessBackend
 from potluck.context import DistributedContext
 from potluck.errors import Desync, PeerLost
 from potluck.testing.world import WorldError, run_world
-from potluck.torch import DDP, DistributedDataParallel
+from potluck.torch import DDP, DistributedDataParallel, ElasticLoop
+from potluck.torch.trainer import DistributedNeuralNetTrainer
 from potluck.training.sampler import shares
+from support.worlds import open_world
 
 WORLDS = [1, 2, 3, 4]
 
@@ -564,3 +566,29 @@ def test_a_discarded_wrapper_no_longer_communicates() -> None:
         return grads(model)
 
     assert_same(run_world(2, rank), alone(make_model(), x, y))
+
+
+def test_a_subgroup_trains_its_own_model_and_loops_say_why_they_do_not() -> None:
+    x, y = make_batch(12)
+
+    def rank(ctx: DistributedContext) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        groups = [ctx.new_group([0, 1]), ctx.new_group([3, 2])]
+        (mine,) = [each for each in groups if each is not None]
+        model = DDP(make_model(), mine)
+        half = slice(0, 6) if ctx.rank < 2 else slice(6, 12)
+        (mine_x, mine_y), model.weight = my_part(mine, x[half], y[half])
+        for _ in range(2):
+            model.zero_grad()
+            loss_of(model, mine_x, mine_y).backward()
+        with pytest.raises(TypeError, match="an elastic loop needs the context itself, not a sub-"):
+            ElasticLoop(model, torch.optim.SGD(model.parameters()), (x, y), batch_size=4)
+        with pytest.raises(TypeError, match="DistributedNeuralNetTrainer needs the context itself"):
+            DistributedNeuralNetTrainer(mine, input_dim=2, hidden_dims=[3], output_dim=1)
+        with pytest.raises(Desync, match=r"rank 0 .* has 'weight' .* and rank 1 .* has 'weight'"):
+            DDP(nn.Linear(2, 2 + mine.rank), mine)
+        return grads(model), alone(make_model(), x[half], y[half])
+
+    with open_world("shm", 4) as world:
+        results = world.run(rank)
+    for pair in (results[:2], results[2:]):
+        assert_same([found for found, _ in pair], pair[0][1])

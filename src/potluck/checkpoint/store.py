@@ -116,6 +116,15 @@ class CheckpointStore:
         self._given_up = threading.Event()
         self._number = 0  # of the last part, whose file may not exist yet
 
+    def __reduce__(self) -> Any:
+        """A copy is another store of the same directory and options."""
+        options: dict[str, Any] = {
+            "sharded": self.sharded,
+            "asynchronous": self.asynchronous,
+            "parts_timeout_s": self._parts_timeout_s,
+        }
+        return partial(CheckpointStore, **options), (self.directory, self.keep)
+
     def save(
         self,
         state: State,

@@ -1,8 +1,16 @@
 """The context of a worker, ``DistributedContext``, and ``init``, which makes it."""
 
-from potluck.context.context import Commit, DistributedContext
+from potluck.context.context import Commit, DistributedContext, check_whole
 from potluck.context.functions import all_reduce_mean, all_reduce_sum
 from potluck.context.messages import Message
 from potluck.context.start import init
 
-__all__ = ["Commit", "DistributedContext", "Message", "all_reduce_mean", "all_reduce_sum", "init"]
+__all__ = [
+    "Commit",
+    "DistributedContext",
+    "Message",
+    "all_reduce_mean",
+    "all_reduce_sum",
+    "check_whole",
+    "init",
+]

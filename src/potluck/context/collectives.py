@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -23,14 +23,17 @@ from potluck.engine.arrays.coding import Encoding
 from potluck.engine.request import Request
 from potluck.engine.work import Work
 from potluck.types import Group, Member, reduce_op
+from potluck.uncopied import Uncopied
 
 _ALL_REDUCE = Operation.ALL_REDUCE
 _REDUCE_SCATTER = Operation.REDUCE_SCATTER
 _ALL_GATHER = Operation.ALL_GATHER
 
 
-class Collectives:
+class Collectives(Uncopied):
     """Collective and point-to-point operations on one group."""
+
+    take_instead = "its links belong to this process; call potluck.init() in the other one"
 
     communicator: Communicator
     """The communicator of the present group."""
@@ -427,6 +430,13 @@ class Collectives:
         patience = self._patience(timeout)
         work = self.communicator.recv(mine.array, peer, checked_tag(tag), timeout_s=patience)
         return self._end(work, mine.write_back, async_op)
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """The same object: a copy of what holds a context works in the same group."""
+        return self
 
     # -- inside
 

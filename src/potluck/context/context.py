@@ -293,10 +293,6 @@ class DistributedContext(UnevenCollectives, Messages):
         finally:
             self._backend.close()
 
-    def __deepcopy__(self, memo: object) -> DistributedContext:
-        """The context itself: a copy of an object that holds a context works in the same group."""
-        return self
-
     def __enter__(self) -> DistributedContext:
         return self
 
@@ -315,6 +311,16 @@ class SubGroup(UnevenCollectives, Messages):
     def __init__(self, communicator: Communicator, timeout_s: float, waits: Waits) -> None:
         super().__init__(timeout_s, waits)
         self.communicator = communicator
+
+
+def check_whole(ctx: object, what: str) -> None:
+    """TypeError if ``ctx`` is a sub-group, where ``what`` needs the context itself."""
+    if isinstance(ctx, SubGroup):
+        raise TypeError(
+            f"{what} needs the context itself, not a sub-group of ctx.new_group: it votes on "
+            "steps, reports, and re-forms the group after a loss, which ends sub-groups. "
+            "potluck.torch.DDP and the sampler work on a sub-group"
+        )
 
 
 def _close_at_exit(context: DistributedContext) -> None:

@@ -31,6 +31,7 @@ from potluck.parameter_server.serving import Serving
 from potluck.services.asking import await_reply
 from potluck.services.names import check_unused, note_used
 from potluck.services.presence import Presence
+from potluck.uncopied import Uncopied
 
 _LEAVE_S = 5.0
 
@@ -49,7 +50,7 @@ class Pulled(NamedTuple):
     version: int
 
 
-class ParameterServer:
+class ParameterServer(Uncopied):
     """Parameters that one worker keeps, or several together, and all workers pull and push
     gradients for.
 
@@ -94,6 +95,8 @@ class ParameterServer:
     state, a gradient of each worker, each shared among the servers. With ``replicas`` gradients and
     memory ``replicas + 1`` times, and a round trip more between servers for each call.
     """
+
+    take_instead = "take the parameters, ps.get_parameters(name)"
 
     @hints.arguments(hints.PARAMETER_SERVER)
     def __init__(

@@ -8,6 +8,7 @@ torch's, this DDP needs no process group, weights ranks by their samples, and su
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -58,6 +59,9 @@ class DistributedDataParallel(nn.Module):
     are broadcast, and how they compress before the first backward of a group: Desync on all ranks,
     which names the first difference. Where the constructor refuses a model on one rank, it raises
     Desync on the others. ``ctx`` may be a sub-group of ``ctx.new_group``.
+
+    ``copy.deepcopy``, pickle and ``torch.save`` of the wrapper give the wrapped module, without the
+    wrapper: so ``AveragedModel(model)`` works.
 
     Parameters may have any float dtype, may be shared between modules, and may be unused on some
     ranks.
@@ -196,6 +200,13 @@ class DistributedDataParallel(nn.Module):
             broadcast_tensors(self.ctx, dict(self.module.named_buffers()))
         return self.module(*args, **kwargs)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A copy of the wrapped module, as an average of weights needs; it communicates nothing."""
+        return copy.deepcopy(self.module, memo)
+
+    def __reduce__(self) -> Any:
+        return _itself, (self.module,)
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients locally in this block; the next backward after it reduces them."""
@@ -221,3 +232,8 @@ class DistributedDataParallel(nn.Module):
 
 
 DDP = DistributedDataParallel
+
+
+def _itself(module: nn.Module) -> nn.Module:
+    """What a pickled wrapper becomes."""
+    return module

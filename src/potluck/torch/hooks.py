@@ -28,6 +28,7 @@ from potluck.context.structure import compare
 from potluck.torch.compression import Choice, chosen, tell_dropped
 from potluck.torch.process_group.group import PotluckProcessGroup
 from potluck.torch.structure import check_dense, describe
+from potluck.uncopied import Uncopied
 
 _log = logging.getLogger(__name__)
 # Its name before torch 2.13, which warns of it.
@@ -79,7 +80,7 @@ class _Bucket(NamedTuple):
     future: torch.futures.Future[Tensor]
 
 
-class CompressionState:
+class CompressionState(Uncopied):
     """The state of the hook: for each parameter the residual, the error of its last compression.
 
     The residual is added before the gradients of the next step are compressed (error feedback); it
@@ -100,6 +101,8 @@ class CompressionState:
     complex or sparse gradients, here if the ``model`` is given, else in the first backward;
     ValueError for negative numbers.
     """
+
+    take_instead = "take its state_dict(model) into a new one"
 
     def __init__(
         self,

@@ -18,17 +18,18 @@ class DistributedSampler(Sampler[list[int]]):
         sampler = DistributedSampler(dataset, batch_size=64)
         loader = DataLoader(dataset, batch_sampler=sampler)
         for epoch in range(10):
-            sampler.set_epoch(epoch)
             for x, y in loader:
+                model.weight = sampler.weight
                 ...
                 sampler.commit()
 
     ``batch_size`` counts the samples of all ranks together. The order is a function of (seed,
     epoch, committed samples), so every sample of an epoch is committed exactly once, over any
     change of the group: after an interrupted step make a new iterator, which begins after the last
-    ``commit``. Rank and world size are the context's at the time of each batch. In the last batch
-    of an epoch a rank may have no samples; it then gets one sample of the batch, and ``weight`` is
-    0. (The ElasticLoop does all of this itself.)
+    ``commit``. A loop that never calls ``commit`` gets the next epoch from its next iterator, in
+    another order, once it has gone through this one. Rank and world size are the context's at the
+    time of each batch. In the last batch of an epoch a rank may have no samples; it then gets one
+    sample of the batch, and ``weight`` is 0. (The ElasticLoop does all of this itself.)
 
     ``ctx`` is the context, ``potluck.init()`` if None. No communication. TypeError or ValueError
     for an empty data set, a batch size below 1, a negative seed.
@@ -46,6 +47,7 @@ class DistributedSampler(Sampler[list[int]]):
     ) -> None:
         self._schedule = Schedule(len(dataset), batch_size, seed=seed, shuffle=shuffle)
         self._ctx = ctx if ctx is not None else init()
+        self._is_through = False  # an iterator has ended, and nothing was committed since its start
         self.committed = 0
         """The number of samples committed since the training began, over all epochs."""
 
@@ -62,21 +64,28 @@ class DistributedSampler(Sampler[list[int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of ``epoch``; if the present epoch is ``epoch``, stay at its position."""
+        self._is_through = False
         if epoch != self.epoch:
             self.committed = epoch * self._schedule.num_samples
 
     def commit(self) -> None:
         """Count the next global batch as committed. Call it after the step's update."""
+        self._is_through = False
         self.committed += self._schedule.batch(self.committed).size
 
     def __iter__(self) -> Iterator[list[int]]:
         """Iterate over this rank's shares (lists of indices), from the last commit to the epoch's
         end."""
-        position, epoch = self.committed, self.epoch
+        if self._is_through:
+            self.set_epoch(self.epoch + 1)
+        began, group = self.committed, self._ctx.epoch
+        position, epoch = began, self.epoch
         while (batch := self._schedule.batch(position)).epoch == epoch:
             share = self._schedule.share(batch, self._ctx.rank, self._ctx.world_size)
             yield share.indices.tolist()
             position += batch.size
+        # After a loss the step of this iterator may have been interrupted.
+        self._is_through = self.committed == began and self._ctx.epoch == group
 
     def __len__(self) -> int:
         """The number of global batches from the last commit to the epoch's end."""

@@ -34,6 +34,7 @@ from potluck.training.scaling import LossScale
 from potluck.training.strategies import Gossip
 from potluck.training.trainer import DistributedTrainer, Parameters, TrainingStrategy, by_name
 from potluck.training.transfer import gather_states
+from potluck.uncopied import Uncopied
 
 if TYPE_CHECKING:
     from potluck.context import DistributedContext
@@ -42,7 +43,7 @@ _numbers: WeakKeyDictionary[DistributedContext, itertools.count[int]] = WeakKeyD
 """Of the parameter servers of trainers, by context: equal on all ranks."""
 
 
-class DistributedNeuralNetTrainer(DistributedTrainer):
+class DistributedNeuralNetTrainer(DistributedTrainer, Uncopied):
     """A dense network with ReLU, trained with Adam, on the CPU.
 
     | strategy | samples given to ``train`` | what a rank does | a lost worker |
@@ -71,6 +72,7 @@ class DistributedNeuralNetTrainer(DistributedTrainer):
     """
 
     strategies = frozenset(TrainingStrategy)
+    take_instead = "take its parameters, get_parameters(), or copy its model, trainer.model.module"
 
     def __init__(
         self,

@@ -28,6 +28,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from potluck.checkpoint.store import CheckpointStore
+from potluck.context import check_whole
 from potluck.engine.work import again
 from potluck.errors import CheckpointError, Diverged, GroupError
 from potluck.training.agreement import LOST, Agreement, telling_others
@@ -41,6 +42,7 @@ from potluck.training.replica import Replica
 from potluck.training.rounds import Rounds, RoundStrategy
 from potluck.training.sampler import Batch, Schedule, Share
 from potluck.training.shares import EQUAL, apportion
+from potluck.uncopied import Uncopied
 
 if TYPE_CHECKING:
     from potluck.context import DistributedContext
@@ -58,7 +60,7 @@ class _Repeat(BaseException):
     Exception`` of the script does not catch it."""
 
 
-class ElasticLoop(Record):
+class ElasticLoop(Record, Uncopied):
     """Iterate over the loop for this rank's [Share][potluck.training.Share] of each step.
 
         job = ElasticLoop(ctx, Schedule(60_000, 64, epochs=3), StateReplica(get_state, set_state))
@@ -86,6 +88,8 @@ class ElasticLoop(Record):
     that ended the group if no next group can be formed.
     """
 
+    take_instead = "copy its model (of a DDP model.module) and optimizer, or call job.save()"
+
     def __init__(
         self,
         ctx: DistributedContext,
@@ -97,6 +101,7 @@ class ElasticLoop(Record):
         callbacks: Sequence[object] = (),
         strategy: RoundStrategy | None = None,
     ) -> None:
+        check_whole(ctx, "an elastic loop")
         self.ctx = ctx
         self._replica = replica
         self._policy = policy or Policy()

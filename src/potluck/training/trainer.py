@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from potluck import hints
+from potluck.context import check_whole
 from potluck.context.structure import compare
 from potluck.training.callbacks import Callbacks
 from potluck.training.metrics import average
@@ -60,6 +61,7 @@ class DistributedTrainer(ABC):
                 "its model comes from sums over all ranks. DistributedNeuralNetTrainer has all "
                 "strategies"
             )
+        check_whole(ctx, f"a {type(self).__name__}")
         self.ctx = ctx
         self.strategy = strategy
         self.epochs = 0

@@ -19,6 +19,7 @@ from potluck.services.names import check_unused, note_used
 from potluck.services.presence import Presence
 from potluck.services.waits import WaitingCalls
 from potluck.training.work_ledger import WorkLedger
+from potluck.uncopied import Uncopied
 from potluck.waiting import Reminder
 from potluck.wire.payload import pack
 
@@ -35,7 +36,7 @@ class Task(NamedTuple):
     payload: Any
 
 
-class WorkQueue:
+class WorkQueue(Uncopied):
     """A list of tasks that all workers take from, each whenever it is free.
 
         with potluck.WorkQueue(ctx, tasks) as queue:
@@ -59,6 +60,8 @@ class WorkQueue:
     ``max_attempts`` or ``silence_s``) is raised on all workers, at once, and each may make the
     queue again.
     """
+
+    take_instead = "make one on each worker, with the same name"
 
     def __init__(
         self,
