@@ -80,6 +80,55 @@ def test_after_a_kill_the_training_goes_on_from_where_the_servers_were(
     assert (tmp_path / "killed").exists()
 
 
+BOTH = """
+import os, pathlib, signal, sys, time
+import numpy as np
+import potluck
+from potluck.parameter_server import SGD
+
+folder, me = pathlib.Path(sys.argv[1]), os.environ["POTLUCK_WORKER"]
+
+def die_once():
+    if not (folder / f"killed {me}").exists():
+        (folder / f"killed {me}").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def wait_for(name):
+    while not (folder / name).exists():
+        time.sleep(0.01)
+
+if (folder / f"killed {me}").exists():  # of both the worker is back first
+    wait_for("killed 0" if me == "2" else "back 2")
+ctx = potluck.init()
+if (folder / f"killed {me}").exists():
+    (folder / f"back {me}").touch()
+    print("back in a group of worker", ", ".join(each.worker for each in ctx.members))
+ps = potluck.ParameterServer(ctx, optimizer=SGD(1.0), checkpoint=folder / "kept", save_every=1)
+ps.set_parameters("m", {"w": np.zeros(3)})
+version = 0
+while version < 20:
+    parameters, version = ps.get_parameters("m")
+    assert set(parameters["w"].tolist()) == {float(version)}
+    if version >= 8 and me == "2":
+        die_once()
+    if version >= 8 and me == "0":
+        wait_for("killed 2")
+        die_once()
+    ps.accumulate_gradient("m", {"w": -np.ones(3)})
+ps.close()
+print("version", version)
+"""
+
+
+def test_a_server_and_a_worker_that_are_killed_at_once_come_back(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(BOTH)
+    with run_command("--workers", "3", str(script), str(tmp_path)) as run:
+        assert run.finish() == 0
+        assert "[2] back in a group of worker 1, 2" in run.lines
+        assert sum("version 20" in line for line in run.lines) == 3
+
+
 QUEUE = """
 import os, pathlib, signal, sys, threading
 import potluck

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -24,6 +25,7 @@ from potluck.parameter_server import (
     Synchronous,
     server,
 )
+from potluck.parameter_server.arguments import servers_of
 from potluck.testing.elastic import ElasticWorld, MortalContext
 from potluck.testing.world import run_world
 from support.worlds import open_world
@@ -415,6 +417,120 @@ def test_a_push_that_comes_before_the_server_has_entered_the_group_waits_for_it(
     ps.close()
     second.close()
     first.close()
+
+
+def test_a_worker_that_comes_back_while_the_server_ends_is_served() -> None:
+    """It is in the next group, which the server has not entered when all others have closed."""
+    [backend] = InProcessBackend.world(1)
+    first = DistributedContext(backend, timeout_s=8.0)
+    ps = ParameterServer(first, optimizer=SGD(1.0))
+    ps.set_parameters("m", {"w": np.zeros(2)})
+    ps.get_parameters("m")
+    ps.accumulate_gradient("m", {"w": np.ones(2)})
+    second = DistributedContext(backend.hub.join(), timeout_s=8.0)
+
+    def end() -> None:
+        ps.close()
+        first.close()
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    with ParameterServer(second, optimizer=SGD(1.0)) as late:
+        assert late.get_parameters("m").version == 1
+        assert thread.is_alive()
+    thread.join(20)
+    assert not thread.is_alive()
+    second.close()
+
+
+def test_in_a_later_group_a_server_that_is_away_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Server and worker start again at once, and the worker is back first."""
+    [backend] = InProcessBackend.world(1)
+    contexts = [DistributedContext(each, timeout_s=20.0) for each in (backend, backend.hub.join())]
+    is_checked = threading.Event()
+    found: dict[str, float] = {}
+
+    def work(ctx: DistributedContext) -> None:
+        # Fewer are in this group than in the job: that too is no mistake of the arguments.
+        mode = Synchronous(backup_workers=2)
+        options: dict[str, Any] = {"checkpoint": tmp_path, "servers": [2]}
+        with ParameterServer(ctx, mode, optimizer=SGD(1.0), **options) as ps:
+            ps.set_parameters("m", {"w": np.ones(2)})
+            found[ctx.group.me.worker] = float(ps.get_parameters("m").parameters["w"][0])
+
+    def noted(*arguments: Any) -> tuple[str, ...]:
+        names = servers_of(*arguments)
+        is_checked.set()
+        return names
+
+    monkeypatch.setattr(server, "servers_of", noted)
+    assert [each.worker for each in contexts[1].members] == ["0", "1"]
+    threads = [threading.Thread(target=work, args=(ctx,), daemon=True) for ctx in contexts]
+    threads[1].start()
+    assert is_checked.wait(20)
+    contexts.append(DistributedContext(backend.hub.join(), timeout_s=20.0))
+    threads[0].start()
+    work(contexts[2])
+    for thread in threads:
+        thread.join(20)
+    assert found == {"0": 1.0, "1": 1.0, "2": 1.0}
+    for ctx in contexts:
+        ctx.close()
+
+
+MODES = (
+    Synchronous(),
+    Asynchronous(),
+    ElasticAveraging(0.5, of="gradients"),
+    ElasticAveraging(0.5, of="parameters"),
+)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize(
+    "optimizer", [SGD(0.1), SGD(0.1, 0.9, nesterov=True, weight_decay=0.1), Adam()], ids=str
+)
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_a_parameter_without_dimensions_is_one_as_any_other(
+    tmp_path: Path, mode: Any, optimizer: Any, servers: int
+) -> None:
+    """A learned temperature, a layer's scale: its values are those of an array with one number,
+    before and after a restart from the checkpoint."""
+
+    def run(ctx: DistributedContext) -> list[list[float]]:
+        given = {
+            f"{dtype} {shape}": np.full(shape, 0.5, dtype)
+            for dtype in ("float64", "float32", "float16", ml_dtypes.bfloat16, "complex64")
+            for shape in ((), (1,))
+        }
+        found = []
+        with ParameterServer(
+            ctx, mode, optimizer=optimizer, servers=servers, checkpoint=tmp_path
+        ) as ps:
+            ps.set_parameters("m", given)
+            for step in range(3):
+                pulled = ps.get_parameters("m").parameters
+                if mode == MODES[-1]:
+                    moved = {name: each + each.dtype.type(1) for name, each in pulled.items()}
+                    pulled = ps.average_parameters("m", moved)
+                else:
+                    ps.accumulate_gradient("m", {n: np.cos(each) for n, each in pulled.items()})
+                for name, each in pulled.items():
+                    assert isinstance(each, np.ndarray)
+                    assert (each.shape, each.dtype) == (given[name].shape, given[name].dtype)
+                names = [name for name in pulled if "()" in name]
+                found.append([complex(pulled[name]) for name in names])
+                same = [complex(pulled[name.replace("()", "(1,)")][0]) for name in names]
+                assert found[-1] == same, step
+            assert all(each.flags.writeable for each in given.values())
+        return found
+
+    [before] = run_world(1, run) if servers == 1 else run_world(2, run)[:1]
+    [after] = run_world(1, run) if servers == 1 else run_world(2, run)[:1]
+    assert before[0] == [0.5] * 5 or isinstance(mode, ElasticAveraging)
+    assert after != before
 
 
 def test_nothing_is_called_after_close(tmp_path: Path) -> None:

@@ -109,6 +109,29 @@ def test_elastic_averaging_trains_with_the_workers_own_optimizers(servers: int) 
         assert after < before / 2
 
 
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_learned_temperature_is_trained(world_size: int) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(1.0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.scale * x
+
+    def run(ctx: DistributedContext) -> torch.Tensor:
+        model = Scaled()
+        with ParameterServer(ctx, optimizer=SGD(0.5)) as ps:
+            optimizer = ParameterServerStrategy(model, ps)
+            for _ in range(4):
+                optimizer.zero_grad()
+                model(torch.tensor(1.0)).backward()
+                optimizer.step()
+        return model.scale.detach()
+
+    assert run_world(world_size, run) == [torch.tensor(-1.0)] * world_size
+
+
 def test_a_parameter_without_a_gradient_here_counts_as_zeros() -> None:
     def run(ctx: DistributedContext) -> float:
         model = nn.ParameterDict({"a": nn.Parameter(torch.zeros(1)), "b": torch.zeros(1)})

@@ -33,19 +33,24 @@ def check_arguments(ctx: Any, mode: Any, optimizer: Any, save_every: Any) -> Non
             f"optimizer is {optimizer!r}; it must be SGD(...) or Adam(...) of "
             "potluck.parameter_server: it runs on the server"
         )
-    if isinstance(mode, Synchronous) and mode.backup_workers >= ctx.world_size:
+    backups = mode.backup_workers if isinstance(mode, Synchronous) else 0
+    if backups >= ctx.world_size and _all_are_there(ctx):
         raise ValueError(
-            f"backup_workers is {mode.backup_workers} of {ctx.world_size} workers: no gradient "
-            "would count"
+            f"backup_workers is {backups} of {ctx.world_size} workers: no gradient would count"
         )
     if not isinstance(save_every, int) or save_every < 1:
         raise ValueError(f"save_every is {save_every!r}; it must be an int of at least 1")
 
 
+def _all_are_there(ctx: DistributedContext) -> bool:
+    """Whether every worker of the job is in the group. In a later group of an elastic context one
+    may be lost, a server too, while this worker was started again."""
+    return not (ctx.elastic and ctx.epoch > FIRST_EPOCH)
+
+
 def servers_of(ctx: DistributedContext, servers: Any, replicas: Any) -> tuple[str, ...]:
     """The workers of the servers, by name."""
-    # In a later group a server may be lost, while this worker was started again.
-    all_are_there = not (replicas and ctx.elastic and ctx.epoch > FIRST_EPOCH)
+    all_are_there = _all_are_there(ctx)
     if isinstance(servers, int) and not isinstance(servers, bool):
         if servers < 1 or (all_are_there and servers > ctx.world_size):
             raise ValueError(f"servers={servers}: there are {ctx.world_size} workers")

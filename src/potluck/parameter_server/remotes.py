@@ -60,7 +60,11 @@ class Remotes:
         if remote is None:
             rank = self._ctx.group.rank_of(server)
             if rank < 0:
-                raise ServiceLost(f"worker {server}, a parameter server, is not in the group")
+                there = ", ".join(member.worker for member in self._ctx.members)
+                raise ServiceLost(
+                    f"worker {server}, a parameter server, is not in the group, which has worker "
+                    f"{there}"
+                )
             remote = self._ctx.connect(self._name, rank=rank, timeout=connect_s)
             self._remotes[server] = remote
         return remote

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from potluck import hints
 from potluck.checkpoint import CheckpointStore
 from potluck.checks import Duration, checked_seconds
@@ -256,13 +258,13 @@ class ParameterServer(Uncopied):
             mine[name].shape != center[name].shape for name in mine
         ):
             raise ValueError(f"the parameters given are not those of {model!r} on the server")
-        moves = {
-            name: center[name].dtype.type(self.mode.alpha) * (mine[name] - center[name])
+        moves = {  # NumPy's scalars, of tensors without dimensions, become arrays again
+            name: np.asarray(center[name].dtype.type(self.mode.alpha) * (mine[name] - center[name]))
             for name in center
         }
         # Not counted after a restart of the server: then only this worker moves, to what it keeps.
         self._push(model, moves, None, timeout)
-        return {name: mine[name] - moves[name] for name in mine}
+        return {name: np.asarray(mine[name] - moves[name]) for name in mine}
 
     # -- updates by hand
 

@@ -88,7 +88,10 @@ class Serving:
             until = now + SLICE_S if deadline is None else min(now + SLICE_S, deadline)
             if self._host.led is not None:
                 rest = self._host.await_others(me, until)
-                if not rest or (deadline is not None and time.monotonic() >= deadline):
+                if deadline is not None and time.monotonic() >= deadline:
+                    break
+                # A worker that comes back may be in the next group already, and calls then.
+                if not rest and not reform_if_due():
                     break
                 there_at = now
             else:

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from potluck.parameter_server.layout import Array, Tensors
 from potluck.parameter_server.optimizers import Optimizer, State
 
@@ -39,7 +41,7 @@ class Table:
                 name: each.dtype.type(alpha) * each + each.dtype.type(1 - alpha) * before[name]
                 for name, each in gradient.items()
             }
-        self._mixed = gradient
+        self._mixed = frozen(gradient)
         self._step(gradient, rate)
 
     def add(self, differences: Tensors) -> None:
@@ -56,9 +58,10 @@ class Table:
         tensors: dict[str, Array] = {}
         states: dict[str, State] = {}
         for name, tensor in self.tensors.items():
-            tensors[name], states[name] = self._optimizer.step(
+            tensors[name], state = self._optimizer.step(
                 tensor, gradient[name], self._states.get(name, {}), self._num_steps, rate
             )
+            states[name] = frozen(state)
         self.tensors, self._states = frozen(tensors), states
 
     # -- for checkpoints
@@ -111,7 +114,11 @@ def mean(arrays: Sequence[Array]) -> Array:
 
 
 def frozen(tensors: Tensors) -> Tensors:
-    """``tensors`` as they are, but read-only from now on."""
-    for each in tensors.values():
+    """``tensors`` as they are, but read-only from now on.
+
+    NumPy's arithmetic returns a scalar, not an array, where all operands have no dimensions; here
+    these become arrays again."""
+    arrays = {name: np.asarray(each) for name, each in tensors.items()}
+    for each in arrays.values():
         each.flags.writeable = False
-    return MappingProxyType(dict(tensors))
+    return MappingProxyType(arrays)

@@ -13,7 +13,8 @@ class Presence:
     """When each worker was heard, and which ones have left. For any number of threads.
 
     A worker is there while it is in the present group, has not left, and was heard in the last
-    ``silence_s`` seconds; one that has not called yet counts as heard when this object was made.
+    ``silence_s`` seconds; one that has not called yet counts as heard when this object was made, or
+    when it came into the group.
     """
 
     def __init__(self, group: Callable[[], Group], silence_s: float) -> None:
@@ -23,6 +24,7 @@ class Presence:
         self._heard_at: dict[str, float] = {}
         self._gone: set[str] = set()
         self._before: Group | None = None
+        self._seen = group()
         self._began = time.monotonic()
 
     def hear(self, call: Call) -> None:
@@ -45,11 +47,11 @@ class Presence:
 
     def workers(self) -> list[str]:
         """The workers of the group that have not left, also those that are silent."""
-        return [each.worker for each in self._group().members if each.worker not in self._gone]
+        return [each.worker for each in self._present().members if each.worker not in self._gone]
 
     def lost(self) -> list[str]:
         """The workers that were in the group at the last call of this method, and are not now."""
-        before, self._before = self._before, self._group()
+        before, self._before = self._before, self._present()
         if before is None or before is self._before:
             return []
         return [each.worker for each in before.members if self._before.rank_of(each.worker) < 0]
@@ -60,6 +62,15 @@ class Presence:
     def others(self, worker: str) -> list[str]:
         """The workers that are there, without ``worker``."""
         return [each for each in self.workers() if each != worker and self._is_heard(each)]
+
+    def _present(self) -> Group:
+        """The present group. A worker that was not in the one before counts as heard now."""
+        before, self._seen = self._seen, self._group()
+        if before is not self._seen:
+            for each in self._seen.members:
+                if before.rank_of(each.worker) < 0:
+                    self._heard_at[each.worker] = time.monotonic()
+        return self._seen
 
     def _is_heard(self, worker: str) -> bool:
         since = time.monotonic() - self._silence_s
