@@ -41,9 +41,9 @@ import reading
 def train(parameters, config):
     rows = reading.rows(federated.site().data_dir)
     print("rows", rows[:7], flush=True)
-    if config["round"] == 2 and federated.site().index == 2:
+    if config["round"] == 2 and federated.site().client == "2":
         raise ValueError(f"a bad row: {rows[0]}")
-    if config["round"] == 3 and federated.site().index == 3:
+    if config["round"] == 3 and federated.site().client == "3":
         os.kill(os.getpid(), 9)
     return federated.Update([each + len(rows) for each in parameters], len(rows))
 """

@@ -37,7 +37,7 @@ from potluck import federated
 @federated.client
 def train(parameters, config):
     here = federated.site()
-    fault = config["faults"].get(f"{here.index} {config['round']}")
+    fault = config["faults"].get(f"{here.client} {config['round']}")
     if "random" in config["faults"] and np.random.default_rng(config["seed"]).random() < 0.3:
         fault = "kill"
     if fault == "kill":
@@ -45,7 +45,8 @@ def train(parameters, config):
     if fault == "raise":
         raise KeyError("who")
     value = float((here.data_dir / "value").read_text()) if here.data_dir else 1.0
-    return federated.Update([each + value for each in parameters], 1)
+    place = {f"client {here.client} is {here.index} of {here.num_clients}": 1.0}
+    return federated.Update([each + value for each in parameters], 1, place)
 """
 
 
@@ -82,6 +83,9 @@ def test_clients_that_die_or_raise_are_missed_in_one_round_only(tmp_path: Path) 
         assert run.finish() == 0, run.text
         assert "[0] result 8.0" in run.text
     rounds = federation.rounds()
+    for number in (0, 3):  # also of clients that were started again: as in a simulation
+        places = {f"client {n + 1} is {n} of 3" for n in range(3)}
+        assert rounds[number]["metrics"].keys() == places
     assert [each["arrived"] for each in rounds] == [
         ["1", "2", "3"],
         ["1", "3"],

@@ -57,11 +57,12 @@ def _marked(function: F, kind: str, num_arguments: int) -> F:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where a client's function runs: the name of the ``client``, its ``index``, and its
-    ``data_dir``, the folder of its data (None: none was given).
+    """Where a client's function runs: the name of the ``client``, its ``index``, from 0 to
+    ``num_clients - 1``, and its ``data_dir``, the folder of its data (None: none was given).
 
-    In a simulation ``index`` is a number below ``num_clients``. On a cluster it is that of the
-    worker, from 1, and ``num_clients`` is 0, since clients come and go."""
+    On a cluster the run's clients are counted when it starts; the name is the number of the worker,
+    from 1. A client that is started again has its index again; that of one that comes in later is
+    above all others, and so is its ``num_clients``."""
 
     client: str
     index: int

@@ -7,7 +7,7 @@ import math
 import queue
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -36,10 +36,11 @@ from potluck.federated.privacy import (
 )
 from potluck.federated.resuming import Kept
 from potluck.federated.secure.rounds import Phase, secure_sum
+from potluck.federated.secure.server import Spoiled
 from potluck.federated.secure.settings import Range, SecureAggregation
 from potluck.federated.strategies.averaging import FedAvg
 from potluck.federated.strategies.base import Config, Round, Strategy
-from potluck.federated.updates import Update, checked_update
+from potluck.federated.updates import MAX_SAMPLES, Update, checked_update
 from potluck.waiting import to_stderr
 
 Evaluate = Callable[[int, Parameters], Mapping[str, float]]
@@ -69,6 +70,13 @@ class _Plan:
     range: Range | None
     privacy: DifferentialPrivacy | None
     private: PrivateMean | None
+    spoilers: dict[str, str] = field(default_factory=dict)
+    """Clients that are left out from now on, and why."""
+
+    def leave_out(self, clients: Mapping[str, str], number: int) -> None:
+        """Leave ``clients`` out of the rounds after ``number``, for what each of them did in it."""
+        for name, did in clients.items():
+            self.spoilers[name] = f"left out: in round {number} it {did}"
 
     def fewest(self, num_asked: int) -> int:
         """How few updates still make a model."""
@@ -86,6 +94,7 @@ class _Made:
     metrics: dict[str, float] = field(default_factory=dict)
     note: str = ""
     saturation: float | None = None
+    num_heavy: int | None = None
 
 
 class Federation:
@@ -161,8 +170,15 @@ class Federation:
                 "with privacy= every round is released, however few updates came: leave "
                 "Patience's min_updates out"
             )
+        if privacy and not (isinstance(patience.wait_for, float) and patience.wait_for == 1):
+            raise ValueError(
+                f"with privacy= a round waits for all that it asked: leave Patience's wait_for="
+                f"{patience.wait_for!r} out. A client that answers early would push another one "
+                "out, so the sum could move by 2 * clip, and epsilon is for clip"
+            )
         parameters = checked(initial, "initial")
-        deadlines = Deadlines(patience)
+        # With privacy no client's time may decide whether another one's change is in a later sum.
+        deadlines = Deadlines(patience, is_fixed=privacy is not None)
         plan = _Plan(
             strategy,
             patience,
@@ -185,6 +201,8 @@ class Federation:
         for number in range(len(reports) + 1, rounds + 1):
             now = Round(number, rounds, parameters, int(seeds[number - 1] >> np.uint64(1)))
             parameters, report = self._round(now, plan)
+            if kept is not None and privacy is not None:  # counted before anybody sees it
+                kept.save(parameters, [*reports, report])
             if evaluate is not None:
                 found = {name: float(v) for name, v in evaluate(number, parameters).items()}
                 report = replace(report, evaluation=found)
@@ -201,7 +219,7 @@ class Federation:
 
     def _round(self, now: Round, plan: _Plan) -> tuple[Parameters, RoundReport]:
         patience, began = plan.patience, time.monotonic()
-        there = self._clients.wait(patience.min_clients, patience.start_s)
+        there = self._there(patience, plan.spoilers)
         if not there and not self._has_asked and (why := self._clients.none_fit()):
             raise FederationError(f"no client can take part: {why}")
         if len(there) < patience.min_clients:
@@ -212,8 +230,9 @@ class Federation:
             )
             seconds = time.monotonic() - began
             return now.parameters, RoundReport(
-                now.number, len(there), (), (), {}, seconds, None, note=note
+                now.number, len(there), (), (), plan.spoilers, seconds, None, note=note
             )
+        left_out = dict(plan.spoilers)  # what this round finds is for the next ones
         asked = self._configured(now, plan.strategy, there)
         self._has_asked = True
         deadline_s: float | None = plan.deadlines.next_s()
@@ -233,14 +252,25 @@ class Federation:
             num_available=len(there),
             asked=tuple(asked),
             arrived=made.arrived,
-            missing=made.missing,
+            missing=made.missing | left_out,
             seconds=time.monotonic() - began,
             deadline_s=deadline_s,
             metrics=made.metrics,
             note=made.note,
             epsilon=None if plan.private is None else plan.private.epsilon,
             saturation=made.saturation,
+            num_heavy=made.num_heavy,
         )
+
+    def _there(self, patience: Patience, spoilers: Container[str]) -> list[str]:
+        """The clients that are there, when they are enough without the ``spoilers``."""
+        num_useless = 0
+        while True:
+            there = self._clients.wait(patience.min_clients + num_useless, patience.start_s)
+            fit = [client for client in there if client not in spoilers]
+            if len(fit) >= patience.min_clients or len(there) - len(fit) <= num_useless:
+                return fit
+            num_useless = len(there) - len(fit)
 
     def _plain_updates(
         self,
@@ -257,7 +287,9 @@ class Federation:
             for client, config in asked.items()
         }
         enough = max(plan.patience.enough(len(asked)), min(fewest, len(asked)))
-        gathered = self.gather("train", arguments, enough, deadline_s, _as_update(now.parameters))
+        most = int(getattr(plan.strategy, "max_samples", MAX_SAMPLES))
+        understand = _as_update(now.parameters, most)
+        gathered = self.gather("train", arguments, enough, deadline_s, understand)
         if deadline_s is not None:
             plan.deadlines.note(gathered.times, gathered.num_late, deadline_s)
         updates: list[Update] = list(gathered.answers.values())
@@ -312,11 +344,16 @@ class Federation:
         try:
             summed = secure_sum(now, asked, plan.secure, plan.range, ask, clip)
         except (FederationError, ValueError) as error:
+            if isinstance(error, Spoiled):
+                plan.leave_out(error.clients, now.number)
             if plan.private is None:
                 return _Made((), missing, note=f"{error}; the parameters stay")
             noise = plan.private.mean(np.zeros(num_values(now.parameters)), num_available)
             return _Made((), missing, [_moved(now, noise)])
-        made = _Made(summed.arrived, missing, saturation=summed.saturation)
+        plan.leave_out(summed.cheats, now.number)
+        made = _Made(
+            summed.arrived, missing, saturation=summed.saturation, num_heavy=summed.num_heavy
+        )
         num_arrived, fewest = len(summed.arrived), plan.fewest(len(asked))
         if plan.private is not None:
             change = plan.private.mean(summed.change * num_arrived, num_available)
@@ -411,7 +448,8 @@ class Federation:
     def _tell(self, report: RoundReport, total: int) -> None:
         now = time.monotonic()
         is_last = report.number == total
-        if is_last or report.missing or report.note or now - self._said_at >= _LINE_EVERY_S:
+        is_news = bool(report.missing or report.note or report.num_heavy)
+        if is_last or is_news or now - self._said_at >= _LINE_EVERY_S:
             self._said_at = now
             self._say(report.line(total))
 
@@ -438,10 +476,10 @@ def _moved(now: Round, change: Any, num_samples: int = 1) -> Update:
     return Update(unflat(flat(now.parameters) + change, now.parameters), num_samples)
 
 
-def _as_update(expected: Parameters) -> Callable[[str, Any], Update]:
+def _as_update(expected: Parameters, max_samples: int) -> Callable[[str, Any], Update]:
     def understand(client: str, answer: Any) -> Update:
         found = Update(answer["parameters"], answer["num_samples"], answer["metrics"])
-        return checked_update(found, expected, client)
+        return checked_update(found, expected, client, max_samples)
 
     return understand
 

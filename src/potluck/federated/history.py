@@ -18,7 +18,8 @@ class RoundReport:
     ``metrics`` are the means over the clients, weighted by numbers of samples; ``evaluation`` is
     what the server's ``evaluate`` returned. ``note`` says why the round did not count, if it did
     not. ``epsilon`` is the privacy loss until here; ``saturation`` the fraction of values that
-    secure aggregation cut off. Both are None without.
+    secure aggregation cut off, and ``num_heavy`` of how many clients it cut off the number of
+    samples. All are None without.
     """
 
     number: int
@@ -33,6 +34,7 @@ class RoundReport:
     note: str = ""
     epsilon: float | None = None
     saturation: float | None = None
+    num_heavy: int | None = None
 
     def line(self, total: int) -> str:
         """The round in one line."""
@@ -44,6 +46,11 @@ class RoundReport:
             words.append(f"epsilon {self.epsilon:.3g}")
         if self.saturation:
             words.append(f"{self.saturation:.2%} of the values cut off")
+        if self.num_heavy:
+            words.append(
+                f"{self.num_heavy} clients count with fewer samples than they have (max_samples of "
+                "SecureAggregation)"
+            )
         for client, why in list(self.missing.items())[:3]:
             words.append(f"without client {client}: {why}")
         if len(self.missing) > 3:

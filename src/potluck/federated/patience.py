@@ -85,8 +85,10 @@ class Patience:
 class Deadlines:
     """The deadlines of a run's rounds, from the answer times so far."""
 
-    def __init__(self, patience: Patience) -> None:
+    def __init__(self, patience: Patience, *, is_fixed: bool = False) -> None:
+        """``is_fixed``: an adaptive deadline stays the first one, whatever the times."""
         self._patience = patience
+        self._is_fixed = is_fixed
         self._seconds: deque[float] = deque(maxlen=_WINDOW)
 
     def next_s(self) -> float:
@@ -94,7 +96,7 @@ class Deadlines:
         patience = self._patience
         if patience.deadline != "adaptive":
             return float(patience.deadline)
-        if not self._seconds:
+        if not self._seconds or self._is_fixed:
             return patience.first_deadline_s
         median = statistics.median(self._seconds)
         deviation = statistics.median(abs(each - median) for each in self._seconds)

@@ -79,7 +79,10 @@ def be_client(
             unfit = f"{file.name} can't be loaded: {type(error).__name__}{text}"
             traceback.print_exception(error)
         else:
-            place = Site(me, int(me), 0, data_dir)
+            # The first of the job's workers is the server; those that come later have numbers
+            # after all others.
+            rank, num_workers = map(int, os.environ["POTLUCK_WORLD_RANK"].split("/"))
+            place = Site(me, rank - 1, num_workers - 1, data_dir)
             participant = Participant(function, place, tells=tells)
             participant.complain = lambda text: print(text, file=sys.stderr, flush=True)
     serve_client(ctx, participant, ended, unfit)

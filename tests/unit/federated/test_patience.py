@@ -31,6 +31,13 @@ def test_clients_that_all_became_slow_are_waited_for_longer_and_longer() -> None
     assert seen[-1] > 30
 
 
+def test_a_fixed_deadline_does_not_follow_the_answers() -> None:
+    """With differential privacy one client's time must not decide who is in a later sum."""
+    deadlines = Deadlines(Patience(first_deadline_s=40.0), is_fixed=True)
+    deadlines.note([1.0, 2.0], 1, 40.0)
+    assert deadlines.next_s() == 40.0
+
+
 def test_a_given_deadline_stays() -> None:
     deadlines = Deadlines(Patience(deadline=7))
     deadlines.note([100.0], 3, 7)

@@ -85,7 +85,7 @@ def test_a_clipped_change_stays_in_its_bound_when_it_is_rounded(
     scale = Scale(clip, 1, num_clients)
     question = {"limit": clip, "max_samples": 1, "num_clients": num_clients, "clip": clip}
     words = client.masked(session, {}, [np.zeros(size)], {}, **question)["words"]
-    assert np.linalg.norm(scale.decode(words).mean) <= clip
+    assert np.linalg.norm(scale.decode(words, 1).mean) <= clip
 
 
 class NoMask:
@@ -201,6 +201,12 @@ def test_a_poisson_round_that_asks_nobody_is_released_as_well() -> None:
         ({"strategy": Median()}, "Median needs each single update"),
         ({"strategy": FedAvg(0.5)}, r"FedAvg\(0.5, sampling='poisson'\)"),
         ({"patience": Patience(min_updates=3)}, "leave Patience's min_updates out"),
+        (
+            {"patience": Patience(wait_for=0.8)},
+            r"wait_for=0\.8 out.* by 2 \* clip",
+        ),
+        ({"patience": Patience(wait_for=8)}, "leave Patience's wait_for=8 out"),
+        ({"patience": Patience(wait_for=1)}, "leave Patience's wait_for=1 out"),
     ],
 )
 def test_strategies_that_do_not_fit(options: Any, text: str) -> None:

@@ -14,7 +14,7 @@ from potluck.errors import FederationError
 from potluck.federated import SecureAggregation
 from potluck.federated.secure import shamir
 from potluck.federated.secure.client import MaskingClient
-from potluck.federated.secure.masking import Scale, mask
+from potluck.federated.secure.masking import NUM_EXTRA, Scale, mask
 from potluck.federated.secure.server import MaskingServer
 
 SESSION = b"round 1"
@@ -211,30 +211,32 @@ def test_the_mean_comes_back_weighted_and_saturation_is_counted() -> None:
     scale = Scale(limit=1.0, max_samples=100, num_clients=10)
     values = [chance.uniform(-0.9, 0.9, 1000) for _ in range(10)]
     weights = [int(each) for each in chance.integers(1, 100, 10)]
-    total = np.zeros(1003, np.uint32)
+    total = np.zeros(1000 + NUM_EXTRA, np.uint32)
     for vector, weight in zip(values, weights, strict=True):
         total += scale.encode(vector, weight, chance)
-    mean, samples, num_cut, num_heavy = scale.decode(total)
+    mean, samples, num_high, num_cut, num_heavy = scale.decode(total, 10)
     expected = np.average(values, axis=0, weights=weights)
     assert np.abs(mean - expected).max() < 1e-7
     assert abs(samples - sum(weights)) < 1e-3
-    assert (num_cut, num_heavy) == (0, 0)
-    over = np.zeros(1003, np.uint32)
+    assert num_high == sum(int((np.abs(vector) > 0.25).sum()) for vector in values)
+    assert (num_cut, num_heavy[0]) == (0, 0)
+    over = np.zeros(1000 + NUM_EXTRA, np.uint32)
     for vector in values:
         over += scale.encode(vector * 2, 500, chance)
-    mean, _, num_cut, num_heavy = scale.decode(over)
+    mean, _, num_high, num_cut, num_heavy = scale.decode(over, 10)
+    assert num_high == sum(int((np.abs(2 * v) > 0.25).sum()) for v in values)
     assert num_cut == sum(int((np.abs(2 * v) > 1).sum()) for v in values)
-    assert num_heavy == 10
+    assert num_heavy == (10, 0, 0, 0, 0, 0, 0, 0)
     assert np.abs(mean).max() <= 1.0
 
 
 def test_extreme_values_do_not_wrap_around() -> None:
     scale = Scale(limit=1.0, max_samples=1, num_clients=3)
     chance = np.random.default_rng(0)
-    total = np.zeros(4, np.uint32)
+    total = np.zeros(1 + NUM_EXTRA, np.uint32)
     for _ in range(3):
         total += scale.encode(np.array([1e30]), 1, chance)
-    mean, _, num_cut, _ = scale.decode(total)
+    mean, _, _, num_cut, _ = scale.decode(total, 3)
     assert (mean[0], num_cut) == (1.0, 3)
 
 
@@ -242,4 +244,4 @@ def test_no_weight_is_an_error() -> None:
     scale = Scale(limit=1.0, max_samples=1e30, num_clients=3)
     words = scale.encode(np.zeros(1), 1, np.random.default_rng(0))
     with pytest.raises(ValueError, match="max_samples is far too large"):
-        scale.decode(words)
+        scale.decode(words, 1)

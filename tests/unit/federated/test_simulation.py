@@ -34,14 +34,13 @@ def lead(**options: Any) -> Callable[[Federation], History]:
     return main
 
 
-def unhurt(**faults: Callable[[Any], Update]) -> History:
+def unhurt(*, fault: Callable[[Any], Update], **options: Any) -> History:
     """Client 1 of 4 has a fault in all rounds."""
-    [fault] = faults.values()
 
     def train(parameters: Any, config: Mapping[str, Any]) -> Update:
         return fault(parameters) if site().index == 1 else counting(parameters, config)
 
-    history = federated.simulate(lead(), train, num_clients=4)
+    history = federated.simulate(lead(**options), train, num_clients=4)
     for report in history.rounds:
         assert report.arrived == ("0", "2", "3")
         assert list(report.missing) == ["1"]
@@ -191,12 +190,31 @@ def test_a_client_without_samples_is_refused() -> None:
     )
 
 
-@pytest.mark.parametrize("num_samples", ["Smith, John", 2.5, None])
+@pytest.mark.parametrize("num_samples", ["Smith, John", 2.5, None, True])
 def test_a_number_of_samples_of_another_type_is_refused_and_not_quoted(num_samples: Any) -> None:
     history = unhurt(fault=lambda parameters: Update(parameters, num_samples))
     why = history.rounds[0].missing["1"]
     assert f"num_samples must be a whole number, not a {type(num_samples).__name__}" in why
     assert "Smith" not in why
+
+
+@pytest.mark.parametrize(
+    ("options", "num_samples", "most"), [({}, 2**62, 2**40), ({"max_samples": 100}, 101, 100)]
+)
+def test_a_client_that_claims_too_many_samples_is_refused(
+    options: dict[str, int], num_samples: int, most: int
+) -> None:
+    history = unhurt(
+        fault=lambda parameters: Update(parameters, num_samples), strategy=FedAvg(**options)
+    )
+    why = history.rounds[0].missing["1"]
+    assert f"num_samples is {num_samples}: more than {most} do not count" in why
+
+
+@pytest.mark.parametrize("name", ["", "x" * 10_000, "a\x1b[2J"])
+def test_names_of_metrics_are_short_and_printable(name: str) -> None:
+    history = unhurt(fault=lambda parameters: Update(parameters, 1, {name: 1.0}))
+    assert "a metric has 1 to 64 printable characters" in history.rounds[0].missing["1"]
 
 
 def test_a_client_with_nan_is_refused() -> None:
@@ -436,7 +454,7 @@ def test_whatever_a_function_raises_its_client_fails_and_the_round_ends(
     def leave(parameters: Any) -> Update:
         raise error
 
-    report = unhurt(exits=leave).rounds[0]
+    report = unhurt(fault=leave).rounds[0]
     assert report.missing["1"].startswith(type(error).__name__)
 
 

@@ -113,6 +113,21 @@ def test_krum_scores_are_sums_of_the_nearest_squared_distances() -> None:
         np.testing.assert_allclose(scores[row], sum(distances[: 9 - f - 2]))
 
 
+def test_krum_tells_differences_from_one_large_parameter() -> None:
+    """Seven honest updates near each other, two far ones, and a bias of 2e8 in all of them."""
+    for seed in range(20):
+        chance = np.random.default_rng(seed)
+        honest = chance.normal(0, 0.01, (7, 50))
+        vectors = np.concatenate([honest, chance.normal(0, 0.2, (2, 50))])
+        far = np.concatenate([vectors, np.full((9, 1), 2e8)], axis=1)
+        np.testing.assert_allclose(krum_scores(far, 2), krum_scores(vectors, 2), rtol=1e-12)
+        given = [Update([each], 1) for each in far]
+        chosen = Krum(2).aggregate(a_round([np.full(51, 2e8)]), given)[0]
+        assert any((chosen == each).all() for each in far[:7])
+    huge = np.concatenate([vectors[:7], np.full((2, 50), 1e200)])
+    assert np.argmin(krum_scores(huge, 2)) < 7
+
+
 def test_krum_takes_an_honest_update_and_says_how_many_it_needs() -> None:
     given = updates(1.0, 1.1, 0.9, 50.0, 1.05)
     assert Krum(1).aggregate(a_round(), given)[0][0] in (1.0, 1.05)

@@ -4,6 +4,7 @@ protocol)."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 from collections.abc import Mapping
@@ -20,8 +21,20 @@ from potluck.federated.secure.masking import Words, derived, mask
 
 MIN_THRESHOLD = 3
 """The sum of two changes tells each of the two clients the other's."""
-SEALED_BYTES = 12 + 2 * shamir.SHARE_BYTES + 16
-"""Two shares for one client: a nonce, the shares encrypted, and a tag."""
+_DIGEST_BYTES = 32
+_DIGESTS_BYTES = 2 * _DIGEST_BYTES
+SEALED_BYTES = _DIGESTS_BYTES + 12 + 2 * shamir.SHARE_BYTES + 16
+"""Two shares for one client: their digests, a nonce, the shares encrypted, and a tag."""
+
+
+class Unreadable(ValueError):
+    """The shares that ``clients`` have made for this one can't be read, or are not those of their
+    digests."""
+
+    def __init__(self, clients: list[str]) -> None:
+        names = ", ".join(clients)
+        super().__init__(f"the share of client {names} was changed on its way, or never right")
+        self.clients = clients
 
 
 class MaskingClient:
@@ -75,7 +88,7 @@ class MaskingClient:
         of_key = shamir.split(self._own.private_bytes_raw(), points, threshold)
         of_seed = shamir.split(self._self_seed, points, threshold)
         return {
-            name: self._seal(name, of_key[point] + of_seed[point])
+            name: self._seal(name, of_key[point], of_seed[point])
             for name, point in self._points.items()
         }
 
@@ -98,18 +111,25 @@ class MaskingClient:
     def unmask(self, survivors: list[str]) -> dict[str, dict[str, bytes]]:
         """What the server needs to remove the masks: of the ``survivors``, whose words are in the
         sum, shares of the seeds of their own masks; of the others shares of the keys of their
-        pairwise masks. Never both of one client."""
+        pairwise masks. Never both of one client. Unreadable if another client's shares are
+        wrong."""
         self._next(4)
-        alive = set(survivors)
+        alive, unread = set(survivors), []
         if len(alive) < self._threshold or not alive <= self._sealed.keys():
             raise ValueError(f"{len(alive)} survivors; {self._threshold} are needed")
         seeds, keys = {}, {}
         for name, sealed in self._sealed.items():
-            both = self._open(name, sealed)
+            try:
+                of_key, of_seed = self._open(name, sealed)
+            except (InvalidTag, ValueError):
+                unread.append(name)
+                continue
             if name in alive:
-                seeds[name] = both[shamir.SHARE_BYTES :]
+                seeds[name] = of_seed
             else:
-                keys[name] = both[: shamir.SHARE_BYTES]
+                keys[name] = of_key
+        if unread:
+            raise Unreadable(unread)
         return {"seeds": seeds, "keys": keys}
 
     # -- inside
@@ -126,23 +146,33 @@ class MaskingClient:
         public = X25519PublicKey.from_public_bytes(self._public[name][1])
         return ChaCha20Poly1305(derived(self._channel.exchange(public), b"shares" + self._session))
 
-    def _seal(self, name: str, data: bytes) -> bytes:
-        nonce = os.urandom(12)
-        return nonce + self._cipher(name).encrypt(nonce, data, self._between(self._name, name))
+    def _seal(self, name: str, *shares: bytes) -> bytes:
+        nonce, data = os.urandom(12), b"".join(shares)
+        sealed = self._cipher(name).encrypt(nonce, data, self._between(self._name, name))
+        return b"".join(map(digest, shares)) + nonce + sealed
 
-    def _open(self, name: str, sealed: bytes) -> bytes:
-        try:
-            data = self._cipher(name).decrypt(
-                sealed[:12], sealed[12:], self._between(name, self._name)
-            )
-        except InvalidTag:
-            raise ValueError(f"the share of client {name} was changed on its way") from None
-        if len(data) != 2 * shamir.SHARE_BYTES:
-            raise ValueError(f"the share of client {name} has {len(data)} bytes")
-        return data
+    def _open(self, name: str, sealed: bytes) -> tuple[bytes, bytes]:
+        """The shares of the key and of the seed. InvalidTag or ValueError for wrong ones."""
+        nonce, data = sealed[_DIGESTS_BYTES:][:12], sealed[_DIGESTS_BYTES:][12:]
+        both = self._cipher(name).decrypt(nonce, data, self._between(name, self._name))
+        shares = both[: shamir.SHARE_BYTES], both[shamir.SHARE_BYTES :]
+        if tuple(map(digest, shares)) != digests(sealed):
+            raise ValueError("these are other shares than those of the digests")
+        return shares
 
     def _between(self, source: str, target: str) -> bytes:
         return msgspec.msgpack.encode((source, target, self._session))
+
+
+def digest(share: bytes) -> bytes:
+    """What a client commits to when it makes a share, so that whoever opens another one is known.
+    A share is as random as a key: its digest says nothing about it."""
+    return hashlib.sha3_256(share).digest()
+
+
+def digests(sealed: bytes) -> tuple[bytes, bytes]:
+    """The digests of the shares of the key and of the seed in ``sealed``."""
+    return sealed[:_DIGEST_BYTES], sealed[_DIGEST_BYTES:_DIGESTS_BYTES]
 
 
 def pair_seed(own: X25519PrivateKey, public: bytes, session: bytes) -> bytes:

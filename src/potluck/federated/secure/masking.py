@@ -13,6 +13,12 @@ from numpy.typing import NDArray
 
 Words = NDArray[np.uint32]
 
+HEAVIER = 8
+_NUM_POWERS = 8
+
+HIGH = 0.25
+"""Of the limit: while no value is above that, half of the limit is enough, with room to grow."""
+
 
 def derived(shared: bytes, purpose: bytes) -> bytes:
     """A key of 32 bytes from a ``shared`` secret, by HKDF-SHA256."""
@@ -54,37 +60,56 @@ class Scale:
         """``values``, cut off at ``limit`` and weighted with ``num_samples``, cut off at
         ``max_samples``. Rounding is random, so that its mean error is 0.
 
-        Shape ``(n,)`` gives ``(n + 3,)``: then come the weight, how many values were cut off, and 1
-        if the weight was.
+        Shape ``(n,)`` gives ``(n + NUM_EXTRA,)``: then come the weight, how many values are high,
+        how many were cut off, and, for each power of ``HEAVIER``, 1 if the weight is above it.
         """
-        num_cut = min(int((np.abs(values) > self.limit).sum()), self.levels)
+        sizes = np.abs(values)
+        num_high = min(int((sizes > self.limit * HIGH).sum()), self.levels)
+        num_cut = min(int((sizes > self.limit).sum()), self.levels)
         weight = min(num_samples / self.max_samples, 1.0)
         scaled = np.clip(values / self.limit, -1, 1) * (weight * self.levels)
         whole = np.floor(scaled + random.random(len(values)))
         whole = np.clip(whole, -self.levels, self.levels)
-        heavy, is_cut = np.rint(weight * self.levels), num_samples > self.max_samples
-        return np.concatenate([whole, [heavy, num_cut, is_cut]]).astype(np.int64).astype(np.uint32)
+        heavy = [num_samples > self.max_samples * HEAVIER**power for power in range(_NUM_POWERS)]
+        extra = [np.rint(weight * self.levels), num_high, num_cut, *heavy]
+        return np.concatenate([whole, extra]).astype(np.int64).astype(np.uint32)
 
-    def decode(self, total: Words) -> Decoded:
-        """What the sum of the clients' words says. ValueError if no client has a weight."""
+    def decode(self, total: Words, num_summed: int) -> Decoded:
+        """What the sum of the words of ``num_summed`` clients says. ValueError if no client has a
+        weight, or if no such words have this sum."""
         whole = total.astype(np.int32).astype(np.float64)
-        weight = whole[-3]
-        if weight <= 0:
+        values, (weight, num_high, num_cut, *num_heavy) = whole[:-NUM_EXTRA], whole[-NUM_EXTRA:]
+        if weight == 0:
             raise ValueError("the sum of the weights is 0; max_samples is far too large")
-        mean = whole[:-3] / weight * self.limit
+        most = num_summed * len(values)
+        if not (
+            0 < weight <= num_summed * self.levels
+            and 0 <= num_cut <= num_high <= most
+            and num_summed >= num_heavy[0]
+            and num_heavy == sorted(num_heavy, reverse=True)
+            and num_heavy[-1] >= 0
+            and np.abs(values).max(initial=0) <= weight + 2 * num_summed  # rounding
+        ):
+            raise ValueError(
+                "this is no sum of clients' changes: one of them has sent something else, and "
+                "under masks it can't be told which"
+            )
+        mean = values / weight * self.limit
         num_samples = weight / self.levels * self.max_samples
-        return Decoded(mean, num_samples, int(whole[-2]), int(whole[-1]))
+        return Decoded(mean, num_samples, int(num_high), int(num_cut), tuple(map(int, num_heavy)))
 
 
 class Decoded(NamedTuple):
-    """The weighted ``mean`` of the clients' values, the sum of their numbers of samples, and how
-    many values, and how many clients' weights, were cut off."""
+    """The weighted ``mean`` of the clients' values, the sum of their numbers of samples, how many
+    values are above ``HIGH`` of the limit, how many were cut off, and, by power of ``HEAVIER``, how
+    many clients' weights are above that multiple of ``max_samples``."""
 
     mean: NDArray[np.float64]
     num_samples: float
+    num_high: int
     num_cut: int
-    num_heavy: int
+    num_heavy: tuple[int, ...]
 
 
-NUM_EXTRA = 3
+NUM_EXTRA = 3 + _NUM_POWERS
 """Words of a client beside those of its values."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from potluck.federated.parameters import checked, flat
 from potluck.federated.privacy import clipped
-from potluck.federated.secure.client import MaskingClient
+from potluck.federated.secure.client import MaskingClient, Unreadable
 from potluck.federated.secure.masking import Scale
 from potluck.federated.updates import Update
 
@@ -71,11 +71,13 @@ class SecureParticipant:
         return {"words": masks.masked(sealed, words)}
 
     def unmask(self, session: bytes, survivors: list[str]) -> dict[str, Any]:
-        """Open shares, so that the masks of the sum can be removed; ends the round."""
-        masks = self._now(session)
-        opened = masks.unmask([str(each) for each in survivors])
-        self._masks = None
-        return opened
+        """Open shares, so that the masks of the sum can be removed; ends the round. If
+        shares are wrong, ``unread`` names the clients that made them."""
+        masks, self._masks = self._now(session), None
+        try:
+            return masks.unmask([str(each) for each in survivors])
+        except Unreadable as error:
+            return {"unread": error.clients}
 
     def _now(self, session: bytes) -> MaskingClient:
         if self._masks is None or bytes(session) != self._session:

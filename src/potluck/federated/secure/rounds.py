@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from numpy.typing import NDArray
 
 from potluck.federated.parameters import num_values
 from potluck.federated.secure.client import SEALED_BYTES, as_words
 from potluck.federated.secure.masking import NUM_EXTRA, Scale, Words
-from potluck.federated.secure.server import MaskingServer
+from potluck.federated.secure.server import MaskingServer, Opened
 from potluck.federated.secure.settings import Range, SecureAggregation
 from potluck.federated.secure.shamir import SHARE_BYTES
 from potluck.federated.strategies.base import Round
@@ -38,12 +39,16 @@ class Ask(Protocol):
 @dataclass(frozen=True, slots=True)
 class Summed:
     """The weighted mean ``change`` of the clients that ``arrived``, and the sum of their numbers of
-    samples; ``saturation`` is the fraction of values that were cut off."""
+    samples; ``saturation`` is the fraction of values that were cut off, ``num_heavy`` how many of
+    the clients have more samples than counted. ``cheats``: clients that broke the protocol, which
+    did no harm to this sum, and what each did."""
 
     change: NDArray[np.float64]
     num_samples: float
     arrived: tuple[str, ...]
     saturation: float
+    num_heavy: int
+    cheats: Mapping[str, str]
 
 
 def secure_sum(
@@ -55,14 +60,15 @@ def secure_sum(
     clip: float | None,
 ) -> Summed:
     """Run one round with the clients in ``asked``, each with its config. FederationError if too few
-    of them stay in one of its phases, ValueError if their answers do not fit together."""
+    of them stay in one of its phases, Spoiled if it is known who made it fail, ValueError for
+    another sum than one of changes."""
     session = secrets.token_bytes(16)
-    keys = ask("before", "secure_keys", _to_all(asked, {"session": session}), _keys)
+    keys = ask("before", "secure_keys", _to_all(asked, {"session": session}), _keys())
     threshold = settings.shares_needed(len(keys))
     server = MaskingServer(threshold, session)
     server.take_keys(keys)
     question = {"session": session, "keys": dict(keys), "threshold": threshold}
-    server.take_shares(ask("before", "secure_shares", _to_all(keys, question), _shares))
+    server.take_shares(ask("before", "secure_shares", _to_all(keys, question), _shares(keys)))
     length = num_values(now.parameters) + NUM_EXTRA
     scale = Scale(present.limit, present.max_samples, len(server.sharing))
     train = {
@@ -80,13 +86,17 @@ def secure_sum(
     server.take_masked(ask("training", "secure_masked", questions, _words_of(length)))
     survivors = list(server.masked)
     unmask = {"session": session, "survivors": survivors}
-    opened = ask("after", "secure_unmask", _to_all(server.masked, unmask), _opened, threshold)
-    found = scale.decode(server.total(opened))
+    opened = ask(
+        "after", "secure_unmask", _to_all(server.masked, unmask), _opened(server), threshold
+    )
+    found = scale.decode(server.total(opened), len(survivors))
     saturation = found.num_cut / (len(survivors) * (length - NUM_EXTRA))
     if clip is None:
-        largest = float(np.abs(found.mean).max(initial=0.0))
-        present.follow(saturation, largest, is_heavy=found.num_heavy > 0)
-    return Summed(found.mean, found.num_samples, tuple(survivors), saturation)
+        present.follow(saturation, found.num_high, found.num_heavy)
+    arrived = tuple(survivors)
+    return Summed(
+        found.mean, found.num_samples, arrived, saturation, found.num_heavy[0], server.cheats
+    )
 
 
 def _to_all(clients: Mapping[str, Any], question: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -100,13 +110,35 @@ def _bytes(value: object, length: int) -> bytes:
     return value
 
 
-def _keys(client: str, answer: Any) -> dict[str, bytes]:
-    return {name: _bytes(answer["keys"][name], 32) for name in ("mask", "channel")}
+def _keys() -> Callable[[str, Any], dict[str, bytes]]:
+    """Checks the clients' public keys. The clients refuse a list with two equal ones, or with one
+    that gives no secret: here it is known whose it is."""
+    seen: dict[bytes, str] = {}
+    probe = X25519PrivateKey.generate()
+
+    def understand(client: str, answer: Any) -> dict[str, bytes]:
+        keys = {name: _bytes(answer["keys"][name], 32) for name in ("mask", "channel")}
+        for key in keys.values():
+            if key in seen:
+                raise ValueError(f"its key is that of client {seen[key]}, too")
+            try:
+                probe.exchange(X25519PublicKey.from_public_bytes(key))
+            except ValueError:
+                raise ValueError("its key is none that gives a secret") from None
+            seen[key] = client
+        return keys
+
+    return understand
 
 
-def _shares(client: str, answer: Any) -> dict[str, bytes]:
-    shares = answer["shares"].items()
-    return {str(name): _bytes(share, SEALED_BYTES) for name, share in shares}
+def _shares(clients: Mapping[str, Any]) -> Callable[[str, Any], dict[str, bytes]]:
+    def understand(client: str, answer: Any) -> dict[str, bytes]:
+        shares = {str(name): _bytes(s, SEALED_BYTES) for name, s in answer["shares"].items()}
+        if shares.keys() != clients.keys():
+            raise ValueError("its shares are not for the clients that take part")
+        return shares
+
+    return understand
 
 
 def _words_of(length: int) -> Callable[[str, Any], Words]:
@@ -119,8 +151,12 @@ def _words_of(length: int) -> Callable[[str, Any], Words]:
     return understand
 
 
-def _opened(client: str, answer: Any) -> dict[str, dict[str, bytes]]:
-    return {
-        kind: {str(name): _bytes(share, SHARE_BYTES) for name, share in answer[kind].items()}
-        for kind in ("seeds", "keys")
-    }
+def _opened(server: MaskingServer) -> Callable[[str, Any], Opened]:
+    def understand(client: str, answer: Any) -> Opened:
+        found = dict(answer)
+        for kind in found.keys() & {"seeds", "keys"}:
+            shares = found[kind].items()
+            found[kind] = {str(name): _bytes(share, SHARE_BYTES) for name, share in shares}
+        return server.checked(client, found)
+
+    return understand

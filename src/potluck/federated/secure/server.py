@@ -4,14 +4,26 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from potluck.errors import FederationError
 from potluck.federated.secure import shamir
-from potluck.federated.secure.client import pair_seed
+from potluck.federated.secure.client import digest, digests, pair_seed
 from potluck.federated.secure.masking import Words, mask
+
+Opened = dict[str, dict[str, bytes]]
+"""The shares that one client opened: of ``seeds`` and of ``keys``, by whose they are."""
+
+
+class Spoiled(ValueError):
+    """These clients have spoiled the round: by name, what each of them did."""
+
+    def __init__(self, clients: Mapping[str, str]) -> None:
+        super().__init__("; ".join(f"client {name} {did}" for name, did in clients.items()))
+        self.clients = clients
 
 
 class MaskingServer:
@@ -24,6 +36,10 @@ class MaskingServer:
         self.keys: dict[str, Mapping[str, bytes]] = {}
         self._sealed: dict[str, Mapping[str, bytes]] = {}
         self.masked: dict[str, Words] = {}
+        self.cheats: dict[str, str] = {}
+        """Clients that opened other shares than those that they were given: what each did."""
+        self._accusers: defaultdict[str, set[str]] = defaultdict(set)
+        """By client, those that can't read the shares that it has made."""
 
     def take_keys(self, keys: Mapping[str, Mapping[str, bytes]]) -> None:
         """The public keys of all clients that answered."""
@@ -50,12 +66,40 @@ class MaskingServer:
         self._check(len(masked), "sent their masked update")
         self.masked = dict(masked)
 
-    def total(self, opened: Mapping[str, Mapping[str, Mapping[str, bytes]]]) -> Words:
-        """The sum of the survivors' words, modulo 2**32, by the shares that clients ``opened``.
+    def checked(self, client: str, answer: Mapping[str, Any]) -> Opened:
+        """The shares that ``client`` opened. ValueError unless they are those that it was given,
+        one for each client in the masks of the sum."""
+        unread = sorted(self._sealed.keys() & set(map(str, answer.get("unread", ()))))
+        if unread:
+            for name in unread:
+                self._accusers[name].add(client)
+            raise ValueError(f"it can't read the shares that client {', '.join(unread)} has made")
+        lost = self._sealed.keys() - self.masked.keys()
+        found = {}
+        for number, (kind, names) in enumerate((("keys", lost), ("seeds", self.masked.keys()))):
+            opened = found[kind] = dict(answer[kind])
+            if opened.keys() != names or any(
+                digest(share) != digests(self._sealed[name][client])[number]
+                for name, share in opened.items()
+            ):
+                self.cheats[client] = "opened other shares than those that it was given"
+                raise ValueError("it opened other shares than those that it was given")
+        return found
 
-        FederationError if fewer than the threshold answered, ValueError for shares that do not
-        belong together.
+    def total(self, opened: Mapping[str, Opened]) -> Words:
+        """The sum of the survivors' words, modulo 2**32, by the ``checked`` shares of clients.
+
+        FederationError if fewer than the threshold answered, Spoiled if it is known whose fault
+        that is, or whose shares belong to no secret.
         """
+        num_borne = max(1, len(self._sealed) - self._threshold)
+        spoiled = {
+            name: "made shares that others can't read"
+            for name, accusers in self._accusers.items()
+            if len(accusers) > num_borne  # so one of them at least is honest
+        }
+        if len(opened) < self._threshold and spoiled:
+            raise Spoiled(spoiled)
         self._check(len(opened), "opened their shares")
         points = {name: number for number, name in enumerate(sorted(self.keys), 1)}
         seeds: dict[str, dict[int, bytes]] = defaultdict(dict)
@@ -69,11 +113,11 @@ class MaskingServer:
         total = np.zeros(length, np.uint32)
         for name, words in self.masked.items():
             total += words
-            total -= mask(shamir.join(seeds[name]), length)
+            total -= mask(_joined(name, seeds[name]), length)
         for name in self._sealed.keys() - self.masked.keys():
-            own = X25519PrivateKey.from_private_bytes(shamir.join(keys[name]))
+            own = X25519PrivateKey.from_private_bytes(_joined(name, keys[name]))
             if own.public_key().public_bytes_raw() != self.keys[name]["mask"]:
-                raise ValueError(f"the shares of client {name} give another key than its own")
+                raise Spoiled({name: "made shares of another key than its own"})
             for other in self.masked:
                 pair = mask(pair_seed(own, self.keys[other]["mask"], self._session), length)
                 if other < name:
@@ -87,3 +131,10 @@ class MaskingServer:
             raise FederationError(
                 f"secure aggregation: {num} clients {did}, {self._threshold} are needed"
             )
+
+
+def _joined(name: str, shares: Mapping[int, bytes]) -> bytes:
+    try:
+        return shamir.join(shares)
+    except ValueError:
+        raise Spoiled({name: "made shares that belong to no secret"}) from None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from potluck.federated.secure.client import MIN_THRESHOLD
+from potluck.federated.secure.masking import HEAVIER
 
 _MUCH_CUT = 1e-3
-_FAR_BELOW = 64.0
+_LEAST_LIMIT = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +23,14 @@ class SecureAggregation:
     other's change. The others may drop out at any time. Fewer learn nothing together with the
     server. Single values of a change are cut off at ``limit``, and numbers of samples at
     ``max_samples``. For the next round ``limit`` doubles when more than a thousandth of the values
-    were cut off, ``max_samples`` when any was: the sums say so. Each round reports the fraction of
-    values as ``saturation``.
+    were cut off, and halves when no client has a value above a quarter of it; ``max_samples``
+    grows at once by the power of 8 that all numbers need: the sums say so. Each round reports the
+    fraction of values as ``saturation``, and how many clients' numbers as ``num_heavy``: a round in
+    which some are has another mean than the plain one.
+
+    A client whose answers break the protocol is named and left out, in this round or, where only
+    its end shows it, from the next one on. That the words of a client are its change, within the
+    limit, nobody can check under masks: one that sends others moves the sum.
 
     Metrics of clients are not sent. Cost, for ``n`` clients and ``p`` parameters: ``4 * p`` bytes
     from each client; ``n`` key agreements and masks of ``p`` words on each client; two
@@ -60,14 +67,14 @@ class Range:
     limit: float
     max_samples: float
 
-    def follow(self, saturation: float, largest_mean: float, *, is_heavy: bool) -> None:
-        """The range for the next round; ``is_heavy``: a weight was cut off."""
+    def follow(self, saturation: float, num_high: int, num_heavy: Sequence[int]) -> None:
+        """The range for the next round; ``num_high`` single values are near the limit, and
+        ``num_heavy[i]`` weights above ``max_samples * HEAVIER**i``."""
         if saturation > _MUCH_CUT:
             self.limit *= 2
-        elif saturation == 0 and largest_mean * _FAR_BELOW < self.limit:
+        elif num_high == 0 and self.limit > _LEAST_LIMIT:
             self.limit /= 2
-        if is_heavy:
-            self.max_samples *= 2
+        self.max_samples *= HEAVIER ** sum(num > 0 for num in num_heavy)
 
     def state_dict(self) -> dict[str, float]:
         """The present range."""

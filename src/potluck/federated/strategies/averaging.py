@@ -10,7 +10,7 @@ import numpy as np
 from potluck import hints
 from potluck.federated.parameters import Array, Parameters, arrays_of, like
 from potluck.federated.strategies.base import Config, Round
-from potluck.federated.updates import Update
+from potluck.federated.updates import MAX_SAMPLES, Update
 
 MakesConfig = Callable[[int], Config]
 
@@ -23,7 +23,9 @@ class FedAvg:
     by the run's seed. With ``sampling="poisson"`` each client is chosen by itself with probability
     ``fraction``, which may choose none; accounts of differential privacy need that. ``config``
     (a dict, or a function of the round's number) goes to each client's function: local epochs, for
-    example. Cost: one pass over all updates, in float64.
+    example. An update with more than ``max_samples`` samples is refused, and its client named: set
+    it to the most that a client can have, since one that claims far more than it has decides the
+    mean. Cost: one pass over all updates, in float64.
     """
 
     takes_mean = True
@@ -36,13 +38,17 @@ class FedAvg:
         *,
         config: Config | MakesConfig | None = None,
         sampling: Literal["fixed", "poisson"] = "fixed",
+        max_samples: int = MAX_SAMPLES,
     ) -> None:
+        if isinstance(max_samples, bool) or not isinstance(max_samples, int) or max_samples < 1:
+            raise ValueError(f"max_samples is {max_samples!r}; a whole number from 1 is needed")
         if not 0 < fraction <= 1:
             raise ValueError(f"fraction is {fraction!r}; it must be above 0 and at most 1")
         if sampling not in ("fixed", "poisson"):
             raise ValueError(f"sampling is {sampling!r}; it is 'fixed' or 'poisson'")
         self.fraction = fraction
         self.sampling = sampling
+        self.max_samples = max_samples
         self._config = config
 
     def configure(self, round: Round, clients: Sequence[str]) -> Mapping[str, Config]:

@@ -27,7 +27,8 @@ class Strategy(Protocol):
     """Which clients train in a round, with which configuration, and what their updates make.
 
     A class with these two methods is a strategy; it needs no base class. Optional attributes:
-    ``min_updates``, how many updates ``aggregate`` needs at least (1), and ``takes_mean``, whether
+    ``min_updates``, how many updates ``aggregate`` needs at least (1), ``max_samples``, with how
+    many samples an update is refused (2**40), and ``takes_mean``, whether
     it depends on the updates only through their weighted mean (False). Secure aggregation and
     differential privacy need the latter.
     """

@@ -89,10 +89,14 @@ class Krum(FedAvg):
 def krum_scores(vectors: Array, f: int) -> Array:
     """The score of each row of ``vectors``: float64, shape ``(n,)``; lower is better."""
     num = len(vectors)
-    squares = np.einsum("ij,ij->i", vectors, vectors)
-    distances = squares[:, None] + squares[None, :] - 2 * vectors @ vectors.T
-    np.fill_diagonal(distances, np.inf)
-    nearest = np.sort(np.maximum(distances, 0), axis=1)[:, : num - f - 2]
+    distances = np.full((num, num), np.inf)
+    with np.errstate(over="ignore"):  # infinitely far is far
+        for row in range(num - 1):
+            # Not by |a|**2 + |b|**2 - 2ab, which cancels where both are far from 0.
+            between = vectors[row + 1 :] - vectors[row]
+            distances[row, row + 1 :] = np.einsum("ij,ij->i", between, between)
+    distances = np.minimum(distances, distances.T)
+    nearest = np.sort(distances, axis=1)[:, : num - f - 2]
     return np.asarray(nearest.sum(axis=1))
 
 
