@@ -45,8 +45,10 @@ def test_a_job_outlives_any_agent_and_takes_newcomers_in(tmp_path: Path) -> None
         form(*machines)
         leader = leader_of(machines)
         starter, other = (each for each in machines if each is not leader)
-        with starter.run(TRAINING, tmp_path / "stop") as run:
+        summary_file = tmp_path / "summary.json"
+        with starter.run("--json", summary_file, TRAINING, tmp_path / "stop") as run:
             run.wait_for("step 5 of 3")
+            began = time.monotonic()
             other.kill()
             run.wait_for("of 2")
             other.start()
@@ -60,7 +62,20 @@ def test_a_job_outlives_any_agent_and_takes_newcomers_in(tmp_path: Path) -> None
             run.wait_for(lambda line: "of 3" in line and line in run.lines[again:])
             (tmp_path / "stop").touch()
             assert run.finish() == 0, run.text
+            trained_s = time.monotonic() - began
             assert check_sums(run).keys() == {starter.name, other.name, dora.name}
+        summary = json.loads(summary_file.read_text())
+        assert summary["seconds"] > trained_s, "also those under the leader before"
+        causes = [each["cause"] for each in summary["recoveries"]]
+        assert any(other.id in cause for cause in causes), causes
+        assert any(leader.id in cause for cause in causes), causes
+        assert summary["steps_run_again"] >= sum(
+            each["run_again"] for each in summary["recoveries"]
+        )
+        begins = next(each for each in summary["events"] if "starting 3 workers on" in each)
+        assert summary["events"].index(begins) < 3
+        times = [float(each.split(" ")[0]) for each in summary["events"]]
+        assert times == sorted(times)
 
 
 def test_a_job_goes_on_when_the_agent_that_it_was_started_from_is_killed(tmp_path: Path) -> None:

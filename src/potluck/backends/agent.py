@@ -159,8 +159,9 @@ class AgentBackend:
 
     def report(self, facts: dict[str, Any]) -> None:
         """Report ``facts`` to the agent. ``step`` (number of committed steps),
-        ``committed_samples``, ``total_samples``, ``loss``, ``samples_per_s`` and ``device`` are
-        progress; a single ``event`` is a line of output; all others go into the summary."""
+        ``committed_samples``, ``total_samples``, ``worker_samples``, ``loss``, ``samples_per_s``
+        and ``device`` are progress; a single ``event`` is a line of output; all others go into the
+        summary."""
         communicator = self._communicator
         if "event" in facts and len(facts) == 1:
             self._talk.say(worker_link.Said(self.worker, worker_link.clip(str(facts["event"]))))

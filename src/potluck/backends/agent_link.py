@@ -35,7 +35,8 @@ _REPORT_EVERY_S = 0.1
 _GOODBYE_S = 2.0
 _ORPHAN_S = 5.0
 
-_PROGRESS = {"step", "loss", "samples_per_s", "device", "committed_samples", "total_samples"}
+_COUNTS = ("committed_samples", "total_samples", "worker_samples")
+_PROGRESS = {"step", "loss", "samples_per_s", "device", *_COUNTS}
 """Reported names with fields of their own in a message; all others are facts."""
 
 _links: weakref.WeakSet[AgentLink] = weakref.WeakSet()
@@ -127,8 +128,7 @@ class UnsentFacts:
                 samples_per_s=_number(known.get("samples_per_s")),
                 device=str(known.get("device", ""))[:256],
                 facts=facts,
-                committed_samples=_count(known.get("committed_samples")),
-                total_samples=_count(known.get("total_samples")),
+                **{name: _count(known.get(name)) for name in _COUNTS},
             )
 
 

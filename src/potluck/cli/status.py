@@ -41,9 +41,10 @@ def status(
     stragglers are sentences, one for each node or link that is far behind the best link. Each job
     has job, node, pid, script, started (Unix time), epoch, step, loss, events, wire (sealed or
     signed), samples (null unless the script reports them) with committed, total and per_s (null:
-    not known yet), and workers with worker, rank (-1: not in the group now), phase, pid, restarts,
-    device, step, samples_per_s, node (its name, empty for a job of this machine alone). In a job
-    of the cluster `node` leads it. Fields may be added, none will change.
+    not known yet), record (what the next leader needs for the summary), and workers with worker,
+    rank (-1: not in the group now), phase, pid, restarts, device, step, samples_per_s, node (its
+    name, empty for a job of this machine alone). In a job of the cluster `node` leads it. Fields
+    may be added, none will change.
     """
     from potluck.settings import load_settings
 

@@ -269,8 +269,9 @@ class DistributedContext(UnevenCollectives, Messages):
         """Report facts about this job, from any rank. Never blocks and never raises.
 
         ``step`` (committed steps), ``loss``, ``samples_per_s``, ``device``, and
-        ``committed_samples`` of ``total_samples`` are shown while the job runs, ``event`` alone is
-        a line of output; all other facts (numbers and short texts) appear in the summary.
+        ``committed_samples`` of ``total_samples`` (all ranks'), of which this worker computed
+        ``worker_samples``, are shown while the job runs, ``event`` alone is a line of output; all
+        other facts (numbers and short texts) appear in the summary.
         """
         self._backend.report(facts)
 

@@ -117,6 +117,7 @@ class ElasticLoop(Record, Uncopied):
         self._agreement.steps_run_again = strategy is None
         self._pace = Pace(self._policy)
         self._attempts = 0
+        self._num_computed = 0
         self._begun = False
         self._notified_epoch = 0  # the group that callbacks know
         # The error that ended a group since the last step began. Until the next step other ranks
@@ -390,6 +391,7 @@ class ElasticLoop(Record, Uncopied):
     def _note_commit(self, loss: float, num_samples: int, seconds: float) -> None:
         self._agreement.last_loss = loss
         self.losses.append(loss)
+        self._num_computed += num_samples
         self._attempts = 0
         self.recoveries += self._agreement.end_recovery()
         rate = num_samples / max(seconds, 1e-9)
@@ -401,6 +403,7 @@ class ElasticLoop(Record, Uncopied):
             step=self.step_number,
             committed_samples=self.committed,
             total_samples=0 if self.schedule.is_open else self.schedule.total,
+            worker_samples=self._num_computed,
             samples_per_s=self.samples_per_s,
             device=self._replica.device,
             **{name: _plain(value) for name, value in self._facts.items()},

@@ -32,7 +32,6 @@ JobNumber = Annotated[int, msgspec.Meta(ge=0, le=MAX_JOB_NUMBER)]
 Workers = Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_PLACES)]
 Attempt = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
 Signal = Annotated[int, msgspec.Meta(ge=1, le=64)]
-Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 Line = Annotated[str, msgspec.Meta(max_length=64 * 1024)]
 
 
@@ -51,9 +50,9 @@ class JobOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_nodes: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
     max_restarts: Annotated[int, msgspec.Meta(ge=0, le=1 << 31)] = 3
     restarts_worlds: bool = True
-    wait_s: Seconds = 60.0
+    wait_s: worker_link.Seconds = 60.0
     min_workers: Annotated[int, msgspec.Meta(ge=1, le=MAX_PLACES)] = 1
-    peer_timeout_s: Seconds = 30.0
+    peer_timeout_s: worker_link.Seconds = 30.0
     chaos: Text = ""
     wire: Name = SEALED
     environment: Annotated[
@@ -85,7 +84,7 @@ class JobSpec(JobOptions, frozen=True, kw_only=True):
     versions: Versions
     below: Text = ""
     master_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
-    started: Seconds = 0.0
+    started: worker_link.Seconds = 0.0
     cluster: Annotated[bytes, msgspec.Meta(max_length=16)] = b""
     number: JobNumber = 0
     proof: Proof | None = None

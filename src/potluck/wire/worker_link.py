@@ -33,6 +33,7 @@ Epoch = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)]
 """An epoch, of 31 bits as in frames; -1 for none."""
 Step = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 53)]
 """A training step or a rank; -1 for none."""
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 Pid = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Facts = Annotated[dict[Name, Fact], msgspec.Meta(max_length=MAX_FACTS)]
 
@@ -93,8 +94,8 @@ class Lost(msgspec.Struct, frozen=True, tag=True):
 class WorkerProgress(msgspec.Struct, frozen=True, tag=True):
     """The progress of a training loop. ``step`` is the number of committed steps (-1: unknown) and
     ``epoch`` the group in which the last of them was committed; ``committed_samples`` of
-    ``total_samples`` are their samples (0: unknown); ``facts`` are the facts since the last
-    message."""
+    ``total_samples`` are their samples, of which this process has computed ``worker_samples`` (0:
+    unknown); ``facts`` are the facts since the last message."""
 
     worker: Name
     epoch: Epoch = 0
@@ -105,6 +106,7 @@ class WorkerProgress(msgspec.Struct, frozen=True, tag=True):
     facts: Facts = {}
     committed_samples: Count = 0
     total_samples: Count = 0
+    worker_samples: Count = 0
 
 
 class Said(msgspec.Struct, frozen=True, tag=True):
@@ -252,6 +254,28 @@ class Samples(msgspec.Struct, frozen=True):
     per_s: float | None = None
 
 
+class RecoveryRecord(msgspec.Struct, frozen=True):
+    """A ``jobs.journal.Recovery``; ``detected`` is in seconds since the job began."""
+
+    workers: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
+    cause: Text
+    detected: Seconds
+    reformed_s: Seconds | None
+    recovered_s: Seconds | None
+    step: Step | None
+    run_again: bool
+
+
+class JobRecord(msgspec.Struct, frozen=True):
+    """What the summary of a job tells beside its status, for the node that leads it next:
+    ``seconds`` since it began, at which of them the ``events`` of the status were, and the newest
+    recoveries."""
+
+    seconds: Seconds = 0.0
+    times: Annotated[tuple[Seconds, ...], msgspec.Meta(max_length=64)] = ()
+    recoveries: Annotated[tuple[RecoveryRecord, ...], msgspec.Meta(max_length=64)] = ()
+
+
 class JobState(msgspec.Struct, frozen=True):
     """The status of one job. ``started`` is Unix time in seconds; ``samples`` is None if the script
     does not report them; ``world_restarts`` counts restarts of all workers of a script that is not
@@ -270,6 +294,7 @@ class JobState(msgspec.Struct, frozen=True):
     wire: Name = SEALED
     samples: Samples | None = None
     world_restarts: Count = 0
+    record: JobRecord = JobRecord()
 
 
 FromWorker = (

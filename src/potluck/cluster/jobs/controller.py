@@ -63,9 +63,11 @@ class JobController:
         is_new: bool,
         before: JobGroup | None = None,
         world: jobs.WorldSpec | None = None,
+        told: tuple[worker_link.JobState, float] | None = None,
     ) -> None:
         """A new job, of which nothing runs; or one that another leader had begun, whose group was
-        ``before`` in the view before this one, and whose workers were started for ``world``."""
+        ``before`` in the view before this one, and whose workers were started for ``world``. That
+        leader ``told`` the status last, at this time."""
         names = tuple(each.worker for each in places)
         self.spec = spec
         self.placement = Placement(
@@ -115,6 +117,8 @@ class JobController:
             self.state, self._first_actions = membership.begin(names, policy, view.epoch)
         else:
             self.state = membership.take_over(names, policy, view.epoch, group, self.world)
+            if told is not None:
+                self._journal.take_over(*told)
             self._tell_of_take_over(view, before)
             self.offers_changed()
 

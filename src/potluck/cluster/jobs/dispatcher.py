@@ -208,7 +208,7 @@ class JobDispatcher:
         """The status of all jobs: of those led here as it is now, else as the leader told it
         last."""
         led = {job: each.status() for job, each in self._controllers.items() if each.has_begun}
-        told = {job: here.status for job, here in self.runners.items() if here.status}
+        told = {job: here.told[0] for job, here in self.runners.items() if here.told}
         return tuple(status for _, status in sorted((told | led).items()))[: jobs.MAX_JOBS]
 
     def rate(self) -> float:
@@ -279,7 +279,7 @@ class JobDispatcher:
                 self._agent.vouching.listed({*listed, *self._watched.names})
             case jobs.JobStatus(status):
                 if (runner := self.runners.get(status.job)) is not None:
-                    runner.status = status
+                    runner.told = status, time.monotonic()
                 self._watched.show(message)
             case _:
                 if (runner := self.runners.get(message.job)) is not None:
@@ -433,6 +433,7 @@ class JobDispatcher:
                         is_new=False,
                         before=here.group,
                         world=here.world,
+                        told=here.told,
                     )
                     self._lead(controller, view)
             self._tell_all(self._list())

@@ -12,11 +12,14 @@ from dataclasses import dataclass, field
 
 from potluck.cluster.jobs.sample_progress import SampleProgress
 from potluck.wire.facts import MAX_FIGURE
-from potluck.wire.worker_link import Fact, WorkerProgress
+from potluck.wire.worker_link import Fact, JobRecord, JobState, RecoveryRecord, WorkerProgress
 
 MAX_NOTES = 1000
 MAX_FACTS = 256
+MAX_TOLD = 64
+"""Of the recoveries, in the record for the next leader."""
 _MAX_CAUSE = 4096
+_MAX_TOLD_CAUSE = 512
 _LAST_WORDS = 30
 
 
@@ -50,8 +53,9 @@ class Recovery:
 @dataclass(slots=True)
 class WorkerFacts:
     """What is known of one worker, restarts included. ``training`` numbers the loops that its
-    script runs one after the other. ``pid`` is its newest process, ``exit_code`` how the newest
-    process that ended did, ``last_words`` are the newest lines of its stderr."""
+    script runs one after the other. ``samples`` counts what it computed itself. ``pid`` is its
+    newest process, ``exit_code`` how the newest process that ended did, ``last_words`` are the
+    newest lines of its stderr."""
 
     training: int = 0
     epoch: int = 0
@@ -59,10 +63,17 @@ class WorkerFacts:
     loss: float | None = None
     samples_per_s: float | None = None
     device: str = ""
+    samples: SampleProgress = field(default_factory=SampleProgress)
     facts: dict[str, Fact] = field(default_factory=dict)
     pid: int = 0
     exit_code: int | None = None
     last_words: deque[str] = field(default_factory=lambda: deque(maxlen=_LAST_WORDS))
+
+    def rate(self, now: float) -> float | None:
+        """Its committed samples per second, measured as those of the whole job are, so that the
+        workers' rates add up to it; else what the script says of itself."""
+        counted = self.samples.samples(now)
+        return self.samples_per_s if counted is None else counted.per_s
 
 
 class Journal:
@@ -83,6 +94,53 @@ class Journal:
         self._rejoining: dict[str, int] = {}
         self._interrupted = -1
         self._suspected: float | None = None
+
+    def take_over(self, told: JobState, at: float) -> None:
+        """Go on with the journal of the leader before this one, as it told of it ``at``."""
+        record = told.record
+        self.began = at - record.seconds
+        self.notes = [
+            JournalNote(when, text) for when, text in zip(record.times, told.events, strict=False)
+        ]
+        self.recoveries = [
+            Recovery(
+                each.workers,
+                each.cause,
+                self.began + each.detected,
+                reformed_s=each.reformed_s,
+                recovered_s=each.recovered_s,
+                step=each.step,
+                run_again=each.run_again,
+            )
+            for each in record.recoveries
+        ]
+        self.step, self.loss = told.step, told.loss
+        if told.samples is not None:
+            self.sample_progress.update(told.samples.committed, told.samples.total, at)
+
+    def record(self, num_notes: int, now: float) -> JobRecord:
+        """What ``take_over`` needs beside the last ``num_notes`` notes and the status."""
+        return JobRecord(
+            max(0.0, now - self.began),
+            tuple(max(0.0, note.at) for note in self.notes[-num_notes:]),
+            tuple(
+                RecoveryRecord(
+                    each.workers,
+                    each.cause[:_MAX_TOLD_CAUSE],
+                    max(0.0, each.detected - self.began),
+                    each.reformed_s,
+                    each.recovered_s,
+                    each.step,
+                    each.run_again,
+                )
+                for each in self.recoveries[-MAX_TOLD:]
+            ),
+        )
+
+    @property
+    def num_run_again(self) -> int:
+        """How many steps were run again after a loss."""
+        return sum(each.run_again for each in self.recoveries)
 
     def facts_of(self, worker: str) -> WorkerFacts:
         """What ``worker`` last said; of one that came later, nothing at first."""
@@ -127,7 +185,8 @@ class Journal:
             recovery.cause = f"{recovery.cause}; {cause}"[:_MAX_CAUSE]
             recovery.reformed_s = None
         if worker:
-            self.facts_of(worker).samples_per_s = None
+            facts = self.facts_of(worker)
+            facts.samples_per_s, facts.samples = None, SampleProgress()
 
     def reported(self, epoch: int, step: int, now: float) -> None:
         """A worker said that its group failed it, in ``step``: the moment a loss is detected, if
@@ -190,6 +249,8 @@ class Journal:
         newest = (facts.training, told.epoch, told.step)
         facts.epoch, facts.step = told.epoch, told.step
         facts.loss, facts.samples_per_s = told.loss, _figure(told.samples_per_s)
+        if told.worker_samples:
+            facts.samples.update(told.worker_samples, 1, now)  # of how many is not known
         facts.device = told.device or facts.device
         facts.facts = dict(list((facts.facts | told.facts).items())[:MAX_FACTS])
         if told.step < 0 or newest <= known:

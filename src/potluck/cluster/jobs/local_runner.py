@@ -55,8 +55,8 @@ _Link = aio.MessageLink[worker_link.FromWorker, worker_link.FromAgent]
 
 class LocalRunner:
     """One job on this node, from its first order to ``put_away``. ``world`` is the one that workers
-    are started for now, ``group`` the newest that the nodes agreed on, ``status`` what the leader
-    told last."""
+    are started for now, ``group`` the newest that the nodes agreed on, ``told`` what the leader
+    told last, and when, in seconds of ``time.monotonic``."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class LocalRunner:
         self.places = order.places
         self.world = order.world
         self.group: JobGroup | None = None
-        self.status: worker_link.JobState | None = None
+        self.told: tuple[worker_link.JobState, float] | None = None
         self._agent = agent
         self._code_store = code_store
         self._must_wait = must_wait
@@ -387,7 +387,7 @@ class LocalRunner:
     def _report(self) -> None:
         """Report everything about the workers here that the leader may not know."""
         name, say, alive = self.spec.job, self._agent.plane.to_leader, self.alive
-        for event in self._reports.ended():
+        for event in (*self._reports.progress(), *self._reports.ended()):
             say(jobs.Happened(name, event))
         say(jobs.Reported(name, self._reports.seen(alive), self._error))
         for event in self._reports.standing(alive):

@@ -8,7 +8,8 @@ from potluck.cluster.jobs.groups.roster import EXPECTED, Phase, State, WorkerSta
 from potluck.cluster.jobs.journal import Journal
 from potluck.wire import jobs, worker_link
 
-_MAX_EVENTS = 20
+_MAX_EVENTS = 60
+_MAX_EVENT = 4096
 
 
 def status_of(
@@ -35,7 +36,7 @@ def status_of(
                 restarts=worker.attempt,
                 device=facts.device,
                 step=facts.step,
-                samples_per_s=facts.samples_per_s if worker.alive else None,
+                samples_per_s=facts.rate(now) if worker.alive else None,
                 node=called(worker.name),
             )
         )
@@ -49,10 +50,11 @@ def status_of(
         step=journal.step,
         loss=journal.loss,
         workers=tuple(shown),
-        events=tuple(worker_link.clip(note.text) for note in journal.notes[-_MAX_EVENTS:]),
+        events=tuple(note.text[-_MAX_EVENT:] for note in journal.notes[-_MAX_EVENTS:]),
         wire=spec.wire,
         samples=journal.sample_progress.samples(now),
         world_restarts=state.world.number,
+        record=journal.record(_MAX_EVENTS, now),
     )
 
 

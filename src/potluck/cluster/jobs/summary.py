@@ -100,7 +100,7 @@ def summarize(
         exit_code=state.exit_code or (1 if problems else 0),
         seconds=now - journal.began,
         committed_steps=max([journal.step, 0, *_numbers(workers, _COMMITTED)]),
-        steps_run_again=max([0, *_numbers(workers, _AGAIN)]),
+        steps_run_again=max([0, journal.num_run_again, *_numbers(workers, _AGAIN)]),
         facts=_common_facts(workers),
         hashes_equal=len(hashes) == 1 if hashes else None,
         workers=workers,

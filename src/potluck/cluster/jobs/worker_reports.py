@@ -1,8 +1,8 @@
 """Reports of one node about a job's workers, kept so that a new leader can be told again. Pure.
 
-A leader that is lost takes with it what it was told. So each node repeats to the next leader, for
-the newest process of each worker: its exit code if it has exited; else that the worker has
-finished, asks for a group, or is a member of one.
+A leader that is lost takes with it what it was told. So each node repeats to the next leader how
+far each worker is, with all its facts; and for its newest process the exit code if it has exited;
+else that the worker has finished, asks for a group, or is a member of one.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class WorkerReports:
         self._asking: dict[str, int] = {}
         self._entered: dict[str, int] = {}
         self._finished: set[str] = set()
+        self._progress: dict[str, worker_link.WorkerProgress] = {}
         self._exited: dict[str, jobs.Exited] = {}
         self._read: dict[str, jobs.OutputEnded] = {}
 
@@ -59,6 +60,10 @@ class WorkerReports:
                 self._asking.pop(worker, None)
             case worker_link.Finished(worker):
                 self._finished.add(worker)
+            case worker_link.WorkerProgress(worker=worker, facts=facts):
+                known = self._progress.get(worker, event).facts
+                all_facts = dict(list((known | facts).items())[: worker_link.MAX_FACTS])
+                self._progress[worker] = msgspec.structs.replace(event, facts=all_facts)
             case jobs.Exited(worker):
                 self._exited[worker] = event
             case jobs.OutputEnded(worker):
@@ -66,6 +71,10 @@ class WorkerReports:
             case _:
                 pass
         return event
+
+    def progress(self) -> list[jobs.Event]:
+        """How far each worker is."""
+        return list(self._progress.values())
 
     def ended(self) -> list[jobs.Event]:
         """How the processes that ended did, and whether all of their output was sent."""

@@ -160,10 +160,8 @@ class Surveyor:
     # Inside.
 
     def _look(self) -> None:
-        """Read the facts about this machine again: interfaces come and go. The speed of its last
-        job is kept while no job runs."""
-        before = self.survey.mine.samples_per_s
-        rate = float(f"{self._rate():.2g}") or before
+        """Read the facts about this machine again: interfaces come and go."""
+        rate = float(f"{self._rate():.2g}") or None
         facts = self._own_facts()
         self.survey.mine = msgspec.structs.replace(facts, samples_per_s=rate)
         peers = self._detector.peers

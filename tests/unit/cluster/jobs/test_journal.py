@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from potluck.cluster.jobs.journal import MAX_NOTES, Journal
-from potluck.wire.worker_link import WorkerProgress
+from potluck.wire.worker_link import JobState, WorkerProgress
 
 
 def training() -> Journal:
@@ -193,3 +195,64 @@ def test_a_second_training_of_one_script_begins_at_its_own_beginning() -> None:
         journal.progress(samples(name, number), 2.0)
         seen.append((journal.step, journal.sample_progress.committed))
     assert seen == [(1, 10), (1, 10), (2, 20), (2, 20)]
+
+
+def test_the_next_leader_goes_on_with_the_journal() -> None:
+    journal = training()
+    journal.note("worker 2 is slow", 9.5)
+    journal.lost("2", "worker 2 lost (killed by SIGKILL (9))", 10.0)
+    journal.reported(1, 60, 10.01)
+    journal.announced(2, ("0", "1"), ())
+    journal.entered("0", 2, 10.3)
+    journal.entered("1", 2, 10.4)
+    journal.progress(step("0", 61, epoch=2, committed_samples=610, total_samples=900), 10.9)
+    journal.lost("1", "worker 1 lost", 11.0)
+    told = JobState(
+        *("job", "node", 0, "train.py", 0.0, 2, journal.step, journal.loss, ()),
+        events=tuple(texts(journal)),
+        samples=journal.sample_progress.samples(12.0),
+        record=journal.record(60, 12.0),
+    )
+    heard = msgspec.msgpack.decode(msgspec.msgpack.encode(told), type=JobState)
+
+    later = Journal(["0", "1", "2"], now=505.0)  # by another clock
+    later.take_over(heard, 500.0)
+    later.lost("0", "worker 0 lost (its machine)", 505.0)
+    later.announced(3, ("1", "2"), ())
+    later.entered("1", 3, 506.0)
+    later.entered("2", 3, 506.0)
+    later.progress(step("1", 62, epoch=3, committed_samples=620, total_samples=900), 507.0)
+    assert later.began == 488.0
+    assert [(note.at, note.text) for note in later.notes[:2]] == [
+        (9.5, "worker 2 is slow"),
+        (10.9, texts(journal)[-1]),
+    ]
+    first, second = later.recoveries
+    assert (first.workers, first.step, first.run_again) == (("2",), 60, True)
+    assert round(first.recovered_s or 0, 6) == 0.9
+    assert second.workers == ("1", "0"), "a recovery that no step had ended goes on"
+    assert second.cause == "worker 1 lost; worker 0 lost (its machine)"
+    assert second.recovered_s == 507.0 - 499.0
+    assert (later.step, later.num_run_again) == (62, 1)
+    assert later.sample_progress.committed == 620
+
+
+def test_the_rates_of_the_workers_add_up_to_that_of_the_job() -> None:
+    """Whatever part of a step a worker waits for the others, and says to be as fast as."""
+    journal = Journal(["0", "1"], now=0.0)
+    journal.announced(1, ("0", "1"), ("0", "1"))
+    for number in range(1, 101):
+        now = 0.1 * number
+        for name, share in (("0", 48), ("1", 16)):
+            told = step(
+                *(name, number),
+                epoch=1,
+                samples_per_s=5000.0,
+                committed_samples=64 * number,
+                total_samples=10**6,
+                worker_samples=share * number,
+            )
+            journal.progress(told, now)
+    rates = [journal.facts_of(name).rate(10.0) for name in "01"]
+    assert [round(rate or 0) for rate in rates] == [480, 160]
+    assert round(journal.sample_progress.samples(10.0).per_s) == 640
