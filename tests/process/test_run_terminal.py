@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from support.commands import potluck_command
+from support.commands import potluck_command, run_command
 
 DEADLINE_S = 200.0
 
@@ -64,6 +64,11 @@ class Terminal:
         )
         os.close(slave)
 
+    @property
+    def text(self) -> str:
+        """What was drawn, without its colours."""
+        return re.sub(r"\x1b\[[0-9;]*m", "", self.drawn)
+
     def read_until(self, wanted: Callable[[str], bool]) -> None:
         """Until ``wanted`` accepts what was drawn, or the command ends."""
         deadline = time.monotonic() + DEADLINE_S
@@ -84,6 +89,9 @@ class Terminal:
     def finish(self) -> int:
         self.read_until(lambda drawn: False)
         return self.process.wait(DEADLINE_S)
+
+    def type(self, text: str) -> None:
+        os.write(self._master, text.encode())
 
     def hang_up(self) -> None:
         """The terminal is closed: the kernel sends SIGHUP to its session."""
@@ -246,3 +254,100 @@ def test_status_shows_the_names_of_others_as_text(
         assert obeyed(drawn) == []
     assert r"\x1b]52;c;eA==" in status.drawn
     assert r"\u202e" in json.drawn
+
+
+BAR = """
+import sys, time
+from pathlib import Path
+import potluck
+ctx = potluck.init()
+for number in range(1, 201):
+    sys.stderr.write(f"\\r{number:>3}/200 steps")
+    sys.stderr.flush()
+    while number == 100 and not Path(sys.argv[1]).exists():
+        time.sleep(0.01)
+sys.stderr.write("\\n")
+print("done")
+ctx.close()
+"""
+
+
+def test_a_progress_bar_is_one_line_below_the_table_for_each_worker(tmp_path: Path) -> None:
+    script, go = tmp_path / "bar.py", tmp_path / "go"
+    script.write_text(BAR)
+    with Terminal(*potluck_command(), "run", "--workers", "2", str(script), str(go)) as terminal:
+        terminal.read_until(lambda _: all(f"[{r}] 100/200 steps" in terminal.text for r in (0, 1)))
+        go.touch()
+        assert terminal.finish() == 0, terminal.drawn
+    above = [line for line in lines_above_the_table(terminal.drawn) if "steps" in line]
+    assert sorted(above) == ["[0] 200/200 steps", "[1] 200/200 steps"]
+
+
+def lines_above_the_table(drawn: str) -> list[str]:
+    """What is left on the terminal, scrolled out or not: a small part of what terminals can do."""
+    lines, row = [""], 0
+    for piece in re.findall(r"\x1b\[[?\d;]*[a-zA-Z]|\r|\n|[^\x1b\r\n]+", drawn):
+        if piece == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif piece == "\x1b[1A":
+            row -= 1
+        elif piece == "\x1b[2K":
+            lines[row] = ""
+        elif piece not in "\r" and not piece.startswith("\x1b"):
+            lines[row] += piece
+    return [line.rstrip() for line in lines]
+
+
+def test_a_progress_bar_in_a_file_is_a_line_now_and_then(tmp_path: Path) -> None:
+    script, go = tmp_path / "bar.py", tmp_path / "go"
+    script.write_text(BAR)
+    with run_command("--workers", "2", str(script), str(go)) as run:
+        for rank in (0, 1):  # where it is can be read while it runs
+            run.wait_for(lambda line, r=rank: re.fullmatch(rf"\[{r}\] +\d+/200 steps", line))
+        go.touch()
+        assert run.finish() == 0, run.text
+        for rank in (0, 1):
+            said = [line for line in run.lines if line.startswith(f"[{rank}]")]
+            assert said[-2:] == [f"[{rank}] 200/200 steps", f"[{rank}] done"]
+            assert len(said) < 10, "200 states are no 200 lines"
+
+
+ASKS = """
+name = input("your name? ")
+print("hello", name)
+secret = 42
+breakpoint()
+print("it ends")
+"""
+
+
+@pytest.mark.parametrize("options", [[], ["--plain"]], ids=["table", "lines"])
+def test_input_and_the_debugger_work_for_a_single_worker(
+    tmp_path: Path, options: list[str]
+) -> None:
+    script = tmp_path / "asks.py"
+    script.write_text(ASKS)
+    with Terminal(*potluck_command(), "run", *options, str(script)) as terminal:
+        terminal.read_until(lambda _: "[0] your name? " in terminal.text)
+        terminal.type("Ada\n")
+        terminal.read_until(lambda drawn: "(Pdb) " in drawn)
+        terminal.type("p secret * 2\n")
+        terminal.read_until(lambda drawn: drawn.count("(Pdb) ") == 2)
+        terminal.type("c\n")
+        assert terminal.finish() == 0, terminal.drawn
+    left = lines_above_the_table(terminal.drawn)
+    order = ["[0] your name? Ada", "[0] hello Ada", "[0] (Pdb) p secret * 2", "[0] 84"]
+    assert [line for line in left if line in order] == order, left
+    assert "[0] it ends" in left
+
+
+def test_input_of_several_workers_says_what_to_do(tmp_path: Path) -> None:
+    for text in (ASKS, "breakpoint()\n"):
+        script = tmp_path / "asks.py"
+        script.write_text(text)
+        with Terminal(*potluck_command(), "run", "--workers", "2", str(script)) as terminal:
+            assert terminal.finish() == 1
+        said = " ".join(lines_above_the_table(terminal.drawn))
+        assert "input() and breakpoint() need a terminal" in said
+        assert "potluck run --workers 1 SCRIPT" in said

@@ -17,6 +17,7 @@ import queue
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -31,15 +32,20 @@ from potluck.waiting import to_stderr
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.console import Group as RichGroup
+    from rich.live import Live
+    from rich.text import Text
 
     from potluck.cluster.jobs.summary import RecoverySummary, Summary
     from potluck.cluster.run import JobClient, Watcher
+    from potluck.wire.jobs import End
     from potluck.wire.worker_link import Fact, Samples
 
 _log = logging.getLogger(__name__)
 
 _REFRESH_PER_S = 5
 _MAX_BACKLOG = 10_000
+_PROGRESS_S = 10.0
+"""How often a progress bar that a worker draws becomes a line, where lines can't be replaced."""
 
 
 def watcher_for(stream: TextIO, *, plain: bool) -> Watcher:
@@ -136,14 +142,28 @@ class _View:
 
 
 class PlainView(_View):
-    """Lines of text: those of a worker begin with its number, potluck's own with ``potluck``."""
+    """Lines of text: those of a worker begin with its rank, potluck's own with ``potluck``."""
 
-    def line(self, worker: str, stream: str, text: str) -> None:
+    def __init__(self) -> None:
+        super().__init__()
+        self._due: dict[tuple[str, str], float] = {}
+
+    def line(self, worker: str, stream: str, text: str, end: End = "\n") -> None:
         assert self._job is not None
+        if end == "\r" and not self._is_due(worker, stream):
+            return
         width = max(map(len, self._job.workers), default=0)
         file = sys.stderr if stream == "stderr" else sys.stdout
         line = f"[{plain(worker):>{width}}] {coloured(text)}"
-        self.write(lambda: print(line, file=file, flush=True))
+        self.write(lambda: print(line, end=end and "\n", file=file, flush=True))
+
+    def _is_due(self, worker: str, stream: str) -> bool:
+        """Whether a state of a progress bar is to be shown: now and then."""
+        now = time.monotonic()
+        is_due = now >= self._due.get((worker, stream), 0.0)
+        if is_due:
+            self._due[worker, stream] = now + _PROGRESS_S
+        return is_due
 
     def note(self, text: str) -> None:
         line = f"potluck: {paragraph(text)}"
@@ -151,48 +171,71 @@ class PlainView(_View):
 
 
 class LiveView(_View):
-    """A table of the workers at the bottom of the terminal, below the lines of workers and
-    notes."""
+    """A table of the workers at the bottom of the terminal, below the lines of workers and notes,
+    with the progress bars that workers draw. While something may be typed behind a worker's prompt
+    there is no table."""
 
     _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
     def __init__(self, console: Console) -> None:
-        from rich.live import Live
-
         super().__init__()
         self._console = console
-        self._live = Live(
-            console=console,
-            get_renderable=self._render,
-            refresh_per_second=_REFRESH_PER_S,
-            redirect_stdout=False,
-            redirect_stderr=False,
-            transient=True,
-        )
+        self._open: dict[tuple[str, str], Text] = {}
+        self._live: Live | None = None
 
     def begin(self, job: JobClient) -> None:
         super().begin(job)
-        self._live.start()
+        self._show_table()
 
-    def line(self, worker: str, stream: str, text: str) -> None:
+    def _show_table(self) -> None:
+        from rich.live import Live
+
+        if self._live is None:  # one that was stopped would erase what came since
+            self._live = Live(
+                console=self._console,
+                get_renderable=self._render,
+                refresh_per_second=_REFRESH_PER_S,
+                redirect_stdout=False,
+                redirect_stderr=False,
+                transient=True,
+            )
+            self._live.start()
+
+    def _hide_table(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def line(self, worker: str, stream: str, text: str, end: End = "\n") -> None:
         from rich.text import Text
 
         number = worker.split(" ")[0]
         color = self._COLORS[int(number) % len(self._COLORS) if number.isdigit() else 0]
         line = Text(f"[{plain(worker)}] ", style=color)
         line.append(Text.from_ansi(coloured(text), style="default"))
-        self.write(lambda: self._console.print(line, soft_wrap=True))
+        if end == "\r":
+            self._open[worker, stream] = line
+            return
+        self._open.pop((worker, stream), None)
+        self.write(partial(self._prompt if end == "" else self._print, line))
 
     def note(self, text: str) -> None:
         from rich.text import Text
 
-        line = Text(f"potluck: {paragraph(text)}", style="bold")
-        self.write(lambda: self._console.print(line, soft_wrap=True))
+        self.write(partial(self._print, Text(f"potluck: {paragraph(text)}", style="bold")))
+
+    def _print(self, line: Text) -> None:
+        self._show_table()
+        self._console.print(line, soft_wrap=True)
+
+    def _prompt(self, line: Text) -> None:
+        self._hide_table()
+        self._console.print(line, soft_wrap=True, end="")
 
     def end(self) -> None:
         super().end()
         try:
-            self._live.stop()
+            self._hide_table()
         except OSError:  # the terminal was closed
             silence(sys.stdout)
             silence(sys.stderr)
@@ -209,21 +252,21 @@ class LiveView(_View):
         if job is None:
             return Group()
         state = job.status()
-        loss = "" if state.loss is None or math.isnan(state.loss) else f" · loss {state.loss:.4f}"
-        step = f" · step {state.step}" if state.step >= 0 else ""
-        wire = " · links not encrypted" if state.wire == SIGNED else ""
         is_narrow = self._console.width < _WIDE
-        lines = [] if state.samples is None else [_bar(state.samples, is_narrow=is_narrow)]
-        table = Table(
-            title=f"{Path(state.script).name} · {duration(time.time() - state.started)} · "
-            f"group {state.epoch}{step}{loss}{wire}",
-            title_justify="left",
-            title_style="bold",
-            box=None if is_narrow else HEAVY_HEAD,
-        )
+        bar = [] if state.samples is None else [_bar(state.samples, is_narrow=is_narrow)]
+        parts = [Path(state.script).name, duration(time.time() - state.started)]
+        parts.append(f"group {state.epoch}")
+        if state.step >= 0:
+            parts.append(f"step {state.step}")
+        if state.loss is not None and not math.isnan(state.loss):
+            parts.append(f"loss {state.loss:.4f}")
+        if state.wire == SIGNED:
+            parts.append("links not encrypted")
+        title = Text(_in_lines(list(map(plain, parts)), self._console.width), style="bold")
+        table = Table(box=None if is_narrow else HEAVY_HEAD)
         titles = _NARROW_TITLES if is_narrow else _TITLES
-        for title in titles:
-            table.add_column(title, justify="left" if title in ("state", "device") else "right")
+        for name in titles:
+            table.add_column(name, justify="left" if name in ("state", "device") else "right")
         for worker in state.workers:
             cells: dict[str, str | Text] = {
                 "worker": f"{worker.worker} {worker.node}".strip(),
@@ -233,8 +276,21 @@ class LiveView(_View):
                 "samples/s": number(worker.samples_per_s),
                 "step": str(worker.step) if worker.step >= 0 else "-",
             }
-            table.add_row(*(cells[title] for title in titles))
-        return Group(table, *lines)
+            table.add_row(*(cells[name] for name in titles))
+        drawn = list(self._open.values())
+        for line in drawn:
+            line.truncate(self._console.width, overflow="ellipsis")
+        return Group(title, table, *bar, *drawn)
+
+
+def _in_lines(parts: list[str], width: int) -> str:
+    """``parts`` with dots between, in as few lines of ``width`` as they need whole."""
+    text, used = parts[0], len(parts[0])
+    for part in parts[1:]:
+        fits = used + 3 + len(part) <= width
+        text += f" · {part}" if fits else f"\n{part}"
+        used = used + 3 + len(part) if fits else len(part)
+    return text
 
 
 def _bar(samples: Samples, *, is_narrow: bool) -> RenderableType:

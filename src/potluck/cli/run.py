@@ -155,7 +155,7 @@ def run(
     what looks like a key or credentials is refused. Machines may come and go meanwhile. Elsewhere
     they start on this machine.
 
-    Each line a worker writes is shown with the worker's number (and machine) in front. A worker
+    Each line a worker writes is shown with its rank (and machine) in front. A worker
     that is killed is left behind by the others within a step, started again, and taken back in; a
     script that is not elastic (torch's init_process_group) is started again on all workers, and
     resumes from its own checkpoint.

@@ -71,7 +71,7 @@ class Watcher(Protocol):
     def begin(self, job: JobClient) -> None:
         """The job is about to start; ``job`` answers questions from now on."""
 
-    def line(self, worker: str, stream: str, text: str) -> None:
+    def line(self, worker: str, stream: str, text: str, end: jobs.End = "\n") -> None:
         """A worker wrote a line to ``stdout`` or ``stderr``."""
 
     def note(self, text: str) -> None:
@@ -124,12 +124,13 @@ class JobClient:
         match message:
             case jobs.JobNote(_, text):
                 self._watcher.note(text)
-            case jobs.Shown(_, worker, stream, text):
-                self._watcher.line(worker, stream, text)
+            case jobs.Shown(_, worker, stream, text, end):
+                self._watcher.line(worker, stream, text, end)
             case jobs.JobStatus(status):
                 self._status = status
                 self.workers = tuple(
-                    f"{each.worker} {each.node}".strip() for each in status.workers
+                    f"{each.worker if each.rank < 0 else each.rank} {each.node}".strip()
+                    for each in status.workers
                 )
             case jobs.JobEnded(_, summary):
                 self.summary.set_result(decoded(_summaries, summary, "the summary of a job"))

@@ -9,7 +9,7 @@ and are sent over the links of agents (``peers.py``).
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -33,6 +33,9 @@ Workers = Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_PLACES)]
 Attempt = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
 Signal = Annotated[int, msgspec.Meta(ge=1, le=64)]
 Line = Annotated[str, msgspec.Meta(max_length=64 * 1024)]
+End = Literal["\n", "\r", ""]
+"""The end of a piece of output: of a whole line; of a line that the next piece replaces, such as a
+progress bar; of a prompt, behind which something is typed."""
 
 
 class JobOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,12 +149,14 @@ class Submitted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Shown(msgspec.Struct, frozen=True, tag=True):
-    """A line of a worker's output for the user; ``worker`` includes the name of its node."""
+    """A line of a worker's output for the user; ``worker`` is its rank, with the name of its
+    node."""
 
     job: Job
     worker: Name
     stream: Name
     text: Line
+    end: End = "\n"
 
 
 class JobNote(msgspec.Struct, frozen=True, tag=True):
@@ -298,6 +303,7 @@ class Output(msgspec.Struct, frozen=True, tag=True):
     worker: Name
     stream: Name
     text: Line
+    end: End = "\n"
 
 
 # From a node to a job's starter, and back.

@@ -263,11 +263,20 @@ class JobController:
         elif self.placement.node_of(event.worker) != node or not self._knows(event.worker):
             return
         elif isinstance(event, jobs.Output):
-            if event.stream == "stderr":
+            if event.stream == "stderr" and event.end == "\n":
                 self._journal.wrote(event.worker, event.text)
-            self._output.line(event, self.placement.label(event.worker))
+            label = f"{self._rank(event.worker)} {self.placement.label(event.worker)}".strip()
+            self._output.line(event, label)
         else:
             self._happened(event, node)
+
+    def _rank(self, worker: str) -> str:
+        """Its rank in the newest group, else in the world that it was started for; a worker that
+        came later has its own number there."""
+        group = self.state.newest_group
+        members = () if group is None else group.members
+        members = members if worker in members else self.world.members
+        return str(members.index(worker)) if worker in members else worker
 
     def _knows(self, worker: str) -> bool:
         return any(each.name == worker for each in self.state.workers)

@@ -407,11 +407,11 @@ class LocalRunner:
         """Something to tell a person."""
         self._happened(worker_link.Said("", worker_link.clip(text)))
 
-    def _line(self, worker: str, stream: str, text: str) -> None:
+    def _line(self, worker: str, stream: str, text: str, end: jobs.End) -> None:
         if self._agent.confinement.is_memory_error(text):
             self._short_of_memory.add(worker)
-        line = jobs.Output(self.spec.job, worker, stream, text)
-        if self._unsent or not self._agent.plane.to_leader(line):
+        line = jobs.Output(self.spec.job, worker, stream, text, end)
+        if (self._unsent or not self._agent.plane.to_leader(line)) and end != "\r":
             self._unsent.append(line)
 
     def _is_behind(self) -> bool:

@@ -39,21 +39,28 @@ class OutputRelay:
         self._read[worker] = max(attempt, self._read.get(worker, -1))
         self._was_read.set()
 
-    def line(self, line: jobs.Output, node: str) -> None:
-        """A worker on the node called ``node`` (empty: not to be named) wrote ``line``."""
-        label = f"{line.worker} {node}".strip()[:256]
+    def line(self, line: jobs.Output, label: str) -> None:
+        """A worker wrote ``line``; people know it by ``label``."""
+        label = label[:256]
+        if line.end == "\r" and not self._has_room():
+            return  # the next state of the line replaces it
         if not self._is_starter_here():
             self._agent.log.write(self._spec.job, f"[{label}] {line.text}")
             return
-        if self._agent.links.unsent(self._spec.starter) > _MAX_UNSENT:
+        if not self._has_room():
             self._num_dropped += 1
             return
         if self._num_dropped:
             text = f"{self._num_dropped} lines of output were left out: they were not read in time"
             self._num_dropped = 0
             self.note(text)
-        shown = jobs.Shown(line.job, label, line.stream, line.text)
+        shown = jobs.Shown(line.job, label, line.stream, line.text, line.end)
         self._agent.links.send(self._spec.starter, shown)
+
+    def _has_room(self) -> bool:
+        """Whether the starter is here and reads fast enough."""
+        unsent = self._agent.links.unsent(self._spec.starter)
+        return self._is_starter_here() and unsent <= _MAX_UNSENT
 
     def note(self, text: str) -> None:
         """Show a line to people."""

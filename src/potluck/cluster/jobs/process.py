@@ -25,8 +25,8 @@ from potluck.cluster.jobs.shim import GIVEN
 from potluck.cluster.sharing.confinement import Confinement
 from potluck.errors import ConfigurationError
 from potluck.settings import Settings
-from potluck.system import SIGKILL, need_posix, wait_for_exit
-from potluck.wire.jobs import JobSpec
+from potluck.system import SIGKILL, has_terminal, need_posix, wait_for_exit
+from potluck.wire.jobs import End, JobSpec
 
 _SHIM = Path(__file__).with_name("shim.py")
 _LAST_WORDS_S = 1.0
@@ -34,9 +34,11 @@ _LAST_WORDS_S = 1.0
 MAX_LINE = 64 * 1024
 _READ = 64 * 1024
 _PAUSE_S = 0.05
+_OPEN_S = 0.25
+"""How often a line that is not ended yet is shown."""
 
-Sink = Callable[[str, str], None]
-"""``sink(stream, line)``; ``stream`` is ``stdout`` or ``stderr``."""
+Sink = Callable[[str, str, End], None]
+"""``sink(stream, line, end)``; ``stream`` is ``stdout`` or ``stderr``."""
 
 
 class WorkerProcess:
@@ -56,8 +58,10 @@ class WorkerProcess:
         is_behind: Callable[[], bool],
         on_exit: Callable[[int], None],
         directory: Path | None = None,
+        has_terminal: bool = False,
     ) -> None:
-        """``limits`` are for ``shim.py``, ``sandbox`` is a command to run the worker in.
+        """``limits`` are for ``shim.py``, ``sandbox`` is a command to run the worker in. If it
+        ``has_terminal``, it reads what is typed at the agent's, and its prompts are shown.
         ``on_exit(code)`` is called in the event loop, the moment
         the process has ended. As long as ``is_behind()``, its output is not read: it waits like any
         program with a full pipe."""
@@ -73,7 +77,7 @@ class WorkerProcess:
                 [*shim, *command],
                 env=dict(environment),
                 cwd=directory,
-                stdin=subprocess.DEVNULL,
+                stdin=None if has_terminal else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
@@ -88,10 +92,14 @@ class WorkerProcess:
         for stream, pipe in (("stdout", self._popen.stdout), ("stderr", self._popen.stderr)):
             assert pipe is not None
 
-            def take(line: str, stream: str = stream) -> None:
-                sink(stream, line)
-
-            self._readers.append(PipeReader(pipe.fileno(), self._loop, take, is_behind))
+            reader = PipeReader(
+                pipe.fileno(),
+                self._loop,
+                partial(sink, stream),
+                is_behind,
+                shows_prompts=has_terminal,
+            )
+            self._readers.append(reader)
         self._exited = asyncio.Event()
         self._is_reaped = False
         self._watch()
@@ -156,28 +164,51 @@ class WorkerProcess:
 
 
 class LineSplitter:
-    """Bytes in, lines out. A carriage return ends a line as well (progress bars), and so does
-    ``MAX_LINE``. Bytes that are not UTF-8 become U+FFFD."""
+    """Bytes in, lines out. As on a terminal a line shows what was written after its last carriage
+    return, so all states of a progress bar are one line. ``MAX_LINE`` ends a line as well. Bytes
+    that are not UTF-8 become U+FFFD. ``is_progress``: a carriage return was written since the last
+    line end."""
 
     def __init__(self) -> None:
+        self.is_progress = False
         self._rest = b""
 
     def feed(self, data: bytes) -> list[str]:
         """The lines that are whole now, without their ends."""
-        data = self._rest + data
-        held = data[-1:] if data.endswith(b"\r") else b""  # its line feed may follow
-        text = data.removesuffix(held).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-        *lines, last = text.split(b"\n")
-        self._rest = last + held
+        # Bars below each other: to a bar further down and back up.
+        data = (self._rest + data).replace(_UP + b"\n", b"\r")
+        *lines, last = data.split(b"\n")
+        self._rest = _newest(last) + (b"\r" if last.endswith(b"\r") else b"")
+        whole = [piece for line in lines for piece in _pieces(_shown(line))]
         while len(self._rest) > MAX_LINE:
-            lines.append(self._rest[:MAX_LINE])
+            whole += _pieces(self._rest[:MAX_LINE])
             self._rest = self._rest[MAX_LINE:]
-        return [piece for line in lines for piece in _pieces(line)]
+        self.is_progress = bool(self._rest) and (b"\r" in last or (self.is_progress and not lines))
+        return whole
+
+    @property
+    def open(self) -> str:
+        """The line that is not ended yet, as it is shown now."""
+        return _shown(self._rest).decode(errors="replace")
 
     def finish(self) -> list[str]:
         """What is left after the last line end."""
-        rest, self._rest = self._rest.rstrip(b"\r"), b""
-        return _pieces(rest) if rest else []
+        rest, self._rest = _shown(self._rest), b""
+        return _pieces(rest) if rest.strip() else []
+
+
+_UP = b"\x1b[A"
+"""The cursor goes a line up."""
+
+
+def _newest(line: bytes) -> bytes:
+    """What was written to ``line`` after its last carriage return."""
+    return next(filter(None, reversed(line.split(b"\r"))), b"")
+
+
+def _shown(line: bytes) -> bytes:
+    """What a terminal shows of ``line`` in the end."""
+    return _newest(line).removesuffix(_UP)
 
 
 def _pieces(line: bytes) -> list[str]:
@@ -187,21 +218,26 @@ def _pieces(line: bytes) -> list[str]:
 
 
 class PipeReader:
-    """Reads one pipe of a worker into ``sink``, line by line, from the event loop."""
+    """Reads one pipe of a worker into ``sink(line, end)``, line by line, from the event loop."""
 
     def __init__(
         self,
         descriptor: int,
         loop: asyncio.AbstractEventLoop,
-        sink: Callable[[str], None],
+        sink: Callable[[str, End], None],
         is_behind: Callable[[], bool],
+        *,
+        shows_prompts: bool = False,
     ) -> None:
-        """While ``is_behind()``, nothing is read."""
+        """While ``is_behind()``, nothing is read. With ``shows_prompts`` a line that is not ended
+        goes to the sink after a moment."""
         self._descriptor = descriptor
         self._loop = loop
         self._sink = sink
         self._is_behind = is_behind
+        self._shows_prompts = shows_prompts
         self._pause: asyncio.TimerHandle | None = None
+        self._open: asyncio.TimerHandle | None = None
         self._splitter = LineSplitter()
         self.ended = asyncio.Event()
         need_posix("reading the output of workers")
@@ -225,16 +261,29 @@ class PipeReader:
             self.close()
             return
         for line in self._splitter.feed(data):
-            self._sink(line)
+            self._sink(line, "\n")
+        if self._open is None and (self._splitter.is_progress or self._shows_prompts):
+            self._open = self._loop.call_later(_OPEN_S, self._show_open)
+
+    def _show_open(self) -> None:
+        self._open = None
+        if not (text := self._splitter.open):
+            return
+        if self._splitter.is_progress:
+            self._sink(text, "\r")
+        else:
+            self._splitter = LineSplitter()  # the line goes on behind what is typed
+            self._sink(text, "")
 
     def close(self) -> None:
         """Stop reading. Idempotent."""
         if not self.ended.is_set():
             self._loop.remove_reader(self._descriptor)
-            if self._pause is not None:
-                self._pause.cancel()
+            for timer in (self._pause, self._open):
+                if timer is not None:
+                    timer.cancel()
             for line in self._splitter.finish():
-                self._sink(line)
+                self._sink(line, "\n")
             self.ended.set()
 
 
@@ -250,16 +299,16 @@ def launcher_of(
     worker_home: Path,
     *,
     me: str,
-    sink: Callable[[str, str, str], None],
+    sink: Callable[[str, str, str, End], None],
     is_behind: Callable[[], bool],
 ) -> Launch:
     """A function that starts a worker of ``spec`` on this node, ``me``, from ``folder``, with the
     credentials in ``worker_home``.
-    ``sink(worker, stream, line)`` gets the worker's output.
+    ``sink(worker, stream, line, end)`` gets the worker's output.
 
     Workers run in that folder; on the machine where ``potluck run`` was called they run in that
     directory, so that what they write is found there. A local job, which has no ``folder``, runs as
-    if the script had been started by hand there.
+    if the script had been started by hand there; if it has one worker, that has the terminal, too.
     """
     script, directory = spec.script, Path(spec.directory)
     if folder is not None:
@@ -282,6 +331,8 @@ def launcher_of(
     fixed = confinement.variables()
     sent = {name: text for name, text in accepted(spec.environment).items() if name not in fixed}
     given = {name: value for name, value in (inherited | sent).items() if value}
+    # A local job's agent is the command itself.
+    is_alone = spec.is_local and spec.per_node + spec.extra_workers == 1
     environment = inherited | {
         GIVEN: msgspec.json.encode(sent).decode(),
         "POTLUCK_WORKER_HOME": str(worker_home.absolute()),
@@ -304,6 +355,7 @@ def launcher_of(
             is_behind=is_behind,
             on_exit=on_exit,
             directory=directory,
+            has_terminal=is_alone and has_terminal(),
         )
 
     return launch

@@ -134,6 +134,12 @@ def explain(lines: Sequence[str], python: str) -> str | None:
                 f"the script needs the Python package {module!r}, which is not installed for "
                 f"{python}: {python} -m pip install {package}"
             )
+        if re.match(r"EOFError: EOF when reading a line|(bdb\.)?BdbQuit\b", line):
+            return (
+                "input() and breakpoint() need a terminal, and only a single worker has one: on a "
+                "machine where no `potluck up` runs, potluck run --workers 1 SCRIPT on a terminal; "
+                "anywhere, python SCRIPT"
+            )
         told = re.match(r"potluck\.errors\.\w+: (.+)", line)
         if told is not None:
             return told[1]

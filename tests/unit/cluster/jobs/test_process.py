@@ -20,8 +20,38 @@ def test_empty_lines_are_kept() -> None:
     assert lines_of(b"one\n\n\ntwo\n") == ["one", "", "", "two"]
 
 
-def test_a_carriage_return_ends_a_line_as_progress_bars_mean_it() -> None:
-    assert lines_of(b"10%\r20%\r", b"done\r", b"\nnext\r\n") == ["10%", "20%", "done", "next"]
+def test_all_states_of_a_progress_bar_are_one_line() -> None:
+    assert lines_of(b"10%\r20%\r", b"done\r", b"\nnext\r\n") == ["done", "next"]
+    assert lines_of(b"\r 0%", b"\r 50%", b"\r100%\n") == ["100%"]
+    gone = b"\r100%\r    \r"
+    assert lines_of(gone) == [], "the bar was cleared"
+    assert lines_of(gone, b"best: 3\n") == ["best: 3"]
+
+
+def test_the_state_of_a_progress_bar_can_be_seen_at_any_time() -> None:
+    splitter = LineSplitter()
+    assert splitter.feed(b"starting\n\r 10%") == ["starting"]
+    assert (splitter.open, splitter.is_progress) == (" 10%", True)
+    assert splitter.feed(b"\r 20%\r") == []
+    assert (splitter.open, splitter.is_progress) == (" 20%", True)
+    for percent in range(30, 100):
+        assert splitter.feed(b"\r %d%%" % percent) == []
+    assert splitter.open == " 99%"
+    assert splitter.feed(b"\r100%\nname? ") == ["100%"]
+    assert (splitter.open, splitter.is_progress) == ("name? ", False)
+
+
+def test_bars_below_each_other_take_turns() -> None:
+    """As tqdm draws a bar in a bar: down by a line feed, and up by an escape sequence."""
+    splitter = LineSplitter()
+    assert splitter.feed(b"\router 0%") == []
+    for percent in (10, 20):
+        assert splitter.feed(b"\n\rinner %d%%\x1b[A" % percent) == (
+            ["outer 0%"] if percent == 10 else []
+        )
+        assert splitter.open == f"inner {percent}%"
+    assert splitter.feed(b"\router 50%") == []
+    assert splitter.open == "outer 50%"
 
 
 def test_what_is_no_text_is_shown_as_such() -> None:
