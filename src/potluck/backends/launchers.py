@@ -94,6 +94,65 @@ def rank_variable(variables: Variables) -> str:
     return next((name for name in ("RANK", *POD_NUMBERS) if variables.get(name)), "")
 
 
+@dataclass(frozen=True, slots=True)
+class RankRange:
+    """The ranks of the workers that one `potluck run` starts in the world of a launcher, from
+    ``first`` on. On its machine their local ranks begin at ``first_local``."""
+
+    launcher: str
+    first: int
+    num: int
+    world_size: int
+    first_local: int
+    host: str
+    port: int
+
+    def variables(self, index: int) -> dict[str, str]:
+        """The variables of worker ``index`` of these."""
+        return {
+            "RANK": str(self.first + index),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.first_local + index),
+            # Several commands of mpirun or srun may be on this machine.
+            "LOCAL_WORLD_SIZE": str(self.num) if self.launcher == "environment" else "",
+            "MASTER_ADDR": self.host,
+            "MASTER_PORT": str(self.port),
+        }
+
+
+def ranks_of_command(variables: Variables, num_workers: int) -> RankRange | None:
+    """The ranks of ``num_workers`` that a command starts under a launcher's variables; None if
+    they are a world of their own.
+
+    RANK and WORLD_SIZE count workers: RANK is that of the first one here. mpirun, srun and the
+    numbers of pods count commands, each of which starts as many workers. ConfigurationError where
+    the numbers do not fit together: the commands would train apart.
+    """
+    if variables.get("POTLUCK_AGENT"):
+        return None  # they are those of the job of which this command is a part
+    if is_half_described(variables) and variables.get("WORLD_SIZE") == str(num_workers):
+        return None
+    launched = read_launched_rank(variables) if is_half_described(variables) else detect(variables)
+    if launched is None or launched.world_size == 1:
+        return None
+    counts_workers = launched.launcher in ("environment", "torchrun")
+    each = 1 if counts_workers else num_workers
+    first, world_size = launched.rank * each, launched.world_size * each
+    if first + num_workers > world_size:
+        what = f"RANK={first}, WORLD_SIZE={world_size} and --workers {num_workers}"
+        raise ConfigurationError(
+            f"{what} do not fit together: WORLD_SIZE counts the workers of all commands, and RANK "
+            "is that of the first one here. For two machines of 4 workers set WORLD_SIZE=8, and "
+            "RANK=0 on one, RANK=4 on the other; for a world of this command alone unset both"
+        )
+    if world_size == num_workers:
+        return None
+    local = launched.local_rank * each
+    return RankRange(
+        *(launched.launcher, first, num_workers, world_size, local, launched.host, launched.port)
+    )
+
+
 def number(
     variables: Variables, name: str, least: int, most: int, *, default: int | None = None
 ) -> int:
@@ -137,6 +196,26 @@ def _open_mpi(variables: Variables) -> LaunchedRank:
         local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
         job=job,
         how="mpirun -x MASTER_ADDR=ADDRESS",
+    )
+
+
+def _mvapich(variables: Variables) -> LaunchedRank:
+    return _under_mpirun(
+        variables,
+        *("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),
+        local_size="MV2_COMM_WORLD_LOCAL_SIZE",
+        job=variables.get("MPIRUN_ID", ""),
+        how="mpirun_rsh ... MASTER_ADDR=ADDRESS",
+    )
+
+
+def _horovod(variables: Variables) -> LaunchedRank:
+    return _under_mpirun(
+        variables,
+        *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK"),
+        local_size="HOROVOD_LOCAL_SIZE",
+        job=variables.get("HOROVOD_GLOO_RENDEZVOUS_PORT", ""),
+        how="MASTER_ADDR=ADDRESS horovodrun",
     )
 
 
@@ -281,7 +360,9 @@ def _is_slurm_step(variables: Variables) -> bool:
 _LAUNCHERS: tuple[tuple[Callable[[Variables], bool], Callable[[Variables], LaunchedRank]], ...] = (
     (_has("RANK", "WORLD_SIZE"), _plain),
     (_has("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), _open_mpi),
+    (_has("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"), _mvapich),
     (_has("PMI_RANK", "PMI_SIZE"), _mpich),
+    (_has("HOROVOD_RANK", "HOROVOD_SIZE"), _horovod),
     (_is_slurm_step, _slurm),
     *((_has(name, "WORLD_SIZE"), _pod) for name in POD_NUMBERS),
 )

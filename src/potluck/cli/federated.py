@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -204,11 +205,13 @@ def _run(
     plain: bool,
 ) -> int:
     from potluck.cli.job_display import print_summary, watcher_for
+    from potluck.cli.launched import check_alone
     from potluck.cluster.home.node_state import find_agent
     from potluck.cluster.run import checked, run_job
     from potluck.settings import load_settings
     from potluck.wire.local import RunRequest
 
+    check_alone(os.environ, "potluck federated run")
     settings = load_settings()
     agent = find_agent(settings.home)
     if agent is None and max(max_nodes, min_nodes) > 1:

@@ -62,6 +62,7 @@ def plan(
     network, the machines or the model change.
     """
     from potluck.cli.job_display import print_summary, watcher_for
+    from potluck.cli.launched import check_alone
     from potluck.cluster.home.node_state import find_agent
     from potluck.cluster.jobs.environment import given_variables
     from potluck.cluster.run import checked, run_job
@@ -70,6 +71,7 @@ def plan(
     from potluck.training.planner import decode, make_plan
     from potluck.wire.local import RunRequest
 
+    check_alone(os.environ, "potluck plan")
     settings = load_settings()
     kept = plan_file(script)
     if json != _STDOUT:

@@ -9,6 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 from potluck.cli.files import as_json, check_writable
@@ -161,6 +162,10 @@ def run(
     resumes from its own checkpoint.
     Ctrl-C is passed on to all workers; a second Ctrl-C kills them.
 
+    With RANK, WORLD_SIZE and MASTER_ADDR set, on machines without `potluck up`, the commands of
+    all machines make one world: WORLD_SIZE counts its workers, RANK is that of the first one here.
+    Under mpirun or srun each command is one part of it.
+
     Without `potluck up` workers have the environment of this command. On a cluster they have a
     part of the environment of each machine's agent, without its tokens and keys, and what --env
     says; every member of the cluster can read that, so it is no place for a secret.
@@ -169,6 +174,7 @@ def run(
     """
     from potluck.cli.dry_run import show_dry_run
     from potluck.cli.job_display import print_summary, watcher_for
+    from potluck.cli.launched import launched_workers
     from potluck.cluster.home.node_state import find_agent
     from potluck.cluster.jobs.chaos import check_ranks, parse_chaos
     from potluck.cluster.jobs.environment import given_variables
@@ -205,6 +211,12 @@ def run(
     if hint:
         typer.echo(f"potluck: {hint}", err=True)
     agent = find_agent(settings.home)
+    launched = launched_workers(
+        os.environ, request.per_node, has_agent=agent is not None, chaos=chaos
+    )
+    if launched is not None:
+        typer.echo(f"potluck: {launched}", err=True)
+        request = msgspec.structs.replace(request, max_restarts=0)  # none could join again
     if max(nodes, request.min_nodes) > 1 and agent is None:
         given = f"POTLUCK_MIN_PEERS={settings.min_peers}"
         if nodes > 1:
@@ -220,7 +232,9 @@ def run(
         )
     if agent is None:
         check_ranks(faults, request.per_node)
-    summary = run_job(request, settings, watcher_for(sys.stdout, plain=plain), agent)
+    outer_world = None if launched is None else launched.variables
+    watcher = watcher_for(sys.stdout, plain=plain or launched is not None)
+    summary = run_job(request, settings, watcher, agent, outer_world)
     print_summary(summary)
     if json is not None:
         try:

@@ -22,7 +22,7 @@ from potluck.cluster.discovery.finder import Finder, running_finders
 from potluck.cluster.discovery.presence import Presence
 from potluck.cluster.home.node_state import NodeState
 from potluck.cluster.home.private_state import PrivateState
-from potluck.cluster.jobs.agent_parts import AgentParts
+from potluck.cluster.jobs.agent_parts import AgentParts, OuterWorld
 from potluck.cluster.jobs.dispatcher import JobDispatcher
 from potluck.cluster.jobs.ledger import JobLedger
 from potluck.cluster.jobs.log import JobLog
@@ -84,8 +84,11 @@ class NodeAgent:
         port: int | None = None,
         is_private: bool = False,
         default_rule: Rule = "all",
+        outer_world: OuterWorld | None = None,
     ) -> None:
-        """``default_rule``: whose jobs run here if the owner has never said."""
+        """``default_rule``: whose jobs run here if the owner has never said. ``outer_world``: see
+        ``AgentParts``."""
+        self._outer_world = outer_world
         self.port = 0
         self.credentials = load_node_credentials(settings)
         self.ready = asyncio.Event()
@@ -250,6 +253,7 @@ class NodeAgent:
             commands=commands,
             log=log,
             note=self._note,
+            outer_world=self._outer_world,
         )
         self.jobs = dispatcher = JobDispatcher(parts, code_store)
         self._callers = {

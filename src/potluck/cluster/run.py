@@ -19,6 +19,7 @@ import msgspec
 
 from potluck.background import stop
 from potluck.cluster.home.node_state import AgentRecord
+from potluck.cluster.jobs.agent_parts import OuterWorld
 from potluck.cluster.jobs.summary import Summary
 from potluck.cluster.links.local import call_agent
 from potluck.cluster.node_agent import NodeAgent
@@ -141,20 +142,29 @@ class JobClient:
 
 
 def run_job(
-    request: RunRequest, settings: Settings, watcher: Watcher, agent: AgentRecord | None
+    request: RunRequest,
+    settings: Settings,
+    watcher: Watcher,
+    agent: AgentRecord | None,
+    outer_world: OuterWorld | None = None,
 ) -> Summary:
     """Run the job to its end: by this machine's ``agent`` on its cluster; without one here, by a
-    private agent in this process, which runs the script where it is.
+    private agent in this process, which runs the script where it is, its workers as a part of
+    ``outer_world`` if there is one.
 
     Must be called on the main thread; takes over SIGINT, SIGTERM and SIGHUP meanwhile,
     except those that are ignored.
     ConfigurationError or IdentityError if the job can't begin; LinkError if ``agent`` is lost.
     """
-    return asyncio.run(_run(request, settings, watcher, agent))
+    return asyncio.run(_run(request, settings, watcher, agent, outer_world))
 
 
 async def _run(
-    request: RunRequest, settings: Settings, watcher: Watcher, agent: AgentRecord | None
+    request: RunRequest,
+    settings: Settings,
+    watcher: Watcher,
+    agent: AgentRecord | None,
+    outer_world: OuterWorld | None,
 ) -> Summary:
     num = request.per_node + request.extra_workers
     known = () if agent is not None else tuple(map(str, range(num)))
@@ -163,7 +173,7 @@ async def _run(
     try:
         with _signals(client.interrupt):
             if agent is None:
-                return await _run_alone(settings, request, client)
+                return await _run_alone(settings, request, client, outer_world)
             script = Path(request.script).absolute()
             request = msgspec.structs.replace(
                 request, folder=str(script.parent), script=script.name
@@ -215,9 +225,11 @@ async def _run_by_agent(
         await link.close()
 
 
-async def _run_alone(settings: Settings, request: RunRequest, client: JobClient) -> Summary:
+async def _run_alone(
+    settings: Settings, request: RunRequest, client: JobClient, outer_world: OuterWorld | None
+) -> Summary:
     """Run the job on this machine alone, by a private agent that lives as long as the job."""
-    agent = NodeAgent(settings, on_note=lambda text: None, is_private=True)
+    agent = NodeAgent(settings, on_note=lambda text: None, is_private=True, outer_world=outer_world)
     running = asyncio.create_task(agent.run())
     ready = asyncio.create_task(agent.ready.wait())
     try:

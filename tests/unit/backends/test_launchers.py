@@ -6,7 +6,14 @@ import re
 
 import pytest
 
-from potluck.backends.launchers import LaunchedRank, detect, is_half_described, read_launched_rank
+from potluck.backends.launchers import (
+    LaunchedRank,
+    RankRange,
+    detect,
+    is_half_described,
+    ranks_of_command,
+    read_launched_rank,
+)
 from potluck.errors import ConfigurationError
 
 TORCHRUN = {
@@ -201,3 +208,75 @@ def test_half_of_a_description_is_no_reason_to_train_alone(
     if is_half:
         with pytest.raises(ConfigurationError, match=r"(RANK|WORLD_SIZE) is not set"):
             read_launched_rank(variables)
+
+
+AXONML = {"RANK": "4", "WORLD_SIZE": "8", "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "4000"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "num", "ranks"),
+    [
+        (AXONML, 4, RankRange("environment", 4, 4, 8, 0, "10.0.0.7", 4000)),
+        (AXONML | {"RANK": "0"}, 4, RankRange("environment", 0, 4, 8, 0, "10.0.0.7", 4000)),
+        (AXONML | {"RANK": "7"}, 1, RankRange("environment", 7, 1, 8, 0, "10.0.0.7", 4000)),
+        (TORCHRUN, 1, RankRange("torchrun", 3, 1, 4, 1, "10.0.0.7", 4000)),
+        # mpirun, srun and pods count commands.
+        (MPIRUN, 2, RankRange("mpirun", 2, 2, 8, 2, "127.0.0.1", 4000)),
+        (MPICH, 3, RankRange("mpirun", 3, 3, 6, 3, "127.0.0.1", 4000)),
+        (SRUN, 4, RankRange("slurm", 20, 4, 32, 4, "gpu-01", 4000)),
+        (STATEFUL_SET, 2, RankRange("kubernetes", 6, 2, 8, 0, IN_POD.host, 4000)),
+        (INDEXED_JOB, 2, RankRange("kubernetes", 6, 2, 8, 0, IN_POD.host, 4000)),
+        # A world of this command alone.
+        ({}, 4, None),
+        ({"RANK": "0", "WORLD_SIZE": "4"}, 4, None),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, 4, None),
+        ({"WORLD_SIZE": "4"}, 4, None),
+        ({"MASTER_ADDR": "10.0.0.7"}, 4, None),
+        ({"RANK": "3"}, 4, None),
+        (SRUN | {"SLURM_STEP_ID": ""}, 4, None),
+        (AXONML | {"POTLUCK_AGENT": "127.0.0.1:4001"}, 4, None),
+    ],
+)
+def test_the_ranks_of_a_command_that_starts_several_workers(
+    variables: dict[str, str], num: int, ranks: RankRange | None
+) -> None:
+    assert ranks_of_command(variables, num) == ranks
+
+
+def test_the_variables_of_each_worker_of_a_command() -> None:
+    ranks = ranks_of_command(AXONML, 4)
+    assert ranks is not None
+    found = [detect(ranks.variables(index)) for index in range(4)]
+    assert found == [
+        LaunchedRank("environment", 4 + index, 8, index, "10.0.0.7", 4000) for index in range(4)
+    ]
+    assert ranks.variables(1)["LOCAL_WORLD_SIZE"] == "4"
+
+
+@pytest.mark.parametrize(
+    ("variables", "num", "words"),
+    [
+        (AXONML, 5, "RANK=4, WORLD_SIZE=8 and --workers 5 do not fit together"),
+        (AXONML | {"WORLD_SIZE": "2", "RANK": "1"}, 4, "RANK=1, WORLD_SIZE=2 and --workers 4 do"),
+        (AXONML | {"WORLD_SIZE": "4", "RANK": "1"}, 4, "for two machines of 4 workers set WORLD_S"),
+        ({"WORLD_SIZE": "8"}, 4, "RANK is not set"),
+        ({"RANK": "1", "MASTER_ADDR": "10.0.0.7"}, 4, "WORLD_SIZE is not set"),
+        (AXONML | {"RANK": "x"}, 4, "RANK='x' is not an integer"),
+    ],
+)
+def test_numbers_of_commands_that_do_not_fit_together(
+    variables: dict[str, str], num: int, words: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=f"(?i){re.escape(words)}"):
+        ranks_of_command(variables, num)
+
+
+@pytest.mark.parametrize("prefix", ["MV2_COMM_WORLD", "HOROVOD"])
+def test_mvapich_and_horovod(prefix: str) -> None:
+    variables = {f"{prefix}_{name}": "2" for name in ("RANK", "LOCAL_RANK")}
+    variables |= {f"{prefix}_{name}": "4" for name in ("SIZE", "LOCAL_SIZE")}
+    assert detect(variables | {"MASTER_PORT": "4000"}) == LaunchedRank(
+        "mpirun", 2, 4, 2, "127.0.0.1", 4000
+    )
+    with pytest.raises(ConfigurationError, match="give all the address of rank 0"):
+        detect(variables | {f"{prefix}_LOCAL_SIZE": "2"})

@@ -20,6 +20,8 @@ from potluck.cluster.topology.surveyor import Surveyor
 from potluck.cluster.trust.worker_home import WorkerHomes
 from potluck.wire.jobs import JobSpec
 
+OuterWorld = Callable[[int], dict[str, str]]
+
 
 @dataclass(frozen=True, slots=True)
 class AgentParts:
@@ -30,7 +32,8 @@ class AgentParts:
     of workers in a sandbox. ``launcher`` makes
     the launcher of a job's workers (``process.launcher_of``), which ``confinement`` holds to the
     owner's limits. ``note`` shows a line to people at this machine; ``log`` keeps lines of jobs
-    whose starter has gone."""
+    whose starter has gone. ``outer_world(index)``: the variables of the workers of a private agent
+    whose command is a part of another launcher's world."""
 
     me: str
     port: int
@@ -50,3 +53,4 @@ class AgentParts:
     commands: Commands
     log: JobLog
     note: Callable[[str], None]
+    outer_world: OuterWorld | None = None

@@ -274,6 +274,9 @@ class LocalRunner:
             members = tuple(place.worker for place in self.places)
         rank, size = members.index(worker), len(members)
         beside = [each for each in members if node_of[each] == node_of[worker]]
+        if self._agent.outer_world is not None:
+            restarts = {"POTLUCK_RESTARTS": str(attempt), "POTLUCK_WIRE": self.spec.wire}
+            return restarts | self._agent.outer_world(beside.index(worker))
         nodes = {"POTLUCK_NODES": ",".join(self._agent.names.label(node_of[m]) for m in members)}
         return {
             "POTLUCK_AGENT": f"127.0.0.1:{self._agent.port}",
