@@ -160,6 +160,16 @@ class Settings:
     pass_env: Annotated[
         str, About("variables of potluck up that workers get beside the usual: NAME,PREFIX_*")
     ] = ""
+    keep_results_days: Annotated[
+        float,
+        Meta(gt=0, le=36_500),
+        About("days for which files that the workers of a job wrote are kept on their machine"),
+    ] = 14.0
+    keep_results_gb: Annotated[
+        float,
+        Meta(gt=0, le=1_000_000),
+        About("gigabytes (2**30 bytes) of such files that this machine keeps, the newest first"),
+    ] = 20.0
     log_level: Annotated[Level, About("least important log lines to show")] = "warning"
 
     @property

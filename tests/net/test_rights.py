@@ -240,6 +240,7 @@ found = {
     "system": os.access("/etc", os.W_OK) and can(os.utime, "/etc/hostname"),
 }
 pathlib.Path(__file__).with_name("written here").touch()
+pathlib.Path(os.environ["POTLUCK_OUTPUT"], "written there").touch()
 print("found", json.dumps(found), flush=True)
 """
 
@@ -264,8 +265,10 @@ def test_a_script_in_the_sandbox_finds_its_own_folder_and_little_else(tmp_path: 
         assert found["bob"] == dict.fromkeys(found["bob"], False), run.text
         assert found["ada"]["key"], "the owner's own script runs as the owner"
         assert found["ada"]["files of the agent"]
-        kept = list((bob.home / "code_store" / "jobs").glob("*/written here"))
+        kept = list((bob.home / "code_store" / "jobs").glob("*/code/written here"))
         assert len(kept) == 2, "what a script writes into its folder stays there"
+        results = list((bob.home / "code_store" / "jobs").glob("*/output/written there"))
+        assert len(results) == 2
 
 
 CALLER = """

@@ -230,7 +230,10 @@ def test_a_run_listens_on_the_loopback_only_and_keeps_no_state(
         run.signal(signal.SIGTERM)
         run.finish()
     left = {path.name for path in own_environment.rglob("*")}
-    assert left <= {"run", "workers", "cluster_secret", "node_keypair", "admissions"}
+    assert left <= {
+        *("run", "workers", "cluster_secret", "node_keypair", "admissions"),
+        *("code_store", "jobs"),  # empty folders
+    }
 
 
 def test_two_runs_at_once_are_both_shown(script) -> None:
@@ -446,3 +449,42 @@ def test_all_output_of_a_talkative_worker_arrives(script) -> None:
         [*potluck_command(), "run", path], capture_output=True, text=True, timeout=200
     )
     assert done.stdout.split("\n") == [*(f"[0] {number}" for number in range(50_000)), ""]
+
+
+def test_files_in_the_output_directory_are_brought_by_fetch(script, tmp_path: Path) -> None:
+    """Without ``potluck up``: the same variable, and the same commands, as on many machines."""
+    path = script(
+        "import os, pathlib\n"
+        "name = os.environ['RANK'] + '.pt'\n"
+        "pathlib.Path(os.environ['POTLUCK_OUTPUT'], name).write_text(name)\n"
+    )
+    with run_command("--workers", "2", path) as run:
+        assert run.finish() == 0
+    job = run.text.rsplit("potluck fetch ", 1)[1].split()[0]
+    assert "2 files were written on " in run.text
+
+    def potluck(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*potluck_command(), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=200,
+            cwd=tmp_path,
+        )
+
+    assert job in potluck("fetch").stdout
+    done = potluck("fetch", job)
+    assert done.returncode == 0, done.stderr
+    assert {each.name for each in (tmp_path / job).iterdir()} == {"0.pt", "1.pt"}
+    with run_command("--workers", "2", "--collect", str(tmp_path / "out"), path) as run:
+        assert run.finish() == 0
+    assert {each.name for each in (tmp_path / "out").iterdir()} == {"0.pt", "1.pt"}
+    assert potluck("fetch", "--remove", job).returncode == 0
+    for arguments, words in (
+        (("fetch", job), "no machine that is there has files of a job"),
+        (("fetch", "--remove"), "name a JOB"),
+        (("fetch", "--to", str(Path.home()), job), "so give a folder of their own"),
+    ):
+        refused = potluck(*arguments)
+        assert refused.returncode == 2
+        assert words in refused.stderr

@@ -182,3 +182,13 @@ def process_ends(pid: int, timeout_s: float = 60.0) -> bool:
             return True
         time.sleep(0.01)
     return False
+
+
+def comes_true(is_it: Callable[[], bool], timeout_s: float = 120.0) -> bool:
+    """Wait until ``is_it()``; False after ``timeout_s``."""
+    deadline = time.monotonic() + timeout_s
+    while not is_it():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True

@@ -234,6 +234,7 @@ def _run(
             min_nodes=min_nodes,
             peer_timeout_s=settings.peer_timeout_s,
             include=include,
+            keeps_files=True,
         )
     )
     summary = run_job(request, settings, watcher_for(sys.stdout, plain=plain), agent)

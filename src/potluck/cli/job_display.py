@@ -362,13 +362,16 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
-def print_summary(summary: Summary) -> None:
-    """Write the summary to stdout, and the problems of the job to stderr."""
+def print_summary(summary: Summary, *, is_collected: bool = False) -> None:
+    """Write the summary to stdout, and the problems of the job to stderr. ``is_collected``: the
+    files that workers wrote are brought here next."""
     lines = list(_lines(summary))
     if lines:
         typer.echo("")
         for line in lines:
             say(line)
+    if summary.written and not is_collected:
+        say(f"potluck: {_written(summary)}")
     for problem in summary.problems:
         say(f"potluck: {problem.strip() or 'failed'}", err=True)
 
@@ -393,6 +396,28 @@ def _lines(summary: Summary) -> list[str]:
         rows.append(("parameters", "equal on all" if summary.hashes_equal else "DIFFERENT"))
     width = max((len(name) for name, _ in rows), default=0)
     return [f"{name:<{width}}  {value}" for name, value in rows]
+
+
+def _written(summary: Summary) -> str:
+    """Where files of the job are, and how to get them."""
+    from potluck.cluster.code_store.wording import size_in_words
+
+    known = [
+        (each, each.num_files, each.num_bytes or 0) for each in summary.written if each.num_files
+    ]
+    total = sum(count or 0 for _, count, _ in known)
+    where = ", ".join(
+        f"{each.machine} ({count}, {size_in_words(size)})" if each.machine else size_in_words(size)
+        for each, count, size in known
+    )
+    away = ", ".join(each.machine for each in summary.written if each.num_files is None)
+    parts = []
+    if known:
+        verb = "file was" if total == 1 else "files were"
+        parts.append(f"{total} {verb} written on {where}")
+    if away:
+        parts.append(f"{away} left before the end, and may hold more")
+    return f"{'; '.join(parts)}: potluck fetch {summary.job}"
 
 
 def _recovery(recovery: RecoverySummary) -> str:

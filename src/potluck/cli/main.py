@@ -16,6 +16,7 @@ from potluck.cli.agent_commands import continue_
 from potluck.cli.bench import bench
 from potluck.cli.doctor import doctor
 from potluck.cli.federated import app as federated
+from potluck.cli.fetch import fetch
 from potluck.cli.init import init
 from potluck.cli.job_display import silence
 from potluck.cli.join import join
@@ -148,6 +149,15 @@ app.command(epilog="Example:\n\npotluck resume")(resume)
 app.command(epilog="Example:\n\npotluck rotate")(rotate)
 app.command("continue", epilog="Example:\n\npotluck continue --alone")(continue_)
 app.command(epilog="Examples:\n\npotluck status\n\npotluck status --json")(status)
+app.command(
+    epilog=(
+        "Examples:\n\n"
+        "potluck fetch\n\n"
+        "potluck fetch sweep-14e60dab\n\n"
+        "potluck fetch sweep-14e60dab --to models '*.pt'\n\n"
+        "potluck fetch --remove sweep-14e60dab"
+    )
+)(fetch)
 app.command(epilog="Examples:\n\npotluck services\n\npotluck services --json")(services)
 app.command(epilog="Examples:\n\npotluck doctor\n\npotluck doctor --json")(doctor)
 

@@ -129,6 +129,15 @@ def run(
             show_default=False,
         ),
     ] = None,
+    collect: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="At the end bring the files that workers wrote on the machines here, into DIR, as "
+            "`potluck fetch` does.",
+            show_default=False,
+        ),
+    ] = None,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -170,11 +179,16 @@ def run(
     part of the environment of each machine's agent, without its tokens and keys, and what --env
     says; every member of the cluster can read that, so it is no place for a secret.
 
+    Files that workers write are kept on their machines, and the end says where; `potluck fetch`
+    brings them. The directory POTLUCK_OUTPUT, in the environment of workers, is for such files.
+
     The exit code is that of the first worker whose own code failed; 0 if all went well.
     """
     from potluck.cli.dry_run import show_dry_run
+    from potluck.cli.fetch import bring
     from potluck.cli.job_display import print_summary, watcher_for
     from potluck.cli.launched import launched_workers
+    from potluck.cluster.code_store.folders import check_target
     from potluck.cluster.home.node_state import find_agent
     from potluck.cluster.jobs.chaos import check_ranks, parse_chaos
     from potluck.cluster.jobs.environment import given_variables
@@ -207,6 +221,8 @@ def run(
         show_dry_run(script, request.include, settings, json)
         return
     check_writable("--json", json)
+    if collect is not None:
+        check_target(collect.absolute(), settings.home, option="--collect")
     hint = idle_accelerators(own_accelerators(), workers, os.environ)
     if hint:
         typer.echo(f"potluck: {hint}", err=True)
@@ -235,14 +251,17 @@ def run(
     outer_world = None if launched is None else launched.variables
     watcher = watcher_for(sys.stdout, plain=plain or launched is not None)
     summary = run_job(request, settings, watcher, agent, outer_world)
-    print_summary(summary)
+    print_summary(summary, is_collected=collect is not None)
+    code = summary.exit_code
     if json is not None:
         try:
             json.write_bytes(as_json(summary) + b"\n")
         except OSError as error:
             typer.echo(f"potluck: the summary can't be written: {error}", err=True)
-            raise typer.Exit(summary.exit_code or 2) from None
-    raise typer.Exit(summary.exit_code)
+            code = code or 2
+    if collect is not None and summary.written and not bring(settings, summary.job, collect):
+        code = code or 1
+    raise typer.Exit(code)
 
 
 def idle_accelerators(

@@ -15,6 +15,7 @@ from typing import Any
 
 from potluck.background import Tasks
 from potluck.cluster.admission_exchange import AdmissionExchange
+from potluck.cluster.code_store.job_folders import keeping_of
 from potluck.cluster.code_store.store import CodeStore
 from potluck.cluster.control_plane import ControlPlane
 from potluck.cluster.discovery.advert import new_instance
@@ -36,6 +37,7 @@ from potluck.cluster.membership import events
 from potluck.cluster.membership.protocol import MembershipProtocol
 from potluck.cluster.names import NodeNames
 from potluck.cluster.report import Report
+from potluck.cluster.result_relay import ResultRelay
 from potluck.cluster.service_registry import ServiceRegistry
 from potluck.cluster.sharing.broker import Broker
 from potluck.cluster.sharing.confinement import Confinement, own_limits, own_sandbox
@@ -218,9 +220,10 @@ class NodeAgent:
         )
         ServiceRegistry(me, names, links, commands)
         # Served to every linked node: a new member may ask before this node knows that it is one.
-        self._code_store = code_store = CodeStore(settings.home, me, links.send)
-        links.on(peers.PackageMessage, code_store.received)
-        links.on_ended.append(lambda node, incarnation, reason: code_store.lost(node))
+        self._code_store = code_store = CodeStore(
+            settings.home, me, links.send, keeping=keeping_of(settings), on_note=self._note
+        )
+        ResultRelay(links, commands, code_store)
         worker_homes = WorkerHomes(
             settings.home,
             key,
@@ -269,6 +272,7 @@ class NodeAgent:
         return [
             dispatcher.close,
             vouching.close,
+            code_store.results.close,
             log.close,
             worker_homes.close,
             confinement.close,

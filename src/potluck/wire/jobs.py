@@ -43,7 +43,8 @@ class JobOptions(msgspec.Struct, frozen=True, kw_only=True):
     at most ``max_nodes`` nodes (0: all), and ``extra_workers`` more on the starter's.
     ``max_restarts``, ``restarts_worlds``, ``wait_s`` and ``min_workers`` are as in
     ``roster.JobPolicy``, ``chaos`` as in ``jobs.chaos``. ``environment`` has names and values of
-    variables for the workers."""
+    variables for the workers. ``keeps_files``: what workers write stays on their machines, and the
+    starter can't fetch it."""
 
     script: Text
     arguments: Annotated[tuple[Line, ...], msgspec.Meta(max_length=MAX_ARGUMENTS)] = ()
@@ -61,6 +62,7 @@ class JobOptions(msgspec.Struct, frozen=True, kw_only=True):
     environment: Annotated[
         tuple[tuple[Name, Line], ...], msgspec.Meta(max_length=MAX_VARIABLES)
     ] = ()
+    keeps_files: bool = False
 
 
 class Proof(msgspec.Struct, frozen=True):
@@ -246,10 +248,13 @@ class Started(msgspec.Struct, frozen=True, tag=True):
 
 
 class OutputEnded(msgspec.Struct, frozen=True, tag=True):
-    """All output of the process of this ``attempt`` was sent."""
+    """All output of the process of this ``attempt`` was sent. The job's workers on the sending node
+    have written ``num_files`` files so far."""
 
     worker: Name
     attempt: Attempt
+    num_files: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] = 0
+    num_bytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] = 0
 
 
 class Exited(msgspec.Struct, frozen=True, tag=True):

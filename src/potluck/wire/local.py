@@ -11,6 +11,8 @@ from potluck.wire.format import MessageFormat
 from potluck.wire.jobs import MAX_JOBS, JobEnded, JobNote, JobOptions, JobStatus, Shown
 from potluck.wire.names import MachineName, Name, Text
 from potluck.wire.nodes import MAX_NODES
+from potluck.wire.peers import NotHere, PackagePart, PartWanted
+from potluck.wire.results import ResultsTold, ResultsWanted
 from potluck.wire.served import Served, ServedService
 from potluck.wire.worker_link import JobState
 
@@ -143,6 +145,20 @@ class NodesReply(msgspec.Struct, frozen=True, tag=True):
     is_open: bool = False
 
 
+class AskNode(msgspec.Struct, frozen=True, tag=True):
+    """A question about results for ``node``, which may be this one, answered with NodeTold."""
+
+    node: Name
+    message: ResultsWanted | PartWanted
+
+
+class NodeTold(msgspec.Struct, frozen=True, tag=True):
+    """The answer of ``node``, or what stands for one if there is no link to it."""
+
+    node: Name
+    message: ResultsTold | PackagePart | NotHere
+
+
 class CommandResult(msgspec.Struct, frozen=True, tag=True):
     """The outcome of a command, in words."""
 
@@ -160,8 +176,9 @@ Request = (
     | JobsRequest
     | ServeRequest
     | ServicesRequest
+    | AskNode
 )
-Reply = NodesReply | CommandResult | JobsReply | ServicesReply | JobReply
+Reply = NodesReply | CommandResult | JobsReply | ServicesReply | NodeTold | JobReply
 
 REQUEST: MessageFormat[Request] = MessageFormat(
     Request, limit=MAX_MESSAGE, name="a request to this machine's agent"

@@ -4,7 +4,8 @@ Each message is a tagged msgpack struct with a little-endian u32 length in front
 ``MAX_MESSAGE`` (1 MiB), which is checked before memory is allocated. Messages of the membership
 protocol are in ``nodes.py``, about jobs in ``jobs.py``, about nodes and links in ``facts.py``,
 about whose jobs a node runs in ``sharing.py``, about services of programs in ``served.py``, about
-admitted keys in ``admissions.py``. This file has introductions and code packages.
+files that jobs wrote in ``results.py``, about admitted keys in ``admissions.py``. This file has
+introductions and code packages.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from potluck.wire.format import MessageFormat
 from potluck.wire.jobs import JobMessage, VouchMessage
 from potluck.wire.names import Digest, MachineName, Text, Versions
 from potluck.wire.nodes import Count, NodeMessage
+from potluck.wire.results import ResultsMessage
 from potluck.wire.served import ServicesHere, ServicesWanted
 from potluck.wire.sharing import Offer
 
@@ -68,7 +70,7 @@ class NotHere(msgspec.Struct, frozen=True, tag=True):
     reason: Text = ""
 
 
-PackageMessage = PartWanted | PackagePart | NotHere
+PackageMessage = PartWanted | PackagePart | NotHere | ResultsMessage
 PeerMessage = (
     NodeMessage
     | Introduction

@@ -50,6 +50,22 @@ def check_folder(folder: Path, home: Path) -> None:
         )
 
 
+def check_target(folder: Path, home: Path, *, option: str = "--to") -> None:
+    """ConfigurationError that names ``option``, with what to do, if nothing of other machines may
+    be written into ``folder``: potluck's ``home``, and those in which programs look for what they
+    run."""
+    real, private = folder.resolve(), home.resolve()
+    if real == private or private in real.parents:
+        raise ConfigurationError(
+            f"{option} {folder} belongs to potluck's home {home}: give another one"
+        )
+    if what := _too_much(real):
+        raise ConfigurationError(
+            f"{option} {folder}, {what}: the files come from other machines, so give a folder of "
+            "their own"
+        )
+
+
 def _too_much(folder: Path) -> str:
     """What ``folder`` is, if it holds far more than a script; else empty."""
     homes = {Path.home().resolve(), account_home().resolve()}

@@ -1,7 +1,7 @@
 """Which nodes the code packages here came from, so that a node's packages can be deleted.
 
-``origins/PACKAGE`` below the store's root names the nodes whose folder the package is, and the
-folders of the jobs that ran it here. Two nodes may have started the same folder: it is both's.
+``origins/PACKAGE`` below the store's root names the nodes whose folder the package is. Two nodes
+may have started the same folder: it is both's.
 """
 
 from __future__ import annotations
@@ -15,13 +15,9 @@ import msgspec
 
 from potluck.cluster.home.directory import make_private
 
-_MAX_JOBS = 64
-"""More than a node keeps folders of."""
-
 
 class _Origin(msgspec.Struct, frozen=True):
     nodes: tuple[str, ...] = ()
-    jobs: tuple[str, ...] = ()
 
 
 class Origins:
@@ -33,18 +29,11 @@ class Origins:
     def came_from(self, package: bytes, node: str) -> None:
         """``package`` is a folder of ``node``. Recorded before the package is stored."""
         before = self._read(package)
-        self._write(package, _Origin(tuple({*before.nodes, node}), before.jobs))
+        self._write(package, _Origin(tuple({*before.nodes, node})))
 
-    def used_by(self, package: bytes, folder: str) -> None:
-        """A job runs ``package`` here, in ``folder``."""
-        before = self._read(package)
-        self._write(package, _Origin(before.nodes, (*before.jobs, folder)[-_MAX_JOBS:]))
-
-    def drop(self, package: bytes) -> tuple[str, ...]:
-        """Forget ``package``; the folders of the jobs that ran it."""
-        jobs = self._read(package).jobs
+    def drop(self, package: bytes) -> None:
+        """Forget ``package``."""
         self._path(package).unlink(missing_ok=True)
-        return jobs
 
     def disown(self, node: str) -> list[bytes]:
         """Take ``node`` out of all records; the packages that are nobody's any more."""
@@ -54,7 +43,7 @@ class Origins:
             before = self._read(package)
             if node in before.nodes:
                 nodes = tuple(each for each in before.nodes if each != node)
-                self._write(package, _Origin(nodes, before.jobs))
+                self._write(package, _Origin(nodes))
                 if not nodes:
                     left.append(package)
         return left

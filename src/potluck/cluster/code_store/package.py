@@ -10,11 +10,14 @@ only below the store: every path is checked first, consists of plain names, and 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Iterable
+import stat
+from collections.abc import Iterable, Iterator
+from io import BufferedReader
 from pathlib import Path
 from typing import Annotated
 
@@ -22,9 +25,10 @@ import msgspec
 
 from potluck.cluster.home.directory import make_private
 from potluck.errors import ConfigurationError, ProtocolError
+from potluck.system import need_posix
 from potluck.wire.format import decoded
 from potluck.wire.names import Digest
-from potluck.wire.peers import MAX_FILES
+from potluck.wire.peers import MAX_FILES, Offset
 
 MAX_BYTES = 256 << 20
 MAX_MANIFEST = 8 << 20
@@ -40,7 +44,7 @@ class PackageFile(msgspec.Struct, frozen=True, order=True):
     """One file: its path below the folder (with ``/``), its bytes, whether it may be executed."""
 
     path: Annotated[str, msgspec.Meta(max_length=MAX_PATH)]
-    size: Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
+    size: Offset
     sha256: Digest
     executable: bool = False
 
@@ -81,40 +85,46 @@ def encode_manifest(manifest: PackageManifest) -> tuple[bytes, bytes]:
     return data, hashlib.sha256(data).digest()
 
 
-def decode_manifest(data: bytes, package: bytes) -> PackageManifest:
-    """The manifest of ``package``; ProtocolError if it is another, or names a path that may not be.
+def decode_manifest(
+    data: bytes, package: bytes, *, max_bytes: int = MAX_BYTES, portable: bool = True
+) -> PackageManifest:
+    """The manifest of ``package``; ProtocolError if it is another, names a path that may not be, or
+    has more than ``max_bytes`` in all its files.
 
-    Paths must be relative and made of plain names, all different also where case does not count.
+    Paths must be relative and made of plain names, all different; if ``portable``, also where case
+    does not count.
     """
     if hashlib.sha256(data).digest() != package:
         raise ProtocolError("a manifest does not have the hash that it was asked for by")
     manifest = decoded(_manifests, data, "a manifest")
     seen: set[str] = set()
     for file in manifest.files:
-        why = objection_to_path(file.path)
+        why = objection_to_path(file.path, portable=portable)
         if why:
             raise ProtocolError(f"a manifest names {file.path!r}: {why}")
-        if file.path.casefold() in seen:
+        path = file.path.casefold() if portable else file.path
+        if path in seen:
             raise ProtocolError(f"a manifest names {file.path!r} twice")
-        seen.add(file.path.casefold())
+        seen.add(path)
     for path in seen:
         folder = path.rpartition("/")[0]
         while folder and folder not in seen:
             folder = folder.rpartition("/")[0]
         if folder:
             raise ProtocolError(f"a manifest has a file in the place of a folder of {path!r}")
-    if manifest.num_bytes > MAX_BYTES:
-        raise ProtocolError(f"a package of {manifest.num_bytes} bytes; at most {MAX_BYTES} travel")
+    if manifest.num_bytes > max_bytes:
+        raise ProtocolError(f"a package of {manifest.num_bytes} bytes; at most {max_bytes} travel")
     return manifest
 
 
-def objection_to_path(path: str) -> str:
-    """Why ``path`` may not be written below a folder; empty if it may."""
+def objection_to_path(path: str, *, portable: bool = True) -> str:
+    """Why ``path`` may not be written below a folder; empty if it may. ``portable``: on every
+    system, else on this one."""
     if not path or len(path) > MAX_PATH:
         return "it is empty or too long"
     if path.startswith("/"):
         return "it is not relative"
-    if "\\" in path or ":" in path or any(ord(each) < 32 or ord(each) == 127 for each in path):
+    if (portable and ("\\" in path or ":" in path)) or any(map(_is_control, path)):
         return "it holds a character that is special somewhere"
     parts = path.split("/")
     if len(parts) > MAX_PARTS:
@@ -124,13 +134,17 @@ def objection_to_path(path: str) -> str:
             return "it leaves the folder, or goes in circles"
         if len(part.encode("utf-8", "surrogatepass")) > 255:
             return "a name in it is too long"
-        if part != part.rstrip(". ") or part.partition(".")[0].lower() in _RESERVED:
+        if portable and (part != part.rstrip(". ") or part.partition(".")[0].lower() in _RESERVED):
             return "a name in it means something else on another system"
     try:
         path.encode()
     except UnicodeEncodeError:
         return "it is not text"
     return ""
+
+
+def _is_control(character: str) -> bool:
+    return ord(character) < 32 or ord(character) == 127
 
 
 class PackageFiles:
@@ -210,16 +224,45 @@ class PackageFiles:
         return self._objects / sha256.hex()
 
 
+@contextlib.contextmanager
+def open_below(folder: Path, path: str) -> Iterator[BufferedReader]:
+    """The regular file ``path`` below ``folder``, opened for reading without following any link: a
+    script may have put one, which leads out of its folder, in the place of what was listed.
+
+    FileNotFoundError if there is no such file any more, or a link in its place.
+    """
+    need_posix("reading a job's files")
+    *folders, name = path.split("/")
+    directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for each in folders:
+            inner = os.open(each, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
+            os.close(directory)
+            directory = inner
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        file = os.fdopen(os.open(name, flags, dir_fd=directory), "rb")
+    except OSError as error:
+        is_other = error.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO)
+        number = errno.ENOENT if is_other else error.errno
+        raise OSError(number, os.strerror(number or 0), str(folder / path)) from None
+    finally:
+        os.close(directory)
+    with file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder / path))
+        yield file
+
+
 def read_part(folder: Path, file: PackageFile, offset: int, count: int) -> bytes:
     """Up to ``count`` bytes of ``file`` from ``offset``; the receiver checks the whole's hash.
 
     ConfigurationError if it has another size than when it was scanned.
     """
-    path = folder / file.path
-    with path.open("rb") as opened:
+    with open_below(folder, file.path) as opened:
         if os.fstat(opened.fileno()).st_size != file.size:
             raise ConfigurationError(
-                f"{path} was changed while it was being sent to other nodes; start the job again"
+                f"{folder / file.path} was changed while it was being sent to other nodes; start "
+                "again"
             )
         opened.seek(offset)
         return opened.read(count)

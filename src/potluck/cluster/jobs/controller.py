@@ -40,6 +40,7 @@ from potluck.system import SIGKILL
 from potluck.wire import jobs, worker_link
 from potluck.wire.greeting import SIGNED
 from potluck.wire.nodes import JobGroup, View
+from potluck.wire.results import Written
 
 _log = logging.getLogger(__name__)
 
@@ -111,6 +112,8 @@ class JobController:
         self._is_handling = False
         self._is_closed = False
         self._alarm = Alarm(lambda: self.handle(events.Tick()))
+        self._written: dict[str, tuple[int, int]] = {}
+        """By node: how many files its workers have left there, and their bytes."""
         self._first_actions: tuple[events.Action, ...] = ()
         policy, group = JobPolicy.of(spec), self._groups.group
         if is_new:
@@ -347,8 +350,9 @@ class JobController:
             case jobs.Started(_, attempt, pid):
                 if attempt == worker.attempt:
                     facts.pid = pid
-            case jobs.OutputEnded(name, attempt):
+            case jobs.OutputEnded(name, attempt, num_files, num_bytes):
                 self._output.ended(name, attempt)
+                self._written[node] = (num_files, num_bytes)
             case worker_link.Waiting(_, epoch):
                 self._look_at_members(epoch)
             case worker_link.ChaosDue():
@@ -509,5 +513,16 @@ class JobController:
             journal=self._journal,
             unfired=self._faults.unfired,
             python=sys.executable,
+            written=() if self.spec.keeps_files else self._all_written(),
             now=time.monotonic(),
         )
+
+    def _all_written(self) -> list[Written]:
+        found = []
+        for node in self.placement.nodes:
+            name = self._agent.names.label(node)
+            if node not in self._nodes:
+                found.append(Written(node, name, None, None))
+            elif (count := self._written.get(node, (0, 0)))[0]:
+                found.append(Written(node, name, *count))
+        return found

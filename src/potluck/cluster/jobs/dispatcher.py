@@ -16,6 +16,8 @@ import time
 from collections.abc import Collection
 from pathlib import Path, PurePosixPath
 
+import msgspec
+
 from potluck.background import Tasks
 from potluck.cluster.code_store.store import CodeStore
 from potluck.cluster.code_store.wording import in_words, links_in_words
@@ -28,7 +30,7 @@ from potluck.cluster.jobs.local_runner import LocalRunner
 from potluck.cluster.jobs.master_port import free_port
 from potluck.cluster.jobs.permissions import may_lead_soon, may_say
 from potluck.cluster.jobs.placement import place
-from potluck.cluster.jobs.summary import encode_summary
+from potluck.cluster.jobs.summary import Summary, encode_summary
 from potluck.cluster.jobs.watched import WatchedJobs
 from potluck.cluster.links.local import Client
 from potluck.cluster.membership import events
@@ -39,11 +41,13 @@ from potluck.printable import name_of
 from potluck.system import SIGHUP
 from potluck.transport import aio
 from potluck.wire import jobs, local, worker_link
+from potluck.wire.format import decoded
 from potluck.wire.greeting import Hello, Refusal
 from potluck.wire.nodes import View
 
 _log = logging.getLogger(__name__)
 
+_summaries = msgspec.json.Decoder(Summary)
 _STATUS_S = 0.5
 _VIEW_S = 15.0
 
@@ -243,6 +247,8 @@ class JobDispatcher:
         elif isinstance(message, jobs.FromLeader):
             self._ordered(message)
         elif isinstance(message, jobs.ToStarter):
+            if isinstance(message, jobs.JobEnded):
+                self._remember(message)
             self._watched.received(message)
         elif isinstance(message, jobs.Submit):
             assert view is not None
@@ -252,6 +258,15 @@ class JobDispatcher:
                 controller.interrupted(message)
             else:
                 controller.received(node, message)
+
+    def _remember(self, ended: jobs.JobEnded) -> None:
+        """Keep what the job left where, to name machines that are away when it is fetched."""
+        try:
+            written = decoded(_summaries, ended.summary, "the summary of a job").written
+            if written:
+                self._code_store.started.remember(ended.job, written)
+        except (PotluckError, OSError) as error:
+            self._agent.note(f"what job {ended.job} left where could not be kept: {error}"[:4096])
 
     def _starter_of(self, job: str) -> str:
         controller = self._controllers.get(job)

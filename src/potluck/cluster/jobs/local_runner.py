@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 
 from potluck.background import Tasks, stop, why
+from potluck.cluster.code_store.job_folders import JobFolder, Record
 from potluck.cluster.code_store.store import CodeStore
 from potluck.cluster.discovery.interfaces import interface_of
 from potluck.cluster.jobs.agent_parts import AgentParts
@@ -76,7 +77,8 @@ class LocalRunner:
         self._code_store = code_store
         self._must_wait = must_wait
         self._launch: Launch | None = None
-        self._folder: Path | None = None
+        self._opening: asyncio.Task[JobFolder] | None = None
+        self._folder: JobFolder | None = None
         self._worker_home: Path | None = None
         self._broker: Broker | None = None
         self._peers: frozenset[tuple[str, int]] = frozenset()
@@ -123,8 +125,10 @@ class LocalRunner:
             await self._broker.close()
         if self._worker_home is not None:
             await asyncio.to_thread(self._agent.worker_homes.remove, self._worker_home)
-        if self._folder is not None:
-            await asyncio.to_thread(self._code_store.close, self._folder)
+        if self._opening is not None:
+            await asyncio.wait([self._opening])
+            if self._opening.exception() is None:  # else the leader was told
+                await asyncio.to_thread(self._code_store.close, self._opening.result())
 
     # Before the first worker starts.
 
@@ -144,11 +148,12 @@ class LocalRunner:
             if spec.package is not None:
                 if not self._code_store.has(spec.package):
                     await self._bring(spec.package)
-                self._folder = await asyncio.to_thread(
-                    self._code_store.open, spec.package, spec.job, spec.starter
-                )
             elif spec.starter != self._agent.me:
                 raise ConfigurationError("it is local to the node it was started on")
+            if self._folder is None:
+                opening = asyncio.to_thread(self._code_store.open, _record_of(spec))
+                self._opening = asyncio.create_task(opening)
+                self._folder = await asyncio.shield(self._opening)
             if self._worker_home is None:
                 make = self._agent.worker_homes.make
                 self._worker_home = await asyncio.to_thread(make, spec.job)
@@ -501,7 +506,11 @@ class LocalRunner:
         why_ended = await self._why_ended(worker, process, code)
         self._happened(jobs.Exited(worker, code, attempt, why_ended))
         await process.release()
-        self._happened(jobs.OutputEnded(worker, attempt))
+        results = []
+        if self._folder is not None and not self.spec.keeps_files:
+            results = await asyncio.to_thread(self._folder.results)
+        num_bytes = sum(each.size for each in results)
+        self._happened(jobs.OutputEnded(worker, attempt, len(results), num_bytes))
 
     async def _why_ended(self, worker: str, process: WorkerProcess, code: int) -> str:
         """Why the process ended with ``code``, if the owner's limits were the reason."""
@@ -512,3 +521,14 @@ class LocalRunner:
         said_so = worker in self._short_of_memory
         self._short_of_memory.discard(worker)
         return confinement.why_ended(code, said_so=said_so)
+
+
+def _record_of(spec: jobs.JobSpec) -> Record:
+    return Record(
+        job=spec.job,
+        starter=spec.starter,
+        package="" if spec.package is None else spec.package.hex(),
+        script=spec.script,
+        began=spec.started,
+        keeps_files=spec.keeps_files,
+    )

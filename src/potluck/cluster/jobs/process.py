@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from potluck.background import start_thread
+from potluck.cluster.code_store.job_folders import JobFolder
 from potluck.cluster.jobs.environment import accepted, all_but_secrets, passed_on
 from potluck.cluster.jobs.shim import GIVEN
 from potluck.cluster.sharing.confinement import Confinement
@@ -295,7 +296,7 @@ def launcher_of(
     settings: Settings,
     confinement: Confinement,
     spec: JobSpec,
-    folder: Path | None,
+    folder: JobFolder,
     worker_home: Path,
     *,
     me: str,
@@ -306,16 +307,17 @@ def launcher_of(
     credentials in ``worker_home``.
     ``sink(worker, stream, line, end)`` gets the worker's output.
 
-    Workers run in that folder; on the machine where ``potluck run`` was called they run in that
-    directory, so that what they write is found there. A local job, which has no ``folder``, runs as
-    if the script had been started by hand there; if it has one worker, that has the terminal, too.
+    Workers run in the job's copy of the code; on the machine where ``potluck run`` was called they
+    run in that directory, so that what they write is found there. A local job, which has no copy,
+    runs as if the script had been started by hand there; if it has one worker, that has the
+    terminal, too.
     """
     script, directory = spec.script, Path(spec.directory)
-    if folder is not None:
-        folder = folder.resolve()  # in a sandbox a link may lead nowhere
-        script = str(folder / spec.script)
+    code, output = folder.code.resolve(), folder.output.resolve()  # a sandbox lacks links to them
+    if not spec.is_local:
+        script = str(code / spec.script)
         if not (spec.starter == me and directory.is_dir()):
-            directory = folder / spec.below
+            directory = code / spec.below
     if spec.is_local:
         inherited = all_but_secrets(os.environ)
     else:
@@ -323,11 +325,10 @@ def launcher_of(
     inherited |= confinement.variables()
     sandbox = confinement.sandbox_of(spec, me)
     shell: list[str] | None = None
-    if sandbox is not None and folder is not None:
+    if sandbox is not None:
         inherited |= sandbox.variables(worker_home)
-        shell = sandbox.command(
-            folder, directory, worker_home, confinement.memory_of(spec.per_node)
-        )
+        memory = confinement.memory_of(spec.per_node)
+        shell = sandbox.command([code, output], directory, worker_home, memory)
     fixed = confinement.variables()
     sent = {name: text for name, text in accepted(spec.environment).items() if name not in fixed}
     given = {name: value for name, value in (inherited | sent).items() if value}
@@ -336,6 +337,7 @@ def launcher_of(
     environment = inherited | {
         GIVEN: msgspec.json.encode(sent).decode(),
         "POTLUCK_WORKER_HOME": str(worker_home.absolute()),
+        "POTLUCK_OUTPUT": str(output),
         "POTLUCK_PEER_TIMEOUT_S": repr(spec.peer_timeout_s),
         "PYTHONUNBUFFERED": given.get("PYTHONUNBUFFERED", "1"),
         "OMP_NUM_THREADS": given.get(

@@ -10,6 +10,7 @@ import msgspec
 from potluck.cluster.jobs.groups.roster import State, name_exit
 from potluck.cluster.jobs.journal import Journal
 from potluck.wire.jobs import MAX_SUMMARY
+from potluck.wire.results import Written
 from potluck.wire.worker_link import Fact, Samples
 
 HASH = "parameter_hash"
@@ -48,6 +49,7 @@ class Summary(msgspec.Struct, frozen=True):
     ``hashes_equal`` is None when no worker reported a parameter hash. ``problems`` are sentences;
     ``exit_code`` is 0 exactly if there are none. ``samples`` is None where the script told of none.
     ``world_restarts``: how often all workers of a script that is not elastic were started again.
+    ``written``: the files that workers left on each machine (``potluck fetch``).
     """
 
     job: str
@@ -65,6 +67,7 @@ class Summary(msgspec.Struct, frozen=True):
     version: int = 1
     samples: Samples | None = None
     world_restarts: int = 0
+    written: tuple[Written, ...] = ()
 
 
 def summarize(
@@ -75,6 +78,7 @@ def summarize(
     journal: Journal,
     unfired: Sequence[str],
     python: str,
+    written: Sequence[Written],
     now: float,
 ) -> Summary:
     """The summary of a job that is over. ``unfired`` are ordered faults that never happened."""
@@ -112,6 +116,7 @@ def summarize(
         events=tuple(f"{note.at:.1f} s: {note.text}" for note in journal.notes),
         samples=journal.sample_progress.samples(now),
         world_restarts=state.world.number,
+        written=tuple(written),
     )
 
 

@@ -66,10 +66,14 @@ class Sandbox:
         return {"TMPDIR": "/tmp", "POTLUCK_USE_SHARED_MEMORY": "no", **broker}
 
     def command(
-        self, folder: Path, directory: Path, worker_home: Path, memory_bytes: int = 0
+        self,
+        folders: Iterable[Path],
+        directory: Path,
+        worker_home: Path,
+        memory_bytes: int = 0,
     ) -> list[str]:
         """What to put before the command of a worker that runs in ``directory``, may write in
-        ``folder``, and has its job's credentials in ``worker_home``. Its files in memory take
+        ``folders``, and has its job's credentials in ``worker_home``. Its files in memory take
         ``memory_bytes`` at most (0: as the system bounds them)."""
         empty = self._empty()
         in_memory = [*empty, self._home]
@@ -100,8 +104,9 @@ class Sandbox:
         for path in self._readable:
             words += ["--ro-bind", str(path), str(path)]
         words += [*emptied(str(self._home)), "--ro-bind", str(worker_home), str(worker_home)]
-        words += ["--bind", str(folder), str(folder), "--chdir", str(directory)]
-        return [*words, "--"]
+        for folder in folders:
+            words += ["--bind", str(folder), str(folder)]
+        return [*words, "--chdir", str(directory), "--"]
 
     def _empty(self) -> list[Path]:
         """The folders that are empty in the sandbox, outer ones first."""
@@ -120,7 +125,7 @@ class Sandbox:
         """Start Python and potluck in the sandbox once."""
         folder = self._home / "code_store"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        words = self.command(folder, folder, folder)
+        words = self.command([folder], folder, folder)
         command = [*words, sys.executable, "-c", "import potluck.native"]
         try:
             done = subprocess.run(

@@ -20,7 +20,7 @@ from potluck.cluster.code_store.package import (
     objection_to_path,
     unpacked_manifest,
 )
-from potluck.cluster.code_store.store import PackageFetcher, PackageServer
+from potluck.cluster.code_store.transfer import PackageFetcher, PackageServer
 from potluck.cluster.topology.versions import differences, own_versions
 from potluck.errors import LinkError, ProtocolError
 from potluck.wire import peers

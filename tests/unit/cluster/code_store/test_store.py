@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from potluck.cluster.code_store.store import CodeStore, Send
+from potluck.cluster.code_store.job_folders import Record
+from potluck.cluster.code_store.store import CodeStore
+from potluck.cluster.code_store.transfer import Send
 from potluck.errors import ConfigurationError
 from potluck.wire import peers
 
@@ -82,9 +84,11 @@ def test_no_room_for_a_folder_is_said_with_what_to_do_and_leaves_nothing_half(
         files_of_at_most(50_000),
         pytest.raises(ConfigurationError, match=r"too large\. Make room"),
     ):
-        store.open(package, "job-1", ADA)
+        store.open(Record("job-1", ADA, package.hex()))
     assert everything(tmp_path / "home") == before
-    assert (store.open(package, "job-1", ADA) / "data.bin").stat().st_size == 100_000
+    opened = store.open(Record("job-1", ADA, package.hex()))
+    assert (opened.code / "data.bin").stat().st_size == 100_000
+    store.close(opened)
 
 
 def test_the_packages_of_a_node_are_deleted_and_no_others(tmp_path: Path, folder: Path) -> None:
@@ -101,8 +105,8 @@ def test_the_packages_of_a_node_are_deleted_and_no_others(tmp_path: Path, folder
         own, _ = await ada.take_in(folder, "train.py", ())
         for package, origin in ((bobs, BOB), (both, BOB), (both, CARL)):
             await ada.fetch(BOB, package, origin)
-        for package, job, node in ((bobs, "bobs-job", BOB), (own, "adas-job", ADA)):
-            ada.close(ada.open(package, job, node))
+        for package, job in ((bobs, "bobs-job"), (own, "adas-job")):
+            ada.close(ada.open(Record(job, BOB, package.hex())))
 
         assert await ada.delete_from(BOB) == 1
 
@@ -113,7 +117,7 @@ def test_the_packages_of_a_node_are_deleted_and_no_others(tmp_path: Path, folder
         assert [path.name[:8] for path in jobs.iterdir()] == ["adas-job"]
         assert [ada.has(each) for each in (bobs, both, own)] == [False, True, True]
         with pytest.raises(ConfigurationError, match="was removed here"):
-            ada.open(bobs, "again", BOB)
+            ada.open(Record("again", BOB, bobs.hex()))
         assert await ada.delete_from(BOB) == 0
         assert await store_at(tmp_path / "ada").delete_from(CARL) == 1, "the disk remembers"
 
@@ -130,11 +134,11 @@ def test_a_folder_belongs_to_one_job_of_one_starter_with_one_package(
     (tmp_path / "other" / "train.py").write_text("print('other')")
     other, _ = asyncio.run(store.take_in(tmp_path / "other", "train.py", ()))
     own, _ = asyncio.run(store.take_in(folder, "train.py", ()))
-    others = store.open(other, "train-1", BOB)
-    (others / "sitecustomize.py").touch()
+    others = store.open(Record("train-1", BOB, other.hex()))
+    (others.code / "sitecustomize.py").touch()
     store.close(others)
     folders = [
-        store.open(package, job, starter)
+        store.open(Record(job, starter, package.hex()))
         for package, job, starter in (
             (own, "train-1", ADA),
             (own, "train-1", BOB),
@@ -142,7 +146,10 @@ def test_a_folder_belongs_to_one_job_of_one_starter_with_one_package(
             (other, "train-1", ADA),
         )
     ]
-    assert len({others, *folders}) == 5
-    assert (folders[0] / "train.py").read_text() == "print('hello')"
-    assert not (folders[0] / "sitecustomize.py").exists()
-    assert store.open(own, "train-1", ADA) == folders[0], "ordered again, after a restart say"
+    assert len({folder.path for folder in (others, *folders)}) == 5
+    assert (folders[0].code / "train.py").read_text() == "print('hello')"
+    assert not (folders[0].code / "sitecustomize.py").exists()
+    again = store.open(Record("train-1", ADA, own.hex()))
+    assert again.path == folders[0].path, "ordered again, after a restart say"
+    for folder in folders:
+        store.close(folder)

@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from potluck.cluster.code_store.store import KEPT_JOBS, CodeStore
+from potluck.cluster.code_store.job_folders import KEPT_JOBS, JobFolder, Record
+from potluck.cluster.code_store.store import CodeStore
 from potluck.cluster.jobs.agent_parts import AgentParts
 from potluck.cluster.jobs.dispatcher import JobDispatcher
 from potluck.cluster.jobs.summary import Summary
@@ -141,7 +142,7 @@ class Machine:
         return ()
 
     def launcher(
-        self, spec: jobs.JobSpec, folder: Path, worker_home: Path, **how: object
+        self, spec: jobs.JobSpec, folder: JobFolder, worker_home: Path, **how: object
     ) -> Machine:
         self.launched.append(spec.job)
         return self
@@ -185,6 +186,10 @@ async def package_of(code_store: CodeStore, folder: Path) -> bytes:
     return package
 
 
+def record(package: bytes, job: str) -> Record:
+    return Record(job, LEADER, package.hex())
+
+
 def reports(machine: Machine) -> list[str]:
     return [to for to, message in machine.sent if isinstance(message, jobs.Reported)]
 
@@ -210,7 +215,7 @@ def test_an_order_of_the_leader_is_carried_out_also_if_it_comes_before_its_view(
 def test_a_node_that_breaks_over_an_order_reports_it_instead_of_leaving_the_leader_to_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def breaks(package: bytes, job: str, starter: str) -> Path:
+    def breaks(record: Record) -> Path:
         raise KeyError("no room")
 
     async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
@@ -499,8 +504,8 @@ def test_what_jobs_leave_behind_is_bounded(tmp_path: Path) -> None:
     async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
         package = await package_of(code_store, tmp_path / "code")
         for number in range(KEPT_JOBS + 3):
-            folder = code_store.open(package, f"job-{number}", ME)
-            assert (folder / "train.py").read_text() == "print('hello')"
+            folder = code_store.open(record(package, f"job-{number}"))
+            assert (folder.code / "train.py").read_text() == "print('hello')"
             code_store.close(folder)
 
     play(tmp_path, story)
@@ -511,14 +516,12 @@ def test_a_jobs_folder_is_kept_by_its_own_age_not_by_its_scripts(tmp_path: Path)
     async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
         package = await package_of(code_store, tmp_path / "code")
         for number in range(KEPT_JOBS):
-            code_store.close(code_store.open(package, f"job-{number}", ME))
+            code_store.close(code_store.open(record(package, f"job-{number}")))
         os.utime(tmp_path / "home" / "code_store" / "packages" / package.hex(), (1, 1))
-        last.append(code_store.open(package, "last", ME))
-        code_store.close(last[0])
+        code_store.close(code_store.open(record(package, "last")))
 
-    last: list[Path] = []
     play(tmp_path, story)
-    assert last[0].is_dir()
+    assert list((tmp_path / "home" / "code_store" / "jobs").glob("last.*/code/train.py"))
 
 
 def test_a_folder_that_was_not_copied_whole_is_copied_again(
@@ -533,8 +536,10 @@ def test_a_folder_that_was_not_copied_whole_is_copied_again(
         with monkeypatch.context() as patch:
             patch.setattr(shutil, "copytree", breaks)
             with pytest.raises(ConfigurationError, match=r"the disk is full\. Make room"):
-                code_store.open(package, "job", ME)
-        assert (code_store.open(package, "job", ME) / "train.py").is_file()
+                code_store.open(record(package, "job"))
+        folder = code_store.open(record(package, "job"))
+        assert (folder.code / "train.py").is_file()
+        code_store.close(folder)
 
     play(tmp_path, story)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from potluck.cluster.code_store.store import CodeStore
 from potluck.cluster.jobs.agent_parts import AgentParts
 from potluck.cluster.jobs.local_runner import LocalRunner
 from potluck.cluster.names import NodeNames
@@ -102,11 +103,11 @@ class Machine:
         pass
 
 
-def test_a_worker_that_speaks_for_another_is_cut_off_before_that_counts() -> None:
+def test_a_worker_that_speaks_for_another_is_cut_off_before_that_counts(tmp_path: Path) -> None:
     async def story() -> Machine:
         machine = Machine()
-        no_store: Any = None
-        runner = LocalRunner(machine.parts(), no_store, ORDER, lambda: False)
+        store = CodeStore(tmp_path, ME, lambda node, message: True)
+        runner = LocalRunner(machine.parts(), store, ORDER, lambda: False)
         async with asyncio.timeout(20):
             await machine.is_prepared.wait()
         for worker in "01":
@@ -132,15 +133,15 @@ def test_a_worker_that_speaks_for_another_is_cut_off_before_that_counts() -> Non
     assert complaint == worker_link.Said("", "worker 0 was cut off: it spoke for worker '1'")
 
 
-def test_links_that_are_not_encrypted_need_the_settings_of_this_machine() -> None:
+def test_links_that_are_not_encrypted_need_the_settings_of_this_machine(tmp_path: Path) -> None:
     """Whoever starts the job, this node's leader too: no worker starts, no folder is fetched."""
 
     async def story(allowed: str) -> tuple[str, bool]:
         machine = Machine()
-        no_store: Any = None
+        store = CodeStore(tmp_path, ME, lambda node, message: True)
         spec = msgspec.structs.replace(SPEC, wire="signed")
         parts = replace(machine.parts(), wire=allowed)
-        runner = LocalRunner(parts, no_store, jobs.Order(spec, ORDER.places), lambda: False)
+        runner = LocalRunner(parts, store, jobs.Order(spec, ORDER.places), lambda: False)
         async with asyncio.timeout(20):
             await machine.is_prepared.wait()
         runner.ordered(jobs.StartWorker("job", "0", 0))

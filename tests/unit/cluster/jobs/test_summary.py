@@ -61,6 +61,7 @@ def summary_of(
         journal=journal,
         unfired=unfired,
         python="python",
+        written=(),
         now=110.0,
     )
 

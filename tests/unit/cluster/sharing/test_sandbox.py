@@ -47,7 +47,7 @@ def test_what_is_to_be_readable_must_exist(tmp_path: Path) -> None:
 @needs_bwrap
 def test_only_the_gpus_that_are_given_are_devices_in_it(tmp_path: Path) -> None:
     def devices(gpus: tuple[str, ...] | None) -> list[str]:
-        words = Sandbox(tmp_path / "home", (), gpus).command(tmp_path, tmp_path, tmp_path)
+        words = Sandbox(tmp_path / "home", (), gpus).command([tmp_path], tmp_path, tmp_path)
         return [words[at + 1] for at, word in enumerate(words) if word == "--dev-bind-try"]
 
     assert devices(()) == []
@@ -62,7 +62,7 @@ def test_later_places_lie_in_earlier_ones(tmp_path: Path) -> None:
     job = home / "code_store" / "jobs" / "train-1"
     job.mkdir(parents=True)
     own = home / "workers" / "1" / "train-1"
-    words = Sandbox(home, (data,)).command(job, job, own)
+    words = Sandbox(home, (data,)).command([job], job, own)
     places = [words.index(str(path)) for path in ("/tmp", data, home, own, job)]
     assert places == sorted(places)
     assert [words[place - 1] for place in places[2:]] == ["--tmpfs", "--ro-bind", "--bind"]
@@ -87,7 +87,7 @@ print("taken", taken)
 def test_files_in_memory_take_no_more_than_the_owner_gives(tmp_path: Path) -> None:
     job, given = tmp_path / "job", 64 << 20
     job.mkdir()
-    words = Sandbox(tmp_path / "home", ()).command(job, job, job, given)
+    words = Sandbox(tmp_path / "home", ()).command([job], job, job, given)
     command = [*words, sys.executable, "-c", FILL, str(tmp_path / "home")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr

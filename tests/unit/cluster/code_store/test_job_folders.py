@@ -1,0 +1,183 @@
+"""The folders of jobs on one node: what is a result, and how long it is kept."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from potluck.cluster.code_store.job_folders import (
+    KEPT_JOBS,
+    JobFolder,
+    JobFolders,
+    Keeping,
+    Record,
+)
+from potluck.cluster.code_store.package import open_below
+
+ADA = "a1" * 32
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> Path:
+    folder = tmp_path / "package"
+    (folder / "data").mkdir(parents=True)
+    (folder / "train.py").write_text("print('hello')")
+    (folder / "data" / "in.txt").write_text("data")
+    return folder
+
+
+def folders_at(tmp_path: Path, notes: list[str] | None = None, **keeping: float) -> JobFolders:
+    says = [].append if notes is None else notes.append
+    kept = Keeping(keeping.get("days", 14.0), int(keeping.get("num_bytes", 1 << 30)))
+    return JobFolders(tmp_path / "jobs", keeping=kept, on_note=says)
+
+
+def run(folders: JobFolders, job: str, code: Path | None, *wrote: str) -> JobFolder:
+    """A job that writes 1,000 bytes into each of these files of its output, and ends."""
+    folder = folders.open(Record(job, ADA, "ab" * 32 if code else ""), code)
+    for name in wrote:
+        (folder.output / name).write_bytes(bytes(1000))
+    folders.close(folder)
+    return folder
+
+
+def paths(folder: JobFolder) -> list[str]:
+    return [each.path for each in folder.results()]
+
+
+def test_results_are_the_files_that_the_package_did_not_bring(tmp_path: Path, code: Path) -> None:
+    folders = folders_at(tmp_path)
+    folder = folders.open(Record("sweep", ADA, "ab" * 32), code)
+    assert paths(folder) == []
+    (folder.code / "data" / "in.txt").write_text("changed")
+    (folder.code / "results").mkdir()
+    (folder.code / "results" / "old").write_text("unpacked, with its own age")
+    os.utime(folder.code / "results" / "old", (1, 1))
+    (folder.output / "a:b").write_text("a name for this system only")
+    for name in (".hidden", "__pycache__/train.pyc", ".git/config"):
+        (folder.code / name).parent.mkdir(exist_ok=True)
+        (folder.code / name).write_text("no result")
+    (folder.output / "link").symlink_to("/etc/passwd")
+    (folder.output / "away").symlink_to("/etc")
+    os.mkfifo(folder.output / "pipe")
+    assert paths(folder) == ["code/data/in.txt", "code/results/old", "output/a:b"]
+    os.replace(folder.output / "a:b", folder.output / "line\nfeed")
+    manifest, left = folder.manifest(lambda path: "in.txt" not in path)
+    assert [file.path for file in manifest.files] == ["code/results/old"]
+    assert left == [ascii("output/line\nfeed")]
+    folders.close(folder)
+
+
+@pytest.mark.parametrize("where", ["file", "folder"])
+def test_a_link_in_the_place_of_a_result_is_not_followed(tmp_path: Path, where: str) -> None:
+    """A script in the sandbox may put one there between the list and the reading, which is done by
+    the owner's agent outside of it."""
+    secret, folder = tmp_path / "secret", tmp_path / "job"
+    secret.mkdir()
+    (secret / "key").write_text("the owner's")
+    (folder / "out").mkdir(parents=True)
+    (folder / "out" / "key").write_text("a result")
+    with open_below(folder, "out/key") as file:
+        assert file.read() == b"a result"
+    (folder / "out" / "key").unlink()
+    if where == "file":
+        (folder / "out" / "key").symlink_to(secret / "key")
+    else:
+        (folder / "out").rmdir()
+        (folder / "out").symlink_to(secret)
+    with pytest.raises(FileNotFoundError), open_below(folder, "out/key"):
+        pass
+
+
+def test_folders_with_results_outlive_any_number_of_jobs(tmp_path: Path, code: Path) -> None:
+    folders = folders_at(tmp_path)
+    kept = run(folders, "sweep", code, "model.pt")
+    for number in range(KEPT_JOBS + 3):
+        run(folders, f"trivial-{number}", code)
+        run(folders, f"local-{number}", None)
+    assert paths(kept) == ["output/model.pt"]
+    others = [each for each in folders.all() if each.record.job != "sweep"]
+    assert len(others) == KEPT_JOBS, "for a look at what ran; of local jobs none"
+
+
+def test_results_are_deleted_after_days_and_that_is_said(tmp_path: Path, code: Path) -> None:
+    notes: list[str] = []
+    folders = folders_at(tmp_path, notes)
+    folder = run(folders, "sweep", code, "model.pt")
+    folders.prune(time.time() + 13 * 86400)
+    assert folder.results()
+    folders.prune(time.time() + 15 * 86400)
+    [left] = folders.all()
+    assert not folder.output.exists()
+    assert left.results() == []
+    assert left.record.gone.startswith("1 file (1000 bytes) was deleted: ")
+    assert "POTLUCK_KEEP_RESULTS_DAYS" in left.record.gone
+    assert notes == [f"job sweep: {left.record.gone}"]
+    again = folders.open(Record("sweep", ADA, "ab" * 32), code)
+    assert (again.code / "train.py").is_file(), "ordered again: a folder of its own"
+    folders.close(again)
+
+
+def test_over_the_quota_the_oldest_go_first_never_the_newest_and_never_silently(
+    tmp_path: Path, code: Path
+) -> None:
+    notes: list[str] = []
+    folders = folders_at(tmp_path, notes, num_bytes=2500)
+    for number in range(4):
+        run(folders, f"job-{number}", code, "a")
+    assert {each.record.job for each in folders.all() if each.results()} == {"job-2", "job-3"}
+    assert [note.partition(":")[0] for note in notes] == ["job job-0", "job job-1"]
+    run(folders, "big", code, "a", "b", "c")
+    assert [each.record.job for each in folders.all() if each.results()] == ["big"]
+    [warning] = [note for note in notes if "take 2.9 KiB here, more than the 2.4 KiB" in note]
+    assert "potluck fetch big" in warning
+
+
+HOLDER = """
+import sys, pathlib
+from potluck.cluster.code_store.job_folders import JobFolders, Record
+folders = JobFolders(pathlib.Path(sys.argv[1]), on_note=print)
+folder = folders.open(Record("running", "{ada}"), None)
+print(folder.path, flush=True)
+sys.stdin.read()
+""".replace("{ada}", ADA)
+
+
+def test_the_folder_of_a_job_that_runs_is_not_deleted_by_another_process(tmp_path: Path) -> None:
+    folders = folders_at(tmp_path)
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path / "jobs")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as holder:
+        assert holder.stdout is not None
+        path = Path(holder.stdout.readline().strip())
+        folders.prune()
+        [folder] = folders.all()
+        assert folder.path == path
+        assert folders.is_in_use(folder)
+        holder.kill()
+        holder.wait()
+        assert not folders.is_in_use(folder)
+        folders.prune()
+        assert not path.exists(), "it left nothing"
+
+
+def test_a_folder_belongs_to_package_starter_and_job(tmp_path: Path, code: Path) -> None:
+    folders = folders_at(tmp_path)
+    records = [
+        Record("job", ADA, "ab" * 32),
+        Record("job", "b2" * 32, "ab" * 32),
+        Record("job", ADA, "cd" * 32),
+        Record("j" * 256, ADA, "ab" * 32),
+    ]
+    opened = [folders.open(record, code) for record in records]
+    assert len({folder.path for folder in opened}) == len(records)
+    for folder in opened:
+        folders.close(folder)

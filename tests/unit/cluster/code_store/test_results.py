@@ -1,0 +1,269 @@
+"""Results on their way from a node to the job's starter."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from potluck.cluster.code_store.job_folders import JobFolders, Record
+from potluck.cluster.code_store.package import PackageFile, PackageManifest, encode_manifest
+from potluck.cluster.code_store.results import ResultsClient, ResultsServer, is_wanted
+from potluck.cluster.code_store.started import StartedJobs
+from potluck.cluster.fetch import Found, Machine, Machines, fetch, placed
+from potluck.errors import ConfigurationError, LinkError
+from potluck.wire import peers
+from potluck.wire.results import JobFiles, ResultsTold, ResultsWanted, Written
+
+ADA, BOB, EVE = "a1" * 32, "b2" * 32, "e5" * 32
+
+
+class Wire:
+    """A client of the node ``who`` and the server of bob, each of which gets what the other one
+    sends."""
+
+    def __init__(self, root: Path, who: str = ADA) -> None:
+        self.folders = JobFolders(root / "jobs", on_note=lambda text: None)
+        self.server = ResultsServer(BOB, self.folders, self._to_client)
+        self.client = ResultsClient(self._to_server)
+        self.who = who
+
+    def _to_client(self, node: str, message: peers.PeerMessage) -> bool:
+        assert node == self.who
+        if isinstance(message, ResultsTold):
+            self.client.told(message)
+        else:
+            assert isinstance(message, peers.PackagePart | peers.NotHere)
+            self.client.arrived(BOB, message)
+        return True
+
+    def _to_server(self, node: str, message: peers.PeerMessage) -> bool:
+        assert isinstance(message, ResultsWanted | peers.PartWanted)
+        asyncio.get_running_loop().call_soon(self.server.answer, self.who, message)
+        return True
+
+    def ran(self, job: str, *, keeps_files: bool = False, **files: str) -> None:
+        record = Record(job, ADA, keeps_files=keeps_files)
+        folder = self.folders.open(record, None)
+        for name, text in files.items():
+            (folder.output / name).write_text(text)
+        self.folders.close(folder)
+
+
+def play(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(story(), 60))
+
+
+def test_only_the_starter_and_the_machine_itself_are_told_of_results(tmp_path: Path) -> None:
+    async def story() -> None:
+        wire = Wire(tmp_path)
+        wire.ran("sweep", model="weights")
+        wire.ran("federated", keeps_files=True, log="a row of data")
+        for who, jobs in ((ADA, ["sweep"]), (EVE, []), (BOB, ["federated", "sweep"])):
+            wire.who = who
+            told = await wire.client.ask(BOB, "list")
+            assert sorted(each.job for each in told.jobs) == jobs
+        wire.who = ADA
+        with pytest.raises(LinkError, match="there are no files of job 'federated'"):
+            await wire.client.ask(BOB, "package", "federated")
+        package = (await wire.client.ask(BOB, "package", "sweep")).package
+        [file] = (await wire.client.manifest(BOB, package)).files
+        wire.who = EVE  # who knows both names
+        for name in (b"", file.sha256):
+            with pytest.raises(LinkError, match="no such package"):
+                await wire.client.whole(BOB, package, name, 1000)
+        await wire.client.ask(BOB, "remove", "sweep")
+        wire.who = ADA
+        assert await wire.client.whole(BOB, package, file.sha256, 7) == b"weights"
+        await wire.client.ask(BOB, "remove", "sweep")
+        assert (await wire.client.ask(BOB, "list")).jobs == ()
+        await wire.server.close()
+
+    play(story)
+
+
+def test_the_files_of_a_job_that_runs_are_there_and_can_not_be_removed(tmp_path: Path) -> None:
+    async def story() -> None:
+        wire = Wire(tmp_path)
+        folder = wire.folders.open(Record("job", ADA), None)
+        (folder.output / "a").write_text("so far")
+        [listed] = (await wire.client.ask(BOB, "list")).jobs
+        assert listed.is_running
+        assert listed.num_files == 1
+        with pytest.raises(LinkError, match="the job runs"):
+            await wire.client.ask(BOB, "remove", "job")
+        (folder.output / "a").write_text("so long")
+        machines, out = machines_of(wire, tmp_path), tmp_path / "out"
+        found = Found("job", [(Machine(BOB, "bob"), listed)])
+        outcome = await fetch(machines, found, "", out)
+        assert (out / "a").read_text() == "so long"
+        assert not outcome.missing
+        (folder.output / "a").write_text("longer")
+        with pytest.raises(ConfigurationError, match="is there already, and is another file"):
+            await fetch(machines, found, "", out)
+        assert (out / "a").read_text() == "so long"
+        wire.folders.close(folder)
+        await wire.server.close()
+
+    play(story)
+
+
+def machines_of(wire: Wire, root: Path) -> Machines:
+    return Machines((Machine(BOB, "bob"),), wire.client, StartedJobs(root / "home"))
+
+
+class Hostile:
+    """A machine that answers with this manifest, and with ``content`` for every file."""
+
+    def __init__(self, files: tuple[PackageFile, ...], content: bytes) -> None:
+        self.data, self.package = encode_manifest(PackageManifest(files))
+        self.content = content
+        self.client = ResultsClient(self.send)
+
+    def send(self, node: str, message: peers.PeerMessage) -> bool:
+        loop = asyncio.get_running_loop()
+        if isinstance(message, ResultsWanted):
+            loop.call_soon(self.client.told, ResultsTold(message.number, package=self.package))
+        elif isinstance(message, peers.PartWanted):
+            data = self.content if message.file else self.data
+            part = peers.PackagePart(message.package, message.file, message.offset, len(data), data)
+            loop.call_soon(self.client.arrived, node, part)
+        return True
+
+
+def digest(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("output/../../.bashrc", "leaves the folder"),
+        ("/etc/cron.d/job", "not relative"),
+        ("output/.ssh/authorized_keys", "no result"),
+        ("output/\x1b]0;title", "special"),
+        ("file", "no result"),
+    ],
+)
+def test_a_machine_can_not_choose_a_path_outside_or_a_hidden_one(
+    tmp_path: Path, path: str, reason: str
+) -> None:
+    async def story() -> None:
+        bob = Hostile((PackageFile(path, 1, digest(b"x")),), b"x")
+        machines = Machines((Machine(BOB, "bob"),), bob.client, StartedJobs(tmp_path / "home"))
+        files = JobFiles("job", ADA, "", 0.0, 1, 1)
+        out = tmp_path / "out"
+        outcome = await fetch(machines, Found("job", [(Machine(BOB, "bob"), files)]), "", out)
+        assert reason in outcome.missing[0]
+        assert list(tmp_path.rglob("*")) == []
+
+    play(story)
+
+
+@pytest.mark.parametrize(
+    ("size", "content", "reason"),
+    [
+        (4, b"evil", "changed while it was being sent"),
+        (3, b"evil", "another part than was asked for"),
+        (5, b"evil", "another part than was asked for"),
+    ],
+)
+def test_a_file_that_is_not_what_was_announced_is_not_kept(
+    tmp_path: Path, size: int, content: bytes, reason: str
+) -> None:
+    async def story() -> None:
+        bob = Hostile((PackageFile("output/a", size, digest(b"good")),), content)
+        machines = Machines((Machine(BOB, "bob"),), bob.client, StartedJobs(tmp_path / "home"))
+        files = JobFiles("job", ADA, "", 0.0, 1, 1)
+        found = Found("job", [(Machine(BOB, "bob"), files)])
+        outcome = await fetch(machines, found, "", tmp_path / "out")
+        assert reason in outcome.missing[0]
+        assert list(tmp_path.rglob("*")) == []
+
+    play(story)
+
+
+def test_what_can_not_fit_or_would_go_through_a_link_is_refused_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
+    async def story() -> None:
+        out = tmp_path / "out"
+        out.mkdir()
+        (out / "elsewhere").symlink_to(tmp_path)
+        for path, size, reason in (
+            ("output/elsewhere/a", 1, "is a link"),
+            ("output/a", 1 << 39, "has room for"),
+        ):
+            bob = Hostile((PackageFile(path, size, digest(b"x")),), b"x")
+            machines = Machines((Machine(BOB, "bob"),), bob.client, StartedJobs(tmp_path / "home"))
+            files = JobFiles("job", ADA, "", 0.0, 1, size)
+            found = Found("job", [(Machine(BOB, "bob"), files)])
+            with pytest.raises(ConfigurationError, match=reason):
+                await fetch(machines, found, "", out)
+        assert [each.name for each in tmp_path.iterdir()] == ["out"]
+        assert [each.name for each in out.iterdir()] == ["elsewhere"]
+
+    play(story)
+
+
+def manifest(**files: bytes) -> PackageManifest:
+    return PackageManifest(
+        tuple(
+            PackageFile(f"output/{name.replace('__', '/')}", len(data), digest(data))
+            for name, data in files.items()
+        )
+    )
+
+
+def test_a_path_that_machines_wrote_differently_gets_their_names() -> None:
+    places = placed(
+        [
+            ("ada", manifest(model=b"1", log=b"same", own__a=b"x")),
+            ("b/b", manifest(model=b"2", log=b"same", own__b=b"y")),
+            ("b/b", manifest(model=b"3")),
+            ("carl", manifest(model=b"1", own=b"a file where others have a folder")),
+        ]
+    )
+    assert {(place.source, place.path) for place in places} == {
+        (0, "model.ada"),
+        (1, "model.b_b"),
+        (2, "model.b_b.2"),
+        (0, "log"),
+        (0, "own/a"),
+        (1, "own/b"),
+        (3, "own.carl"),
+    }
+    [place] = placed([("ada", PackageManifest((PackageFile("code/m.pt", 1, digest(b"1")),)))])
+    assert place.path == "m.pt"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path", "is_it"),
+    [
+        ("", "a/b.pt", True),
+        ("*.pt", "a/b.pt", True),
+        ("*.pt", "a/b.txt", False),
+        ("a", "a/b.pt", True),
+        ("a/", "a/b.pt", True),
+        ("a/b.pt", "a/b.pt", True),
+        ("b.pt", "a/b.pt", True),
+        ("b", "a/b.pt", False),
+    ],
+)
+def test_patterns(pattern: str, path: str, is_it: bool) -> None:
+    assert is_wanted(pattern, path) is is_it
+
+
+def test_what_jobs_left_is_remembered_of_the_newest_jobs(tmp_path: Path) -> None:
+    started = StartedJobs(tmp_path)
+    for number in range(300):
+        started.remember(f"job-{number}", (Written(BOB, "bob", 1, 2),))
+    assert len(started.all()) == 256
+    assert ("job-299", (Written(BOB, "bob", 1, 2),)) in started.all()
+    started.forget("job-299")
+    started.forget("job-299")
+    assert len(started.all()) == 255
