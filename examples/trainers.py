@@ -31,12 +31,10 @@ def main():
         mine = parts.get_indices(ctx.rank)
 
         strategy = TrainingStrategy(args.strategy)
-        # Samples may not travel in federated training: each worker gives its own.
-        own = mine if strategy is TrainingStrategy.FEDERATED else slice(1400)
         with potluck.DistributedNeuralNetTrainer(
             ctx, strategy, input_dim=64, hidden_dims=[64, 32], output_dim=10
         ) as net:  # its end ends a parameter server
-            net.train(X[own], y[own], epochs=15)
+            net.train(X[mine], y[mine], epochs=15)
 
         forest = potluck.DistributedRandomForestTrainer(ctx, 50, random_state=0)
         forest.train_epoch(X[mine], y[mine])
@@ -44,7 +42,6 @@ def main():
         clusters = potluck.DistributedKMeansTrainer(ctx, 10, random_state=0)
         spread = clusters.train_epoch(X[mine])
 
-        # With MODEL_PARALLEL all workers predict together.
         right = {
             "network": (net.predict(X[1400:]).argmax(axis=1) == y[1400:]).mean(),
             "forest": (forest.predict(X[1400:]) == y[1400:]).mean(),

@@ -24,12 +24,12 @@ def run(ctx: DistributedContext) -> None:
 def test_every_snippet_runs_alone_and_on_two_ranks(
     world_size: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert len(snippets(PAGE)) == 4
+    assert len(snippets(PAGE)) == 7
     run_world(world_size, run, timeout_s=90)
     printed = capsys.readouterr().out
     assert printed.count("epoch 4: loss") == world_size
     accuracies = [float(found) for found in re.findall(r"accuracy (\d\.\d+)", printed)]
-    assert len(accuracies) == 2 * world_size
+    assert len(accuracies) == 3 * world_size
     assert min(accuracies) > 0.8
     falls = re.findall(r"loss (\d\.\d+), then (\d\.\d+)", printed)
     assert all(float(then) < float(first) for first, then in falls)

@@ -8,9 +8,11 @@ from typing import Any
 
 from potluck.checks import Duration, checked_seconds
 from potluck.context import DistributedContext
+from potluck.engine.work import again
 from potluck.errors import (
     CheckpointError,
     HandlerError,
+    PeerLost,
     PotluckError,
     ServiceLost,
     ServiceTimeout,
@@ -41,6 +43,8 @@ class Calls:
         self._ctx = ctx
         self._name = name
         self._remotes = Remotes(ctx, name)
+        self.reforms = True
+        """Whether a call that waits enters the next group when one is due; else it raises."""
         self.has_ended = False
         """Whether this worker has said, or says now, that it calls no more."""
 
@@ -99,7 +103,15 @@ class Calls:
             )
 
     def reform_if_due(self) -> bool:
-        """Enter the next group of an elastic context, if one waits."""
+        """Enter the next group of an elastic context, if one waits; unless ``reforms`` raise
+        instead."""
+        if not self.reforms:
+            error = self._ctx.communicator.error
+            if error is None and self._ctx.elastic and self._ctx.reform_due:
+                error = PeerLost("another group waits: a worker was lost, or comes in")
+            if error is not None:
+                raise again(error)
+            return False
         if not self._ctx.elastic or not self._ctx.reform_due:
             return False
         self._ctx.reform(self._ctx.communicator.error)

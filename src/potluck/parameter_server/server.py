@@ -81,7 +81,8 @@ class ParameterServer(Uncopied):
 
     In an elastic context (``ctx.elastic``) a call enters the next group when one waits, so that
     lost workers come back; then a server that is lost is waited for. Elsewhere its loss is a
-    ServiceLost.
+    ServiceLost. With ``reforms=False`` a call that waits raises the GroupError of a group that is
+    over, PeerLost if another one waits, for scripts that form groups themselves.
 
     ``replicas`` is how many of the servers may be lost at a time without a wait, and without the
     loss of a version: each tensor lies on so many more of them. When the first one is lost, the
@@ -112,6 +113,7 @@ class ParameterServer(Uncopied):
         checkpoint: str | os.PathLike[str] | CheckpointStore | None = None,
         save_every: int = 50,
         name: str = "parameters",
+        reforms: bool = True,
     ) -> None:
         mode = mode.value if isinstance(mode, AggregationMethod) else mode
         optimizer = SGD(0.01) if optimizer is None else optimizer
@@ -122,6 +124,7 @@ class ParameterServer(Uncopied):
         self._servers = servers_of(ctx, servers, replicas)
         check_unused(ctx, "ParameterServer", name)
         self._calls = Calls(ctx, name, self._servers, replicas + 1)
+        self._calls.reforms = reforms
         self._pulled: dict[str, tuple[int, int]] = {}
         """By model: version and incarnation of the last pull."""
         self._newest: dict[str, int] = {}
@@ -292,6 +295,15 @@ class ParameterServer(Uncopied):
         self._after.pop(model, None)
 
     # -- the rest
+
+    @property
+    def reforms(self) -> bool:
+        """Whether calls enter the next group of an elastic context."""
+        return self._calls.reforms
+
+    @reforms.setter
+    def reforms(self, reforms: bool) -> None:
+        self._calls.reforms = reforms
 
     def stats(self) -> dict[str, dict[str, int]]:
         """By model: ``version``, gradients ``counted``, and dropped ones by reason: ``late``,

@@ -37,7 +37,8 @@ class NoiseProbe:
         if local is None or reduced is None:
             return None
         scale = factor * factor
-        return unbiased(local / scale, share.num_samples, reduced / scale, batch.size)
+        num = round(share.num_samples / share.weight) if share.weight else batch.size
+        return unbiased(local / scale, share.num_samples, reduced / scale, num)
 
 
 def _squared(gradient: Tensor) -> Tensor:

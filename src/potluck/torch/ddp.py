@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from potluck import hints
 from potluck.context import DistributedContext, init
@@ -191,14 +191,24 @@ class DistributedDataParallel(nn.Module):
         broadcast_tensors(self.ctx, tensors_of(self.module))
         self.synchronized = True
 
+    def zero_loss(self) -> Tensor:
+        """A loss of 0 that depends on every parameter, for a rank without samples in a step: in
+        place of a forward, so that its backward takes part in the reduction."""
+        self._begin_forward()
+        trained = [each for each in self.module.parameters() if each.requires_grad]
+        return torch.stack([(each * 0).sum().float() for each in trained]).sum()
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._begin_forward()
+        return self.module(*args, **kwargs)
+
+    def _begin_forward(self) -> None:
         if torch._C._current_graph_task_id() == -1:
             self._reducer.forget()  # the last backward may have raised
         if not self.synchronized:
             self.synchronize()
         elif self.broadcast_buffers and self.training and self._reducer.enabled:
             broadcast_tensors(self.ctx, dict(self.module.named_buffers()))
-        return self.module(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A copy of the wrapped module, as an average of weights needs; it communicates nothing."""

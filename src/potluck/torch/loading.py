@@ -56,6 +56,7 @@ class Loader:
             if not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} is {value!r}; it must be a whole number from {least} on")
         self._source: _Source
+        self._is_empty = not len(dataset) and not isinstance(dataset, TensorDataset)
         if isinstance(dataset, ShardedDataset):
             self._source = _Sharded(dataset, collate)
         else:
@@ -69,7 +70,10 @@ class Loader:
         self._workers: DataLoader[Any] | None = None
 
     def load(self, share: Share, upcoming: Callable[[], Iterator[Share]]) -> Any:
-        """The samples of ``share``. ``upcoming()`` are the shares after it, as far as is known."""
+        """The samples of ``share``. ``upcoming()`` are the shares after it, as far as is known. A
+        rank that has no samples of its own gets tensors of 0, of other data sets None."""
+        if self._is_empty:
+            return None
         if self._next is None or not _are_equal(self._next, share):
             self._restart(chain([share], upcoming()))
         self._next = None  # an error leaves it so, and the next call starts again
@@ -95,7 +99,8 @@ class Loader:
             if self._workers is None:
                 self._workers = self._new_workers()
             # Workers that load for other ranks have other random numbers.
-            self._workers.generator.manual_seed(self._seed + int(first.indices[0]))
+            first_index = int(first.indices[0]) if len(first.indices) else 0
+            self._workers.generator.manual_seed(self._seed + first_index)
             with warnings.catch_warnings():
                 # Workers run no code of this process's other threads.
                 warnings.filterwarnings("ignore", ".*multi-threaded.*fork", DeprecationWarning)
@@ -150,7 +155,7 @@ class _Mapped:
 
 def _fetched(dataset: Any, collate: Collate, indices: list[int]) -> Any:
     if isinstance(dataset, TensorDataset):
-        return dataset[torch.tensor(indices)]
+        return dataset[torch.tensor(indices, dtype=torch.int64)]
     if hasattr(dataset, "__getitems__"):
         return collate(dataset.__getitems__(indices))
     return collate([dataset[index] for index in indices])

@@ -24,10 +24,10 @@ from potluck.torch.loading import Loader
 from potluck.torch.outer import OuterStrategy
 from potluck.torch.planning import Planned, Rehearsal, Suggestion, is_planning
 from potluck.torch.replica import TorchReplica, parameter_hash
+from potluck.torch.schedules import check_samples, schedule_of
 from potluck.training import elastic
 from potluck.training.policy import Policy
-from potluck.training.sampler import Schedule, Share
-from potluck.training.shard_order import ShardOrder
+from potluck.training.sampler import Share
 from potluck.training.strategies import DataParallel, DiLoCo, Gossip, LocalSGD
 
 
@@ -54,6 +54,12 @@ class ElasticLoop(elastic.ElasticLoop):
     first axis, or a [ShardedDataset][potluck.data.ShardedDataset] for data that does not fit into
     memory. ``num_workers`` processes load and transform samples, each ``prefetch`` steps ahead;
     with 0 they are loaded when they are needed.
+
+    With ``samples="all"`` every rank has the same ``dataset``, and computes its share of each step.
+    With ``"own"`` it is this rank's own part, of any size, and stays there: ranks take equal
+    fractions of their own in each step, and each sample counts once per epoch. The samples of a
+    lost rank leave with it. A rank that has none gets tensors of 0 samples (of data sets that are
+    no tensors None), and its gradient does not count.
 
     ``optimizer`` is an optimizer or a list of optimizers, without closures. ``also`` maps names to
     other objects with state_dict and load_state_dict (schedulers, a GradScaler) that are part of
@@ -99,7 +105,9 @@ class ElasticLoop(elastic.ElasticLoop):
         callbacks: Sequence[object] = (),
         ctx: DistributedContext | None = None,
         strategy: DataParallel | LocalSGD | DiLoCo | Gossip | Literal["auto"] | None = None,
+        samples: Literal["all", "own"] = "all",
     ) -> None:
+        check_samples(samples)
         kinds = DataParallel | LocalSGD | DiLoCo | Gossip | None
         if strategy != "auto" and not isinstance(strategy, kinds):
             raise TypeError(
@@ -124,9 +132,7 @@ class ElasticLoop(elastic.ElasticLoop):
         if checkpoint is not None and not isinstance(checkpoint, CheckpointStore):
             checkpoint = CheckpointStore(checkpoint)
         self._model = model
-        shards = None
-        if isinstance(dataset, ShardedDataset):
-            shards = ShardOrder(dataset.sizes, dataset.lanes)
+        schedule = schedule_of(dataset, batch_size, epochs, seed, shuffle, samples)
         self._loader = Loader(
             dataset, collate, num_workers=num_workers, prefetch=prefetch, seed=seed
         )
@@ -142,7 +148,7 @@ class ElasticLoop(elastic.ElasticLoop):
             model.follow(strategy)
         super().__init__(
             ctx,
-            Schedule(len(dataset), batch_size, epochs, seed, shuffle, shards),
+            schedule,
             TorchReplica(model, optimizers, also or {}, self._outer),
             checkpoint=checkpoint,
             policy=policy,

@@ -93,15 +93,30 @@ class ParameterServerStrategy:
                 mine = {name: each.detach() for name, each in self._trained.items()}
                 self._fill(self.ps.average_parameters(self._name, mine))
             return True
-        gradients = {name: _gradient(each) for name, each in self._trained.items()}
-        counted = self.ps.accumulate_gradient(self._name, gradients)
+        counted = self.push()
         self.pull()
         return counted
+
+    def push(self) -> bool:
+        """Push the gradients; the next call is ``pull``. Whether they count."""
+        gradients = {name: _gradient(each) for name, each in self._trained.items()}
+        return self.ps.accumulate_gradient(self._name, gradients)
 
     def pull(self) -> None:
         """Pull the newest parameters into the model, before the first step and after each."""
         parameters, self.version = self.ps.get_parameters(self._name)
         self._fill(parameters)
+
+    def look(self) -> None:
+        """Take the newest parameters into the model at once, for evaluation: no gradient of them
+        may follow."""
+        parameters, self.version = self.ps.get_parameters(self._name, wait=False)
+        self._fill(parameters)
+
+    def replace(self) -> None:
+        """Give the server the parameters of the model as the next version."""
+        mine = {name: each.detach() for name, each in self._trained.items()}
+        self.ps.set_parameters(self._name, mine, replace=True)
 
     def _fill(self, parameters: Mapping[str, Any]) -> None:
         with torch.no_grad():

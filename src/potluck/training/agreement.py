@@ -32,9 +32,11 @@ from potluck.errors import (
 from potluck.training import saving
 from potluck.training.alignment import Alignment
 from potluck.training.noise import NoiseEstimate
+from potluck.training.own_samples import told_of_change, warn_of_equal_samples
 from potluck.training.policy import Policy
 from potluck.training.progress import Progress
 from potluck.training.replica import Replica
+from potluck.training.sampler import Holding
 from potluck.training.transfer import Expected, broadcast_state, gather_states
 
 if TYPE_CHECKING:
@@ -123,7 +125,7 @@ class Agreement:
 
         ``pending`` is the epoch of the vote whose outcome this rank does not know, 0 for none. Also
         returns the loss of the last step that counts, NaN if no member knows it. Cost: one
-        all_gather of 136 bytes per rank.
+        all_gather of 160 bytes per rank.
         """
         began = time.monotonic()
         reformed = self.cause is not None or self.newcomers
@@ -136,7 +138,7 @@ class Agreement:
             self._ctx.reform(self.cause)
             self.cause, self.newcomers = None, False
         progress = self._progress
-        noise = progress.noise
+        noise, holding = progress.noise, progress.schedule.holding
         structure = self._replica.structure()
         mine = [
             *(progress.round if self.has_state else -1, self.history, pending, self.last_loss),
@@ -144,6 +146,7 @@ class Agreement:
             *(progress.round + len(progress.deals), self.longest_s),
             *self.alignment.row,
             hash_of(structure),
+            *holding.row,
             *(*self.dealt_in(), 0, 0)[:_MAX_OPEN],
         ]
         rows = self._ctx.all_gather(np.array(mine, np.float64)).reshape(-1, len(mine))
@@ -153,6 +156,7 @@ class Agreement:
         resolution = reconcile([Standing(*map(int, row[:3])) for row in rows])
         losses = [float(row[3]) for row in rows if int(row[0]) == resolution.committed]
         self._adopt(rows[max(resolution.source, 0)])
+        self._hold([Holding.of(row[15:18]) for row in rows], resolution.source < 0)
         self._resolution, self._agreed, self.hash_due = resolution, True, True
         self.save_due = bool(rows[:, 8].any())
         ready = [row for rank, row in enumerate(rows) if rank not in resolution.receivers]
@@ -160,7 +164,7 @@ class Agreement:
         self.longest_s = float(rows[:, 10].max())
         self.valid_deals = {}
         for row in ready:  # the most senior member's deal of a round counts
-            for number, epoch in enumerate(map(int, row[15:]), int(row[0])):
+            for number, epoch in enumerate(map(int, row[18:]), int(row[0])):
                 if epoch:
                     self.valid_deals.setdefault(number, epoch)
         self.alignment.new_group(rows[:, 11:14], resolution.source, resolution.receivers)
@@ -280,6 +284,17 @@ class Agreement:
         if self._progress.batching is not None:
             self._progress.batch_size = self._progress.batching.clamp(float(row[4]))
             self._progress.noise = NoiseEstimate(float(row[5]), float(row[6]), int(row[7]))
+
+    def _hold(self, holdings: list[Holding], afresh: bool) -> None:
+        """Take the schedule for a group whose ranks have said what samples they hold."""
+        progress, ctx = self._progress, self._ctx
+        before = progress.schedule.held
+        progress.schedule = progress.schedule.for_group(holdings, afresh=afresh)
+        if before and (change := told_of_change(before, progress.schedule.held)) and ctx.is_master:
+            _log.warning("step %d: %s", progress.step, change)
+            ctx.report(event=change)
+        if not before and ctx.is_master:
+            warn_of_equal_samples(holdings)
 
     def _start_afresh(self) -> int:
         """Choose the rank with the newest checkpoint, which loads it, as no rank has a state.

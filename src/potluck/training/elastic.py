@@ -41,7 +41,6 @@ from potluck.training.record import Record
 from potluck.training.replica import Replica
 from potluck.training.rounds import Rounds, RoundStrategy
 from potluck.training.sampler import Batch, Schedule, Share
-from potluck.training.shares import EQUAL, apportion
 from potluck.uncopied import Uncopied
 
 if TYPE_CHECKING:
@@ -74,7 +73,8 @@ class ElasticLoop(Record, Uncopied):
     that, the block ends early, the survivors form the next group, and the same samples are computed
     again. A joining worker receives the state of a peer between two steps.
 
-    ``schedule`` defines the samples of each step. ``checkpoint`` saves the state on disk, from
+    ``schedule`` defines the samples of each step; an OwnSchedule those of ranks that have samples
+    of their own. ``checkpoint`` saves the state on disk, from
     which a training resumes that has lost all workers. ``callbacks`` are objects with methods such
     as ``on_epoch_end(epoch, loss)``, or functions ``f(epoch, loss)``. With a ``strategy`` ranks
     train alone for the steps of a round, and its exchange commits them.
@@ -112,6 +112,11 @@ class ElasticLoop(Record, Uncopied):
                 "batching follows gradients that are reduced in every step: leave it out with a "
                 "strategy of rounds"
             )
+        if schedule.holding.is_own and self._policy.shares is not None:
+            raise ValueError(
+                "shares that follow the speed of the ranks need the same samples on all ranks: "
+                'leave shares= out with samples="own"'
+            )
         self._agreement = Agreement(ctx, self._progress, replica, checkpoint, self._policy)
         self._rounds = Rounds(self, strategy) if strategy is not None else None
         self._agreement.steps_run_again = strategy is None
@@ -139,8 +144,13 @@ class ElasticLoop(Record, Uncopied):
     @property
     def shares(self) -> tuple[int, ...]:
         """The number of samples of a full batch for each rank, in rank order."""
-        costs = self._pace.costs or (EQUAL,) * self.ctx.world_size
-        return apportion(self.batch_size, costs)
+        batch = [(0, self.batch_size)]
+        return self.schedule.counts(batch, self.ctx.world_size, self._pace.costs)
+
+    @property
+    def num_samples(self) -> int:
+        """The samples with which this rank counts in the present step; 0 outside of one."""
+        return 0 if self._share is None else self._share.num_samples
 
     @property
     def done(self) -> bool:

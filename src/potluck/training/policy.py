@@ -42,7 +42,9 @@ class Policy:
         for name in ("hash_every", "save_every", "adapt_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        object.__setattr__(self, "recovery_s", checked_seconds(self.recovery_s, "recovery_s"))
+        object.__setattr__(
+            self, "recovery_s", checked_seconds(self.recovery_s, "recovery_s", at_least=0)
+        )
         if self.max_state_bytes < 0:
             raise ValueError(f"max_state_bytes is {self.max_state_bytes}; it can't be negative")
         for name, kind in (("shares", ProportionalShares), ("batching", NoiseBatching)):

@@ -75,8 +75,9 @@ class Progress:
         if not batch.start:
             self._loss_sum = self._loss_weight = 0.0
         if math.isfinite(loss):
-            self._loss_sum += loss * batch.size
-            self._loss_weight += batch.size
+            num = self.schedule.num_in([(batch.start, batch.start + batch.size)])
+            self._loss_sum += loss * num
+            self._loss_weight += num
         self.round += 1
         self.last_step = self.step
         self.step += 1
@@ -127,14 +128,15 @@ class Progress:
         """Commit the oldest round, a round of ``num_steps`` steps, of which the offsets ``done``
         were computed. The rest is owed."""
         deal = self.deals[0]
-        rest = deal.rest(done)
+        rest = self.schedule.owed(deal, done)
         self.deals.pop(0)
         if self.committed % self.schedule.num_samples == 0 and deal.size:
             self._loss_sum = self._loss_weight = 0.0
         size = deal.size - total(rest)
         if math.isfinite(loss):
-            self._loss_sum += loss * size
-            self._loss_weight += size
+            num = sum(stop - start for start, stop in done)
+            self._loss_sum += loss * num
+            self._loss_weight += num
         self.owed = merged([*self.owed, *rest])
         self.round += 1
         self.last_step = self.step
@@ -152,7 +154,7 @@ class Progress:
             "num_samples": self.schedule.num_samples,
             "seed": self.schedule.seed,
             "shuffle": self.schedule.shuffle,
-            "shards": self._shards,
+            "shards": self.schedule.identity[-1],
             "num_skipped": self.num_skipped,
             "is_stopped": self.is_stopped,
             "batch_size": self.batch_size,
@@ -180,13 +182,13 @@ class Progress:
             deals = [_spans(spans) for spans in state["deals"]]
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"not the state of an elastic loop: {error!r}") from error
-        schedule = self.schedule
-        mine = (schedule.num_samples, schedule.seed, schedule.shuffle, self._shards)
-        if order != mine:
+        mine = self.schedule.identity
+        if order[1:] != mine[1:] or mine[0] not in (None, order[0]):
             raise ConfigurationError(
                 f"this state belongs to a training on {_describe(*order)}; this training is on "
                 f"{_describe(*mine)}: pass the same, or another directory for checkpoints"
             )
+        self.schedule = self.schedule.resumed(int(order[0]))
         self.round, self.step = found["round"], found["step"]
         self.last_step, self.committed = found["last_step"], found["committed"]
         self.owed, self.deals = owed, [Deal(self.epoch, spans) for spans in deals]
@@ -198,16 +200,12 @@ class Progress:
             self.batch_size = self.batching.clamp(batch_size)
             self.noise = NoiseEstimate(float(signal), float(noise), int(num))
 
-    @property
-    def _shards(self) -> str:
-        """A fingerprint of how the samples are sharded; empty if they are not."""
-        return "" if self.schedule.shards is None else self.schedule.shards.fingerprint
-
 
 def _describe(num_samples: Any, seed: Any, shuffle: Any, shards: Any) -> str:
     order = f"shuffled with seed {seed}" if shuffle else "in their own order"
+    count = "own" if num_samples is None else num_samples
     stored = f", in shards (fingerprint {str(shards)[:8]})" if shards else ""
-    return f"{num_samples} samples {order}{stored}"
+    return f"{count} samples {order}{stored}"
 
 
 def _spans(found: Any) -> tuple[Span, ...]:

@@ -22,13 +22,12 @@ from typing import TYPE_CHECKING, Protocol
 from potluck.checkpoint.state import State
 from potluck.errors import Diverged, GroupError
 from potluck.training.agreement import LOST, Agreement
-from potluck.training.ledger import Deal, Span, cut
+from potluck.training.ledger import Span, cut
 from potluck.training.nearly import nearly_equal
 from potluck.training.pace import Pace
 from potluck.training.progress import Progress
 from potluck.training.round_report import Report, Work
 from potluck.training.sampler import Share
-from potluck.training.shares import EQUAL, apportion
 from potluck.training.strategies.deadline import Arrivals
 from potluck.training.transfer import broadcast_state
 
@@ -143,7 +142,7 @@ class Rounds:
             if self._is_over(work):
                 break
             began = time.monotonic()
-            yield self._share(work.deal, (start, stop))
+            yield self._share(work, (start, stop))
             if limit is not None or stop == work.batches[-1][1]:
                 self.strategy.synchronize()
             work.seconds += time.monotonic() - began  # without waits for other ranks
@@ -173,11 +172,16 @@ class Rounds:
         work = self._present
         if work is None:
             return iter(())
-        return (self._share(work.deal, batch) for batch in work.batches[work.num_steps + 1 :])
+        return (self._share(work, batch) for batch in work.batches[work.num_steps + 1 :])
 
-    def _share(self, deal: Deal, batch: Span) -> Share:
+    def _share(self, work: Work, batch: Span) -> Share:
         schedule = self._job._progress.schedule
-        return Share(deal.epoch, schedule.pick(deal.epoch, deal.part(*batch)), 1.0)
+        first = work.batches[0][0]
+        return Share(
+            work.deal.epoch,
+            schedule.pick_dealt(work.deal.epoch, work.deal.spans, first, batch),
+            1.0,
+        )
 
     def add_loss(self, loss: float, num_samples: int) -> None:
         """Note the loss of a step of this rank."""
@@ -277,10 +281,11 @@ class Rounds:
         self._works.append(work)
         if not work.deal.size:
             return work
-        size, costs = work.deal.size, job._pace.costs
-        counts = apportion(size, costs or (EQUAL,) * world)
+        costs = job._pace.costs
+        counts = job._progress.schedule.counts(work.deal.spans, world, costs)
+        size = sum(counts)
         start, mine = sum(counts[: job.ctx.rank]), counts[job.ctx.rank]
-        num_steps = math.ceil(size / job._progress.schedule.batch_size)
+        num_steps = self._num_steps_of(work)
         if costs is not None:
             num_steps = max(1, round(num_steps * mine * world / size))
         work.batches = list(cut(start, start + mine, num_steps))
@@ -370,7 +375,7 @@ class Rounds:
         def reports() -> list[Report]:
             return [Report.of(row) for row in gathered.wait().reshape(ctx.world_size, -1)]
 
-        size = present = work.deal.size
+        size = present = self._job._progress.schedule.num_in(work.deal.spans)
         work.is_weighed = self._must_weigh(work)
         if work.is_weighed:
             present = sum(report.num_samples for report in reports())
@@ -428,11 +433,12 @@ class Rounds:
         job = self._job
         progress = job._progress
         done = [report.span for report in work.reports]
+        num = progress.schedule.num_in(work.deal.spans)
         num_samples = sum(report.num_samples for report in work.reports)
         progress.settle(done, self._num_steps_of(work), loss)
         size = work.deal.size
         is_whole = not size or (work.is_weighed and num_samples > 0)
-        fraction = 1.0 if is_whole else num_samples / size
+        fraction = 1.0 if is_whole else num_samples / num
         self.strategy.apply(work.number, fraction, delayed=work.is_delayed)
         progress.is_flushed = not size or self.strategy.num_fragments == 1
         if work.inner is not None:

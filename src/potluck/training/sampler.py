@@ -9,14 +9,16 @@ group, covers the same samples: each sample of an epoch is committed exactly onc
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from potluck.training.ledger import Span
+from potluck.errors import ConfigurationError
+from potluck.training.ledger import Deal, Span, total
 from potluck.training.shard_order import ShardOrder
 from potluck.training.shares import EQUAL, Cost, apportion
 
@@ -47,6 +49,34 @@ class Share:
     def num_samples(self) -> int:
         """The number of samples with which this rank counts: 0 for a weight of 0."""
         return len(self.indices) if self.weight else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What one rank says of its samples: ``num`` of its own, -1 where all ranks have the same.
+
+    ``fingerprint`` and ``kind`` (below 2 ** 52, 0 for unknown) are equal where samples are, and
+    where their shapes and dtypes are, which ``text`` describes on this rank.
+    """
+
+    num: int = -1
+    fingerprint: int = 0
+    kind: int = 0
+    text: str = field(default="", compare=False)
+
+    @property
+    def row(self) -> list[int]:
+        """As three numbers that a float64 holds; ``of`` is the inverse."""
+        return [self.num, self.fingerprint, self.kind]
+
+    @classmethod
+    def of(cls, row: Sequence[float]) -> Holding:
+        num, fingerprint, kind = map(int, row)
+        return cls(num, fingerprint, kind)
+
+    @property
+    def is_own(self) -> bool:
+        return self.num >= 0
 
 
 @lru_cache(maxsize=4)
@@ -104,10 +134,47 @@ class Schedule:
             raise ValueError(f"batch_size is {self.batch_size}; it must be at least 1")
         if self.epochs < 0 or self.seed < 0:
             raise ValueError(f"epochs {self.epochs} and seed {self.seed} must not be negative")
-        if self.shards is not None and self.shards.num_samples != self.num_samples:
+        if self.shards is not None and self.shards.num_samples != self.num_stored:
             raise ValueError(
-                f"num_samples is {self.num_samples}, but the shards have {self.shards.num_samples}"
+                f"num_samples is {self.num_stored}, but the shards have {self.shards.num_samples}"
             )
+
+    @property
+    def holding(self) -> Holding:
+        """What this rank tells the others of its samples."""
+        return Holding()
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """The samples of each rank's own in the present group; empty where all have the same."""
+        return ()
+
+    @property
+    def num_stored(self) -> int:
+        """The number of samples that this rank can read."""
+        return self.num_samples
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """What the schedules of all ranks, and of a state that is restored, have in common: the
+        number of samples (None: it may differ), the seed, whether they are shuffled, and a
+        fingerprint of their shards."""
+        shards = "" if self.shards is None else self.shards.fingerprint
+        return (self.num_samples, self.seed, self.shuffle, shards)
+
+    def for_group(self, holdings: Sequence[Holding], *, afresh: bool) -> Schedule:
+        """The schedule in a group whose ranks have ``holdings``; ``afresh``: nobody has begun.
+        ConfigurationError for ranks that have samples of their own."""
+        for rank, each in enumerate(holdings):
+            if each.is_own:
+                raise ConfigurationError(
+                    f'rank {rank} has samples="own", this rank has samples="all": pass the same'
+                )
+        return self
+
+    def resumed(self, num_samples: int) -> Schedule:
+        """The schedule of a training that goes on, which began with ``num_samples``."""
+        return self
 
     @property
     def total(self) -> int:
@@ -135,6 +202,35 @@ class Schedule:
         """The indices of the samples at ``spans`` of an epoch's permutation, int64."""
         parts = [self.indices(Batch(epoch, start, stop - start)) for start, stop in spans]
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+    def counts(
+        self, spans: Sequence[Span], world_size: int, costs: Sequence[Cost] | None = None
+    ) -> tuple[int, ...]:
+        """The number of samples of each rank at ``spans`` of an epoch."""
+        return apportion(total(spans), costs or (EQUAL,) * world_size)
+
+    def num_in(self, spans: Sequence[Span]) -> int:
+        """The number of samples at ``spans`` of an epoch."""
+        return total(spans)
+
+    def pick_dealt(
+        self, epoch: int, spans: Sequence[Span], first: int, part: Span
+    ) -> NDArray[np.int64]:
+        """The samples at the offsets ``part`` of a round that was dealt ``spans``, of which this
+        rank's begin at the offset ``first``. Int64."""
+        return self.pick(epoch, Deal(epoch, tuple(spans)).part(*part))
+
+    def epoch_parts(
+        self, epoch: int, rank: int, world_size: int, size: int
+    ) -> Iterator[NDArray[np.int64]]:
+        """The samples of ``rank`` in a whole epoch, in parts of ``size``. Int64."""
+        start, stop = shares(self.num_samples, world_size)[rank]
+        for at in range(start, stop, size):
+            yield self.indices(Batch(epoch, at, min(size, stop - at)))
+
+    def owed(self, deal: Deal, done: Sequence[Span]) -> tuple[Span, ...]:
+        """What later rounds owe of one of which the offsets ``done`` were computed."""
+        return deal.rest(done)
 
     def share(
         self, batch: Batch, rank: int, world_size: int, costs: Sequence[Cost] | None = None

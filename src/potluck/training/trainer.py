@@ -43,7 +43,8 @@ class DistributedTrainer(ABC):
 
     ``callbacks`` are as those of the elastic loop: objects with methods such as
     ``on_epoch_end(epoch, loss)``, or functions ``f(epoch, loss)``. Use a trainer in a ``with``
-    block, or call ``close``. ValueError for another strategy.
+    block, or call ``close``. Methods that begin with ``get_``, and ``predict``, are local: one rank
+    may call them alone. ValueError for another strategy.
     """
 
     strategies: ClassVar[frozenset[TrainingStrategy]] = frozenset({TrainingStrategy.DATA_PARALLEL})
@@ -67,12 +68,12 @@ class DistributedTrainer(ABC):
         self.epochs = 0
         """The number of epochs trained so far."""
         self.callbacks: list[object] = []
-        self._local_loss = math.nan
-        self._num_samples = 0
+        self._local_loss = self._global_loss = math.nan
 
     @abstractmethod
     def train_epoch(self, X: Any, y: Any = None) -> float:
-        """Train once on the samples; returns the global loss. A collective call."""
+        """Train once on the samples of all ranks, of which this rank passes its own; returns the
+        global loss. A collective call."""
 
     @abstractmethod
     def get_parameters(self) -> Parameters:
@@ -131,9 +132,9 @@ class DistributedTrainer(ABC):
         return self._local_loss
 
     def get_global_loss(self) -> float:
-        """The mean loss of all ranks' samples in the last epoch. A collective call."""
-        found = average(self.ctx, {"loss": self._local_loss}, weight=float(self._num_samples))
-        return found["loss"]
+        """The mean loss of all ranks' samples in the last epoch; NaN before. Local: training has
+        told it to all ranks."""
+        return self._global_loss
 
     if not TYPE_CHECKING:  # else a type checker would find every attribute
 
@@ -155,9 +156,10 @@ class DistributedTrainer(ABC):
         compare(self.ctx, what, items, "pass the same names, shapes and dtypes on all ranks")
 
     def _end_epoch(self, local_loss: float, num_samples: int) -> float:
-        """Note the losses of an epoch, and call the callbacks; returns the global loss."""
-        self._local_loss, self._num_samples = local_loss, num_samples
-        loss = self.get_global_loss()
+        """Note the losses of an epoch, call the callbacks; returns the global loss. Collective."""
+        found = average(self.ctx, {"loss": local_loss}, weight=float(num_samples))
+        self._local_loss, self._global_loss = local_loss, found["loss"]
+        loss = self._global_loss
         Callbacks(self.callbacks).call("on_epoch_end", self.epochs, loss)
         self.epochs += 1
         return loss

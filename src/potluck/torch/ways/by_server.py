@@ -1,0 +1,224 @@
+"""PARAMETER_SERVER: one worker keeps the parameters, and all push gradients to it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from torch.optim import Optimizer
+
+from potluck.parameter_server import Adam, ElasticAveraging, ParameterServer, Synchronous
+from potluck.parameter_server.modes import Mode
+from potluck.torch.parameter_server import ParameterServerStrategy
+from potluck.torch.structure import broadcast_tensors, tensors_of
+from potluck.torch.ways.epochs import epoch_loop, part_of_epoch
+from potluck.torch.ways.samples import TrainerSamples
+from potluck.torch.ways.way import EpochEnd, Recipe, Way
+from potluck.training.sampler import Batch, Schedule, Share
+from potluck.training.transfer import gather_states
+
+if TYPE_CHECKING:
+    from potluck.context import DistributedContext
+
+_PATIENCE_S = 3600.0
+"""How long the slowest rank is waited for at the end of an epoch, which it may still compute."""
+
+_numbers: WeakKeyDictionary[DistributedContext, int] = WeakKeyDictionary()
+"""By context: the number of the next parameter server of a trainer."""
+
+
+class ByServer(Way):
+    """Each step of the loop is an epoch, in which ranks only call the server. So no rank waits for
+    another one but in a synchronous step. At the end of the epoch all pull the same parameters.
+
+    A lost rank ends the step early: the others form the next group, and go on with the epoch where
+    they were. If the lost one kept the parameters, rank 0 of the next group keeps them from then
+    on, as it pulled them last; the optimizer's moments begin anew.
+    """
+
+    def __init__(self, recipe: Recipe, mode: Mode) -> None:
+        super().__init__(recipe)
+        self.model = recipe.network
+        self.optimizer: Optimizer | None = None
+        if isinstance(mode, ElasticAveraging) and mode.of == "parameters":
+            self.optimizer = recipe.optimizer(recipe.network)
+        self._mode = mode
+        self._server: ParameterServerStrategy | None = None
+        self._number = -1  # of the server
+        self._host = ""  # the worker that runs it
+        self._is_set = False  # by the script, since the server was told
+        self._is_closed = False
+        # Of the present epoch:
+        self._num_parts = 0  # 0 before it has begun
+        self._first = 0  # the version at its begin
+        self._done = 0  # the parts that this rank has computed
+        self._sum, self._num = 0.0, 0
+
+    def train(
+        self,
+        samples: TrainerSamples,
+        epochs: int,
+        first: int,
+        on_epoch: Callable[[EpochEnd], None],
+        callbacks: Sequence[object],
+    ) -> None:
+        problem = ""
+        self._begin_epoch()
+        job = epoch_loop(
+            *(self.recipe, samples, epochs, first, callbacks),
+            is_kept=lambda: self._is_set,  # all ranks get them, in _follow
+        )
+        for share in job:
+            with job.step():
+                problem = self._prepare(samples, job.schedule)
+                if problem:
+                    job.stop()
+                    continue
+                self._compute(samples, job.schedule, share.epoch)
+                self._pull_together()
+                local = self._sum / self._num if self._num else math.nan
+                job.commit(loss=local)
+                on_epoch(EpochEnd(share.epoch, job.last_loss, local, self._num))
+                self._begin_epoch()
+        if problem:
+            raise ValueError(problem)
+
+    def note_set(self) -> None:
+        self._is_set = True
+
+    def check_open(self) -> None:
+        if self._is_closed and self._server is not None:
+            self._server.ps.stats()
+
+    def close(self) -> None:
+        self._is_closed = True
+        if self._server is not None:
+            self._server.ps.reforms = True
+            self._server.ps.close()
+
+    # ------------------------------------------------------------ inside
+
+    def _begin_epoch(self) -> None:
+        self._num_parts = self._first = self._done = 0
+        self._sum, self._num = 0.0, 0
+
+    def _prepare(self, samples: TrainerSamples, schedule: Schedule) -> str:
+        """The ranks of the group agree on the server, and on where they are in the epoch. Returns
+        why the samples of a rank can't be trained on, empty if all can. Collective."""
+        ctx, reason = self.recipe.ctx, ""
+        try:
+            samples.check(self.recipe.sizes, ctx.rank)
+        except (ValueError, TypeError) as error:
+            reason = str(error)
+        mine = {
+            "reason": reason,
+            "is_set": self._is_set,
+            "hosts": self._server is not None and self._host == ctx.group.me.worker,
+            "number": self._number,
+            "next": _numbers.get(ctx, 0),
+            "num_parts": self._num_parts,
+            "first": self._first,
+            "done": self._done,
+            "version": 0 if self._server is None else self._server.version,
+        }
+        rows: list[dict[str, Any]] = gather_states(ctx, mine)
+        for rank, row in enumerate(rows):
+            if row["reason"]:
+                return f"the samples of {ctx.group.describe(rank)}: {row['reason']}"
+        begun = [row for row in rows if row["num_parts"]]
+        hosts = [rank for rank, row in enumerate(rows) if row["hosts"]]
+        self._follow(rows, hosts)
+        if begun:  # else this is the first of its groups
+            self._num_parts = begun[0]["num_parts"]
+            self._first = begun[0]["first"]
+            if not hosts:
+                self._first = -max(row["version"] - row["first"] for row in begun)
+            if not mine["num_parts"]:
+                self._done = min(row["done"] for row in begun)
+        else:
+            num = schedule.num_samples
+            most = max(schedule.counts([(0, num)], ctx.world_size))
+            self._num_parts = max(1, min(math.ceil(num / self.recipe.batch_size), most))
+            assert self._server is not None
+            self._first = self._server.version
+        return ""
+
+    def _follow(self, rows: list[dict[str, Any]], hosts: list[int]) -> None:
+        """Use the server that a rank in ``hosts`` runs, or make one. Parameters that ranks have set
+        become all ranks'; of several such ranks the first counts."""
+        recipe, ctx = self.recipe, self.recipe.ctx
+        setters = [rank for rank, row in enumerate(rows) if row["is_set"]]
+        if setters or not hosts:
+            network = recipe.network
+            roots = [*setters, 0]
+            broadcast_tensors(ctx, tensors_of(network), root=roots[0])
+        number = rows[hosts[0]]["number"] if hosts else max(row["next"] for row in rows)
+        if number != self._number or self._server is None:
+            host = ctx.members[hosts[0] if hosts else 0].worker
+            _numbers[ctx] = number + 1
+            ps = ParameterServer(
+                ctx,
+                self._mode,
+                optimizer=Adam(recipe.learning_rate),
+                servers=[host],  # type: ignore[list-item]
+                name=f"trainer {number}",
+                reforms=False,  # the loop does
+            )
+            self._server = ParameterServerStrategy(recipe.network, ps, optimizer=self.optimizer)
+            self._host, self._number = host, number
+        elif setters:
+            if ctx.rank == hosts[0]:
+                self._server.replace()
+            ctx.barrier()
+            self._server.look()
+        self._is_set = False
+
+    def _compute(self, samples: TrainerSamples, schedule: Schedule, epoch: int) -> None:
+        """The parts of the epoch that are left."""
+        server = self._server
+        assert server is not None
+        self.model.train()
+        is_synchronous = isinstance(self._mode, Synchronous)
+        while is_synchronous or self._done < self._num_parts:
+            if self.optimizer is None:
+                server.pull()
+            if is_synchronous:
+                self._done = server.version - self._first  # all ranks push in every step
+                if self._done >= self._num_parts:
+                    break
+            start, stop = part_of_epoch(schedule, self._done, self._num_parts)
+            ctx = self.recipe.ctx
+            share = schedule.share(Batch(epoch, start, stop - start), ctx.rank, ctx.world_size)
+            self._push(samples, share)
+
+    def _push(self, samples: TrainerSamples, share: Share) -> None:
+        """Compute on the samples of ``share``, and push the gradient, with a weight that is 1 on
+        average over the ranks."""
+        server, recipe = self._server, self.recipe
+        assert server is not None
+        server.zero_grad()
+        if share.num_samples:
+            inputs, targets = samples.load(share.indices, share.epoch)
+            with recipe.precision():
+                loss = recipe.loss(self.model(inputs), targets)
+            where = f"step {self._done} of epoch {share.epoch}"
+            recipe.check_loss(loss.item(), where)
+            weight = share.weight * recipe.ctx.world_size if self.optimizer is None else 1.0
+            (loss * weight).backward()  # type: ignore[no-untyped-call]
+            self._sum += loss.item() * share.num_samples
+            self._num += share.num_samples
+        self._done += 1  # not after the push: if that is interrupted, the server has the gradient
+        if self.optimizer is None:
+            server.push()
+        elif share.num_samples:
+            server.step()
+
+    def _pull_together(self) -> None:
+        """The newest parameters, when all ranks have pushed all of theirs."""
+        server, ctx = self._server, self.recipe.ctx
+        assert server is not None
+        ctx.barrier(timeout=_PATIENCE_S)
+        server.look()
+        broadcast_tensors(ctx, dict(self.model.named_buffers()))

@@ -1,0 +1,153 @@
+"""The schedule of ranks that have samples of their own, which stay where they are. Pure.
+
+A position is a fraction of the epoch: one of ``num_samples``, as many as all ranks had when the
+training began. In the step from position ``start`` to ``stop`` a rank with ``n`` samples takes
+those from ``n * start // num_samples`` to ``n * stop // num_samples`` of an order of its own. So
+all ranks end an epoch with the same step, each sample counts once, and a rank that comes or goes
+with its samples moves no other rank's position.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from potluck.errors import ConfigurationError
+from potluck.training.ledger import Deal, Span
+from potluck.training.sampler import Batch, Holding, Schedule, Share
+from potluck.training.shares import Cost
+
+
+@dataclass(frozen=True, slots=True)
+class OwnSchedule(Schedule):
+    """A schedule of which this rank has the samples that ``own`` describes, maybe none; ``shards``
+    are its own.
+
+    ``sizes`` are the samples of each rank of the present group. These and ``num_samples`` are known
+    once a group has formed.
+    """
+
+    own: Holding = field(default_factory=lambda: Holding(0))
+    sizes: tuple[int, ...] = ()
+
+    @property
+    def mine(self) -> int:
+        """The number of this rank's own samples."""
+        return self.own.num
+
+    @property
+    def holding(self) -> Holding:
+        return self.own
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        return self.sizes
+
+    @property
+    def num_stored(self) -> int:
+        return self.mine
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        return (None, self.seed, self.shuffle, "")  # ranks have unlike numbers and shards
+
+    def for_group(self, holdings: Sequence[Holding], *, afresh: bool) -> Schedule:
+        for rank, each in enumerate(holdings):
+            if not each.is_own:
+                raise ConfigurationError(
+                    f'rank {rank} has samples="all", this rank has samples="own": pass the same'
+                )
+            if self.own.kind and each.kind and each.kind != self.own.kind:
+                raise ValueError(
+                    f"the samples of rank {rank} are of another shape or dtype, or have another "
+                    f"kind of targets; those of this rank are {self.own.text}"
+                )
+        sizes = tuple(each.num for each in holdings)
+        if not sum(sizes):
+            raise ValueError("the data set is empty: no worker has a sample")
+        return replace(self, sizes=sizes, num_samples=sum(sizes) if afresh else self.num_samples)
+
+    def resumed(self, num_samples: int) -> Schedule:
+        return replace(self, num_samples=num_samples)
+
+    def batch(self, committed: int, size: int | None = None) -> Batch:
+        """As of a Schedule, but longer if no rank of the group had a sample in it."""
+        found = Schedule.batch(self, committed, size)
+        stop = found.start + found.size
+        while not self.num_in([(found.start, stop)]):
+            stop += 1  # at the end of the epoch all ranks have one
+        return Batch(found.epoch, found.start, stop - found.start)
+
+    def counts(
+        self, spans: Sequence[Span], world_size: int, costs: Sequence[Cost] | None = None
+    ) -> tuple[int, ...]:
+        return tuple(
+            sum(stop - start for start, stop in (self._range(num, span) for span in spans))
+            for num in self.sizes
+        )
+
+    def num_in(self, spans: Sequence[Span]) -> int:
+        return sum(self.counts(spans, len(self.sizes)))
+
+    def share(
+        self, batch: Batch, rank: int, world_size: int, costs: Sequence[Cost] | None = None
+    ) -> Share:
+        span = (batch.start, batch.start + batch.size)
+        start, stop = self._range(self.mine, span)
+        if start < stop:
+            weight = (stop - start) / self.num_in([span])
+            return Share(batch.epoch, self._indices(batch.epoch, start, stop), weight)
+        return Share(batch.epoch, self._indices(batch.epoch, start, min(start + 1, self.mine)), 0.0)
+
+    def epoch_parts(
+        self, epoch: int, rank: int, world_size: int, size: int
+    ) -> Iterator[NDArray[np.int64]]:
+        for at in range(0, self.mine, size):
+            yield self._indices(epoch, at, min(at + size, self.mine))
+
+    def pick_dealt(
+        self, epoch: int, spans: Sequence[Span], first: int, part: Span
+    ) -> NDArray[np.int64]:
+        found = [self._indices(epoch, *self._range(self.mine, span)) for span in spans]
+        return np.concatenate(found)[part[0] - first : part[1] - first]
+
+    def owed(self, deal: Deal, done: Sequence[Span]) -> tuple[Span, ...]:
+        return ()  # a lost rank has taken its samples with it
+
+    def _range(self, num: int, span: Span) -> Span:
+        start, stop = span
+        return num * start // self.num_samples, num * stop // self.num_samples
+
+    def _indices(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
+        if start == stop:
+            return np.empty(0, np.int64)
+        options = (self.batch_size, self.epochs, self.seed, self.shuffle, self.shards)
+        return Schedule(self.mine, *options).indices(Batch(epoch, start, stop - start))
+
+
+def warn_of_equal_samples(holdings: Sequence[Holding]) -> None:
+    """A warning if all ranks have passed the same samples as their own."""
+    first = holdings[0]
+    if len(holdings) > 1 and first.fingerprint and set(holdings) == {first} and first.is_own:
+        warnings.warn(
+            f"all {len(holdings)} workers pass the same {first.num} samples as their own, so each "
+            f"sample counts {len(holdings)} times per epoch: pass each worker its part "
+            '(potluck.DataPartitioner), or samples="all" to have the samples cut',
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def told_of_change(before: Sequence[int], now: Sequence[int]) -> str:
+    """What is told when ranks with samples of their own have come or gone; empty for nothing."""
+    was, has = sum(before), sum(now)
+    if has == was:
+        return ""
+    went = f"{was - has} samples left with a lost worker" if has < was else ""
+    came = f"{has - was} samples came with a worker" if has > was else ""
+    return f"{went or came}: training goes on with {has} samples of {len(now)} workers"
