@@ -59,7 +59,7 @@ def test_the_programs_of_the_page_find_each_other_and_a_ban_parts_them(tmp_path:
             caller.order("call")
             caller.wait_for("call 0 is answered")
 
-            assert ada.runs("ban", "bob").returncode == 0
+            assert ada.runs("ban", "bob", "--yes").returncode == 0
             caller.order("call")
             caller.wait_for("call 1 failed: ServiceLost")
             caller.order("call")

@@ -173,7 +173,7 @@ def test_what_a_key_signs_that_is_not_on_the_list_runs_nowhere(tmp_path: Path) -
     with led_by_an_attacker(tmp_path, POTLUCK_RUN_FOR="all") as (ada, evil, carl):
         assert ada.runs("deny", evil.node).returncode == 0
         assert ada.runs("allow", carl.node).returncode == 0
-        assert ada.runs("ban", carl.node).returncode == 0
+        assert ada.runs("ban", carl.node, "--yes").returncode == 0
         for name, why in (
             ("own_key", "its owner does not let it run jobs of bob"),
             ("fresh_key", "was never admitted to this cluster"),

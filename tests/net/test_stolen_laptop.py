@@ -109,7 +109,7 @@ def test_a_stolen_laptop_never_comes_back(figures: Figures, tmp_path: Path) -> N
         agreed(ada, stolen, since=since)
         since = marks([ada, bob, stolen])
         # ``stolen`` stays up: its link was made while it was a member.
-        assert ada.runs("ban", stolen.name, "--reason", "stolen").returncode == 0
+        assert ada.runs("ban", stolen.name, "--reason", "stolen", "--yes").returncode == 0
         stolen.says("this node is banned from the cluster", since=since[stolen])
         agreed(ada, since=since)
         bob.start()

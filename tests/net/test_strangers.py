@@ -93,7 +93,7 @@ def test_a_ban_takes_a_member_out_and_changes_the_secret(
     ada, bob, carl = members[:3]
     form(ada, bob, carl)
     since, began = marks([ada, bob, carl]), time.monotonic()
-    done = ada.runs("ban", carl.node)
+    done = ada.runs("ban", carl.node, "--yes")
     assert done.returncode == 0, done.stderr
     banned = agreed(ada, bob, since=since) - began
     carl.says("this node is banned from the cluster", since=since[carl])

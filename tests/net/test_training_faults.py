@@ -110,7 +110,7 @@ def test_a_new_secret_and_a_ban_while_training(figures: Figures, tmp_path: Path)
             fault = "`potluck rotate` while training"
             figures.take(fault, "views changed:", changes, asked=0, unit="")
             since, began = story.run.mark, time.monotonic()
-            assert starter.runs("ban", other.node).returncode == 0
+            assert starter.runs("ban", other.node, "--yes").returncode == 0
             seconds = story.commits(2, since=since) - began
             fault = "`potluck ban` of a node while training"
             figures.take(fault, "the others commit again after", seconds)

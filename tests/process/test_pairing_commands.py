@@ -139,22 +139,24 @@ def test_a_second_machine_joins_and_a_wrong_code_voids_the_next_one(environment:
         made["node"]: "founder",
         second_node: "member",
     }
-    powerless = potluck(second, "ban", "first")
+    powerless = potluck(second, "ban", "first", "--yes")
     assert powerless.returncode == 2
     assert "founded the cluster" in powerless.stderr
-    assert "founded the cluster" in potluck(first, "ban", "first").stderr, "it knows its own name"
-    banned = potluck(first, "ban", "second", "--reason", "sold")
+    assert "founded the cluster" in potluck(first, "ban", "first", "--yes").stderr, (
+        "it knows its own name"
+    )
+    banned = potluck(first, "ban", "second", "--reason", "sold", "--yes")
     assert banned.returncode == 0, banned.stderr
     assert f"second (node {second_node[:12]}) is banned." in banned.stdout
     assert "when `potluck up` runs here" in banned.stdout
     assert (first / "cluster_secret").read_text() != secrets[0]
-    assert potluck(first, "ban", made["node"]).returncode == 2
+    assert potluck(first, "ban", made["node"], "--yes").returncode == 2
     shown = potluck(first, "nodes").stdout
     assert "revoked (sold)" in shown
-    back = potluck(first, "unban", second_node[:8])
+    back = potluck(first, "unban", second_node[:8], "--yes")
     assert back.stdout == f"second (node {second_node[:12]}) is a member again.\n"
     assert potluck(first, "admit", "second", "--admin").stdout.endswith("is admin.\n")
-    assert "is not banned" in potluck(first, "unban", "second").stderr
+    assert "is not banned" in potluck(first, "unban", "second", "--yes").stderr
 
 
 def test_what_is_typed_wrong_is_explained_and_changes_nothing(environment: Path) -> None:

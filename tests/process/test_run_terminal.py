@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import codecs
-import fcntl
-import os
-import pty
 import re
-import select
 import shlex
 import signal
-import subprocess
-import termios
-import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from support.commands import potluck_command, run_command
-
-DEADLINE_S = 200.0
+from support.terminal import DEADLINE_S, Terminal
 
 TRAINING = """
 import pathlib, sys, time
@@ -44,69 +33,6 @@ for share in job:
         job.commit(loss=0.5)
         state["steps"] = state["steps"] + done
 """
-
-
-class Terminal:
-    """A command on a terminal of its own, 100 columns wide. All that it draws is kept."""
-
-    def __init__(self, *command: str) -> None:
-        self.drawn = ""
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
-        self._master, slave = pty.openpty()
-        self.process = subprocess.Popen(
-            command,
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            env=os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "40"},
-            start_new_session=True,
-            preexec_fn=partial(fcntl.ioctl, 0, termios.TIOCSCTTY, 0),
-        )
-        os.close(slave)
-
-    @property
-    def text(self) -> str:
-        """What was drawn, without its colours."""
-        return re.sub(r"\x1b\[[0-9;]*m", "", self.drawn)
-
-    def read_until(self, wanted: Callable[[str], bool]) -> None:
-        """Until ``wanted`` accepts what was drawn, or the command ends."""
-        deadline = time.monotonic() + DEADLINE_S
-        while not wanted(self.drawn):
-            assert time.monotonic() < deadline, (
-                f"{DEADLINE_S:g} s have passed; drawn so far:\n{self.drawn[-3000:]}"
-            )
-            if not select.select([self._master], [], [], 0.05)[0]:
-                continue
-            try:
-                data = os.read(self._master, 65536)
-            except OSError:  # Linux: nobody holds the other side any more
-                return
-            if not data:
-                return
-            self.drawn += self._decode(data)
-
-    def finish(self) -> int:
-        self.read_until(lambda drawn: False)
-        return self.process.wait(DEADLINE_S)
-
-    def type(self, text: str) -> None:
-        os.write(self._master, text.encode())
-
-    def hang_up(self) -> None:
-        """The terminal is closed: the kernel sends SIGHUP to its session."""
-        os.close(self._master)
-        self._master = -1
-
-    def __enter__(self) -> Terminal:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-        if self._master >= 0:
-            os.close(self._master)
 
 
 def counts(drawn: str) -> list[int]:

@@ -26,6 +26,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from potluck.cluster.sharing.rules import Kept
+from potluck.cluster.sharing.store import SharingStore
 from potluck.cluster.trust.identity import load_or_create_identity
 from potluck.system import SIGCONT, SIGKILL
 from potluck.transport.credentials import node_id_of
@@ -51,7 +53,8 @@ done
 
 class Machine:
     """A host with a home of its own under ``root``. ``environment`` is added to the agent's; the
-    secret is ``psk``, or what the home holds if that is empty."""
+    secret is ``psk``, or what the home holds if that is empty. Scripts of all members run there
+    unless ``POTLUCK_RUN_FOR`` or the home says otherwise."""
 
     def __init__(self, host: Host, root: Path, *, psk: str = PSK, **environment: str) -> None:
         self.host = host
@@ -67,6 +70,9 @@ class Machine:
             **({"POTLUCK_PSK": psk} if psk else {}),
             **environment,
         }
+        store = SharingStore(self.home)
+        if store.read() == Kept():  # nobody is asked on these machines
+            store.write(Kept("all"))
         self.node = node_id_of(load_or_create_identity(self.home).public_key())
         self.id = self.node[:8]
         self.pid = 0

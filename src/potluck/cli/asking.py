@@ -8,7 +8,21 @@ import sys
 
 import typer
 
+from potluck.errors import ConfigurationError
 from potluck.system import forget_typed
+
+
+def confirm(question: str) -> None:
+    """Return if the person says yes; else typer.Exit, or ConfigurationError without an answer."""
+    try:
+        if typer.confirm(question, err=True):
+            return
+    except typer.Abort:
+        raise ConfigurationError(
+            "nobody answered the question; --yes does it without asking, in scripts"
+        ) from None
+    typer.echo("Nothing was changed.", err=True)
+    raise typer.Exit(1)
 
 
 class Asker:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from potluck.cli.files import print_json
+from potluck.cli.pair import MAY
 from potluck.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def join(
     admitted this one, and the cluster's public name.
     """
     from potluck.cli.asking import Asker
+    from potluck.cli.sharing import ask_about_scripts
     from potluck.cluster.home.node_state import find_agent
     from potluck.cluster.trust.admission_file import AdmissionFile
     from potluck.cluster.trust.keyring import replace_secret
@@ -79,7 +81,10 @@ def join(
         }
         print_json(facts)
         return
-    typer.echo(f"This machine is in the cluster of {given.name or 'node ' + given.node[:12]} now.")
+    called = given.name or f"node {given.node[:12]}"
+    typer.echo(f"This machine is in the cluster of {called} now.")
+    if not yes:
+        ask_about_scripts(settings, given.node, called)
     if find_agent(settings.home) is not None:
         typer.echo("Its agent still serves the former cluster: end `potluck up`, start it again.")
     else:
@@ -143,6 +148,7 @@ async def _ask(
 
     async def confirm(words: str, name: str, node: str) -> bool:
         typer.echo(f"The other screen must show the same words:\n\n    {words}\n", err=True)
+        typer.echo(MAY["member"], err=True)
         if not (yes or await asker.says_yes("Join?")):
             return False
         typer.echo("Waiting for the yes on the other machine ...", err=True)

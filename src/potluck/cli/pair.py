@@ -17,6 +17,13 @@ if TYPE_CHECKING:
     from potluck.wire.pairing import Handover, Newcomer
 
 
+MAY: dict[Verdict, str] = {
+    "member": "A member sees all machines, and runs programs on those whose owners let it.",
+    "admin": "An admin runs programs on machines whose owners let it, admits and bans others.",
+}
+"""What a machine in this role may do."""
+
+
 def pair(
     minutes: Annotated[
         float, typer.Option(min=0.01, max=60, help="Minutes for which the code is valid.")
@@ -46,12 +53,14 @@ def pair(
 
     The code is good for one machine and one attempt: it becomes void after a wrong guess, and after
     --minutes. Eavesdroppers and machines in the middle learn nothing from the exchange (SPAKE2).
-    Creates a cluster, with this machine as its founder, if there is none.
+    Creates a cluster, with this machine as its founder, if there is none. A member may start
+    programs on every machine whose owner lets it: you are asked at once whether on this one.
 
     With --json, one object per line: {"event": "waiting", "code", "port", "addresses"}, then
     {"event": "words", "words", "name", "node"} (answer with a line `y` on stdin, unless --yes),
     then {"event": "joined", "node", "name"}.
     """
+    from potluck.cli.sharing import ask_about_scripts
     from potluck.cluster.trust.credentials import load_admissions
     from potluck.cluster.trust.pairing import new_code
     from potluck.settings import load_settings
@@ -73,6 +82,8 @@ def pair(
         entry = load_admissions(settings).entry(node)
         role = verdict if entry is None else entry.role
         typer.echo(f"{newcomer.name or 'A machine'} is in, as {role}: node {node[:12]}.")
+        if not yes:
+            ask_about_scripts(settings, node, newcomer.name or f"node {node[:12]}")
 
 
 async def _wait(
@@ -133,6 +144,7 @@ async def _wait(
         else:
             typer.echo(f"{name or 'A machine'} (node {node[:12]}) has the code.")
             typer.echo(f"Its screen must show the same words:\n\n    {words}\n")
+            typer.echo(MAY[verdict])
             if known is not None and known.role == "revoked":
                 typer.echo("It was banned from this cluster; a yes takes the ban back.")
             elif known is not None and known.role != "member":

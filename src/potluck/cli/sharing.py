@@ -3,6 +3,7 @@ do here."""
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -11,7 +12,7 @@ from potluck.cli.trust import find_known
 from potluck.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    pass
+    from potluck.settings import Settings
 
 _Node = Annotated[
     str,
@@ -53,6 +54,35 @@ def pause() -> None:
 def resume() -> None:
     """Let this machine take part in jobs again, after `potluck pause`."""
     _ask("resume")
+
+
+def ask_about_scripts(settings: Settings, node: str, called: str) -> None:
+    """Ask the person at the terminal whether scripts of ``node`` may run here, unless the owner's
+    rule or an earlier decision says it. Without a terminal nothing is asked or decided."""
+    from potluck.cluster.sharing.rules import is_allowed
+    from potluck.cluster.sharing.store import SharingStore
+    from potluck.system import user_name
+
+    verdict = is_allowed(SharingStore(settings.home).read().offer(), node)
+    if verdict is not None:
+        does, change = ("run", "deny") if verdict else ("do not run", "allow")
+        typer.echo(f"Its scripts {does} on this machine (`potluck {change} {node[:8]}`).")
+    elif sys.stdin.isatty():
+        question = f"May scripts of {called} run on this machine, as {user_name()}?"
+        _decide(node, is_allowed=typer.confirm(question, err=True))
+    else:
+        typer.echo(f"Its scripts run here after `potluck allow {node[:8]}`.")
+
+
+def forget(settings: Settings, node: str) -> None:
+    """``node`` was banned: what the owner allowed it is over."""
+    from potluck.cluster.sharing.rules import forgotten
+    from potluck.cluster.sharing.store import SharingStore
+
+    store = SharingStore(settings.home)
+    kept = store.read()
+    if (after := forgotten(kept, [node])) != kept:
+        store.write(after)
 
 
 def _decide(text: str, *, is_allowed: bool) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from potluck.cli.asking import confirm
 from potluck.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def ban(
             "--delete-code", help="Delete the code packages that came from it, everywhere."
         ),
     ] = False,
+    yes: _Yes = False,
 ) -> None:
     """Take a machine out of the cluster, at once and for good.
 
@@ -51,10 +53,11 @@ def ban(
     gets it when it comes back. `potluck unban` takes the ban back.
 
     Machines that the banned one had admitted stay in, as members; those that it had banned stay
-    out. Both are listed, so that you can change it.
+    out. Both are listed, so that you can change it. What owners had allowed it is forgotten.
     This machine must be an admin of the cluster (`potluck nodes`). In an open cluster the first ban
     closes it, as `potluck lock` does.
     """
+    from potluck.cli.sharing import forget
     from potluck.cluster.home.node_state import find_agent
     from potluck.cluster.trust import operator
     from potluck.cluster.trust.keyring import change_secret
@@ -62,6 +65,12 @@ def ban(
 
     settings, file, key = _load()
     found = find_known(settings, node)
+    if not yes:
+        new = "" if is_secret_given(settings) else ", and the cluster's secret changes"
+        confirm(
+            f"Ban {_called(settings, file, found)}? All machines cut it off, jobs that it started "
+            f"end{new}."
+        )
     if file.load() is None:
         _lock(settings, file, key, without=found)
         typer.echo(f"Node {found[:12]} is out: it is not on the list of admitted keys.")
@@ -72,6 +81,8 @@ def ban(
             file, key, found, reason, psk=psk, store=store, delete_code=delete_code
         )
         typer.echo(f"{_called(settings, file, found)} is banned.")
+        if find_agent(settings.home) is None:  # which does that by itself
+            forget(settings, found)
         for each in done.kept:
             typer.echo(f"It had admitted {_called(settings, file, each)}, which stays: a member.")
         for each in done.still_out:
@@ -89,12 +100,17 @@ def ban(
         typer.echo("Machines that are switched off learn of it when they come back.")
 
 
-def unban(node: _Node) -> None:
+def unban(node: _Node, yes: _Yes = False) -> None:
     """Admit a banned machine again, as a member.
+
+    It gets back no rights but that: what owners had allowed it is over, so they are asked again
+    whether its scripts may run on their machines; where scripts of all members run, it is denied
+    until `potluck allow`.
 
     The machine lacks the cluster's present secret, so it must be able to reach a machine of the
     cluster with an earlier one (at most seven changes ago); if it can't: `potluck pair`.
     """
+    from potluck.cli.sharing import ask_about_scripts
     from potluck.cluster.trust import operator
 
     settings, file, key = _load()
@@ -102,8 +118,12 @@ def unban(node: _Node) -> None:
     entry = file.entry(found)
     if entry is None or entry.role != "revoked":
         raise ConfigurationError(f"{_called(settings, file, found)} is not banned")
+    if not yes:
+        confirm(f"Admit {_called(settings, file, found)} again, as a member?")
     operator.admit(file, key, entry.key, name=entry.name)
     typer.echo(f"{_called(settings, file, found)} is a member again.")
+    if not yes:
+        ask_about_scripts(settings, found, _called(settings, file, found))
 
 
 def admit(
@@ -213,9 +233,8 @@ def _lock(
     keys = {each.node: each.key for each in KnownNodes(settings.home).nodes()}
     chosen = [e for e in cluster.nodes if e.role and e.node not in (cluster.node, without)]
     names = ", ".join(label(each.node, cluster) for each in chosen) or "no other machine"
-    question = f"Close the cluster with this machine as founder, and {names} as members?"
-    if ask and not typer.confirm(question):
-        raise typer.Exit(1)
+    if ask:
+        confirm(f"Close the cluster with this machine as founder, and {names} as members?")
     missing = [label(each.node, cluster) for each in chosen if not keys.get(each.node)]
     if missing:
         raise ConfigurationError(f"the keys of {', '.join(missing)} are not known yet; try again")

@@ -48,7 +48,8 @@ def up(
         str | None,
         typer.Option(
             help="Whose scripts may run on this machine: all, ask (for each node), none, or names "
-            "or ids of nodes with commas. Kept; replaces earlier decisions.",
+            "or ids of nodes with commas (default: ask). Kept; another rule than before replaces "
+            "earlier decisions.",
             show_default=False,
         ),
     ] = None,
@@ -100,8 +101,9 @@ def up(
 
     Machines of a cluster run each other's scripts: `potluck run` on any of them starts workers on
     all, as the user who runs `potluck up` there. Before scripts of another machine run here you are
-    asked once; where there is no terminal, as in a service, they run unless --run-for says
-    otherwise. `potluck allow`, `potluck deny` and `potluck pause` change that while it runs.
+    asked once. Where nobody can be asked (in the background, or as a service) they don't run before
+    `potluck allow`, unless --run-for says otherwise. `potluck allow`, `potluck deny` and `potluck
+    pause` change that while it runs.
     """
     from potluck.settings import load_settings
 
@@ -172,7 +174,6 @@ async def _run(settings: Settings) -> None:
         settings,
         on_note=_say,
         finders=all_finders(settings),
-        default_rule="ask" if is_asking else "all",
     )
     running = asyncio.create_task(agent.run())
     loop = asyncio.get_running_loop()
@@ -201,9 +202,12 @@ def _say_who_may(agent: NodeAgent, *, is_asking: bool) -> None:
 
     user, called, offer = user_name(), agent.names.called, agent.offers.mine
     hints = "`potluck deny NODE`, `potluck up --run-for`"
-    if offer.rule == "ask" and not is_asking:
-        hints = "`potluck allow NODE`; nobody can be asked here, this is no terminal"
     _say(f"members whose scripts run here, as {user}: {who_may(offer, called)} ({hints})")
+    if offer.rule == "ask" and not is_asking:
+        _say(
+            "nobody can be asked here (no terminal in the foreground): scripts of other members "
+            "run after `potluck allow NODE`, or of all with `potluck up --run-for all`"
+        )
     if limits := agent.report.limits:
         _say(f"jobs get {limits} here")
     if offer.is_paused:

@@ -59,7 +59,6 @@ from potluck.transport import aio
 from potluck.transport.acceptor import is_port_taken
 from potluck.wire import local, peers
 from potluck.wire.greeting import WORKER, Hello, Refusal
-from potluck.wire.sharing import Rule
 
 _MAX_EVENTS = 20
 _OF_THIS_MACHINE = (CLIENT, WORKER)
@@ -85,11 +84,9 @@ class NodeAgent:
         host: str = "",
         port: int | None = None,
         is_private: bool = False,
-        default_rule: Rule = "all",
         outer_world: OuterWorld | None = None,
     ) -> None:
-        """``default_rule``: whose jobs run here if the owner has never said. ``outer_world``: see
-        ``AgentParts``."""
+        """``outer_world``: see ``AgentParts``."""
         self._outer_world = outer_world
         self.port = 0
         self.credentials = load_node_credentials(settings)
@@ -98,7 +95,6 @@ class NodeAgent:
         self._on_note = on_note
         self._finders = finders
         self._is_private = is_private
-        self._default_rule = default_rule
         self._bind = "127.0.0.1" if is_private else host or settings.bind
         self._name = settings.machine_name
         self.names = NodeNames(self.credentials.node_id, self._name)
@@ -201,7 +197,6 @@ class NodeAgent:
             links,
             commands,
             store=None if self._is_private else SharingStore(settings.home),
-            default=self._default_rule,
             objects_to=self._admissions.objects_to,
             on_note=self._note,
         )

@@ -20,7 +20,7 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
     """Whose jobs the sender runs: those of ``allowed`` nodes, none of ``denied`` nodes, those of
     other nodes by ``rule``. A node that ``is_paused`` runs no jobs, not even its own."""
 
-    rule: Rule = "all"
+    rule: Rule = "ask"
     allowed: Nodes = ()
     denied: Nodes = ()
     is_paused: bool = False

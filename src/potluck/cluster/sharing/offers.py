@@ -22,7 +22,7 @@ from potluck.errors import PotluckError
 from potluck.wire import local
 from potluck.wire.jobs import JobSpec
 from potluck.wire.peers import Introduction
-from potluck.wire.sharing import Offer, Rule
+from potluck.wire.sharing import Offer
 
 _MAX_KEPT = 1024
 
@@ -38,20 +38,17 @@ class Offers:
         commands: Commands,
         *,
         store: SharingStore | None,
-        default: Rule,
         objects_to: Callable[[str], str | None],
         on_note: Callable[[str], None],
     ) -> None:
         """Without a ``store``, as for a private agent, only this machine's own jobs run, and
-        nothing can change that. ``default`` is the rule if the owner gave none.
-        ``objects_to(node)`` says why ``node`` is not in the cluster, by this machine's own list;
-        None if it is."""
+        nothing can change that. ``objects_to(node)`` says why ``node`` is not in the cluster, by
+        this machine's own list; None if it is."""
         self.listeners: list[Callable[[], None]] = []
         self._me = me
         self._names = names
         self._links = links
         self._store = store
-        self._default = default
         self._objects_to = objects_to
         self._on_note = on_note
         self._kept = rules.Kept("none") if store is None else store.read()
@@ -66,7 +63,7 @@ class Offers:
     @property
     def mine(self) -> Offer:
         """This machine's offer."""
-        return self._kept.offer(self._default)
+        return self._kept.offer()
 
     def of(self, node: str) -> Offer | None:
         """The offer of ``node``; None while it has not told any."""
@@ -120,10 +117,10 @@ class Offers:
     async def barred(self, nodes: Collection[str]) -> None:
         """``nodes`` are out of the cluster: what the owner allowed them is over, also if they come
         back. Under the rule `all` they are denied then, under `ask` the owner is asked."""
-        if self._store is None or rules.forgotten(self._kept, nodes, self._default) == self._kept:
+        if self._store is None or rules.forgotten(self._kept, nodes) == self._kept:
             return
         try:
-            await self._change(lambda kept: rules.forgotten(kept, nodes, self._default))
+            await self._change(lambda kept: rules.forgotten(kept, nodes))
         except PotluckError as error:
             self._on_note(f"what this machine's owner allowed banned nodes is still kept: {error}")
 

@@ -1,8 +1,9 @@
 """Whose jobs a machine runs. Pure.
 
 The owner gives a rule for all members (``potluck up --run-for``) and decides about single members
-(``potluck allow``, ``potluck deny``, or the answer to a question of ``potluck up``). The rule that
-was given last replaces all earlier decisions; a decision holds until the opposite one.
+(``potluck allow``, ``potluck deny``, or the answer to a question of ``potluck up``). A rule that
+differs from the one given last replaces all earlier decisions; a decision holds until the opposite
+one. Who gave no rule is asked about each member.
 """
 
 from __future__ import annotations
@@ -18,32 +19,37 @@ RULES: tuple[Rule, ...] = ("all", "ask", "none")
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """The owner's rule and decisions, as they are kept on disk. ``rule`` is None if the owner gave
-    none; the default is not kept."""
+    """The owner's rule and decisions, as they are kept on disk. ``given`` is the text of the rule
+    that the owner gave last: a service gives it at each start."""
 
-    rule: Rule | None = None
+    rule: Rule = "ask"
     allowed: tuple[str, ...] = ()
     denied: tuple[str, ...] = ()
     is_paused: bool = False
+    given: str = ""
 
-    def offer(self, default: Rule) -> Offer:
+    def offer(self) -> Offer:
         """What the other nodes are told."""
-        return Offer(self.rule or default, self.allowed, self.denied, self.is_paused)
+        return Offer(self.rule, self.allowed, self.denied, self.is_paused)
 
 
 def ruled(kept: Kept, text: str, find: Callable[[str], str]) -> Kept:
     """``kept`` after ``--run-for TEXT``: a rule, or the allowed nodes with commas between.
-    ``find(name)`` is a node's id. ConfigurationError if ``text`` names no node."""
+    ``find(name)`` is a node's id. Unchanged if the rule was given before: later decisions hold.
+    ConfigurationError if ``text`` names no node."""
     words = [word.strip() for word in text.split(",") if word.strip()]
+    given = ",".join(words)
+    if given and given == kept.given:
+        return kept
     for rule in RULES:
         if words == [rule]:
-            return Kept(rule, is_paused=kept.is_paused)
+            return Kept(rule, is_paused=kept.is_paused, given=given)
     if not words or set(words) & set(RULES):
         raise ConfigurationError(
             f"--run-for {text!r}: write all, ask or none, or names or ids of nodes with commas"
         )
     nodes = tuple(dict.fromkeys(find(word) for word in words))
-    return Kept("none", allowed=nodes, is_paused=kept.is_paused)
+    return Kept("none", allowed=nodes, is_paused=kept.is_paused, given=given)
 
 
 def decided(kept: Kept, node: str, *, is_allowed: bool) -> Kept:
@@ -59,11 +65,11 @@ def decided(kept: Kept, node: str, *, is_allowed: bool) -> Kept:
     return msgspec.structs.replace(kept, allowed=allowed, denied=denied)
 
 
-def forgotten(kept: Kept, nodes: Collection[str], default: Rule) -> Kept:
+def forgotten(kept: Kept, nodes: Collection[str]) -> Kept:
     """``kept`` after ``nodes`` were banned: the owner's yes is no yes to what comes back after a
     ban, nor is the rule `all`. ConfigurationError as for ``decided``."""
     for node in nodes:
-        if (kept.rule or default) == "all":
+        if kept.rule == "all":
             kept = decided(kept, node, is_allowed=False)
         else:
             kept = msgspec.structs.replace(kept, allowed=_without(kept.allowed, node))

@@ -10,6 +10,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from potluck.cluster.names import NodeNames
 from potluck.cluster.sharing.offers import Offers
+from potluck.cluster.sharing.rules import Kept
 from potluck.cluster.sharing.store import SharingStore
 from potluck.cluster.topology.versions import own_versions
 from potluck.cluster.trust.signed_jobs import signed
@@ -38,13 +39,14 @@ class Machine:
         names.met(EVE, "eve")
         links: Any = self
         store = SharingStore(home)
+        if store.read() == Kept():
+            store.write(Kept(rule))
         self.offers = Offers(
             ME,
             names,
             links,
             links,
             store=store,
-            default=rule,
             objects_to=lambda node: "it is out" if node in self.out else None,
             on_note=lambda text: None,
         )

@@ -34,7 +34,7 @@ def find(name: str) -> str:
     [("all", True, True), ("none", False, False), ("ask", None, None), ("ada, bob", True, False)],
 )
 def test_a_rule_says_whose_jobs_run(text: str, ada: bool | None, carl: bool | None) -> None:
-    offer = ruled(Kept(), text, find).offer("all")
+    offer = ruled(Kept(), text, find).offer()
     assert (is_allowed(offer, ADA), is_allowed(offer, CARL)) == (ada, carl)
 
 
@@ -47,8 +47,20 @@ def test_a_rule_that_means_nothing_is_refused(text: str) -> None:
 def test_a_new_rule_replaces_all_decisions_and_keeps_the_pause() -> None:
     kept = decided(decided(Kept(is_paused=True), ADA, is_allowed=True), BOB, is_allowed=False)
     for text in ("all", "none", "ask"):
-        assert ruled(kept, text, find) == Kept(text, is_paused=True)
-    assert ruled(kept, "bob", find) == Kept("none", allowed=(BOB,), is_paused=True)
+        assert ruled(kept, text, find) == Kept(text, is_paused=True, given=text)
+    bob = Kept("none", allowed=(BOB,), is_paused=True, given="bob")
+    assert ruled(kept, "bob", find) == bob
+
+
+@pytest.mark.parametrize("text", ["all", "none", "ask", "ada, bob"])
+def test_the_rule_of_each_start_of_a_service_leaves_later_decisions_in_force(text: str) -> None:
+    """What was denied, or banned, is not allowed again because the machine was started anew."""
+    for is_allowed_now in (True, False):
+        kept = decided(ruled(Kept(), text, find), ADA, is_allowed=is_allowed_now)
+        again = ruled(kept, text, find)
+        assert again == kept
+        assert is_allowed(again.offer(), ADA) is is_allowed_now
+    assert ruled(kept, "none" if text == "all" else "all", find).denied == ()
 
 
 @pytest.mark.parametrize("rule", ["all", "ask", "none"])
@@ -56,7 +68,7 @@ def test_a_decision_holds_under_any_rule_until_the_opposite_one(rule: str) -> No
     kept = ruled(Kept(), rule, find)
     for verdict in (True, False, False, True):
         kept = decided(kept, ADA, is_allowed=verdict)
-        assert is_allowed(kept.offer("all"), ADA) is verdict
+        assert is_allowed(kept.offer(), ADA) is verdict
         assert len((*kept.allowed, *kept.denied)) == 1
 
 
@@ -71,8 +83,10 @@ def test_who_is_refused_is_told_why_and_what_to_do() -> None:
     def why(offer: Offer, starter: str = ADA, *, is_own: bool = False) -> str:
         return objection(offer, is_own=is_own, starter=starter, called=lambda node: node[0])
 
-    assert why(Offer()) == ""
-    assert why(Offer(denied=(ADA,))).startswith("its owner does not let it run jobs of a; `potluck")
+    assert why(Offer("all")) == ""
+    assert why(Offer("all", denied=(ADA,))).startswith(
+        "its owner does not let it run jobs of a; `potluck"
+    )
     assert "`potluck allow aaaaaaaa` there" in why(Offer("none"))
     assert "has not decided yet whether it runs jobs of a" in why(Offer("ask"))
     assert "`potluck resume` there" in why(Offer("all", is_paused=True))
