@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,7 @@ def test_decisions_are_kept_by_another_thread_and_none_is_lost(tmp_path: Path) -
 
 def test_a_decision_that_can_not_be_kept_does_not_hold(tmp_path: Path) -> None:
     machine = Machine(tmp_path / "home", "ask")
+    shutil.rmtree(tmp_path / "home")
     (tmp_path / "home").write_text("no folder")
     asyncio.run(machine.offers._asked(local.ShareRequest("pause"), machine))  # type: ignore[arg-type]
     [reply] = machine.replies
