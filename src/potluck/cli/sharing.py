@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from potluck.cli.trust import find_known
+from potluck.cli.machines import find_known
 from potluck.errors import ConfigurationError
 
 if TYPE_CHECKING:

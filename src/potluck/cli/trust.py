@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from potluck.cli.asking import confirm
+from potluck.cli.machines import find_known
 from potluck.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -251,21 +252,6 @@ def _load() -> tuple[Settings, AdmissionFile, Ed25519PrivateKey]:
     settings = load_settings()
     load_node_credentials(settings)  # makes what is missing
     return settings, load_admissions(settings), load_or_create_identity(settings.home)
-
-
-def find_known(settings: Settings, text: str) -> str:
-    """The id of the machine that ``text`` names: a name, an id, or the beginning of an id.
-    ConfigurationError if that is none of the machines that are known here, or several."""
-    from potluck.cluster.trust.credentials import load_admissions
-    from potluck.cluster.trust.identity import load_or_create_identity
-    from potluck.cluster.trust.known_nodes import KnownNodes, find_node
-    from potluck.transport.credentials import node_id_of
-
-    named = {node: each.name for node, each in load_admissions(settings).roster.entries.items()}
-    for each in KnownNodes(settings.home).nodes():
-        named[each.node] = each.name or named.get(each.node, "")
-    named[node_id_of(load_or_create_identity(settings.home).public_key())] = settings.machine_name
-    return find_node(text, named.items())
 
 
 def _called(settings: Settings, file: AdmissionFile, node: str) -> str:

@@ -149,7 +149,7 @@ def check_user(settings: Settings) -> None:
 
 def keep_rule(settings: Settings) -> None:
     """Keep whose scripts run here, if the owner says it now."""
-    from potluck.cli.trust import find_known
+    from potluck.cli.machines import find_known
     from potluck.cluster.sharing.rules import ruled
     from potluck.cluster.sharing.store import SharingStore
 
