@@ -32,7 +32,7 @@ def run(ctx: DistributedContext, folder: Path) -> dict[str, object]:
 def test_every_snippet_runs_alone_and_on_two_ranks(
     world_size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert len(SNIPPETS) == 8
+    assert len(SNIPPETS) == 9
     results = run_world(world_size, lambda ctx: run(ctx, tmp_path), timeout_s=60)
     printed = capsys.readouterr().out
     assert "6 of 10 steps after the start" in printed

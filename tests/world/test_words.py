@@ -316,3 +316,24 @@ def test_another_call_of_what_is_none_gets_no_line(tmp_path: Path) -> None:
     run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
     assert run.returncode == 1
     assert "potluck:" not in run.stderr
+
+
+def test_a_rank_reports_metrics_of_its_own(tmp_path: Path) -> None:
+    def work(ctx: DistributedContext) -> bytes:
+        before = ctx.waited_s
+        ctx.barrier()
+        assert ctx.waited_s >= before
+        ctx.report("training_loss", np.float32(0.5 + ctx.rank), {"phase": "main"})
+        ctx.report("seen", 3, labels={"phase": "main"})
+        ctx.report(step=3, loss=0.5)  # facts, as before
+        with pytest.raises(TypeError, match=r"report\('loss', value, labels\) has no \['step'\]"):
+            ctx.report("loss", 0.5, step=3)
+        with pytest.raises(ValueError, match="can't be the name of a metric"):
+            ctx.report("training loss", 0.5)
+        return ctx.metrics_text()
+
+    for rank, text in enumerate(run_world(2, work)):
+        told = text.decode()
+        assert re.search(rf'training_loss{{.*phase="main".*}} {rank}\.5\n', told), told
+        assert re.search(r'seen{.*phase="main".*} 3\.0\n', told), told
+        assert "TYPE training_loss gauge" in told

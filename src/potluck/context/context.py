@@ -13,7 +13,7 @@ import math
 import sys
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -265,14 +265,33 @@ class DistributedContext(UnevenCollectives, Messages):
             )
         )
 
-    def report(self, **facts: Any) -> None:
-        """Report facts about this job, from any rank. Never blocks and never raises.
+    def report(
+        self,
+        name: str | None = None,
+        value: Any = None,
+        labels: Mapping[str, Any] | None = None,
+        /,
+        **facts: Any,
+    ) -> None:
+        """Report a metric, or facts about this job, from any rank. Never blocks.
 
+        ``report("training_loss", 0.3, {"phase": "warm-up"})`` sets a gauge of this rank's
+        ``metrics_text``, by name and labels; the newest value counts. TypeError or ValueError for a
+        name, value or label that Prometheus does not know; of more than 1,000 series the oldest is
+        dropped.
+
+        Facts, by name, go to the agent and never raise:
         ``step`` (committed steps), ``loss``, ``samples_per_s``, ``device``, and
         ``committed_samples`` of ``total_samples`` (all ranks'), of which this worker computed
         ``worker_samples``, are shown while the job runs, ``event`` alone is a line of output; all
         other facts (numbers and short texts) appear in the summary.
         """
+        if name is not None:
+            unknown = facts.keys() - {"labels"}
+            if unknown or (facts and labels is not None):
+                raise TypeError(f"report({name!r}, value, labels) has no {sorted(facts)} beside it")
+            self.communicator.metrics.report(name, value, labels or facts.get("labels"))
+            return
         self._backend.report(facts)
 
     def stats(self) -> dict[str, Any]:

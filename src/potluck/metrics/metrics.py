@@ -6,11 +6,12 @@ Prometheus is imported when its registry or text is requested (``prometheus.py``
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from potluck.metrics.histogram import Histogram
+from potluck.metrics.reported import Reported
 from potluck.metrics.shared_memory import SharedMemoryCounts
 from potluck.metrics.snapshot import Snapshot
 
@@ -95,6 +96,12 @@ class Metrics:
         self._reforms = Histogram(SECONDS_BOUNDS)
         self._epoch = 0
         self._world_size = 0
+        self._reported = Reported(self.labels)
+
+    def report(self, name: str, value: Any, labels: Mapping[str, Any] | None = None) -> None:
+        """Set a metric of the script; see ``Reported``."""
+        with self._lock:
+            self._reported.set(name, value, labels)
 
     def observe(self, operation: str, algorithm: str, nbytes: int, seconds: float) -> None:
         """Record a finished collective: the bytes of this rank's buffer, the seconds from its call
@@ -169,6 +176,7 @@ class Metrics:
                 nbytes=nbytes,
                 failures=dict(self._failures),
                 links={peer: meter.as_dict() for peer, meter in self._links.items()},
+                reported=self._reported.copy(),
             )
 
     def stats(self) -> dict[str, Any]:

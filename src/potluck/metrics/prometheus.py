@@ -79,3 +79,12 @@ def families(now: Snapshot) -> Iterator[Metric]:
         for peer, link in now.links.items():
             counter.add_metric([*values, peer], link[field])
         yield counter
+
+    gauges: dict[str, GaugeMetricFamily] = {}
+    for (name, labels), value in now.reported.items():
+        own = [label for label, _ in labels]
+        if name not in gauges:
+            text = "Reported by the script."
+            gauges[name] = GaugeMetricFamily(name, text, labels=[*names, *own])
+        gauges[name].add_metric([*values, *(text for _, text in labels)], value)
+    yield from gauges.values()

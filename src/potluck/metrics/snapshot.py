@@ -12,7 +12,8 @@ from potluck.metrics.histogram import Histogram
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """The metrics of one moment. ``seconds`` and ``nbytes`` are keyed by (operation, algorithm),
-    ``failures`` by (operation, class of the error), ``links`` by peer."""
+    ``failures`` by (operation, class of the error), ``links`` by peer, ``reported`` by name and
+    labels."""
 
     labels: dict[str, str]
     epoch: int
@@ -22,6 +23,7 @@ class Snapshot:
     nbytes: dict[tuple[str, str], Histogram]
     failures: dict[tuple[str, str], int]
     links: dict[str, dict[str, int]]
+    reported: dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
     def as_dict(self) -> dict[str, Any]:
         """The metrics as plain dicts and numbers, ready for JSON.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from threading import Thread
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -160,3 +162,64 @@ def test_an_empty_histogram_has_quantile_zero() -> None:
 def test_histograms_with_other_bounds_are_not_added() -> None:
     with pytest.raises(AssertionError):
         Histogram([1.0]).plus(Histogram([2.0]))
+
+
+def test_a_script_reports_metrics_of_its_own() -> None:
+    metrics = Metrics(rank="2")
+    metrics.report("training_loss", 0.5, {"phase": "warm-up", "layer": 3})
+    metrics.report("training_loss", 0.25, {"layer": 4, "phase": "main"})
+    metrics.report("training_loss", 0.125, {"phase": "main", "layer": 4})
+    metrics.report("queue:depth", 7)
+    metrics.report("loss_is_nan", math.nan)
+    metrics.report("text", 1, {"said": 'a "b"\\ c\n' * 100})
+    found = samples(metrics)
+    rank = ("rank", "2")
+    assert found["training_loss", frozenset({rank, ("phase", "warm-up"), ("layer", "3")})] == 0.5
+    assert found["training_loss", frozenset({rank, ("phase", "main"), ("layer", "4")})] == 0.125
+    assert found["queue:depth", frozenset({rank})] == 7
+    assert math.isnan(found["loss_is_nan", frozenset({rank})])
+    said = [dict(labels)["said"] for name, labels in found if name == "text"]
+    assert said == [('a "b"\\ c\n' * 100)[:200]]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "labels", "words"),
+    [
+        ("2nd", 1, {}, "'2nd' can't be the name of a metric"),
+        ("training loss", 1, {}, "such as training_loss"),
+        ("", 1, {}, "can't be the name of a metric"),
+        (None, 1, {}, "can't be the name of a metric"),
+        ("x" * 201, 1, {}, "can't be the name of a metric"),
+        ("potluck_epoch", 1, {}, "names that begin with potluck_ are its own metrics'"),
+        ("loss", "0.5", {}, "the value of loss is '0.5'; it must be a number"),
+        ("loss", None, {}, "the value of loss is None"),
+        ("loss", [1, 2], {}, r"the value of loss is \[1, 2\]"),
+        ("loss", 1, ["epoch"], "the labels of loss are a dict of names to values"),
+        ("loss", 1, {"2": 1}, "'2' can't be the name of a label of loss"),
+        ("loss", 1, {"__x": 1}, "can't be the name of a label"),
+        ("loss", 1, {3: 1}, "can't be the name of a label"),
+        ("loss", 1, {"rank": 1}, "the label 'rank' of loss is potluck's own"),
+        ("loss", 1, {"layer": [1]}, "label 'layer' of loss is .* a text or a number"),
+        ("known", 1, {"epoch": 1}, r"known has the labels \['epoch'\], and had \[\] before"),
+    ],
+)
+def test_what_is_no_metric(name: Any, value: Any, labels: Any, words: str) -> None:
+    metrics = Metrics(rank="2")
+    metrics.report("known", 1)
+    before = metrics.exposition()
+    with pytest.raises((TypeError, ValueError), match=words):
+        metrics.report(name, value, labels)
+    assert metrics.exposition() == before
+
+
+def test_a_label_that_rises_drops_the_oldest_series(caplog: pytest.LogCaptureFixture) -> None:
+    metrics = Metrics()
+    metrics.report("kept", 1)
+    for epoch in range(3000):
+        metrics.report("training_loss", 1 / (epoch + 1), {"epoch": epoch})
+        metrics.report("kept", epoch)
+    found = samples(metrics)
+    ours = {dict(labels).get("epoch") for name, labels in found if name == "training_loss"}
+    assert ours == {str(epoch) for epoch in range(3000 - 999, 3000)}
+    assert found["kept", frozenset()] == 2999
+    assert len([each for each in caplog.records if "more than 1000 series" in each.message]) == 1
