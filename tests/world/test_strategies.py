@@ -209,6 +209,39 @@ def test_fragments_and_delay_are_those_of_streaming_diloco(delay: int) -> None:
         assert training.job.step_number == training.num_steps == 12
 
 
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+@pytest.mark.parametrize("num_fragments", [2, 3])
+def test_when_all_fragments_are_reduced_each_rank_counts_with_its_samples(
+    world_size: int, num_fragments: int
+) -> None:
+    """One sample a step: the other ranks have computed nothing, as one that has just joined."""
+    strategy = DiLoCo(every=num_fragments, fragments=num_fragments, outer=SGD(1.0))
+
+    def run(ctx: DistributedContext) -> list[Tensor]:
+        model = copy.deepcopy(_START)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        data = X[:1], Y[:1]
+        job = ElasticLoop(
+            model,
+            optimizer,
+            data,
+            batch_size=1,
+            epochs=num_fragments,
+            strategy=strategy,
+            ctx=ctx,
+        )
+        for x, y in job:
+            with job.step():
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+        return [each.detach() for each in model.parameters()]
+
+    alone = run_world(1, run)[0]
+    for found in run_world(world_size, run):
+        close(found, alone)
+
+
 @pytest.mark.parametrize(
     "compression", [TopK(0.1, chunk=16), TopK(0.2, bits=2), Int(8), Random(0.3)], ids=repr
 )

@@ -261,6 +261,48 @@ def test_a_mistake_is_heard_once_by_each_worker_however_late() -> None:
     assert run_world(3, run) == [["mended"]] * 3
 
 
+@pytest.mark.parametrize(
+    ("num_tasks", "result"),
+    [
+        (300, {str(each): float(each) for each in range(2000)}),
+        (60, "x" * 400_000),
+        (70, np.zeros(70_000)),
+        (3, [0] * 600_000),
+    ],
+    ids=["1.2 million values", "24 MB of text", "39 MB of arrays", "large ones"],
+)
+def test_results_beyond_one_payload_come_in_parts(num_tasks: int, result: Any) -> None:
+    def run(ctx: DistributedContext) -> None:
+        tasks = list(range(num_tasks)) if ctx.rank == 0 else None
+        with potluck.WorkQueue(ctx, tasks) as queue:
+            if ctx.rank == 0:
+                for task in queue:
+                    assert queue.finish(task, (task.number, result))
+            ctx.barrier()
+            for _ in range(2):
+                found = queue.results()
+                assert [number for number, _ in found] == list(range(num_tasks))
+                np.testing.assert_equal(found[-1][1], result)
+                found[0] = found[-1] = None  # the caller's own
+
+    run_world(2, run)
+
+
+def test_a_result_that_could_not_be_handed_out_is_refused_when_it_is_given() -> None:
+    def run(ctx: DistributedContext) -> None:
+        with potluck.WorkQueue(ctx, [0] if ctx.rank == 0 else None) as queue:
+            if ctx.rank == 1:
+                task = next(iter(queue))
+                with pytest.raises(ValueError, match=r"result of task 0.* than 1048576 values"):
+                    queue.finish(task, [0] * 2**20)
+                with pytest.raises(ValueError, match=r"result of task 0 .*16777216: send long"):
+                    queue.finish(task, "x" * 2**24)
+                assert queue.finish(task, "right")
+            assert queue.results() == ["right"]
+
+    run_world(2, run)
+
+
 def test_no_tasks_are_no_results() -> None:
     def run(ctx: DistributedContext) -> list[Any]:
         with potluck.WorkQueue(ctx, []) as queue:

@@ -16,7 +16,11 @@ from potluck.training.ledger import Deal, Span
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one rank did in a round: ``num_samples`` from offset ``start`` in ``num_steps``."""
+    """What one rank did in a round: ``num_samples`` from offset ``start`` in ``num_steps``.
+
+    ``num_recent``: of a round without samples, which reduces all fragments, how many this rank has
+    computed in the rounds whose changes are in it.
+    """
 
     number: int
     start: int
@@ -26,22 +30,24 @@ class Report:
     inner_hash: int
     saves: bool
     stops: bool
+    num_recent: int = 0
 
     def row(self) -> NDArray[np.float64]:
         return np.array(
             [
                 *(self.number, self.start, self.num_samples, self.num_steps, self.seconds),
-                *(self.inner_hash, self.saves, self.stops),
+                *(self.inner_hash, self.saves, self.stops, self.num_recent),
             ],
             np.float64,
         )
 
     @classmethod
     def of(cls, row: Any) -> Report:
-        number, start, num_samples, num_steps, seconds, inner_hash, saves, stops = row.tolist()
+        number, start, num_samples, num_steps, seconds, inner_hash, *rest = row.tolist()
+        saves, stops, num_recent = rest
         return cls(
             *(int(number), int(start), int(num_samples), int(num_steps), seconds),
-            *(int(inner_hash), bool(saves), bool(stops)),
+            *(int(inner_hash), bool(saves), bool(stops), int(num_recent)),
         )
 
     @property
@@ -63,6 +69,7 @@ class Work:
     deal: Deal
     batches: list[Span] = field(default_factory=list)
     num_samples: int = 0
+    num_recent: int = 0
     num_steps: int = 0
     seconds: float = 0.0
     loss_sum: float = 0.0
@@ -94,5 +101,5 @@ class Work:
         start = self.batches[0][0] if self.batches else 0
         return Report(
             *(self.number, start, self.num_samples, self.num_steps, self.seconds),
-            *(self.inner_hash, self.saves, self.stops),
+            *(self.inner_hash, self.saves, self.stops, self.num_recent),
         )

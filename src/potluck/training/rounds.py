@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
@@ -115,6 +116,9 @@ class Rounds:
         self.strategy = strategy
         self._job = job
         self._works: list[Work] = []  # as the loop's progress has deals
+        self._recent: deque[int] = deque(maxlen=strategy.num_fragments - 1)
+        """How many samples this rank has computed in each of the last rounds, whose changes are in
+        fragments that are not reduced yet."""
         self._arrivals = Arrivals()
         self._present: Work | None = None  # whose steps this rank computes
         self._epoch = 0  # of the group that these works were dealt in
@@ -209,6 +213,7 @@ class Rounds:
         progress = job._progress
         if agreement.is_restored:
             agreement.is_restored = False
+            self._recent.clear()
             self._works = [
                 Work(progress.round + place, deal) for place, deal in enumerate(progress.deals)
             ]
@@ -270,7 +275,7 @@ class Rounds:
         progress = self._job._progress
         number = progress.round + len(progress.deals)
         if self._is_flush_due:
-            return Work(number, progress.deal_nothing())
+            return Work(number, progress.deal_nothing(), num_recent=sum(self._recent))
         size = self.strategy.num_steps * progress.schedule.batch_size
         return Work(number, progress.deal(size))
 
@@ -375,12 +380,14 @@ class Rounds:
         def reports() -> list[Report]:
             return [Report.of(row) for row in gathered.wait().reshape(ctx.world_size, -1)]
 
-        size = present = self._job._progress.schedule.num_in(work.deal.spans)
+        schedule = self._job._progress.schedule
+        mine, present = work.num_samples, schedule.num_in(work.deal.spans)
         work.is_weighed = self._must_weigh(work)
-        if work.is_weighed:
+        if not work.deal.size:
+            mine, present = work.num_recent, sum(report.num_recent for report in reports())
+        elif work.is_weighed:
             present = sum(report.num_samples for report in reports())
-        weight = 1 / ctx.world_size if not size else work.num_samples / max(present, 1)
-        wait = self.strategy.start(ctx, work.number, weight, patience)
+        wait = self.strategy.start(ctx, work.number, mine / max(present, 1), patience)
 
         def both() -> list[Report]:
             found = reports()
@@ -444,6 +451,10 @@ class Rounds:
         if work.inner is not None:
             self.strategy.restore_inner(work.inner)
         self._works.remove(work)
+        if size:
+            self._recent.append(work.num_samples)
+        else:
+            self._recent.clear()
         self._arrivals.add(report.seconds for report in work.reports)
         job._agreement.longest_s = self._arrivals.longest_s
         asked = any(report.saves for report in work.reports)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 import weakref
 from collections import Counter
@@ -21,12 +22,15 @@ from potluck.services.waits import WaitingCalls
 from potluck.training.work_ledger import WorkLedger
 from potluck.uncopied import Uncopied
 from potluck.waiting import Reminder
-from potluck.wire.payload import pack
+from potluck.wire.payload import MAX_VALUES, pack
 
 if TYPE_CHECKING:
     from potluck.context import DistributedContext
 
 _MAX_WAIT_S = 10.0
+_PART_HEADER_BYTES = MAX_VALUES
+"""Of results that are sent in one payload: a header of so many bytes has no more values."""
+_PART_BYTES = 32 << 20
 
 
 class Task(NamedTuple):
@@ -130,7 +134,9 @@ class WorkQueue(Uncopied):
             yield Task(int(reply["task"]), reply["payload"])
 
     def finish(self, task: Task | int, result: Any = None) -> bool:
-        """Give the result of a task. Whether it counts: False if another worker was first."""
+        """Give the result of a task. Whether it counts: False if another worker was first.
+        TypeError or ValueError for a result that can't be sent: of another type, or with more than
+        about a million values or 16 MiB of texts; arrays of any size can."""
         given = task.number if isinstance(task, Task) else task
         number = checked_whole("task", given, at_least=0)
         try:
@@ -141,8 +147,14 @@ class WorkQueue(Uncopied):
     def results(self, *, timeout: Duration | None = None) -> list[Any]:
         """The results in the order of the tasks, on every worker that asks. Waits until all are
         done; ServiceTimeout after ``timeout`` seconds if one is given. RuntimeError if a task was
-        begun too often."""
-        return list(self._await("results", "the results", timeout)["results"])
+        begun too often. They come in parts, so their number has no bound but memory."""
+        self._await("end", "the results", timeout)
+        if self._offer is not None:
+            return copy.deepcopy(self._offer._results)
+        found: list[Any] = []
+        while (part := self._ask("results", len(found)))["results"]:
+            found += part["results"]
+        return found
 
     def stats(self) -> dict[str, int]:
         """``tasks``, ``done``, ``copies`` that were handed out, results ``refused`` since another
@@ -211,6 +223,10 @@ def _listed(tasks: Any, server: object) -> list[Any]:
     return listed
 
 
+def _part(results: list[Any]) -> dict[str, Any]:
+    return {"results": results}
+
+
 def _misfit(number: int, result: Any) -> Exception | None:
     """Why ``result`` can't be sent, with the number of its task; None if it can."""
     try:
@@ -260,6 +276,8 @@ class _Offer:
         self._ledger = ledger
         self._presence = presence
         self._results: list[Any] = [None] * len(tasks)
+        self._sizes = [(0, 0)] * len(tasks)
+        """Of each result the bytes of its header and of its arrays, in a payload."""
         self._failure: Exception | None = None
         self._changed = threading.Condition(threading.RLock())
         self._waits = WaitingCalls(self._changed, self._look, thread="potluck-work-queue")
@@ -285,18 +303,36 @@ class _Offer:
 
     def finish(self, call: Call, task: int, result: Any) -> bool:
         with self._changed:
+            # As in a reply of ``results``, so that each result can be handed out.
+            packed = pack(_part([result]), f"the result of task {int(task)}")
             counts = self._ledger.finish(call.worker, int(task))
             if counts:
                 self._results[int(task)] = result
+                self._sizes[int(task)] = len(packed.header), packed.nbytes
             self._look()
             return counts
 
-    def results(self, call: Call, wait_s: float) -> Any:
+    def end(self, call: Call, wait_s: float) -> Any:
+        """Waits until all tasks are done."""
+
         def attempt() -> dict[str, Any] | None:
             self._check()
-            return {"results": self._results} if self._ledger.is_over else None
+            return {} if self._ledger.is_over else None
 
         return self._when(attempt, wait_s)
+
+    def results(self, call: Call, start: int) -> dict[str, Any]:
+        """After ``end``: the results of the tasks from ``start`` on, as many as one payload takes;
+        none behind the last one."""
+        start = min(max(0, int(start)), len(self._results))
+        stop, header, nbytes = start, 0, 0
+        for stop in range(start, len(self._results)):
+            header, nbytes = header + self._sizes[stop][0], nbytes + self._sizes[stop][1]
+            if stop > start and (header > _PART_HEADER_BYTES or nbytes > _PART_BYTES):
+                break
+        else:
+            stop = len(self._results)
+        return _part(self._results[start:stop])
 
     def alive(self, call: Call) -> None:
         """The worker computes."""
