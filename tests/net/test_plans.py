@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from support.commands import Command, potluck_command
 from support.hosts import Network
 from support.machines import form, machines
 
-pytestmark = [pytest.mark.needs_root_netns, pytest.mark.long]
+pytestmark = pytest.mark.needs_root_netns
 
 TRAIN = """
 import torch
@@ -37,6 +39,7 @@ print("trained", job.step_number, "steps")
 """
 
 
+@pytest.mark.long
 def test_a_plan_over_a_narrow_link_takes_what_sends_less(tmp_path: Path) -> None:
     folder = tmp_path / "work"
     folder.mkdir()
@@ -58,3 +61,32 @@ def test_a_plan_over_a_narrow_link_takes_what_sends_less(tmp_path: Path) -> None
         with ada.run(str(script)) as run:
             assert run.finish(120) == 0, run.text
             assert "trained" in run.text
+
+
+def test_a_script_is_planned_with_the_files_and_variables_that_it_is_run_with(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "work"
+    (folder / "data").mkdir(parents=True)
+    (folder / ".gitignore").write_text("data/\n")
+    (folder / "data" / "input.txt").write_text("512")
+    script = folder / "train.py"
+    begins = "import os\nassert open('data/input.txt').read() == os.environ['WIDTH']\n"
+    script.write_text(begins + TRAIN)
+    with Network(2) as network, machines(network, tmp_path) as (ada, bob):
+        form(ada, bob)
+        options = ["--include", "data/input.txt", "--env", "WIDTH=512", "--min-nodes", "2"]
+        done = subprocess.run(
+            ada.host.command([*potluck_command(), "plan", *options, str(script)]),
+            cwd=folder,
+            env=ada.variables,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+    assert done.returncode == 0, done.stderr
+    assert "choice: " in done.stdout
+    assert "potluck: " not in done.stdout, "the result is by itself"
+    assert "measuring links and what compressing costs" in done.stderr
+    assert re.search(r"rehearsing DataParallel\(\) \(1 of \d+\)", done.stderr)
+    assert (folder / "train.plan.json").is_file()

@@ -142,10 +142,12 @@ class _View:
 
 
 class PlainView(_View):
-    """Lines of text: those of a worker begin with its rank, potluck's own with ``potluck``."""
+    """Lines of text: those of a worker begin with its rank, potluck's own with ``potluck``. With
+    ``to_stderr`` all go there, because the command's result is something else."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, to_stderr: bool = False) -> None:
         super().__init__()
+        self._to_stderr = to_stderr
         self._due: dict[tuple[str, str], float] = {}
 
     def line(self, worker: str, stream: str, text: str, end: End = "\n") -> None:
@@ -153,7 +155,7 @@ class PlainView(_View):
         if end == "\r" and not self._is_due(worker, stream):
             return
         width = max(map(len, self._job.workers), default=0)
-        file = sys.stderr if stream == "stderr" else sys.stdout
+        file = sys.stderr if stream == "stderr" or self._to_stderr else sys.stdout
         line = f"[{plain(worker):>{width}}] {coloured(text)}"
         self.write(lambda: print(line, end=end and "\n", file=file, flush=True))
 
@@ -167,7 +169,8 @@ class PlainView(_View):
 
     def note(self, text: str) -> None:
         line = f"potluck: {paragraph(text)}"
-        self.write(lambda: print(line, flush=True))
+        file = sys.stderr if self._to_stderr else sys.stdout
+        self.write(lambda: print(line, file=file, flush=True))
 
 
 class LiveView(_View):

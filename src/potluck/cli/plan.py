@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from potluck.cli.files import as_json, check_writable, print_json
-from potluck.cli.run import ScriptArguments
+from potluck.cli.run import Env, Include, MinNodes, ScriptArguments, Wait
 from potluck.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -36,6 +35,10 @@ def plan(
     nodes: Annotated[
         int, typer.Option(min=0, help="On how many machines of the cluster; 0: on all.")
     ] = 0,
+    min_nodes: MinNodes = None,
+    wait: Wait = 60.0,
+    env: Env = None,
+    include: Include = None,
     json: Annotated[
         Path | None,
         typer.Option(
@@ -49,7 +52,8 @@ def plan(
     no callback is called, and no checkpoint is read or written. What SCRIPT does before its loop is
     done. Then come the links, in both directions, and what compressing costs on each machine, and
     each strategy is rehearsed: all workers send gradients of the model's sizes, or of a part of it
-    where that takes long. This takes half a minute, on slow links up to four.
+    where that takes long. This takes half a minute, on slow links or a busy machine up to four;
+    lines on stderr say how far it is.
 
     The table has a row for each strategy, those that change the least first: the predicted time of
     a step (~ where only a part was rehearsed), how much of it is computation (the efficiency), the
@@ -61,7 +65,7 @@ def plan(
     by ElasticLoop(..., strategy="auto"), trains so; no other script is changed. Plan again when the
     network, the machines or the model change.
     """
-    from potluck.cli.job_display import print_summary, watcher_for
+    from potluck.cli.job_display import PlainView, print_summary
     from potluck.cli.launched import check_alone
     from potluck.cluster.home.node_state import find_agent
     from potluck.cluster.jobs.environment import given_variables
@@ -84,15 +88,16 @@ def plan(
             max_nodes=nodes,
             max_restarts=0,
             restarts_worlds=False,
-            min_nodes=settings.min_peers + 1,
+            wait_s=wait,
+            min_nodes=settings.min_peers + 1 if min_nodes is None else min_nodes,
             peer_timeout_s=max(settings.peer_timeout_s, 300.0),
-            environment=given_variables([f"{VARIABLE}=1"], os.environ),
+            environment=given_variables([*(env or ()), f"{VARIABLE}=1"], os.environ),
+            include=tuple(include or ()),
         )
     )
     check_writable("the plan", kept)
     agent = find_agent(settings.home)
-    output = sys.stderr if json == _STDOUT else sys.stdout
-    summary = run_job(request, settings, watcher_for(output, plain=True), agent)
+    summary = run_job(request, settings, PlainView(to_stderr=True), agent)
     if summary.exit_code:
         print_summary(summary)
         raise typer.Exit(summary.exit_code)

@@ -23,6 +23,39 @@ ScriptArguments = Annotated[
 ]
 """The last parameter of commands that run a script."""
 
+MinNodes = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="How many machines must be there before the job starts (default: "
+        "POTLUCK_MIN_PEERS others).",
+        show_default=False,
+    ),
+]
+Wait = Annotated[
+    float,
+    typer.Option(help="Seconds to wait for machines, and for workers that are not ready."),
+]
+Env = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="A variable for the workers on all machines: NAME=VALUE, or NAME to take it "
+        "from here. Several with --env again.",
+        show_default=False,
+    ),
+]
+Include = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PATTERN",
+        help="Send this, too: a hidden or ignored file or folder, or one that looks like a key "
+        "(that without wildcards). A path below SCRIPT's folder or a pattern as in "
+        ".gitignore; may be given several times.",
+        show_default=False,
+    ),
+]
+"""Options that several commands have that run a script."""
+
 
 class OnLoss(StrEnum):
     """What follows when a script that is not elastic loses a worker."""
@@ -57,23 +90,12 @@ def run(
             min=0, help="On how many machines of the cluster, this one among them; 0: on all."
         ),
     ] = 0,
-    min_nodes: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="How many machines must be there before the job starts (default: "
-            "POTLUCK_MIN_PEERS others).",
-            show_default=False,
-        ),
-    ] = None,
+    min_nodes: MinNodes = None,
     min_workers: Annotated[
         int,
         typer.Option(help="How many workers are enough to begin when --wait is over."),
     ] = 1,
-    wait: Annotated[
-        float,
-        typer.Option(help="Seconds to wait for machines, and for workers that are not ready."),
-    ] = 60.0,
+    wait: Wait = 60.0,
     on_loss: Annotated[
         OnLoss,
         typer.Option(
@@ -111,24 +133,8 @@ def run(
             show_default=False,
         ),
     ] = "",
-    env: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A variable for the workers on all machines: NAME=VALUE, or NAME to take it "
-            "from here. Several with --env again.",
-            show_default=False,
-        ),
-    ] = None,
-    include: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PATTERN",
-            help="Send this, too: a hidden or ignored file or folder, or one that looks like a key "
-            "(that without wildcards). A path below SCRIPT's folder or a pattern as in "
-            ".gitignore; may be given several times.",
-            show_default=False,
-        ),
-    ] = None,
+    env: Env = None,
+    include: Include = None,
     collect: Annotated[
         Path | None,
         typer.Option(

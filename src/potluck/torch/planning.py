@@ -199,6 +199,9 @@ class Rehearsal:
 
     def finish(self) -> None:
         """Measure all else, report it, and end the script. A collective call."""
+        if self._ctx.is_master:
+            steps = f"{len(self._times)} steps of {1e3 * self._step_s:.3g} ms were computed"
+            self._ctx.report(event=f"{steps}; measuring links and what compressing costs")
         measured = measure(
             *(self._ctx, _shapes_of(self._model), self._step_s),
             shares="proportional" if self._is_proportional else "equal",

@@ -50,11 +50,13 @@ def rehearse(ctx: DistributedContext, measured: Measured) -> Measured:
     seconds for each candidate, and needs memory as a training does for gradients and what it
     sends."""
     for candidates in (to_rehearse, in_other_buckets):
-        found = [
-            _rehearsed(ctx, measured, candidate, elements)
-            for candidate in candidates(measured)
-            for elements in parts_of(measured, candidate)
-        ]
+        due = list(candidates(measured))
+        found = []
+        for number, candidate in enumerate(due, 1):
+            if ctx.is_master:
+                ctx.report(event=f"rehearsing {candidate.code} ({number} of {len(due)})")
+            for elements in parts_of(measured, candidate):
+                found.append(_rehearsed(ctx, measured, candidate, elements))
         measured = msgspec.structs.replace(measured, rehearsed=(*measured.rehearsed, *found))
     return measured
 
