@@ -116,6 +116,84 @@ def test_ctrl_c_reaches_the_workers_and_leaves_nothing(script, own_environment: 
     assert list((own_environment / "run").iterdir()) == []
 
 
+DEEP = """
+import time
+def deeper(n):
+    if n:
+        deeper(n - 1)
+    print("it is there", flush=True)
+    time.sleep(600)
+deeper(3)
+"""
+
+
+def test_ctrl_c_shows_one_line_for_each_worker(script) -> None:
+    with run_command("--workers", "3", script(DEEP)) as run:
+        for rank in range(3):
+            run.wait_for(f"[{rank}] it is there")
+        since = run.mark
+        run.signal(signal.SIGINT)
+        assert run.finish() == 130
+    said = sorted(line for line in run.lines[since:] if line.startswith("["))
+    assert said == [f"[{rank}] KeyboardInterrupt (script.py, line 8)" for rank in range(3)]
+
+
+def test_another_error_after_ctrl_c_is_shown_whole(script) -> None:
+    path = script(DEEP.replace("deeper(3)", "try: deeper(3)\nfinally: 1 / 0"))
+    with run_command(path) as run:
+        run.wait_for("it is there")
+        run.signal(signal.SIGINT)
+        assert run.finish() == 130
+    assert "ZeroDivisionError: division by zero" in run.text
+    assert "    finally: 1 / 0" in run.text
+
+
+TRAINS = """
+import sys
+import numpy as np
+import potluck
+from potluck.checkpoint import CheckpointStore
+from potluck.training import ElasticLoop, Schedule, StateReplica
+
+state = {"steps": np.zeros(1)}
+
+def restore(found):
+    state["steps"] = found["steps"].copy()
+
+ctx = potluck.init()
+replica = StateReplica(lambda: state, restore)
+store = CheckpointStore(sys.argv[1], asynchronous=sys.argv[2] == "asynchronous")
+job = ElasticLoop(ctx, Schedule(800_000, 8, epochs=1), replica, checkpoint=store)
+for share in job:
+    if job.step_number in (0, 20):
+        print("at step", job.step_number, "with", state["steps"][0], flush=True)
+    with job.step():
+        done = ctx.all_reduce(np.ones(1), op="mean")
+        job.commit(loss=0.5)
+        state["steps"] = state["steps"] + done
+"""
+
+
+@pytest.mark.parametrize("how", ["waits", "asynchronous"])
+def test_ctrl_c_leaves_a_checkpoint_of_the_last_step(script, tmp_path: Path, how: str) -> None:
+    path = script(TRAINS.replace("(0, 20)", "range(20, 90)"))  # before the first one of save_every
+    words = ["--workers", "2", path, str(tmp_path / "saved"), how]
+    with run_command(*words) as run:
+        run.wait_for("at step 20")
+        run.signal(signal.SIGINT)
+        assert run.finish() == 130, run.text
+        kept = int(re.search(r"interrupted; the checkpoint of step (\d+) is kept", run.text)[1])
+        assert kept >= 20
+        said = [line for line in run.lines if line.startswith("[") and "at step" not in line]
+        assert len(said) == 2, said
+    with run_command(*words) as run:
+        run.wait_for(f"resumed from the checkpoint of step {kept}")
+        if kept < 89:
+            run.wait_for(f"at step {max(kept, 20)} with {max(kept, 20)}.0")
+        run.signal(signal.SIGINT)
+        assert run.finish() == 130
+
+
 def test_a_second_ctrl_c_kills_workers_that_ignore_the_first(script) -> None:
     path = script(
         "import os, signal, time\n"

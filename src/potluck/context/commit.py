@@ -19,6 +19,7 @@ class Vote:
 
     ``state_hash`` is 0 if parameters are not compared at this step. ``next_epoch`` is the highest
     epoch that this rank knows. ``loss`` is this rank's, ``weight`` its share of the global batch.
+    ``ends``: this rank was interrupted, and asks all to end the training after this step.
     """
 
     step: int
@@ -27,6 +28,7 @@ class Vote:
     next_epoch: int = 0
     loss: float = math.nan
     weight: float = 1.0
+    ends: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ class Outcome:
     loss: float
     diverged: tuple[int, ...] = ()
     reason: str = ""
+    ends: bool = False
 
 
 def tally(votes: Sequence[Vote]) -> Outcome:
@@ -55,7 +58,7 @@ def tally(votes: Sequence[Vote]) -> Outcome:
     against = [str(rank) for rank, vote in enumerate(votes) if not vote.ok]
     if against:
         return Outcome(False, next_epoch, loss, reason=f"rank {', '.join(against)} voted no")
-    return Outcome(True, next_epoch, loss)
+    return Outcome(True, next_epoch, loss, ends=any(vote.ends for vote in votes))
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,13 +49,15 @@ class Commit:
     """The outcome of a vote, equal on all ranks; truthy if the step is committed.
 
     ``loss`` is the weighted mean over the ranks that gave a loss. ``reform``: a newer group waits,
-    and every rank must call ``reform`` before the next operation.
+    and every rank must call ``reform`` before the next operation. ``ends``: the step is committed,
+    and some rank asks all to end with it.
     """
 
     committed: bool
     loss: float
     reform: bool
     reason: str
+    ends: bool = False
 
     def __bool__(self) -> bool:
         return self.committed
@@ -181,17 +183,27 @@ class DistributedContext(UnevenCollectives, Messages):
         state_hash: int = 0,
         loss: float = math.nan,
         weight: float = 1.0,
+        ends: bool = False,
         timeout: Duration | None = None,
     ) -> Commit:
         """Vote on ``step``: committed on all ranks or on none. Every rank must call it.
 
         ``ok`` is this rank's vote. ``state_hash`` (0: none; else up to 63 bits) is compared between
         ranks: unequal ones raise Diverged on all. ``loss`` (NaN: none) and ``weight`` give the
-        commit's mean loss. A GroupError means that the outcome is unknown: keep what you would
-        apply, and ``reform``. Costs one all_gather of 48 bytes per rank.
+        commit's mean loss. ``ends`` asks all ranks to end with this step. A GroupError means that
+        the outcome is unknown: keep what you would apply, and ``reform``. Costs one all_gather of
+        48 bytes per rank.
         """
+        votes = ok | ends << 1
         ballot = np.array(
-            [step, ok, state_hash & (2**63 - 1), max(self._backend.next_epoch(), self.epoch), 0, 0],
+            [
+                step,
+                votes,
+                state_hash & (2**63 - 1),
+                max(self._backend.next_epoch(), self.epoch),
+                0,
+                0,
+            ],
             dtype=np.int64,
         )
         ballot[4:].view(np.float64)[:] = (loss, weight)
@@ -200,10 +212,11 @@ class DistributedContext(UnevenCollectives, Messages):
             [
                 Vote(
                     int(row[0]),
-                    bool(row[1]),
+                    bool(row[1] & 1),
                     int(row[2]),
                     int(row[3]),
                     *map(float, row[4:].view(np.float64)),
+                    ends=bool(row[1] >> 1),
                 )
                 for row in rows
             ]
@@ -215,7 +228,11 @@ class DistributedContext(UnevenCollectives, Messages):
                 "from the last checkpoint"
             )
         return Commit(
-            outcome.committed, outcome.loss, outcome.next_epoch > self.epoch, outcome.reason
+            outcome.committed,
+            outcome.loss,
+            outcome.next_epoch > self.epoch,
+            outcome.reason,
+            outcome.ends,
         )
 
     def settle(self, *, timeout: Duration | None = None) -> None:

@@ -33,6 +33,7 @@ from potluck.engine.work import again
 from potluck.errors import CheckpointError, Diverged, GroupError
 from potluck.training.agreement import LOST, Agreement, telling_others
 from potluck.training.callbacks import Callbacks
+from potluck.training.interrupt import Interrupt
 from potluck.training.metrics import average
 from potluck.training.pace import Pace
 from potluck.training.policy import Policy
@@ -74,10 +75,11 @@ class ElasticLoop(Record, Uncopied):
     again. A joining worker receives the state of a peer between two steps.
 
     ``schedule`` defines the samples of each step; an OwnSchedule those of ranks that have samples
-    of their own. ``checkpoint`` saves the state on disk, from
-    which a training resumes that has lost all workers. ``callbacks`` are objects with methods such
-    as ``on_epoch_end(epoch, loss)``, or functions ``f(epoch, loss)``. With a ``strategy`` ranks
-    train alone for the steps of a round, and its exchange commits them.
+    of their own. ``checkpoint`` saves the state on disk, from which a training resumes that has
+    lost all workers, or was interrupted: Ctrl-C ends it after the present step, with a checkpoint
+    (a second Ctrl-C at once). ``callbacks`` are objects with methods such as ``on_epoch_end(epoch,
+    loss)``, or functions ``f(epoch, loss)``. With a ``strategy`` ranks train alone for the steps of
+    a round, and its exchange commits them; Ctrl-C then saves nothing.
 
     ``losses`` are the global losses of the steps committed while this worker was a member (NaN if
     none was given, or if it was lost with a rank). ``recoveries`` are the seconds from each lost
@@ -121,6 +123,7 @@ class ElasticLoop(Record, Uncopied):
         self._rounds = Rounds(self, strategy) if strategy is not None else None
         self._agreement.steps_run_again = strategy is None
         self._pace = Pace(self._policy)
+        self._interrupt = Interrupt()
         self._attempts = 0
         self._num_computed = 0
         self._begun = False
@@ -158,8 +161,21 @@ class ElasticLoop(Record, Uncopied):
         return self._agreement.has_state and self._progress.done
 
     def __iter__(self) -> Iterator[Share]:
+        if self._rounds is None and self._agreement.has_store:
+            with self._interrupt:
+                yield from self._shares()
+        else:
+            yield from self._shares()
+
+    def _shares(self) -> Iterator[Share]:
         while True:
             self._settle(at_step=True)
+            if self._interrupt.is_agreed:
+                self._agreement.finish_saving()
+                if self.ctx.is_master:
+                    text = f"interrupted; the checkpoint of step {self.step_number} is kept"
+                    self.ctx.report(event=text)
+                raise KeyboardInterrupt
             if not self._begun:
                 self._begun = True
                 self._notify("on_train_begin", self)
@@ -309,6 +325,7 @@ class ElasticLoop(Record, Uncopied):
                 state_hash=self._state_hash(),
                 loss=math.nan if own_loss is None else float(own_loss),
                 weight=self._share.weight,
+                ends=self._interrupt.is_asked,
             )
         except LOST as error:
             # Only a rank that voted for the step can learn that the step counts.
@@ -318,6 +335,8 @@ class ElasticLoop(Record, Uncopied):
                 self._refused(outcome.reason)
             global_loss = outcome.loss
             self._agreement.newcomers = outcome.reform
+            self._agreement.save_due |= outcome.ends
+            self._interrupt.is_agreed = outcome.ends
             self._agreement.history = self.ctx.epoch
             # Not where the next group told the outcome: its members may differ in what they know.
             self._agreement.hash_due = False

@@ -216,3 +216,9 @@ def test_whoever_ends_somewhere_ends_up_to_date() -> None:
                     assert result.source not in result.receivers
                 for rank in result.apply:
                     assert standings[rank].pending == result.history, (standings, result)
+
+
+def test_one_rank_that_was_interrupted_ends_the_training_of_all_once_a_step_counts() -> None:
+    assert tally([Vote(7), Vote(7, ends=True), Vote(7)]).ends
+    assert not tally([Vote(7), Vote(7)]).ends
+    assert not tally([Vote(7, ok=False), Vote(7, ends=True)]).ends, "it is asked again"
