@@ -26,6 +26,7 @@ from potluck.version import VERSION
 
 VARIABLE = "POTLUCK_NATIVE"
 
+_NOT_BUILT = "it was not built: no working C++20 compiler was there"
 _REBUILD = "install potluck again (in a checkout: make native)"
 
 
@@ -53,7 +54,7 @@ def load(wanted: str) -> Loaded:
     except ModuleNotFoundError as error:
         if error.name != "potluck._native":
             raise
-        return Loaded(None, "it was not built: no working C++20 compiler was there")
+        return Loaded(None, _NOT_BUILT)
     except (ImportError, OSError) as error:
         return Loaded(None, f"the extension is there but can't be loaded; {_REBUILD}: {error}")
     if (getattr(module, "version", ""), getattr(module, "interface", "")) != (VERSION, interface()):
@@ -63,6 +64,17 @@ def load(wanted: str) -> Loaded:
             "Python engine"
         )
     return Loaded(module, "")
+
+
+def advice() -> str:
+    """What to do about an engine that nobody switched off and that was not built; else empty."""
+    if reason != _NOT_BUILT:
+        return ""
+    return (
+        f"links and arithmetic run on the slower Python engine, since the native core is missing: "
+        f"{reason}. Install one (Debian, Ubuntu: apt-get install g++; macOS: xcode-select "
+        "--install), then potluck again"
+    )
 
 
 def describe() -> str:

@@ -32,6 +32,8 @@ def doctor(
         return
     typer.echo(f"potluck {found['potluck']}, Python {found['python']}, {found['platform']}")
     typer.echo(f"{'engine':<12}  {native.describe()}")
+    if native.advice():
+        typer.echo(f"{'':<12}  {native.advice()}")
     if native.available:
         typer.echo(f"{'kernels':<12}  {found['kernels']}")
     typer.echo(f"{'limits':<12}  {found['limits']}")

@@ -86,7 +86,7 @@ def join(
     if not yes:
         ask_about_scripts(settings, given.node, called)
     if find_agent(settings.home) is not None:
-        typer.echo("Its agent still serves the former cluster: end `potluck up`, start it again.")
+        typer.echo("The agent that runs here goes over to it by itself (`potluck status`).")
     else:
         typer.echo("To take part, run: potluck up")
 
@@ -158,7 +158,7 @@ async def _ask(
     typer.echo("Looking for the machine that shows it ...", err=True)
 
     def wrong(text: str) -> None:
-        typer.echo(f"{text}. Still looking (Ctrl-C ends it) ...", err=True)
+        typer.echo(f"{text}. Looking whether another machine shows it ...", err=True)
 
     return await take_over(
         code, me, finders, confirm, address=place, timeout_s=wait_s, on_wrong=wrong

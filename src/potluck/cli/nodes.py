@@ -106,11 +106,24 @@ def show_nodes(cluster: NodesReply) -> None:
         ]
         text = f"Python {python}, potluck {potluck}, torch {torch or 'none'}"
         console.print(f"  {', '.join(nodes)}: {text}", highlight=False)
+    if text := _engines(cluster.nodes, names):
+        console.print(f"  {text}", highlight=False)
     for each in cluster.nodes:
         if text := _terms(each):
             console.print(f"  {names[each.node]}: {text}", highlight=False)
     for event in cluster.events[-5:]:
         console.print(f"  {event}", highlight=False)
+
+
+def _engines(nodes: Sequence[NodeInfo], names: dict[str, str]) -> str:
+    """Which engine each node has, in words."""
+    found: dict[str, list[str]] = {}
+    for each in nodes:
+        if each.engine:
+            found.setdefault(each.engine, []).append(names[each.node])
+    hint = "; `potluck doctor` there says why it is not native" if "python" in found else ""
+    parts = [f"{engine} on {', '.join(found[engine])}" for engine in sorted(found)]
+    return f"engine: {'; '.join(parts)}{hint}" if parts else ""
 
 
 def _terms(node: NodeInfo) -> str:

@@ -12,6 +12,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from potluck import native
 from potluck.cli.files import as_json, check_writable
 from potluck.errors import ConfigurationError
 
@@ -233,6 +234,8 @@ def run(
     if hint:
         typer.echo(f"potluck: {hint}", err=True)
     agent = find_agent(settings.home)
+    if agent is None and native.advice():  # else `potluck up` has said so
+        typer.echo(f"potluck: {native.advice()}", err=True)
     launched = launched_workers(
         os.environ, request.per_node, has_agent=agent is not None, chaos=chaos
     )

@@ -35,7 +35,7 @@ def status(
     new, up, suspect, cut, silent, dead, none), host, latency_ms, python, torch, potluck, cores,
     memory_bytes (0: not told yet), accelerators, samples_per_s (of the job here, all workers;
     null: none), limits (what its owner gives to jobs, in words; empty: all), runs_for (whose jobs
-    it runs, in words; empty: not told yet), paused (by its owner).
+    it runs, in words; empty: not told yet), paused (by its owner), engine (native or python).
     Its links are one entry per direction: source, target, latency_s (one way), deviation_s,
     bandwidth (bytes per second; 0: not measured), interface, address (of the source). Its
     stragglers are sentences, one for each node or link that is far behind the best link. Each job

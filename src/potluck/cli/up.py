@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from potluck import native
 from potluck.background import why
 from potluck.cli.terminal import log_to_stderr
 from potluck.errors import ConfigurationError, PotluckError
@@ -185,6 +186,8 @@ async def _run(settings: Settings) -> None:
     if not running.done():
         node = agent.credentials.node_id[:12]
         _say(f"node {node} is up on port {agent.port}; Ctrl-C takes it down")
+        if native.advice():
+            _say(native.advice())
         if agent.report.is_open:
             _say(
                 "this cluster is open: whoever holds its secret (POTLUCK_PSK or "

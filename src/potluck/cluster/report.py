@@ -122,6 +122,7 @@ class Report:
             memory_bytes=facts.memory_bytes,
             accelerators=facts.accelerators,
             samples_per_s=facts.samples_per_s,
+            engine=facts.engine,
             limits=facts.limits,
             runs_for=who_may(offer, self._names.label) if offer else "",
             paused=offer is not None and offer.is_paused,

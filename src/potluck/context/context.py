@@ -208,6 +208,7 @@ class DistributedContext(UnevenCollectives, Messages):
         )
         ballot[4:].view(np.float64)[:] = (loss, weight)
         rows = self.all_gather(ballot, timeout=timeout)
+        figures = rows[:, 4:].view(np.float64)
         outcome = tally(
             [
                 Vote(
@@ -215,10 +216,11 @@ class DistributedContext(UnevenCollectives, Messages):
                     bool(row[1] & 1),
                     int(row[2]),
                     int(row[3]),
-                    *map(float, row[4:].view(np.float64)),
-                    ends=bool(row[1] >> 1),
+                    float(loss),
+                    float(weight),
+                    bool(row[1] >> 1),
                 )
-                for row in rows
+                for row, (loss, weight) in zip(rows, figures, strict=True)
             ]
         )
         if outcome.diverged:

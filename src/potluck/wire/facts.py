@@ -34,8 +34,8 @@ class Address(msgspec.Struct, frozen=True):
 
 
 class NodeFacts(msgspec.Struct, frozen=True):
-    """The hardware that a node gives to jobs, by its owner's ``limits`` (in words), and its speed
-    in the present training (None without one)."""
+    """The hardware that a node gives to jobs, by its owner's ``limits`` (in words), its speed in
+    the present training (None without one), and its ``engine`` (native or python)."""
 
     node: Name
     cores: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 1
@@ -44,6 +44,7 @@ class NodeFacts(msgspec.Struct, frozen=True):
     samples_per_s: Figure | None = None
     addresses: Annotated[tuple[Address, ...], msgspec.Meta(max_length=MAX_ADDRESSES)] = ()
     limits: Name = ""
+    engine: Name = ""
 
 
 class LinkFacts(msgspec.Struct, frozen=True):

@@ -105,7 +105,7 @@ class NodeInfo(msgspec.Struct, frozen=True):
     """A node as an agent sees it. ``role`` is leader, member, or empty outside the view;
     ``latency_ms`` is one-way (0: not measured). ``limits``: what its owner gives to jobs, and
     ``runs_for``: whose jobs it runs, both in words (empty: all of it; not told). ``secret`` is the
-    namespace of the secret that the node has."""
+    namespace of the secret that the node has, ``engine`` native or python (empty: not told)."""
 
     node: Name
     name: Name
@@ -124,6 +124,7 @@ class NodeInfo(msgspec.Struct, frozen=True):
     runs_for: Text = ""
     paused: bool = False
     secret: Name = ""
+    engine: Name = ""
 
 
 class NodesReply(msgspec.Struct, frozen=True, tag=True):

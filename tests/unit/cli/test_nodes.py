@@ -86,3 +86,12 @@ def test_figures_have_the_digits_that_mean_something() -> None:
     assert nodes.milliseconds(0.0503, 0.012) == "50 ± 12.0 ms"
     assert nodes.milliseconds(0.00031, 0.00002) == "0.3 ms"
     assert nodes.devices(()) == "cpu"
+
+
+def test_the_engine_of_each_node_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    fast = msgspec.structs.replace(info(FIRST, "ada"), engine="native")
+    nodes.show_nodes(reply(fast, msgspec.structs.replace(info(SECOND, "bob"), engine="native")))
+    assert "  engine: native on ada, bob\n" in capsys.readouterr().out
+    nodes.show_nodes(reply(fast, msgspec.structs.replace(info(SECOND, "bob"), engine="python")))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "engine: native on ada; python on bob; `potluck doctor` there says why" in shown

@@ -73,18 +73,39 @@ def test_a_broken_extension_is_a_sentence_not_a_traceback(
     assert "is there but can't be loaded; install potluck again" in loaded.reason
 
 
+MISSING = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name == 'potluck._native':
+            raise ModuleNotFoundError('no', name=name)
+sys.meta_path.insert(0, Missing())
+"""
+
+
+def without_extension(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", MISSING + script, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=True,
+    )
+
+
 def test_without_the_extension_the_reason_names_the_compiler() -> None:
-    script = (
-        "import sys\n"
-        "class Missing:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name == 'potluck._native':\n"
-        "            raise ModuleNotFoundError('no', name=name)\n"
-        "sys.meta_path.insert(0, Missing())\n"
-        "from potluck import native\n"
-        "print(native.available, native.describe())"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=200, check=True
-    )
-    assert run.stdout.startswith("False Python (it was not built: no working C++20 compiler")
+    script = "from potluck import native\nprint(native.available, native.describe())"
+    said = without_extension(script).stdout
+    assert said.startswith("False Python (it was not built: no working C++20 compiler")
+
+
+def test_commands_say_that_the_native_core_is_missing_and_what_to_do(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("print('it runs')\n")
+    app = "from potluck.cli.main import app\napp()"
+    run = without_extension(app, "run", str(script))
+    assert "[0] it runs" in run.stdout
+    for said in (run.stderr, without_extension(app, "doctor").stdout):
+        assert "no working C++20 compiler was there. Install one" in said
+        assert "apt-get install g++" in said
+    assert native.advice() == "" or not native.available

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from potluck import native
 from potluck.system import usable_cpus
 from potluck.wire.facts import MAX_ADDRESSES, Address, NodeFacts
 
@@ -30,6 +31,7 @@ def own_facts(node: str) -> NodeFacts:
         memory_bytes=psutil.virtual_memory().total,
         accelerators=own_accelerators(),
         addresses=own_addresses(),
+        engine="native" if native.available else "python",
     )
 
 

@@ -25,6 +25,9 @@ from potluck.wire import pairing as wire
 MAX_GUESSES = 3
 """How many hosts a joining machine sends an opening: each may be an impostor with one guess."""
 
+OTHERS_S = 2.0
+"""How long other hosts are looked for after a wrong guess: the one that answered voids its code, if
+it is no impostor."""
 _MAX_CALLS = 32
 _CONNECT_S = 3.0
 _PATIENT_S = 0.25 * LIMITS.timeout_s
@@ -43,9 +46,9 @@ async def take_over(
     """What the host that shows ``code`` gives to this machine, once both people said yes.
 
     The host is found by ``finders``, or is at ``address``. ``on_wrong`` is told at once that a host
-    has another code, while others are looked for. Tries at most ``MAX_GUESSES`` hosts; WrongCode if
-    none of them has this code, or if the person said no. LinkError if no host was
-    found within ``timeout_s`` seconds, or if the connection failed.
+    has another code, while others are looked for, ``OTHERS_S`` longer. Tries at most
+    ``MAX_GUESSES`` hosts; WrongCode if none of them has this code, or if the person said no.
+    LinkError if no host was found within ``timeout_s`` seconds, or if the connection failed.
     """
     if address is not None:
         async with _connected(*address) as streams:
@@ -54,7 +57,7 @@ async def take_over(
     presence = Presence(lambda: [code.advert_key], 0, new_instance())
     try:
         async with running_finders(finders, presence, search.heard):
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s) as search.deadline:
                 await first(search.found, search.outcome)
             return await search.outcome
     except TimeoutError:
@@ -62,9 +65,10 @@ async def take_over(
             raise search.wrong from None
         reached = f" ({search.failure})" if search.failure else ""
         raise LinkError(
-            f"no machine that shows this code was found in {timeout_s:g} s{reached}. Is `potluck "
-            "pair` still waiting there, on the same network? If the network drops multicast, give "
-            "its address, as `potluck pair` shows it: potluck join --address HOST:PORT"
+            f"no machine that shows this code was found in {timeout_s:g} s{reached}. Was it typed "
+            "as it is shown, and is `potluck pair` still waiting there, on the same network? If "
+            "the network drops multicast, give its address, as `potluck pair` shows it: potluck "
+            "join --address HOST:PORT"
         ) from None
     finally:
         await search.close()
@@ -82,6 +86,7 @@ class _Search:
         """What the last host with another code led to."""
         self.found: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """A host with this code was found; the people are asked."""
+        self.deadline: asyncio.Timeout | None = None
         self._code = code
         self._me = me
         self._confirm = confirm
@@ -140,6 +145,13 @@ class _Search:
                     self.outcome.set_exception(error)
                 else:
                     self._on_wrong(str(error))
+                    self._look_on_for_a_moment()
+
+    def _look_on_for_a_moment(self) -> None:
+        limit = self.deadline
+        if limit is not None and not limit.expired() and not self.found.done():
+            soon = asyncio.get_running_loop().time() + OTHERS_S
+            limit.reschedule(min(soon, limit.when() or soon))
 
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]

@@ -493,6 +493,21 @@ def test_a_wrong_code_is_said_at_once_and_at_the_end(monkeypatch: pytest.MonkeyP
     run(story)
 
 
+def test_the_search_ends_soon_after_a_wrong_code() -> None:
+    """The machine that shows the code voids it, so nothing is left to be found."""
+
+    async def story() -> None:
+        host = Waiting(WRONG)
+        hint = Hint(*(await host.address()), "told", "ee" * 16)
+        async with asyncio.timeout(20):
+            with pytest.raises(WrongCode, match="run `potluck pair` there for another code"):
+                await take_over(CODE, ME, [Told(hint)], yes, timeout_s=3600)
+            with pytest.raises(WrongCode):
+                await host.task
+
+    run(story)
+
+
 def test_nobody_there_is_said_with_what_to_try_next() -> None:
     async def story() -> None:
         with pytest.raises(LinkError, match="--address"):
