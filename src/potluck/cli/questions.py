@@ -25,8 +25,9 @@ class Undecided(Protocol):
 
 
 class Questions:
-    """Asks about one node at a time. ``look`` when there may be new ones, ``answer`` with each line
-    of the owner; ``say`` prints."""
+    """Asks about one node at a time. ``look`` when there may be new ones, ``remind`` after each
+    line of others, so that an open question is the last line, ``answer`` with each line of the
+    owner; ``say`` prints."""
 
     def __init__(
         self,
@@ -48,6 +49,11 @@ class Questions:
             return
         self._asked = waiting[0] if waiting else ""
         if self._asked:
+            self._ask()
+
+    def remind(self) -> None:
+        """Another line was printed: ask again below it."""
+        if self._asked in self._offers.undecided():
             self._ask()
 
     async def answer(self, line: str) -> None:

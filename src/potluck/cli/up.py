@@ -18,6 +18,8 @@ from potluck.printable import plain
 from potluck.system import has_terminal, heard, is_root, user_name
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from potluck.cluster.node_agent import NodeAgent
     from potluck.settings import Settings
 
@@ -171,9 +173,16 @@ async def _run(settings: Settings) -> None:
     from potluck.cluster.node_agent import NodeAgent
 
     is_asking = has_terminal()
+    reminders: list[Callable[[], None]] = []
+
+    def note(line: str) -> None:
+        _say(line)
+        for remind in reminders:
+            remind()
+
     agent = NodeAgent(
         settings,
-        on_note=_say,
+        on_note=note,
         finders=all_finders(settings),
     )
     running = asyncio.create_task(agent.run())
@@ -193,13 +202,14 @@ async def _run(settings: Settings) -> None:
                 "this cluster is open: whoever holds its secret (POTLUCK_PSK or "
                 "POTLUCK_PASSPHRASE) is in; `potluck lock` closes it"
             )
-        _say_who_may(agent, is_asking=is_asking)
+        reminders += _say_who_may(agent, is_asking=is_asking)
     with contextlib.suppress(asyncio.CancelledError):
         await running
 
 
-def _say_who_may(agent: NodeAgent, *, is_asking: bool) -> None:
-    """Say who may run scripts here, as which user, and ask if the owner is to decide."""
+def _say_who_may(agent: NodeAgent, *, is_asking: bool) -> list[Callable[[], None]]:
+    """Say who may run scripts here, as which user, and ask if the owner is to decide. Returns what
+    is to be called after each further line."""
     from potluck.cli.questions import Questions, read_answers
     from potluck.cluster.sharing.rules import who_may
 
@@ -215,8 +225,10 @@ def _say_who_may(agent: NodeAgent, *, is_asking: bool) -> None:
         _say(f"jobs get {limits} here")
     if offer.is_paused:
         _say("paused: this machine runs no workers until `potluck resume`")
-    if is_asking:
-        questions = Questions(agent.offers, called, user, _say)
-        agent.offers.listeners.append(questions.look)
-        questions.look()
-        read_answers(questions.answer)
+    if not is_asking:
+        return []
+    questions = Questions(agent.offers, called, user, _say)
+    agent.offers.listeners.append(questions.look)
+    questions.look()
+    read_answers(questions.answer)
+    return [questions.remind]

@@ -56,3 +56,16 @@ def test_a_decision_made_elsewhere_ends_the_question() -> None:
     asyncio.run(owner.decide("bob", is_allowed=False))  # by potluck deny
     asyncio.run(owner.questions.answer("y\n"))
     assert owner.decided == {"bob": False}
+
+
+def test_an_open_question_is_asked_again_below_each_line_of_others() -> None:
+    owner = Owner("bob")
+    owner.questions.remind()
+    assert owner.said == [], "nothing was asked yet"
+    owner.questions.look()
+    owner.said.append("epoch 3: ...")
+    owner.questions.remind()
+    assert [("BOB" in line) for line in owner.said] == [True, False, True]
+    asyncio.run(owner.questions.answer("y\n"))
+    owner.questions.remind()
+    assert len(owner.said) == 3
