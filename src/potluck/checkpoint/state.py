@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from potluck.errors import CheckpointError
 from potluck.optional import require
-from potluck.wire.tensors import host_bytes
+from potluck.wire.tensors import check_plain, host_bytes
 
 State = Any
 """A nesting of dict, list and tuple over tensors, arrays and scalars."""
@@ -246,6 +246,10 @@ def _dtype_and_shape(tensor: Any, where: str) -> tuple[str, tuple[int, ...]]:
     if isinstance(tensor, np.ndarray):
         name, what = tensor.dtype.name, f"an array of dtype {tensor.dtype}"
     else:
+        try:
+            check_plain(tensor)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"{where}: {error}") from None
         strided = tensor.layout == sys.modules["torch"].strided
         name = str(tensor.dtype).removeprefix("torch.") if strided else ""
         what = f"a {tensor.layout} tensor of dtype {tensor.dtype}"

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from potluck.wire.dtypes import code_of, dtype_named
-from potluck.wire.tensors import is_tensor, memory_of
+from potluck.wire.tensors import check_plain, is_tensor, memory_of
 
 Array = NDArray[Any]
 
@@ -60,8 +60,8 @@ def adapt(user: Any, *, writable: bool = True, device: str | None = None) -> Ada
 
 
 def is_array(user: Any) -> bool:
-    """Whether ``user`` is a plain NumPy array (no subclass) or a torch tensor."""
-    return type(user) is np.ndarray or is_tensor(user)
+    """Whether ``user`` is a plain NumPy array (no subclass) or a torch tensor with a shape."""
+    return type(user) is np.ndarray or (is_tensor(user) and not user.is_nested)
 
 
 def empty_like(user: Any, shape: tuple[int, ...]) -> Any:
@@ -89,6 +89,7 @@ def _adapt_numpy(user: Array, writable: bool) -> Adapted:
 
 def _adapt_tensor(user: Any) -> Adapted:
     torch = sys.modules["torch"]
+    check_plain(user)
     detached = user.detach()
     if detached.layout != torch.strided:
         raise TypeError(f"tensors of layout {user.layout} can't be communicated; use .to_dense()")
@@ -103,6 +104,7 @@ def _adapt_to_device(user: Any, writable: bool, device: str) -> Adapted:
     """A torch tensor on ``device``, for libraries that move memory of an accelerator."""
     torch = sys.modules["torch"]
     if is_tensor(user):
+        check_plain(user)
         source = user.detach()
     else:
         host = adapt(user, writable=writable)

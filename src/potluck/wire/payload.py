@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from potluck.errors import ProtocolError
 from potluck.wire.dtypes import code_of, dtype_named, dtype_of
 from potluck.wire.msgpack_values import count_values
-from potluck.wire.tensors import host_bytes, is_tensor
+from potluck.wire.tensors import check_plain, host_bytes, is_tensor
 
 MAX_HEADER_BYTES = 16 << 20
 MAX_VALUES = 1 << 20
@@ -190,6 +190,10 @@ def _array(array: Any, buffers: list[memoryview]) -> Ext:
 
 
 def _tensor(tensor: Any, buffers: list[memoryview]) -> Ext:
+    try:
+        check_plain(tensor)
+    except (TypeError, ValueError) as error:
+        raise _MisfitError(f": {error}") from None
     if tensor.layout != sys.modules["torch"].strided:
         raise _MisfitError(f" is a tensor of layout {tensor.layout}; send .to_dense()")
     try:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from potluck.engine.arrays.layout import Array
-from potluck.wire.tensors import memory_of
+from potluck.wire.tensors import check_plain, memory_of
 
 _PLAIN: dict[torch.dtype, np.dtype[Any]] = {
     dtype: np.dtype(str(dtype).removeprefix("torch."))
@@ -41,12 +41,10 @@ _BYTES = np.dtype(np.uint8)
 
 def check(tensor: Tensor, operation: str) -> None:
     """TypeError or ValueError, with the remedy, if ``tensor`` can't be communicated."""
-    kind = tensor.device.type
-    if kind == "meta":
-        raise ValueError(
-            f"{operation}: the tensor is on the meta device and has no data to communicate; "
-            "give it memory first, for example with torch.empty_like(tensor, device='cpu')"
-        )
+    try:
+        check_plain(tensor)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{operation}: {error}") from None
     if tensor.layout != torch.strided:
         raise TypeError(
             f"{operation}: tensors of layout {tensor.layout} can't be communicated; "
