@@ -66,12 +66,12 @@ void combine_many_buffers(int dtype_code, nb::handle op_name, nb::handle target,
     });
 }
 
-void divide_buffer(int dtype_code, nb::handle array, std::size_t divisor) {
+void divide_buffer(int dtype_code, nb::handle array, double divisor) {
     const Dtype dtype = dtype_of(dtype_code);
     require(has_divide(dtype), "only floats and complex numbers can be divided");
     const Buffer values(array, true);
     without_lock(values.size(), [&] {
-        divide(dtype, values.data(), values.size() / item_bytes(dtype), divisor);
+        divide(dtype, values.data(), values.data(), values.size() / item_bytes(dtype), divisor);
     });
 }
 

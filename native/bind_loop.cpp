@@ -71,14 +71,14 @@ std::shared_ptr<CompiledPlan> compile(std::string call, uint64_t fingerprint, ui
                                       int dtype, nb::handle op, uint64_t segment_bytes,
                                       std::vector<int> ranks, const Chunks& chunks,
                                       const Steps& steps, uint64_t num_concluded,
-                                      bool is_computed_by_all, int codec) {
+                                      double divisor, bool is_computed_by_all, int codec) {
     PlanSpec spec;
     spec.call = std::move(call);
     spec.fingerprint = fingerprint;
     spec.channel = channel;
     spec.dtype = static_cast<Dtype>(dtype);
     spec.op = reduction_named(op).op;
-    spec.is_mean = reduction_named(op).is_mean;
+    spec.divisor = divisor;
     spec.segment_bytes = segment_bytes;
     spec.ranks = std::move(ranks);
     for (const auto& [number, buffer, start, elements, residual, num_takers] : chunks) {
@@ -108,11 +108,11 @@ uint8_t* memory_of(nb::handle array) {
 
 void start(ProgressLoop& loop, std::shared_ptr<Ticket> ticket, std::shared_ptr<CompiledPlan> plan,
            uint64_t sequence, double deadline, nb::handle source, nb::handle result,
-           nb::handle scratch, nb::handle residual) {
+           nb::handle scratch, nb::handle narrowed, nb::handle residual) {
     uint8_t* from = memory_of(source);
     uint8_t* into = source.is(result) ? from : memory_of(result);
     loop.start({std::move(plan), sequence, deadline, {from, into, memory_of(scratch)},
-                reinterpret_cast<float*>(memory_of(residual))},
+                reinterpret_cast<float*>(memory_of(residual)), memory_of(narrowed)},
                std::move(ticket));
 }
 
@@ -338,7 +338,7 @@ void loop(nb::module_& m) {
     nb::class_<CompiledPlan>(m, "CompiledPlan")
         .def(nb::new_(&compile), nb::arg("call"), nb::arg("fingerprint"), nb::arg("channel"),
              nb::arg("dtype"), nb::arg("op"), nb::arg("segment_bytes"), nb::arg("ranks"),
-             nb::arg("chunks"), nb::arg("steps"), nb::arg("num_concluded"),
+             nb::arg("chunks"), nb::arg("steps"), nb::arg("num_concluded"), nb::arg("divisor"),
              nb::arg("is_computed_by_all"), nb::arg("codec"));
 
     nb::class_<ProgressLoop>(m, "ProgressLoop")
@@ -354,7 +354,8 @@ void loop(nb::module_& m) {
         .def("ticket", &ProgressLoop::ticket)
         .def("start", &start, nb::arg("ticket"), nb::arg("plan"), nb::arg("sequence"),
              nb::arg("deadline"), nb::arg("source").none(), nb::arg("result").none(),
-             nb::arg("scratch").none(), nb::arg("residual").none())
+             nb::arg("scratch").none(), nb::arg("narrowed").none(),
+             nb::arg("residual").none())
         .def("send", &send)
         .def("receive", &receive)
         .def("adopt", &adopt)

@@ -30,22 +30,23 @@ struct Arrays {
 };
 
 PlanArguments arguments_of(std::shared_ptr<CompiledPlan> plan, uint64_t sequence, nb::handle source,
-                           nb::handle result, nb::handle scratch, nb::handle residual,
-                           Arrays& arrays) {
+                           nb::handle result, nb::handle scratch, nb::handle narrowed,
+                           nb::handle residual, Arrays& arrays) {
     PlanArguments made;
     made.plan = std::move(plan);
     made.sequence = sequence;
     made.buffers = {arrays.address(source), arrays.address(result), arrays.address(scratch)};
     made.residual = reinterpret_cast<float*>(arrays.address(residual));
+    made.narrowed = arrays.address(narrowed);
     return made;
 }
 
 class TestPlan {
 public:
     TestPlan(std::shared_ptr<CompiledPlan> plan, uint64_t sequence, nb::handle source,
-             nb::handle result, nb::handle scratch, nb::handle residual)
-        : running(arguments_of(std::move(plan), sequence, source, result, scratch, residual,
-                               arrays_),
+             nb::handle result, nb::handle scratch, nb::handle narrowed, nb::handle residual)
+        : running(arguments_of(std::move(plan), sequence, source, result, scratch, narrowed,
+                               residual, arrays_),
                   nullptr) {}
 
 private:
@@ -84,9 +85,10 @@ void running(nb::module_& m) {
                      [](const Segment& segment) { return view(segment.data, segment.nbytes); });
     nb::class_<TestPlan>(m, "RunningPlan")
         .def(nb::init<std::shared_ptr<CompiledPlan>, uint64_t, nb::handle, nb::handle, nb::handle,
-                      nb::handle>(),
+                      nb::handle, nb::handle>(),
              nb::arg("plan"), nb::arg("sequence"), nb::arg("source").none(),
-             nb::arg("result").none(), nb::arg("scratch").none(), nb::arg("residual").none())
+             nb::arg("result").none(), nb::arg("scratch").none(),
+             nb::arg("narrowed").none(), nb::arg("residual").none())
         .def_prop_ro("send_peers", [](const TestPlan& plan) { return plan.running.send_peers(); })
         .def_prop_ro("receive_peers",
                      [](const TestPlan& plan) { return plan.running.receive_peers(); })

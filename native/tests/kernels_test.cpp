@@ -174,7 +174,7 @@ uint32_t digest() {
                 combine_many(dtype, op, out.data(), sources.data(), sources.size(), count);
                 total = digest_of(total, dtype, out);
                 if (has_divide(dtype)) {
-                    divide(dtype, out.data(), count, 3);
+                    divide(dtype, out.data(), out.data(), count, 3);
                     total = digest_of(total, dtype, out);
                 }
             }

@@ -20,7 +20,9 @@ using CombineIntoBoth = void (*)(void* out, void* also, const void* a, const voi
 using CombineMany = void (*)(void* out, const void* const* sources, std::size_t num_sources,
                              std::size_t count);
 constexpr std::size_t max_sources = 4;
-using Divide = void (*)(void* array, std::size_t count, double divisor);
+// target[i] = source[i] / divisor; target may be the source. With a divisor below 1 a finite element
+// stays finite: what rounding has carried beyond the largest number becomes that number.
+using Divide = void (*)(void* target, const void* source, std::size_t count, double divisor);
 using Convert = void (*)(void* target, const void* source, std::size_t count);
 
 // float32 to and from a 16-bit type.

@@ -369,39 +369,72 @@ void complex_sum(void* out, const void* a, const void* b, std::size_t count) {
     combine_loop<T, Sum>(out, a, b, 2 * count);
 }
 
+// `quotient` of a finite value, kept within the largest number.
 template <class T>
-void divide_loop(void* array, std::size_t count, double divisor) {
-    auto* values = static_cast<Any<T>*>(array);
+inline T kept(T value, T quotient, T largest) {
+    const T bounded = quotient > largest ? largest : (quotient < -largest ? -largest : quotient);
+    return (value <= largest) & (value >= -largest) ? bounded : quotient;
+}
+
+template <class T>
+constexpr T largest_of = T{};
+template <>
+constexpr float largest_of<float> = 3.40282346638528859812e38f;
+template <>
+constexpr double largest_of<double> = 1.79769313486231570815e308;
+
+inline float largest_half(Float16) { return 65504.0f; }
+inline float largest_half(Bfloat16) { return 3.38953138925153547590e38f; }
+
+template <class T>
+void divide_loop(void* target, const void* source, std::size_t count, double divisor) {
+    auto* out = static_cast<Any<T>*>(target);
+    const auto* in = static_cast<const Any<T>*>(source);
     const T by = static_cast<T>(divisor);
+    if (divisor < 1) {
+        POTLUCK_LOOP
+        for (std::size_t i = 0; i < count; ++i) {
+            const T value = in[i].value;
+            out[i].value = kept<T>(value, value / by, largest_of<T>);
+        }
+        return;
+    }
     POTLUCK_LOOP
-    for (std::size_t i = 0; i < count; ++i) values[i].value = values[i].value / by;
+    for (std::size_t i = 0; i < count; ++i) out[i].value = in[i].value / by;
 }
 
 template <class H>
-void divide_half(void* array, std::size_t count, double divisor) {
-    auto* values = static_cast<Any<H>*>(array);
+void divide_half(void* target, const void* source, std::size_t count, double divisor) {
+    auto* out = static_cast<Any<H>*>(target);
+    const auto* in = static_cast<const Any<H>*>(source);
     H rounded;
     narrow(static_cast<float>(divisor), rounded);
-    const float by = widen(rounded);
+    const float by = widen(rounded), largest = largest_half(rounded);
     for_strips(count, [&](std::size_t at, std::size_t n) {
         float wide[strip];
-        widen_some(wide, values + at, n);
-        POTLUCK_LOOP
-        for (std::size_t i = 0; i < n; ++i) wide[i] = wide[i] / by;
-        narrow_some(values + at, wide, n);
+        widen_some(wide, in + at, n);
+        if (divisor < 1) {
+            POTLUCK_LOOP
+            for (std::size_t i = 0; i < n; ++i) wide[i] = kept(wide[i], wide[i] / by, largest);
+        } else {
+            POTLUCK_LOOP
+            for (std::size_t i = 0; i < n; ++i) wide[i] = wide[i] / by;
+        }
+        narrow_some(out + at, wide, n);
     });
 }
 
 // Smith's method for a division by n + 0i, as in NumPy, so that the bits are the same.
 template <class T>
-void divide_complex(void* array, std::size_t count, double divisor) {
-    auto* values = static_cast<Any<T>*>(array);
+void divide_complex(void* target, const void* source, std::size_t count, double divisor) {
+    auto* out = static_cast<Any<T>*>(target);
+    const auto* in = static_cast<const Any<T>*>(source);
     const T scale = T{1} / static_cast<T>(divisor), ratio = T{0};
     POTLUCK_LOOP
     for (std::size_t i = 0; i < 2 * count; i += 2) {
-        const T re = values[i].value, im = values[i + 1].value;
-        values[i].value = (re + im * ratio) * scale;
-        values[i + 1].value = (im - re * ratio) * scale;
+        const T re = in[i].value, im = in[i + 1].value;
+        out[i].value = (re + im * ratio) * scale;
+        out[i + 1].value = (im - re * ratio) * scale;
     }
 }
 

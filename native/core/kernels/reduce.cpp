@@ -1,7 +1,9 @@
 #include "core/kernels/reduce.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <vector>
 
 #include "core/kernels/kernels.hpp"
 
@@ -47,6 +49,68 @@ void canonicalize(void* array, std::size_t count, Bits infinity, Bits nan) {
         if ((bits & magnitude) > infinity) bits = nan;
         std::memcpy(at(array, i * sizeof(Bits)), &bits, sizeof(Bits));
     }
+}
+
+const Half& half_of(Dtype dtype) {
+    return dtype == Dtype::float16 ? kernels().float16 : kernels().bfloat16;
+}
+
+// By integers: all bits of the exponent are set in infinities and NaN only.
+template <typename Bits>
+bool are_finite_bits(const void* array, std::size_t count, Bits exponent) {
+    Bits found = 0;
+    for (std::size_t i = 0; i < count; ++i) {
+        Bits bits;
+        std::memcpy(&bits, at(array, i * sizeof(Bits)), sizeof(Bits));
+        found = static_cast<Bits>(found | ((bits & exponent) == exponent));
+    }
+    return found == 0;
+}
+
+// True for types that `wide_mean` does not know.
+bool are_finite(Dtype dtype, const void* array, std::size_t count) {
+    switch (dtype) {
+        case Dtype::float16: return are_finite_bits<std::uint16_t>(array, count, 0x7c00);
+        case Dtype::bfloat16: return are_finite_bits<std::uint16_t>(array, count, 0x7f80);
+        case Dtype::float32: return are_finite_bits<std::uint32_t>(array, count, 0x7f800000);
+        case Dtype::float64:
+            return are_finite_bits<std::uint64_t>(array, count, 0x7ff0000000000000);
+        default: return true;
+    }
+}
+
+double get(Dtype dtype, const void* array, std::size_t index) {
+    const char* const from = at(array, index * item_bytes(dtype));
+    double exact;
+    float value;
+    if (dtype == Dtype::float64) {
+        std::memcpy(&exact, from, sizeof exact);
+        return exact;
+    }
+    if (dtype == Dtype::float32) std::memcpy(&value, from, sizeof value);
+    else half_of(dtype).widen(&value, from, 1);
+    return value;
+}
+
+void put(Dtype dtype, void* target, double value) {
+    const float rounded = static_cast<float>(value);
+    if (dtype == Dtype::float64) std::memcpy(target, &value, sizeof value);
+    else if (dtype == Dtype::float32) std::memcpy(target, &rounded, sizeof rounded);
+    else half_of(dtype).narrow(target, &rounded, 1);
+}
+
+// The mean of element `index` of all sources in a float64, whose range float64 itself needs a factor
+// for. It is at most the largest of the sources, so rounding to their type does not overflow.
+double wide_mean(Dtype dtype, const std::vector<const void*>& sources, std::size_t index) {
+    const double scale = dtype == Dtype::float64 ? std::ldexp(1.0, -32) : 1.0;
+    double sum = 0, largest = 0;
+    for (const void* source : sources) {
+        const double value = get(dtype, source, index);
+        sum += value * scale;
+        largest = std::max(largest, std::abs(value));
+    }
+    const double mean = sum / (static_cast<double>(sources.size()) * scale);
+    return std::isfinite(sum) ? std::clamp(mean, -largest, largest) : mean;
 }
 
 }  // namespace
@@ -106,8 +170,36 @@ void combine_many(Dtype dtype, Op op, void* target, const void* const* sources,
 
 bool has_divide(Dtype dtype) { return kernels().divide[static_cast<int>(dtype)] != nullptr; }
 
-void divide(Dtype dtype, void* array, std::size_t count, std::size_t divisor) {
-    kernels().divide[static_cast<int>(dtype)](array, count, static_cast<double>(divisor));
+void divide(Dtype dtype, void* target, const void* source, std::size_t count, double divisor) {
+    kernels().divide[static_cast<int>(dtype)](target, source, count, divisor);
+}
+
+void average(Dtype dtype, void* target, const void* const* sources, std::size_t num_sources,
+             std::size_t count) {
+    // The sums are apart from the target, which may be a source, until they are known to be finite.
+    alignas(64) char sums[block_bytes];
+    const std::size_t item = item_bytes(dtype), block = block_bytes / item;
+    std::vector<const void*> parts(num_sources);
+    for (std::size_t begin = 0; begin < count; begin += block) {
+        const std::size_t n = std::min(block, count - begin);
+        for (std::size_t i = 0; i < num_sources; ++i) parts[i] = at(sources[i], begin * item);
+        combine_many(dtype, Op::sum, sums, parts.data(), num_sources, n);
+        char* const out = at(target, begin * item);
+        if (are_finite(dtype, sums, n)) {
+            divide(dtype, out, sums, n, static_cast<double>(num_sources));
+            continue;
+        }
+        for (std::size_t i = 0; i < n; ++i) {
+            char* const sum = sums + i * item;
+            if (are_finite(dtype, sum, 1)) divide(dtype, sum, sum, 1, static_cast<double>(num_sources));
+            else put(dtype, sum, wide_mean(dtype, parts, i));
+        }
+        std::memcpy(out, sums, n * item);
+    }
+}
+
+void narrow(Dtype dtype, void* target, const void* source, std::size_t count) {
+    half_of(dtype).narrow(target, source, count);
 }
 
 void canonicalize_nans(Dtype dtype, void* array, std::size_t count) {

@@ -37,8 +37,17 @@ void combine_many(Dtype dtype, Op op, void* target, const void* const* sources,
 // Whether `divide` is defined: for float and complex types.
 bool has_divide(Dtype dtype);
 
-// array[i] /= divisor, in the array's type: the last step of a mean.
-void divide(Dtype dtype, void* array, std::size_t count, std::size_t divisor);
+// target[i] = source[i] / divisor, in the array's type: the last step of a mean. As `Divide`.
+void divide(Dtype dtype, void* target, const void* source, std::size_t count, double divisor);
+
+// The mean of the sources: their sum as of `combine_many`, divided by their number. Where that sum
+// overflows although all sources are finite, the mean is computed in a wider range, and is finite.
+// target may be any source.
+void average(Dtype dtype, void* target, const void* const* sources, std::size_t num_sources,
+             std::size_t count);
+
+// target[i] = source[i], from float32 to a 16-bit float, rounded to nearest even.
+void narrow(Dtype dtype, void* target, const void* source, std::size_t count);
 
 // Replaces every NaN by the canonical quiet NaN. No effect on types without NaN.
 void canonicalize_nans(Dtype dtype, void* array, std::size_t count);

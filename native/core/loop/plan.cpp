@@ -194,8 +194,11 @@ void RunningPlan::advance(uint32_t step) {
 void RunningPlan::conclude() const {
     uint8_t* result = arguments.buffers[result_buffer];
     if (result == nullptr || spec.ranks.size() < 2 || spec.num_concluded == 0) return;
-    if (spec.is_mean) divide(spec.dtype, result, spec.num_concluded, spec.ranks.size());
+    if (spec.divisor != 1) divide(spec.dtype, result, result, spec.num_concluded, spec.divisor);
     if (spec.is_computed_by_all) canonicalize_nans(spec.dtype, result, spec.num_concluded);
+    if (arguments.narrowed != nullptr) {
+        narrow(Dtype::float16, arguments.narrowed, result, spec.num_concluded);
+    }
 }
 
 std::vector<Awaited> RunningPlan::awaited() const {

@@ -65,7 +65,7 @@ struct PlanSpec {
     std::vector<Step> steps;
     Codec codec = Codec::fp16;        // of the coded steps
     uint64_t num_concluded = 0;       // elements of the result that `conclude` works on
-    bool is_mean = false;             // `conclude` divides them by the number of ranks
+    double divisor = 1;               // `conclude` divides them by it
     bool is_computed_by_all = false;  // each rank computes the result: NaNs are canonicalized
 };
 
@@ -98,6 +98,7 @@ struct PlanArguments {
     double deadline = 0;
     Buffers buffers{};
     float* residual = nullptr;
+    uint8_t* narrowed = nullptr;  // `conclude` rounds a float32 result to float16 into it
 };
 
 // One segment of one step: the unit that is sent in a frame.

@@ -1,19 +1,10 @@
 #include "core/shm/combine.hpp"
 
-#include <algorithm>
 #include <cstring>
 
 #include "core/kernels/reduce.hpp"
-#include "core/shm/layout.hpp"
 
 namespace potluck::shm {
-
-namespace {
-
-// A sum is divided tile by tile, while the tile is still in the L1 cache.
-constexpr std::size_t TILE_BYTES = 8192;
-
-}  // namespace
 
 bool has_combination(const Combination& what) {
     return has_combine(what.dtype, what.op) && (!what.is_mean || has_divide(what.dtype));
@@ -34,16 +25,7 @@ void combine_all(const Combination& what, void* target, const void* const* sourc
         if (also != nullptr) std::memcpy(also, target, count * size);
         return;
     }
-    const void* parts[MAX_WORLD];
-    for (std::size_t at = 0; at < count; at += TILE_BYTES / size) {
-        const std::size_t length = std::min(TILE_BYTES / size, count - at);
-        for (std::size_t i = 0; i < num_sources; ++i) {
-            parts[i] = static_cast<const char*>(sources[i]) + at * size;
-        }
-        char* total = static_cast<char*>(target) + at * size;
-        combine_many(what.dtype, what.op, total, parts, num_sources, length);
-        divide(what.dtype, total, length, num_sources);
-    }
+    average(what.dtype, target, sources, num_sources, count);
     if (also != nullptr) std::memcpy(also, target, count * size);
 }
 

@@ -239,7 +239,7 @@ class Communicator:
     ) -> Work:
         """``sequence``: the call's, if it has one already; ``work``: likewise."""
         compiled = self._compiler.compile(request, parent_call)
-        buffers = compiled.layout.buffers(request.source, request.result)
+        buffers = compiled.buffers(request.source, request.result)
         if work is None:
             work = Work(compiled.call.text, request.result)
         if not compiled.plan.steps and self.error is None:

@@ -14,6 +14,7 @@ from potluck.collectives.choose import Chooser
 from potluck.collectives.plan import Algorithm, Operation
 from potluck.collectives.registry import crossing, digest, make_plan
 from potluck.collectives.spanning_tree import cut_of
+from potluck.engine.arrays import reduction
 from potluck.engine.arrays.layout import lay_out
 from potluck.engine.call import Call
 from potluck.engine.loop.compiled import CompiledPlan
@@ -91,7 +92,10 @@ class Compiler:
     ) -> CompiledPlan:
         world = len(self._ranks)
         check(dtype, op, root, algorithm, world)
-        nbytes = prod(shape) * dtype.itemsize
+        # float16 has no room for a sum, nor for contributions that are scaled first.
+        is_widened = op is ReduceOp.MEAN and dtype == np.float16 and world > 1
+        within = np.dtype(np.float32) if is_widened else dtype
+        nbytes = prod(shape) * within.itemsize
         if algorithm is not None:
             chosen = algorithm
         elif codec is not None:
@@ -124,13 +128,15 @@ class Compiler:
             parent_call,
             plans,
         )
+        is_scaled = op is ReduceOp.MEAN and codec is None and not is_widened
+        scales = is_scaled and reduction.scale_of(dtype, world) != 1
         return CompiledPlan(
             plan,
             call,
-            lay_out(plan, num_source, num_result),
+            lay_out(plan, num_source, num_result, scales=scales),
             channel=self._channel,
             peers=self._ranks,
-            dtype=dtype,
+            dtype=within,
             num_result=num_result,
             codec=codec,
             nodes=self._nodes,

@@ -27,9 +27,10 @@ def combine(op: ReduceOp, mine: Array, theirs: Array) -> None:
         reduction.combine(op, mine, theirs)
 
 
-def conclude(op: ReduceOp, array: Array, world_size: int) -> None:
-    """What is left to do once all contributions are in: a mean divides, in the array's dtype."""
-    if native.available and op is ReduceOp.MEAN and array.dtype in _PAYS:
-        native.core.divide(code_of(array.dtype), array.view(np.uint8), world_size)
+def divide(array: Array, divisor: float) -> None:
+    """``array /= divisor``, in its dtype, as ``reduction.divide``: the last step of a mean, and the
+    first one of those that are scaled."""
+    if native.available and array.dtype in _PAYS:
+        native.core.divide(code_of(array.dtype), array.view(np.uint8), divisor)
     else:
-        reduction.conclude(op, array, world_size)
+        reduction.divide(array, divisor)

@@ -44,6 +44,8 @@ class Buffers(NamedTuple):
     source: Array | None
     result: Array | None
     scratch: Array | None = None
+    narrowed: Array | None = None
+    """The caller's float16 array, which ``result`` is rounded into in the end."""
 
     def at(self, place: Place) -> Array:
         """The elements at ``place``, as a view."""
@@ -61,6 +63,8 @@ class Layout:
     """(to, from): what needs no network, and the caller's elements that scratch begins with."""
     num_scratch: int | None = None
     """None: no chunk lies there."""
+    scaled: list[Place] = field(default_factory=list)
+    """What a mean scales before the first step: this rank's contributions."""
 
     def buffers(self, source: Array | None, result: Array | None) -> Buffers:
         """The buffers of one call on these arrays, ready for the plan's first step."""
@@ -91,19 +95,22 @@ class Layout:
         return place
 
 
-def lay_out(plan: Plan, num_source: int | None, num_result: int | None) -> Layout:
+def lay_out(
+    plan: Plan, num_source: int | None, num_result: int | None, *, scales: bool = False
+) -> Layout:
     """Where the chunks of ``plan`` lie, for a source and a result of so many elements.
 
-    None: this rank has no such array. For operations in place both are the same array.
+    None: this rank has no such array. For operations in place both are the same array. ``scales``:
+    contributions are scaled first, so those that the caller's array must keep lie in scratch.
     """
     source = None if num_source is None else Place(Buffer.SOURCE, 0, num_source)
     result = None if num_result is None else Place(Buffer.RESULT, 0, num_result)
     changed = {step.chunk for step in plan.steps if step.action != Action.SEND}
     if plan.operation in _WHOLE:
-        return _whole(plan, source, result, changed)
+        return _whole(plan, source, result, changed, scales)
     if plan.operation is Operation.ALL_TO_ALL:
         return _all_to_all(plan, source, result)
-    return _by_rank(plan, source, result, changed)
+    return _by_rank(plan, source, result, changed, scales)
 
 
 def bounds(count: int, parts: int, index: int) -> tuple[int, int]:
@@ -119,19 +126,25 @@ def _cut(whole: Place, parts: int, index: int) -> Place:
 _WHOLE = frozenset({Operation.ALL_REDUCE, Operation.BROADCAST, Operation.REDUCE, Operation.BARRIER})
 
 
-def _whole(plan: Plan, source: Place | None, result: Place | None, changed: set[int]) -> Layout:
+def _whole(
+    plan: Plan, source: Place | None, result: Place | None, changed: set[int], scales: bool
+) -> Layout:
     """The buffer itself, cut; a scratch copy where a non-root rank's input would be changed."""
     layout = Layout()
     buffer = result if result is not None else source
     assert buffer is not None
-    if result is None and changed:
+    if result is None and (changed or scales):
         buffer = layout.copied(buffer)
+    if scales:
+        layout.scaled.append(buffer)
     for chunk in range(plan.num_chunks):
         layout.places[chunk] = _cut(buffer, plan.num_chunks, chunk)
     return layout
 
 
-def _by_rank(plan: Plan, source: Place | None, result: Place | None, changed: set[int]) -> Layout:
+def _by_rank(
+    plan: Plan, source: Place | None, result: Place | None, changed: set[int], scales: bool
+) -> Layout:
     """One chunk per rank: gathers end with all of them, scatters begin with all of them."""
     layout, rank, world = Layout(), plan.rank, plan.world_size
     gathers = plan.operation in (Operation.ALL_GATHER, Operation.GATHER)
@@ -144,8 +157,10 @@ def _by_rank(plan: Plan, source: Place | None, result: Place | None, changed: se
     if not gathers or whole is None:
         layout.places[rank] = mine
     if plan.operation is Operation.REDUCE_SCATTER and whole is not None:
-        for chunk in sorted(changed - {rank}):
+        for chunk in sorted((set(range(world)) if scales else changed) - {rank}):
             layout.places[chunk] = layout.copied(layout.places[chunk])
+        if scales:
+            layout.scaled += layout.places.values()
     for step in plan.steps:
         if step.chunk not in layout.places:
             layout.places[step.chunk] = layout.scratch(mine.size)

@@ -17,8 +17,9 @@ import numpy as np
 from potluck import native
 from potluck.codecs import Codec
 from potluck.collectives.plan import Action, Algorithm, Plan
+from potluck.engine.arrays import kernels, reduction
 from potluck.engine.arrays.coding import coded_steps, residual_places, takers_of
-from potluck.engine.arrays.layout import Layout
+from potluck.engine.arrays.layout import Array, Buffers, Layout
 from potluck.engine.call import Call
 from potluck.types import ReduceOp
 from potluck.wire.dtypes import code_of
@@ -50,6 +51,12 @@ class CompiledPlan:
         self.plan = plan
         self.call = call
         self.layout = layout
+        self.is_widened = call.op is ReduceOp.MEAN and call.dtype != str(dtype)
+        """Whether the mean of float16 arrays is computed in float32."""
+        world, is_mean = plan.world_size, call.op is ReduceOp.MEAN
+        self.scale = reduction.scale_of(dtype, world) if layout.scaled else 1.0
+        self.divisor = world / self.scale if is_mean else 1.0
+        """Of the result, in the end."""
         self.channel = channel
         self.peers = peers
         self.dtype = dtype
@@ -80,10 +87,23 @@ class CompiledPlan:
         self._num_result = num_result
         self._num_residual = num_residual
 
-    @property
-    def is_mean(self) -> bool:
-        """Whether the result is divided by the number of ranks in the end."""
-        return self.call.op is ReduceOp.MEAN
+    def buffers(self, source: Array | None, result: Array | None) -> Buffers:
+        """The buffers of one call on these arrays, ready for the plan's first step."""
+        with np.errstate(all="ignore"):
+            if not self.is_widened:
+                buffers = self.layout.buffers(source, result)
+            else:
+                wide = None if source is None else source.astype(self.dtype)
+                into = (
+                    wide
+                    if source is result or result is None
+                    else np.empty(result.shape, self.dtype)
+                )
+                into = None if result is None else into
+                buffers = self.layout.buffers(wide, into)._replace(narrowed=result)
+            for place in self.layout.scaled if self.scale != 1 else ():
+                kernels.divide(buffers.at(place), self.scale)
+        return buffers
 
     @property
     def is_computed_by_all(self) -> bool:
@@ -99,7 +119,7 @@ class CompiledPlan:
         """The same for the native loop."""
         plan, places = self.plan, self.layout.places
         index_of = {chunk: index for index, chunk in enumerate(places)}
-        is_concluded = self.is_mean or self.is_computed_by_all
+        is_concluded = self.divisor != 1 or self.is_computed_by_all
         residuals = {} if self._num_residual is None else residual_places(plan, self._num_residual)
         return native.core.CompiledPlan(
             call=str(self.call),
@@ -125,6 +145,7 @@ class CompiledPlan:
                 )
             ],
             num_concluded=(self._num_result or 0) if is_concluded else 0,
+            divisor=self.divisor,
             is_computed_by_all=self.is_computed_by_all,
             codec=0 if self.codec is None else self.codec.code,
         )

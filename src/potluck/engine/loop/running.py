@@ -65,6 +65,7 @@ class RunningPlan:
         self._steps = compiled.plan.steps
         self._chunks = compiled.layout.chunks(buffers)
         self._result = None if buffers.result is None else buffers.result.reshape(-1)
+        self._narrowed = buffers.narrowed
         self._coding: Coding | None = None
         if compiled.codec is not None:
             self._coding = Coding(compiled.codec, compiled.plan, compiled.takers, residual)
@@ -177,9 +178,12 @@ class RunningPlan:
         """What is left to do once all steps are done: a mean divides, NaNs become alike."""
         if self._result is None or self.call.op is None:
             return
-        kernels.conclude(self.call.op, self._result, self.compiled.plan.world_size)
+        if self.compiled.divisor != 1:
+            kernels.divide(self._result, self.compiled.divisor)
         if self.compiled.is_computed_by_all:
             reduction.canonicalize_nans(self._result)
+        if self._narrowed is not None:
+            self._narrowed[...] = self._result.reshape(self._narrowed.shape)
 
     def awaited(self) -> list[tuple[int, str]]:
         """(peer, what is missing) for every link this rank still waits on, for errors."""
