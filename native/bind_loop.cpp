@@ -16,6 +16,7 @@
 #include "bind_buffer.hpp"
 #include "bind_reduction.hpp"
 #include "bind_unlocked.hpp"
+#include "core/process.hpp"
 
 #ifdef POTLUCK_OPENSSL
 #include "core/loop/progress.hpp"
@@ -39,8 +40,10 @@ uint8_t* pointer(uintptr_t address) { return reinterpret_cast<uint8_t*>(address)
 constexpr double signal_s = 0.1;
 
 // Wait for the operation, at most `seconds` (negative: without limit). Returns whether it has
-// ended; if so, the caller must handle the end, which is not reported as an event.
+// ended; if so, the caller must handle the end, which is not reported as an event. False in a
+// forked child: a signal handler may have forked.
 bool wait(Ticket& ticket, double seconds) {
+    const MadeHere here;
     const double until = now_s() + seconds;
     ticket.claim();
     while (true) {
@@ -51,14 +54,10 @@ bool wait(Ticket& ticket, double seconds) {
             state = ticket.wait_for(std::clamp(left, 0.0, signal_s));
         }
         if (state != Ticket::State::running) return true;
-        if (PyErr_CheckSignals() != 0) {
-            ticket.unclaim();
-            throw nb::python_error();
-        }
-        if (left <= 0) {
-            ticket.unclaim();
-            return false;
-        }
+        const bool is_interrupted = PyErr_CheckSignals() != 0;
+        if (here && (is_interrupted || left <= 0)) ticket.unclaim();
+        if (is_interrupted) throw nb::python_error();
+        if (left <= 0 || !here) return false;
     }
 }
 
@@ -342,13 +341,11 @@ void loop(nb::module_& m) {
              nb::arg("is_computed_by_all"), nb::arg("codec"));
 
     nb::class_<ProgressLoop>(m, "ProgressLoop")
-        .def(
-            "__init__",
-            [](ProgressLoop* self, uint32_t epoch, int rank, int world_size, uint64_t segment_bytes,
-               uint64_t max_early_bytes) {
-                new (self)
-                    ProgressLoop({{epoch, rank, world_size}, segment_bytes, max_early_bytes});
-            },
+        .def(nb::new_([](uint32_t epoch, int rank, int world_size, uint64_t segment_bytes,
+                         uint64_t max_early_bytes) {
+                 return make_for_this_process<ProgressLoop>(
+                     ProgressSpec{{epoch, rank, world_size}, segment_bytes, max_early_bytes});
+             }),
             nb::arg("epoch"), nb::arg("rank"), nb::arg("world_size"), nb::arg("segment_bytes"),
             nb::arg("max_early_bytes"))
         .def("ticket", &ProgressLoop::ticket)

@@ -18,6 +18,7 @@
 #include "bind_buffer.hpp"
 #include "bind_reduction.hpp"
 #include "bind_unlocked.hpp"
+#include "core/process.hpp"
 #include "core/shm/costs.hpp"
 #include "core/shm/progress_thread.hpp"
 #include "core/shm/queue.hpp"
@@ -82,6 +83,8 @@ public:
         // With an old size of 0 mremap(2) makes a second mapping of the same shared pages.
         at_ = mremap(buffer.data(), 0, size_, MREMAP_MAYMOVE);
         if (at_ == MAP_FAILED) throw nb::value_error("the memory is not shared");
+        // A forked child has no part in it, nor keeps it alive.
+        madvise(at_, size_, MADV_DONTFORK);
 #else
         buffer_ = std::make_unique<Buffer>(memory, true);
         at_ = buffer_->data();
@@ -92,7 +95,7 @@ public:
     Mapping& operator=(const Mapping&) = delete;
     ~Mapping() {
 #if defined(__linux__)
-        munmap(at_, size_);
+        if (here_) munmap(at_, size_);
 #endif
     }
 
@@ -102,6 +105,7 @@ public:
 private:
     void* at_ = nullptr;
     std::size_t size_ = 0;
+    const MadeHere here_;
 #if !defined(__linux__)
     std::unique_ptr<Buffer> buffer_;
 #endif
@@ -123,9 +127,10 @@ std::optional<Failure> failure_of(const PendingCall& pending) {
 
 // `operations` and `reductions` are Python's, in the order in which fingerprints count them.
 struct PyEngine {
-    std::shared_ptr<ProgressThread> progress_thread = std::make_shared<ProgressThread>();
-    std::shared_ptr<Notifier> notifier = std::make_shared<Notifier>();
+    std::shared_ptr<ProgressThread> progress_thread = make_for_this_process<ProgressThread>();
+    std::shared_ptr<Notifier> notifier = make_for_this_process<Notifier>();
     std::vector<nb::object> operations;
+    const MadeHere here;
 
     PyEngine(const nb::sequence& given_operations, const nb::sequence& given_reductions) {
         int number = 0;
@@ -150,6 +155,7 @@ struct PyEngine {
     ~PyEngine() { close(); }
 
     void close() {
+        if (!here) return;
         const Unlocked unlocked;
         progress_thread->close();
         notifier->close();
@@ -172,7 +178,9 @@ public:
     std::optional<Failure> failure() const { return failure_of(*pending_); }
     bool watch() { return pending_->watch(); }
 
+    // False after `seconds`, and in a forked child: a signal handler may have forked.
     bool wait(double seconds) {
+        const MadeHere here;
         const std::int64_t until = now_ns() + in_ns(seconds);
         while (!pending_->is_done()) {
             const std::int64_t now = now_ns();
@@ -182,6 +190,7 @@ public:
                 queue_->wait(pending_, std::min(until, now + SIGNALS_NS));
             }
             if (PyErr_CheckSignals() != 0) throw nb::python_error();
+            if (!here) return false;
         }
         return true;
     }
@@ -207,11 +216,12 @@ public:
             throw nb::value_error("this memory is too small for so many ranks");
         }
         const auto spin_ns = static_cast<std::int64_t>(spin_s * 1e9);
-        queue_ = std::make_shared<Queue>(memory_->data(), shape, rank, spin_ns,
-                                         engine.progress_thread, engine.notifier);
+        queue_ = make_for_this_process<Queue>(memory_->data(), shape, rank, spin_ns,
+                                              engine.progress_thread, engine.notifier);
         progress_thread_->serve(queue_);
     }
     ~PyChannel() {
+        if (!here_) return;
         const Unlocked unlocked;
         // Before the memory is unmapped, which the progress thread reads. The engine belongs to the
         // group, and so does its end: Python drops the channels of a group together.
@@ -222,7 +232,7 @@ public:
 
     // Run a blocking call in this thread. Returns False if the fast path can't take the call;
     // nothing was done then, and the caller goes the usual way, which also explains what is wrong
-    // with the arguments. Raises what `error_of` makes of a failure. `source` and `result` are
+    // with the arguments. So it does in a forked child, where the usual way raises. Raises what `error_of` makes of a failure. `source` and `result` are
     // arrays (bind_array.hpp), or None where this rank has none; `is_flat`: both count as arrays of
     // one dimension.
     bool fast_path(nb::handle operation, nb::handle source, nb::handle result, nb::handle op,
@@ -326,6 +336,7 @@ private:
     bool run_now(nb::handle operation, nb::handle source, nb::handle result, nb::handle op_name,
                  int root, double timeout_s, bool is_flat, std::optional<Failure>& failure) {
         const int rank = queue_->channel.rank, world = queue_->channel.shape.world;
+        if (!here_) return false;
         const int place = place_of(operation);
         if (place == shm::NUM_KINDS) return false;
         if (root < 0 || root >= world || !(timeout_s > 0)) return false;
@@ -469,7 +480,13 @@ private:
                 const Unlocked unlocked;
                 outcome = queue_->run(pending, until);
             }
-            if (outcome == Outcome::PENDING && PyErr_CheckSignals() != 0) {
+            if (outcome != Outcome::PENDING) break;
+            const bool is_interrupted = PyErr_CheckSignals() != 0;
+            if (!here_) {  // a signal handler has forked, and this is the child
+                if (is_interrupted) throw nb::python_error();
+                return false;
+            }
+            if (is_interrupted) {
                 // The other ranks need this rank's part, so the call goes on without its caller, on
                 // the progress thread. The arrays are kept until it has ended: the caller may drop
                 // its references when the exception reaches it.
@@ -494,6 +511,7 @@ private:
     std::shared_ptr<Mapping> memory_;
     std::shared_ptr<ProgressThread> progress_thread_;
     std::shared_ptr<Queue> queue_;
+    const MadeHere here_;
     std::uint64_t salt_;
     std::uint64_t sequence_;
     // Calls whose callers were interrupted, and their arrays.

@@ -23,6 +23,7 @@
      │    ├── Evicted            the others went on without this rank: join the next group anew
      │    └── GroupClosed        the group was closed here, by close() or by a newer epoch
      ├── AgentLost               the agent that started this worker is lost: stop
+     ├── ForkedProcess           the object belongs to the process that this one was forked from
      ├── FederationError         a federated round has too few clients, and was asked to end the run
      ├── Diverged                replicas no longer hold equal parameters: resume from a checkpoint
      ├── DataError               a file of the training's data is missing, damaged or does not fit
@@ -198,6 +199,13 @@ class GroupClosed(GroupError):
 class AgentLost(PotluckError):
     """The agent that started this worker has ended, or is not reachable. Stop: no other process
     watches this worker."""
+
+
+class ForkedProcess(PotluckError, RuntimeError):
+    """The object belongs to the process that this one was forked from, where it goes on unharmed.
+
+    Call it there, or start this process by "spawn" or "forkserver" and make its own context.
+    """
 
 
 class FederationError(PotluckError):

@@ -136,6 +136,14 @@ def lock(fd: int, *, shared: bool = False, wait: bool = False) -> None:
     fcntl.flock(fd, kind if wait else kind | fcntl.LOCK_NB)
 
 
+def unlock(fd: int) -> None:
+    """Let go of what ``lock`` took, also where a forked child has a copy of ``fd``."""
+    need_posix("locking a file")
+    import fcntl
+
+    fcntl.flock(fd, fcntl.LOCK_UN)
+
+
 def wait_ready(fd: int, *, write: bool, timeout_s: float) -> bool:
     """Wait until the socket ``fd`` can be written (or read), or has failed. False after
     ``timeout_s``."""

@@ -7,7 +7,6 @@ communicator. When the agent ends a group, its communicator is aborted, and bloc
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
 import threading
@@ -34,6 +33,7 @@ from potluck.errors import (
     ProtocolError,
     RemoteError,
 )
+from potluck.forks import at_exit, not_at_exit
 from potluck.settings import Settings, load_settings
 from potluck.types import Group, Member
 from potluck.wire import worker_link
@@ -94,7 +94,7 @@ class AgentBackend:
             on_failure=self._tell_ranks,
         )
         self._base.when_broken(self._unreachable)
-        atexit.register(self._end)
+        at_exit(self._end)
 
     # -- called by the context
 
@@ -252,7 +252,7 @@ class AgentBackend:
         self._exit_report.end(is_finished=self._stopped is None)
         if self.elastic:
             leave()
-        atexit.unregister(self._end)
+        not_at_exit(self._end)
 
     # -- on the agent link's thread
 

@@ -21,6 +21,7 @@ from typing import Any
 from potluck.backends.agent_waits import LOOK_EVERY_S, LongWaits
 from potluck.background import Tasks, start_task, start_thread, stop, why
 from potluck.errors import AgentLost, ConfigurationError, LinkError, PotluckError
+from potluck.forks import Owner
 from potluck.settings import Wire
 from potluck.transport import aio
 from potluck.transport.credentials import Credentials
@@ -41,18 +42,21 @@ _PROGRESS = {"step", "loss", "samples_per_s", "device", *_COUNTS}
 
 _links: weakref.WeakSet[AgentLink] = weakref.WeakSet()
 
-_left: set[tuple[object, ...]] = set()
+_left: set[tuple[str, ...]] = set()
 """The workers, as of ``_me``, that have left an elastic group: the agent does not readmit them."""
 
 
-def _me() -> tuple[object, ...]:
+def _me() -> tuple[str, ...]:
     names = ("POTLUCK_AGENT", "POTLUCK_JOB", "POTLUCK_WORKER")
-    return (os.getpid(), *(os.environ.get(name, "") for name in names))
+    return tuple(os.environ.get(name, "") for name in names)
 
 
 def is_linked() -> bool:
-    """Whether this process has a link to its agent. A process may have one link."""
-    return any(link.owner == os.getpid() for link in _links)
+    """Whether this process has a link to its agent. A process may have one link. ForkedProcess in a
+    process that was forked from one with a link: the agent knows only that one as this worker."""
+    for link in _links:
+        link.owner.check()
+    return bool(_links)
 
 
 def leave() -> None:
@@ -66,7 +70,9 @@ def has_left() -> bool:
 
 
 def check_free() -> None:
-    """ConfigurationError if this worker has a group, or has left its elastic group."""
+    """ConfigurationError if this worker has a group, or has left its elastic group; ForkedProcess
+    if it is the process from which this one was forked."""
+    is_linked()
     if has_left():
         raise ConfigurationError(
             "this worker has left its group, and under `potluck run` it can't join another: call "
@@ -156,7 +162,7 @@ class AgentLink:
         self._hello = Hello(WORKER, job=job, worker=worker)
         self.worker = worker
         self.progress = UnsentFacts(worker)
-        self.owner = os.getpid()
+        self.owner = Owner("this worker's link to its agent")
         self.me = _me()
         _links.add(self)
         self._take = take

@@ -57,6 +57,8 @@ class ExitReport:
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
         self._previous_hook(kind, error, traceback)
+        if not self._talk.owner.is_here:  # the script of a forked child raised
+            return
         if isinstance(error, KeyboardInterrupt | AgentLost) or self.has_failed:
             return
         self.has_failed = True

@@ -27,6 +27,7 @@ from potluck.engine.arrays.reduction import check, conclude
 from potluck.engine.request import NOTHING, FastPath, Request, checked_ranks
 from potluck.engine.work import Work
 from potluck.errors import GroupClosed, GroupError, PotluckError
+from potluck.forks import Owner
 from potluck.metrics import Metrics
 from potluck.types import Group, ReduceOp
 
@@ -38,6 +39,7 @@ class _Resources:
     """The resources that a communicator and its sub-groups share."""
 
     metrics: Metrics
+    owner: Owner = field(default_factory=lambda: Owner("this group"))
     lock: threading.RLock = field(default_factory=threading.RLock)
     """Re-entrant: the garbage collector may release a sub-group at any moment."""
     works: dict[BoundedWork, None] = field(default_factory=dict)
@@ -45,6 +47,8 @@ class _Resources:
     error: BaseException | None = None
 
     def release(self, member: tuple[Library, SerialExecutor]) -> None:
+        if not self.owner.is_here:
+            return
         with self.lock:
             if member not in self.members:
                 return
@@ -90,7 +94,7 @@ class ExternalCommunicator:
         self.world_size = library.world_size
         self.device = library.device
         self._library = library
-        self._resources = resources
+        self._shared = resources
         self._timeout_s = timeout_s
         self._groups = itertools.count(1)
         self._executor = SerialExecutor(
@@ -191,11 +195,13 @@ class ExternalCommunicator:
         return self._resources.metrics
 
     def abort(self, error: PotluckError) -> None:
-        if self._resources.error is None:
+        if self._shared.owner.is_here and self._resources.error is None:
             self._library.tell(error)
             self._resources.fail(error)
 
     def close(self) -> None:
+        if not self._shared.owner.is_here:
+            return
         resources = self._resources
         deadline = time.monotonic() + _CLOSE_S
         is_orderly = resources.error is None
@@ -210,6 +216,11 @@ class ExternalCommunicator:
             library.close(is_orderly)
 
     # -- inside
+
+    @property
+    def _resources(self) -> _Resources:
+        self._shared.owner.check()
+        return self._shared
 
     def _collective(
         self,

@@ -10,7 +10,6 @@ last group's port a fast rank would find the last group's store, and wait in it.
 
 from __future__ import annotations
 
-import atexit
 import os
 import signal
 import socket
@@ -23,6 +22,7 @@ from potluck.backends.exit_report import ExitReport, may_follow_from_a_loss
 from potluck.cluster.trust.credentials import load_credentials
 from potluck.engine.resources import ongoing_here
 from potluck.errors import AgentLost, OperationTimeout, PotluckError, RemoteError
+from potluck.forks import at_exit, not_at_exit
 from potluck.settings import load_settings
 from potluck.wire import worker_link
 
@@ -75,18 +75,19 @@ def leave_world() -> None:
 
 
 _links: list[_WorldLink] = []
-"""The link of this process, and after a fork that of the parent process."""
+"""The link of this process."""
 
 
 def _own_link() -> _WorldLink | None:
-    return next((link for link in _links if link.owner == os.getpid()), None)
+    """ForkedProcess if it belongs to the process from which this one was forked."""
+    is_linked()
+    return next(iter(_links), None)
 
 
 class _WorldLink:
     """The link to the agent, with the newest group that the agent sent."""
 
     def __init__(self) -> None:
-        self.owner = os.getpid()
         self._worker = os.environ.get("POTLUCK_WORKER", "")
         self._changed = threading.Condition()
         self._after = 0
@@ -104,7 +105,7 @@ class _WorldLink:
             follows=may_follow_from_a_loss,
         )
         _links.append(self)
-        atexit.register(self.end)
+        at_exit(self.end)
 
     @property
     def group(self) -> worker_link.NewGroup | None:
@@ -166,5 +167,5 @@ class _WorldLink:
         """Tell the agent that this worker has finished, and end the link."""
         if self in _links:
             _links.remove(self)
-            atexit.unregister(self.end)
+            not_at_exit(self.end)
             self._exit_report.end(is_finished=self._error is None)

@@ -7,7 +7,6 @@ others.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import math
 import os
@@ -21,6 +20,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from potluck import forks
 from potluck.backends.base import Communicator, StaticBackend
 from potluck.backends.external import ExternalCommunicator
 from potluck.backends.launchers import detect
@@ -131,7 +131,7 @@ def _load() -> Any:
             "MPI4PY_RC_THREAD_LEVEL=serialized"
         )
     if is_first:
-        atexit.register(_finalize, mpi)
+        forks.at_exit(partial(_finalize, mpi))
     return mpi
 
 

@@ -15,7 +15,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from potluck import system
+from potluck import forks, system
 from potluck.errors import CheckpointError
 
 _TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.writing\Z")
@@ -47,8 +47,7 @@ def locked(directory: Path) -> Iterator[int]:
     CheckpointError if another process holds the lock.
     """
     system.need_posix("writing a checkpoint")
-    fd = os.open(directory, os.O_RDONLY)
-    try:
+    with forks.opened(directory, os.O_RDONLY) as fd:
         try:
             system.lock(fd)
         except BlockingIOError as error:
@@ -56,9 +55,10 @@ def locked(directory: Path) -> Iterator[int]:
                 f"another process is writing a checkpoint to {directory}; give each job a "
                 "directory of its own"
             ) from error
-        yield fd
-    finally:
-        os.close(fd)
+        try:
+            yield fd
+        finally:
+            system.unlock(fd)
 
 
 def write(path: Path, data: bytes, directory_fd: int) -> None:

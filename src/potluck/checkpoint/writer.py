@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from potluck.forks import Owner
+
 
 class BackgroundWriter:
     """Runs ``write()`` functions in a thread, one after the other. The error of a write is raised
@@ -12,6 +14,7 @@ class BackgroundWriter:
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._owner = Owner("this store, which writes in the background,")
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -32,6 +35,7 @@ class BackgroundWriter:
             raise error
 
     def _end(self) -> BaseException | None:
+        self._owner.check()
         if self._thread is not None:
             self._thread.join()
             self._thread = None

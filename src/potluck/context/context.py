@@ -6,13 +6,11 @@ by the next group's. Until then every call raises the error that ended the old g
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import math
 import sys
 import time
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,9 +29,9 @@ from potluck.errors import (
     Diverged,
     GroupClosed,
     GroupError,
-    PotluckError,
     RemoteError,
 )
+from potluck.forks import Owner, close_at_exit
 from potluck.services import Remote, Services
 from potluck.settings import load_settings
 from potluck.waiting import to_stderr
@@ -84,17 +82,30 @@ class DistributedContext(UnevenCollectives, Messages):
             )
         timeout_s = checked_seconds(timeout_s, "timeout_s")
         super().__init__(timeout_s)
-        self._backend = backend
+        self._owner = Owner("this context")
+        self._own_backend = backend
         self._is_closed = False
         self.communicator = backend.form(0, None, timeout_s)
-        self._services = Services(
+        self._own_services = Services(
             backend.door,
             lambda: self.communicator.group,
             backend.next_members,
             timeout_s=timeout_s,
             max_bytes=load_settings().max_call_bytes,
         )
-        _close_at_exit(self)
+        close_at_exit(self, before=_say_end)
+
+    @property
+    def _backend(self) -> Backend:
+        """ForkedProcess in a forked child."""
+        self._owner.check()
+        return self._own_backend
+
+    @property
+    def _services(self) -> Services:
+        """ForkedProcess in a forked child."""
+        self._owner.check()
+        return self._own_services
 
     @property
     def is_closed(self) -> bool:
@@ -274,7 +285,7 @@ class DistributedContext(UnevenCollectives, Messages):
 
     def abort(self, error: BaseException) -> None:
         """End the group because this rank's script failed with ``error``: every other rank raises
-        RemoteError, which names this rank and ``error``."""
+        RemoteError, which names this rank and ``error``. Nothing in a forked child."""
         reason = f"{type(error).__name__}: {error}"[: MAX_CONTROL // 4]
         self.communicator.abort(
             RemoteError(
@@ -292,7 +303,8 @@ class DistributedContext(UnevenCollectives, Messages):
         /,
         **facts: Any,
     ) -> None:
-        """Report a metric, or facts about this job, from any rank. Never blocks.
+        """Report a metric, or facts about this job, from any rank. Never blocks. Nothing in a
+        forked child.
 
         ``report("training_loss", 0.3, {"phase": "warm-up"})`` sets a gauge of this rank's
         ``metrics_text``, by name and labels; the newest value counts. TypeError or ValueError for a
@@ -305,6 +317,8 @@ class DistributedContext(UnevenCollectives, Messages):
         ``worker_samples``, are shown while the job runs, ``event`` alone is a line of output; all
         other facts (numbers and short texts) appear in the summary.
         """
+        if not self._owner.is_here:
+            return
         if name is not None:
             unknown = facts.keys() - {"labels"}
             if unknown or (facts and labels is not None):
@@ -322,8 +336,9 @@ class DistributedContext(UnevenCollectives, Messages):
         return self.communicator.metrics.exposition()
 
     def close(self) -> None:
-        """Leave the group; sent data arrives first. Idempotent; also called at interpreter exit."""
-        if self._is_closed:
+        """Leave the group; sent data arrives first. Idempotent; also called at interpreter exit.
+        Nothing in a forked child."""
+        if self._is_closed or not self._owner.is_here:
             return
         self._is_closed = True
         self._services.close()
@@ -362,19 +377,8 @@ def check_whole(ctx: object, what: str) -> None:
         )
 
 
-def _close_at_exit(context: DistributedContext) -> None:
-    """Close the context at interpreter exit, for scripts that do not close it."""
-    reference = weakref.ref(context)
-
-    def close() -> None:
-        told = hints.of_end(getattr(sys, "last_value", None))
-        if told:
-            to_stderr(told)
-        alive = reference()
-        if alive is not None:
-            with contextlib.suppress(PotluckError):
-                alive.close()
-
-    atexit.register(close)
-    # Not at exit: finalizers run before atexit functions, so this one would cancel ``close``.
-    weakref.finalize(context, atexit.unregister, close).atexit = False
+def _say_end() -> None:
+    """Say what the error that ends the script calls for, if that is known."""
+    told = hints.of_end(getattr(sys, "last_value", None))
+    if told:
+        to_stderr(told)

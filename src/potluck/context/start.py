@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from potluck import hints
 from potluck.backends.base import Backend
@@ -19,6 +20,15 @@ _FOR_RING = (
     "backend 'ring' needs every rank's address, and this rank's number: "
     "potluck.init('ring', peers=['192.168.1.20:52416', '192.168.1.21:52416'], rank=0)"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where the ranks of a world meet, which takes a port of this process or its rank there.
+    ``is_shared``: at a store of the launcher's, where a process may form several worlds."""
+
+    address: str
+    is_shared: bool = False
 
 
 @hints.arguments(hints.INIT, "give options by name: potluck.init('ring', peers=[...], rank=0)")
@@ -51,14 +61,20 @@ def init(
     [ConfigurationError][potluck.errors.ConfigurationError] or
     [MissingDependency][potluck.errors.MissingDependency], with the remedy, if the backend can't be
     used; [OperationTimeout][potluck.errors.OperationTimeout] or
-    [LinkError][potluck.errors.LinkError] if the other members can't be reached.
+    [LinkError][potluck.errors.LinkError] if the other members can't be reached. A process is one
+    rank of its world: ConfigurationError if it has a context there,
+    [ForkedProcess][potluck.errors.ForkedProcess] if the process has from which it was forked.
     """
     if backend not in BACKENDS:
         raise ConfigurationError(hints.backend(backend, BACKENDS))
     if backend != "ring" and not (peers is None and rank is None):
         raise ConfigurationError(f"peers and rank are for backend='ring', not for {backend!r}")
     settings = load_settings(peer_timeout_s=timeout_s)
-    made = _make(_detect(settings) if backend == "auto" else backend, settings, peers, rank)
+    if backend == "auto":
+        backend = _detect(settings)
+    place = _place(backend, peers, rank)
+    _check_free(place)
+    made = _make(backend, settings, peers, rank)
     try:
         context = DistributedContext(made, timeout_s=settings.peer_timeout_s)
     except BaseException:
@@ -66,6 +82,7 @@ def init(
         raise
     global _latest
     _latest = weakref.ref(context)
+    _places[context] = place
     return context
 
 
@@ -77,6 +94,33 @@ def latest() -> DistributedContext | None:
     closed."""
     context = _latest() if _latest is not None else None
     return None if context is None or context.is_closed else context
+
+
+_places: weakref.WeakKeyDictionary[DistributedContext, _Place | None] = weakref.WeakKeyDictionary()
+"""The contexts that ``init`` made, with the places that they take."""
+
+
+def _place(backend: str, peers: Sequence[str] | None, rank: int | None) -> _Place | None:
+    """The place that a context takes in its world; None where a process may have any number."""
+    if backend == "ring" and peers and rank is not None and 0 <= rank < len(peers):
+        return _Place(peers[rank])
+    launched = detect(os.environ) if backend in ("env", "gloo", "nccl") else None
+    if launched is None:
+        return None
+    return _Place(f"{launched.host}:{launched.port}", launched.uses_agent_store)
+
+
+def _check_free(place: _Place | None) -> None:
+    for context, taken in list(_places.items()):
+        if place is None or taken != place or context.is_closed:
+            continue
+        context._owner.check()
+        if not place.is_shared:
+            raise ConfigurationError(
+                f"this process has a context already: rank {context.rank} of "
+                f"{context.world_size}, in the world at {place.address}. Use that one, or close it "
+                "before the next potluck.init()"
+            )
 
 
 def _make(

@@ -52,7 +52,7 @@ class Communicator:
         ranks: tuple[int, ...],
     ) -> None:
         self.group = group
-        self._resources = resources
+        self._shared = resources
         self._channel = channel
         self._ranks = ranks
         self._nodes = tuple(resources.nodes[rank] for rank in ranks)
@@ -99,6 +99,7 @@ class Communicator:
 
     def run(self, request: Request) -> Work:
         """Begin a collective. TypeError or ValueError for what has no meaning."""
+        self._shared.owner.check()
         wanted, encoding = request.algorithm, request.encoding
         if self._shm is not None:
             if wanted in (None, Algorithm.SHARED_MEMORY) and encoding is None:
@@ -204,10 +205,13 @@ class Communicator:
 
     def abort(self, error: PotluckError) -> None:
         """End the group with ``error``, here and on every rank that can be reached."""
-        self._resources.loop.abort(error)
+        if self._shared.owner.is_here:
+            self._resources.loop.abort(error)
 
     def close(self) -> None:
         """Leave in order, within about a second. Idempotent."""
+        if not self._shared.owner.is_here:
+            return
         shm = self._resources.shm
         if shm is not None:
             shm.leave()
@@ -216,6 +220,11 @@ class Communicator:
             shm.close()
 
     # -- inside
+
+    @property
+    def _resources(self) -> GroupResources:
+        self._shared.owner.check()
+        return self._shared
 
     def _check_peer(self, peer: int) -> None:
         if not 0 <= peer < self.world_size:

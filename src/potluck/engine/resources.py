@@ -17,6 +17,7 @@ from potluck.engine.loop.compiled import CompiledPlan
 from potluck.engine.loop.native import NativeLoop, engine_of
 from potluck.engine.loop.progress import ProgressLoop
 from potluck.engine.shm.group import GroupMemory
+from potluck.forks import Owner
 from potluck.metrics import Metrics
 from potluck.types import Engine, Group
 
@@ -48,6 +49,7 @@ class GroupResources:
     metrics: Metrics
     nodes: tuple[int, ...]
     shm: GroupMemory | None = None
+    owner: Owner = field(default_factory=lambda: Owner("this group"))
     lock: contextlib.AbstractContextManager[Any] = field(default_factory=threading.RLock)
     channels: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     keyed: dict[int, tuple[str, Any]] = field(default_factory=dict)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from potluck import hints
+from potluck import forks, hints
 from potluck.checks import Duration, checked_seconds
 from potluck.errors import GroupError, OperationTimeout
 
 _log = logging.getLogger(__name__)
+
+_SLICE_S = 1.0
+"""How often a waiting thread looks whether a signal handler has forked, and it is in the child."""
 
 
 def again(error: BaseException) -> BaseException:
@@ -51,6 +55,7 @@ class Work:
         "_error",
         "_is_ended",
         "_lock",
+        "_process",
         "_result",
         "_running",
         "_transform",
@@ -68,6 +73,7 @@ class Work:
         """Called with the seconds that a ``wait`` has blocked, if it had to."""
         self.operation: Operation | None = None
         """Set where the engine can wake the caller faster than through ``_running``."""
+        self._process = forks.here
         self._is_ended = False
         self._running = threading.Lock()
         """Held until the operation has ended: an Event would cost a microsecond for each call."""
@@ -86,7 +92,7 @@ class Work:
     def done(self) -> bool:
         """Whether the operation has ended, well or not; never blocks."""
         operation = self.operation
-        if operation is not None and not self._is_ended:
+        if operation is not None and not self._is_ended and self._process is forks.here:
             operation.look()
         return self._is_ended
 
@@ -98,10 +104,13 @@ class Work:
         """Block until the operation has ended, and return its result or raise its error.
 
         After ``timeout`` seconds OperationTimeout says that the operation still runs. Without
-        ``timeout`` the wait ends, too: the operation has a deadline of its own.
+        ``timeout`` the wait ends, too: the operation has a deadline of its own. ForkedProcess in a
+        child that was forked while the operation ran.
         """
         seconds = None if timeout is None else checked_seconds(timeout, at_least=0)
+        self._check_process()
         if not self._block(seconds):
+            self._check_process()  # a signal handler may have forked
             raise OperationTimeout(
                 f"{self.call} has not ended after {seconds} s (timed out)",
                 operation=self.call,
@@ -128,11 +137,17 @@ class Work:
     def _ends_within(self, timeout: float | None) -> bool:
         if self._is_ended:
             return True
-        seconds = -1 if timeout is None else min(max(0.0, timeout), threading.TIMEOUT_MAX)
-        if not self._running.acquire(timeout=seconds):
-            return False
+        left = math.inf if timeout is None else max(0.0, timeout)
+        while not self._running.acquire(timeout=min(left, _SLICE_S)):
+            left -= _SLICE_S
+            if left <= 0 or self._process is not forks.here:
+                return False
         self._running.release()  # for the next waiting thread
         return True
+
+    def _check_process(self) -> None:
+        if self._process is not forks.here and not self._is_ended:
+            raise self._process.error("this operation")
 
     def then(self, transform: Callable[[Any], Any]) -> Work:
         """Let ``wait`` return ``transform(result)``, computed once in the waiting thread."""

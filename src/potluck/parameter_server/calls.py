@@ -18,6 +18,7 @@ from potluck.errors import (
     ServiceTimeout,
     UnknownService,
 )
+from potluck.forks import Owner
 from potluck.parameter_server.placement import Placement
 from potluck.parameter_server.remotes import CONNECT_S, Remotes
 from potluck.parameter_server.signals import AskAgain
@@ -43,6 +44,7 @@ class Calls:
         self._ctx = ctx
         self._name = name
         self._remotes = Remotes(ctx, name)
+        self.owner = Owner("this ParameterServer")
         self.reforms = True
         """Whether a call that waits enters the next group when one is due; else it raises."""
         self.has_ended = False
@@ -95,7 +97,8 @@ class Calls:
 
     def check_open(self) -> None:
         """RuntimeError after ``close``: the last checkpoint may be written, and the servers wait
-        for this worker no more."""
+        for this worker no more. ForkedProcess in a forked child."""
+        self.owner.check()
         if self.has_ended:
             raise RuntimeError(
                 f"the ParameterServer {self._name!r} was closed by this worker: call it before "

@@ -323,10 +323,10 @@ class ParameterServer(Uncopied):
         last checkpoint.
 
         A worker that is silent for the context's ``timeout_s`` is not waited for. ``timeout``
-        bounds the wait; without it the wait ends with the last worker. Idempotent. CheckpointError
-        if the last checkpoint can't be written.
+        bounds the wait; without it the wait ends with the last worker. Idempotent; nothing in a
+        forked child. CheckpointError if the last checkpoint can't be written.
         """
-        if self._is_closed:
+        if self._is_closed or not self._calls.owner.is_here:
             return
         self._is_closed = self._calls.has_ended = True
         seconds = None if timeout is None else checked_seconds(timeout)

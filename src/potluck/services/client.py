@@ -17,6 +17,7 @@ from potluck.errors import (
     ServiceTimeout,
     UnknownService,
 )
+from potluck.forks import Owner
 from potluck.services.memory import Blocks
 from potluck.services.pool import AllInUseError, Connection, Pool
 from potluck.transport.bulk import BulkLink
@@ -75,8 +76,9 @@ class Remote:
         return method
 
     def close(self) -> None:
-        """Close the connections that no call uses. Idempotent."""
-        self._callee.pool.close()
+        """Close the connections that no call uses. Idempotent; nothing in a forked child."""
+        if self._callee.owner.is_here:
+            self._callee.pool.close()
 
 
 def pool_of(remote: Remote) -> Pool:
@@ -92,11 +94,13 @@ class _Callee:
         self.name = name
         self.where = where
         self.pool = pool
+        self.owner = Owner(f"this Remote of {name!r}")
         self._timeout_s = timeout_s
         self._max_bytes = max_bytes
         self._started = threading.BoundedSemaphore(MAX_IN_FLIGHT)
 
     def call(self, method: str, packed: Packed, timeout: Duration | None) -> Any:
+        self.owner.check()
         seconds = self._timeout_s if timeout is None else checked_seconds(timeout)
         deadline = time.monotonic() + seconds
         if packed.nbytes > self._max_bytes:
@@ -124,6 +128,7 @@ class _Callee:
         return value
 
     def start(self, method: str, packed: Packed, timeout: Duration | None) -> Work:
+        self.owner.check()
         result: list[Any] = []
         work = Work(self._named(method)).then(lambda _: result[0])
 

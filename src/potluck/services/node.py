@@ -16,6 +16,7 @@ from potluck.cluster.links.local import running_agent
 from potluck.cluster.names import is_node_id
 from potluck.cluster.trust.credentials import load_node_credentials
 from potluck.errors import ConfigurationError, LinkError, Refused, UnknownService
+from potluck.forks import Owner
 from potluck.services.client import Remote, pool_of
 from potluck.services.definition import Service, services_of
 from potluck.services.memory import Blocks
@@ -59,6 +60,7 @@ class NodeServices:
                 "its script may be another member's. Call this in a program of your own"
             )
         running_agent(settings)
+        self._owner = Owner("this NodeServices")
         self._timeout_s = checked_seconds(
             settings.peer_timeout_s if timeout_s is None else timeout_s, "timeout_s"
         )
@@ -98,6 +100,7 @@ class NodeServices:
         long to be told, ConfigurationError if another program of this machine serves one of the
         names, LinkError if the agent of this machine does not answer, or after ``close``.
         """
+        self._owner.check()
         services = services_of(*things)
         with self._lock:
             self._check_open()
@@ -118,6 +121,7 @@ class NodeServices:
         one has the service; UnknownService after ``timeout`` seconds, or at once if several
         machines serve it. The Remote stays with that node, also if its program is started again.
         """
+        self._owner.check()
         seconds = self._timeout_s if timeout is None else checked_seconds(timeout)
         found = self._find(name, node, seconds)
         where = _called(found)
@@ -153,6 +157,7 @@ class NodeServices:
     def wait(self) -> None:
         """Serve until Ctrl-C, or until another thread calls ``close``. LinkError if no connections
         can be taken any more."""
+        self._owner.check()
         names = ", ".join(map(repr, self._server.names()))
         if self._listener is None or not names:
             raise ConfigurationError("nothing is served here yet; call serve before wait")
@@ -168,7 +173,10 @@ class NodeServices:
             raise self._failure
 
     def close(self) -> None:
-        """End all connections. Other machines find the services no more. Idempotent."""
+        """End all connections. Other machines find the services no more. Idempotent; nothing in a
+        forked child."""
+        if not self._owner.is_here:
+            return
         self._over.set()
         self._agent.close()
         for pool in list(self._pools):

@@ -7,10 +7,6 @@ is thrown away.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import socket
-import stat
 import sys
 import warnings
 from collections import deque
@@ -114,7 +110,6 @@ class Loader:
             num_workers=self._num_workers,
             prefetch_factor=self._prefetch,
             persistent_workers=True,
-            worker_init_fn=_release_connections,
             # The script needs no `if __name__ == "__main__"` where processes are forked.
             multiprocessing_context="fork" if sys.platform == "linux" else None,
             generator=torch.Generator(),  # else each start would take a number of the script's
@@ -223,17 +218,3 @@ def _as_tensor(column: NDArray[Any]) -> Any:
         native = column.dtype.newbyteorder("=")
         return torch.from_numpy(np.ascontiguousarray(column, native))
     return column.tolist()
-
-
-def _release_connections(_: int) -> None:
-    """Close this worker's copies of connections: they would outlive the process that loads, and its
-    peers would not see that it has ended."""
-    null = os.open(os.devnull, os.O_RDWR)
-    for name in os.listdir("/dev/fd"):
-        with contextlib.suppress(OSError):
-            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                with socket.socket(fileno=os.dup(int(name))) as copy:
-                    is_connection = copy.family in (socket.AF_INET, socket.AF_INET6)
-                if is_connection:
-                    os.dup2(null, int(name))  # its owner, a copy of an object, may close it again
-    os.close(null)

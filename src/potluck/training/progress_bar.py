@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from potluck.forks import at_exit, not_at_exit
 
 
 class ProgressBar:
@@ -58,7 +59,7 @@ class ProgressBar:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-            atexit.unregister(self._stop)
+            not_at_exit(self._stop)
 
     def _epoch(self) -> str:
         epochs = self._job.schedule.epochs
@@ -87,4 +88,4 @@ class ProgressBar:
             speed="",
         )
         self._bar.start()
-        atexit.register(self._stop)  # shows the cursor again if the script fails
+        at_exit(self._stop)  # shows the cursor again if the script fails

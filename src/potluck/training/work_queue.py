@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 from potluck.background import start_thread
 from potluck.checks import Duration, checked_seconds, checked_whole
 from potluck.errors import ConfigurationError, HandlerError, ServiceError
+from potluck.forks import Owner
 from potluck.services import Call, Remote, service
 from potluck.services.asking import SLICE_S, await_reply, raise_local
 from potluck.services.names import check_unused, note_used
@@ -118,6 +119,7 @@ class WorkQueue(Uncopied):
                 raise_local(error, _ERRORS)
         note_used(ctx, name)
         self._is_closed = threading.Event()
+        self._owner = Owner("this WorkQueue")
         remote, is_closed = self._remote, self._is_closed
         # The thread does not keep this object: a queue that is never closed ends with it.
         weakref.finalize(self, is_closed.set)
@@ -164,8 +166,8 @@ class WorkQueue(Uncopied):
 
     def close(self) -> None:
         """Take no more tasks. On the worker with the list: wait until the others that are heard
-        have closed, too. Idempotent."""
-        if self._is_closed.is_set():
+        have closed, too. Idempotent; nothing in a forked child."""
+        if self._is_closed.is_set() or not self._owner.is_here:
             return
         self._is_closed.set()
         if self._offer is not None:
@@ -182,7 +184,7 @@ class WorkQueue(Uncopied):
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
             self.close()
-        else:
+        elif self._owner.is_here:
             self._is_closed.set()
 
     # -- inside
@@ -192,6 +194,7 @@ class WorkQueue(Uncopied):
         return await_reply(lambda wait_s: self._ask(method, wait_s), what, seconds)
 
     def _ask(self, method: str, *args: Any) -> Any:
+        self._owner.check()
         try:
             return getattr(self._remote, method)(*args)
         except HandlerError as error:

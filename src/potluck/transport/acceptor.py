@@ -14,8 +14,9 @@ import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from potluck import forks
 from potluck.background import Tasks, stop, why
 from potluck.errors import ConfigurationError, PotluckError, Refused
 from potluck.transport import broker
@@ -132,7 +133,9 @@ class Acceptor:
     def _accept_from(self, listening: socket.socket | BrokeredSocket) -> None:
         for _ in range(_BURST):
             try:
-                sock, address = listening.accept()
+                with forks.opening() as mine:
+                    sock, address = listening.accept()
+                    mine(sock)
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             sock.setblocking(False)
@@ -291,15 +294,17 @@ def _listening_at_all(addresses: Sequence[str], port: int) -> ListeningSocket:
 def listening_at(address: str, port: int) -> socket.socket:
     """A listening socket at ``address`` (``""``: at all); ConfigurationError if the port can't be
     had."""
+    place: tuple[Any, ...] = ("", port)
     try:
+        family, is_dual = socket.AF_INET, not address and socket.has_dualstack_ipv6()
         if address:
             family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-            return socket.create_server(place, family=family, backlog=_BACKLOG)
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(
-                ("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True
+        elif is_dual:
+            family = socket.AF_INET6
+        with forks.opening() as mine:
+            return mine(
+                socket.create_server(place, family=family, backlog=_BACKLOG, dualstack_ipv6=is_dual)
             )
-        return socket.create_server(("", port), backlog=_BACKLOG)
     except OSError as error:
         where = f"port {port} on {address or 'all interfaces'}"
         if error.errno == errno.EADDRINUSE:

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Generic, TypeVar
 
+from potluck import forks
 from potluck.background import OnBroken, start_task, stop
 from potluck.errors import LinkError, ProtocolError, Refused, SecurityError
 from potluck.transport import broker
@@ -147,7 +148,8 @@ async def dial(host: str, port: int, bind: str = "") -> socket.socket:
         addresses = await loop.getaddrinfo(host, port, type=kind)
     failure = OSError(f"the name {host!r} has no address")
     for family, kind, protocol, _, address in addresses:
-        sock = socket.socket(family, kind, protocol)
+        with forks.opening() as mine:
+            sock = mine(socket.socket(family, kind, protocol))
         try:
             sock.setblocking(False)
             tune(sock)

@@ -15,6 +15,7 @@ import struct
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
+from potluck import forks
 from potluck.errors import ConfigurationError, ProtocolError, WrongSecret
 from potluck.system import need_posix
 from potluck.wire.broker import (
@@ -122,7 +123,8 @@ class BrokeredSocket:
 def _asked(request: Request) -> socket.socket:
     """A non-blocking connection to the broker, with ``request`` sent."""
     need_posix("a socket broker")
-    asking = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with forks.opening() as mine:
+        asking = mine(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
     try:
         asking.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _CONNECT_S, 0))
         with short_path(Path(os.environ[VARIABLE])) as path:
@@ -140,8 +142,9 @@ def _asked(request: Request) -> socket.socket:
 def _received(asking: socket.socket) -> tuple[Answer | None, socket.socket | None]:
     """The broker's next answer and the socket that came with it; None at the end."""
     need_posix("a socket broker")
-    packet, fds, _, _ = socket.recv_fds(asking, MAX_PACKET, 1)
-    sock = socket.socket(fileno=fds[0]) if fds else None
+    with forks.opening() as mine:
+        packet, fds, _, _ = socket.recv_fds(asking, MAX_PACKET, 1)
+        sock = mine(socket.socket(fileno=fds[0])) if fds else None
     try:
         return decode_answer(packet) if packet else None, sock
     except ProtocolError:

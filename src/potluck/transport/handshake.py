@@ -22,6 +22,7 @@ from typing import TypeVar
 
 import msgspec
 
+from potluck import forks
 from potluck.errors import (
     LinkError,
     PotluckError,
@@ -227,7 +228,8 @@ def _open(
     for index, (family, kind, protocol, _, address) in enumerate(addresses):
         now = time.monotonic()
         share = now + max(0.0, limit - now) / (len(addresses) - index)
-        sock = socket.socket(family, kind, protocol)
+        with forks.opening() as mine:
+            sock = mine(socket.socket(family, kind, protocol))
         try:
             sock.setblocking(False)
             tune(sock)

@@ -24,6 +24,7 @@ import secrets
 import struct
 
 from potluck.errors import LinkError, ProtocolError
+from potluck.forks import close_in_children
 from potluck.transport import memory
 from potluck.wire.greeting import LinkMemoryOffer
 
@@ -56,6 +57,7 @@ class LinkMemory:
             ]
         first, second = slots[:num_slots], slots[num_slots:]
         self._outgoing, self._incoming = (first, second) if client else (second, first)
+        close_in_children(self)
 
     def outgoing(self, slot: int) -> memoryview:
         """My slot ``slot``, writable, ``slot_bytes`` long."""

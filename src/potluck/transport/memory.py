@@ -12,6 +12,8 @@ import os
 import stat
 import sys
 
+from potluck.forks import close_in_children
+
 _NAME = "potluck-shm"
 
 
@@ -29,7 +31,7 @@ def create(size: int) -> tuple[int, mmap.mmap]:
         os.ftruncate(fd, size)
         # Sealed, because a process that shrank the file would kill all others with SIGBUS.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _seals())
-        return fd, mmap.mmap(fd, size)
+        return fd, _mapped(fd, size)
     except OSError:
         os.close(fd)
         raise
@@ -56,9 +58,15 @@ def open_shared(boot: str, pid: int, fd: int, size: int) -> mmap.mmap:
             raise ValueError(f"it has {status.st_size} bytes, {size} were offered")
         if fcntl.fcntl(opened, fcntl.F_GET_SEALS) & _seals() != _seals():
             raise ValueError("it is not sealed against resizing")
-        return mmap.mmap(opened, size)
+        return _mapped(opened, size)
     finally:
         os.close(opened)
+
+
+def _mapped(fd: int, size: int) -> mmap.mmap:
+    mapped = mmap.mmap(fd, size)
+    close_in_children(mapped)
+    return mapped
 
 
 def _seals() -> int:

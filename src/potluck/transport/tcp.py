@@ -9,6 +9,7 @@ import ssl
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from potluck import forks
 from potluck.errors import LinkError, PotluckError
 from potluck.transport.credentials import Credentials
 from potluck.transport.failures import translated
@@ -191,12 +192,15 @@ def secured(sock: socket.socket, credentials: Credentials, *, server_side: bool)
     """
     sock.getpeername()  # wrap_socket would lose track of a socket that is reset by now
     native = credentials.native_context(server_side=server_side)
-    if native is not None:
-        return native.wrap(sock)
     context = credentials.server_context if server_side else credentials.client_context
-    return context.wrap_socket(
-        sock,
-        server_side=server_side,
-        do_handshake_on_connect=False,
-        suppress_ragged_eofs=False,
-    )
+    with forks.opening() as mine:
+        if native is not None:
+            return mine(native.wrap(sock))
+        return mine(
+            context.wrap_socket(
+                sock,
+                server_side=server_side,
+                do_handshake_on_connect=False,
+                suppress_ragged_eofs=False,
+            )
+        )

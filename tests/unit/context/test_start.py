@@ -172,3 +172,36 @@ def test_a_ring_of_one_is_there_at_once() -> None:
         potluck.init("ring", peers=[f"127.0.0.1:{port}"], rank=0, timeout_s=5) as context,
     ):
         assert context.world_size == 1
+
+
+def test_a_second_context_of_one_world_is_refused_and_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with reserved_ports(1) as [port]:
+        pass
+    world(monkeypatch, MASTER_PORT=str(port))
+    told = (
+        f"this process has a context already: rank 0 of 1, in the world at 127.0.0.1:{port}. Use "
+        "that one, or close it before the next potluck.init()"
+    )
+    with potluck.init() as ctx:
+        for backend in ("auto", "env", "gloo"):
+            with pytest.raises(ConfigurationError) as caught:
+                potluck.init(backend)
+            assert str(caught.value) == told
+        with potluck.init("local") as other:
+            assert (other.world_size, ctx.world_size) == (1, 1)
+    with potluck.init() as ctx:
+        assert ctx.rank == 0
+
+
+def test_so_is_a_second_context_at_one_address_of_a_ring() -> None:
+    with reserved_ports(1) as [port]:
+        pass
+    peers = [f"127.0.0.1:{port}"]
+    told = f"already: rank 0 of 1, in the world at {peers[0]}"
+    with (
+        potluck.init("ring", peers=peers, rank=0),
+        pytest.raises(ConfigurationError, match=told),
+    ):
+        potluck.init("ring", peers=peers, rank=0)

@@ -18,6 +18,7 @@ import struct
 import sys
 from collections.abc import Callable, Sequence
 
+from potluck import forks
 from potluck.background import stop, why
 from potluck.cluster.discovery.advert import BEACON_BYTES, Advert, decode_beacon, encode_beacon
 from potluck.cluster.discovery.finder import OnHint
@@ -105,7 +106,8 @@ class Beacon:
                 self._joined.add(place)
 
     def _open(self, family: socket.AddressFamily) -> None:
-        sock = socket.socket(family, socket.SOCK_DGRAM)
+        with forks.opening() as mine:
+            sock = mine(socket.socket(family, socket.SOCK_DGRAM))
         try:
             sock.setblocking(False)
             # Several nodes on one machine share the port: each gets every multicast datagram.

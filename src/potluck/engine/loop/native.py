@@ -39,6 +39,7 @@ from potluck.engine.loop.mailbox import Receiving, Sending
 from potluck.engine.loop.plans import OnOperation
 from potluck.engine.work import Work
 from potluck.errors import GroupClosed, GroupError, LinkError, PotluckError, ProtocolError
+from potluck.forks import Owner
 from potluck.metrics import LinkMeter
 from potluck.transport.link import Link
 from potluck.transport.tcp import TcpLink
@@ -128,6 +129,7 @@ class NativeLoop:
         self._meters: dict[int, LinkMeter] = {}
         self._causes: dict[int, Exception] = {}
         self._is_over = self._is_left = False
+        self._owner = Owner("this group")
         self._thread = start_thread(
             self._serve, name=f"potluck-events-{group.rank}", on_broken=self._broke
         )
@@ -384,7 +386,8 @@ _alive: weakref.WeakSet[NativeLoop] = weakref.WeakSet()
 @atexit.register
 def _stop_all() -> None:
     for loop in list(_alive):
-        loop._stop_at_exit()
+        if loop._owner.is_here:
+            loop._stop_at_exit()
 
 
 def _address(array: Array) -> int:

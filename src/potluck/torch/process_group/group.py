@@ -255,6 +255,7 @@ class PotluckProcessGroup(dist.ProcessGroup):
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
         """A barrier that names, on rank 0, the ranks that did not reach it within ``timeout``."""
+        self._world.owner.check()
         timeout_s = self._comms.timeout_s if timeout is None else timeout.total_seconds()
         self._monitored(self._comms, timeout_s, wait_all_ranks)
 
@@ -348,6 +349,7 @@ class PotluckProcessGroup(dist.ProcessGroup):
 
     def _run(self, name: str, operation: Callable[..., GroupWork], *arguments: Any) -> GroupWork:
         """Start ``operation``, as an event for torch's profiler."""
+        self._world.owner.check()
         record = None
         if torch._C._autograd._profiler_enabled():
             record = ProfileRecord(f"{self.name()}:{name}")

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from potluck.errors import LinkError
+from potluck.forks import Owner
 from potluck.torch.process_group.store_client import StoreClient
 from potluck.torch.process_group.store_messages import StoreRequest
 from potluck.torch.process_group.store_server import StoreServer
@@ -26,6 +27,7 @@ class LinkStore(Store):
     def __init__(self, asker: StoreServer | StoreClient, timeout_s: float) -> None:
         super().__init__()
         self._asker = asker
+        self._owner = Owner("this store")
         self._timeout_s = timeout_s
         self._number = 0
 
@@ -66,6 +68,7 @@ class LinkStore(Store):
         self, what: str, keys: list[str], values: list[bytes] | None = None, *, amount: int = 0,
         timeout: timedelta | None = None,
     ) -> Any:  # fmt: skip
+        self._owner.check()
         self._number += 1
         timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
         request = StoreRequest(self._number, what, keys, values or [], amount, timeout_s)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from potluck.engine.work import Work
+from potluck.errors import ForkedProcess
 from potluck.torch.process_group.profile import ProfileRecord
 from potluck.torch.process_group.untraced import untraced
 
@@ -220,8 +221,12 @@ class GroupFuture(torch.futures.Future[Any]):
         self._work.wait()
 
     def wait(self) -> Any:
-        with contextlib.suppress(Exception):  # the future raises it again below
+        try:
             self._work.wait()
+        except ForkedProcess:
+            raise  # nobody completes the future here
+        except Exception:
+            pass  # the future raises it again below
         return super().wait()
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import weakref
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,6 +10,7 @@ import torch
 from potluck.collectives.plan import Operation
 from potluck.engine.communicator import Communicator
 from potluck.engine.request import Request
+from potluck.forks import Owner, close_at_exit
 from potluck.torch.process_group.work import Completions
 
 
@@ -32,9 +31,10 @@ class World:
         """Whether any rank has an accelerator; then all ranks split large tensors into pieces."""
         self.store: Any = None
         """The Store over potluck's links, for a world of ``potluck://``."""
-        self._owner = owner
+        self._resources = owner
         self._is_closed = False
-        _close_at_exit(self)
+        self.owner = Owner("this process group")
+        close_at_exit(self)
 
     def meet(self, timeout_s: float) -> None:
         """Make the first links, and set ``has_devices``. A collective call."""
@@ -50,23 +50,11 @@ class World:
             self.close()
 
     def close(self) -> None:
-        """Close the links after all sent data has arrived. Idempotent."""
-        if self._is_closed:
+        """Close the links after all sent data has arrived. Idempotent. Nothing in a forked
+        child."""
+        if self._is_closed or not self.owner.is_here:
             return
         self._is_closed = True
         self.communicator.close()
-        self._owner.close()
+        self._resources.close()
         self.completions.close()
-
-
-def _close_at_exit(world: World) -> None:
-    reference = weakref.ref(world)
-
-    def close() -> None:
-        alive = reference()
-        if alive is not None:
-            alive.close()
-
-    atexit.register(close)
-    # Not at exit: finalizers run before atexit functions, so this one would cancel ``close``.
-    weakref.finalize(world, atexit.unregister, close).atexit = False
