@@ -28,6 +28,7 @@ from potluck.errors import (
     UnknownService,
 )
 from potluck.services import Call, NodeServices, service
+from potluck.services.holders import FILE
 from potluck.settings import Settings
 from potluck.transport.credentials import Credentials
 from potluck.transport.delegation import delegate
@@ -167,7 +168,7 @@ def test_a_name_belongs_to_one_program_of_a_machine(tmp_path: Path) -> None:
         third = world.program("bob")
         assert third.connect("place").place() == "here"
         third.serve(place)
-        caller = world.program("bob")
+        caller = world.program("ada")  # where the name is new: on bob it belongs to ada
         ada, bob = world.agents.nodes.values()
         both = rf"by 2 machines: node ada \({ada[:8]}\), node bob \({bob[:8]}\); name one"
         with pytest.raises(UnknownService, match=both):
@@ -255,3 +256,28 @@ def test_bad_input_is_one_clear_error(tmp_path: Path) -> None:
         with pytest.raises(LinkError, match="were closed"):
             unused.serve(place)
         assert unused._listener is None, "nothing is opened after the end"
+
+
+def test_a_name_belongs_to_the_machine_that_served_it_first(tmp_path: Path) -> None:
+    """While its program is down, another member gets no call by that name, until a person says that
+    it may: neither of this program nor of a later one."""
+    with world_of(tmp_path, "ada", "eve", "carl") as world:
+        ada, eve, _ = world.agents.nodes.values()
+        first, evil = world.program("ada"), world.program("eve")
+        first.serve(place)
+        assert "on node ada" in repr(world.program("carl").connect("place"))
+        evil.serve(place)
+        caller = world.program("carl")
+        assert "on node ada" in repr(caller.connect("place")), "both serve it now"
+        first.close()
+        with pytest.raises(UnknownService) as caught:
+            caller.connect("place", timeout=3.0)
+        assert f"'place' belongs to node {ada[:8]}, which served it first" in str(caught.value)
+        assert f"node eve ({eve[:8]}) serves it" in str(caught.value)
+        assert "on node eve" in repr(caller.connect("place", node="eve"))
+        assert "on node eve" in repr(world.program("carl").connect("place")), "it has taken over"
+        home = world.agents.homes["carl"]
+        assert (home / FILE).stat().st_mode & 0o777 == 0o600
+        (home / FILE).write_text("{")
+        with pytest.raises(ConfigurationError, match=r"service_names\.json is damaged.*Remove it"):
+            caller.connect("place")

@@ -19,6 +19,7 @@ from potluck.errors import ConfigurationError, LinkError, Refused, UnknownServic
 from potluck.forks import Owner
 from potluck.services.client import Remote, pool_of
 from potluck.services.definition import Service, services_of
+from potluck.services.holders import Holders
 from potluck.services.memory import Blocks
 from potluck.services.own_agent import OwnAgent
 from potluck.services.pool import Pool
@@ -79,6 +80,7 @@ class NodeServices:
         self._failure: BaseException | None = None
         self._over = threading.Event()
         self._agent = OwnAgent(settings)
+        self._holders = Holders(settings.home)
 
     def __enter__(self) -> NodeServices:
         return self
@@ -117,9 +119,11 @@ class NodeServices:
         """Find the service ``name``, and return a [Remote][potluck.Remote] with its methods.
 
         ``node`` is the name of the machine that serves it, or its node's id or the beginning of
-        that; without it one machine only may serve ``name``. Asks the agents again and again until
-        one has the service; UnknownService after ``timeout`` seconds, or at once if several
-        machines serve it. The Remote stays with that node, also if its program is started again.
+        that. Without it the name belongs to the machine that served it first for programs of this
+        home, and one machine only may serve a name that is new here. Asks the agents again and
+        again until one has the service; UnknownService after ``timeout`` seconds, or at once if
+        several machines serve it. The Remote stays with that node, also if its program is started
+        again.
         """
         self._owner.check()
         seconds = self._timeout_s if timeout is None else checked_seconds(timeout)
@@ -221,7 +225,9 @@ class NodeServices:
         self._over.set()
 
     def _find(self, name: str, node: str, timeout_s: float) -> ServiceInfo:
-        """The one service of this ``name`` on ``node``, as soon as there is one."""
+        """The one service of this ``name`` on ``node``, or else on the node that the name belongs
+        to here (``holders.py``), as soon as there is one."""
+        holder = "" if node else self._holders.of(name)
         deadline, pause_s = time.monotonic() + timeout_s, _PAUSE_S
         seen = ""
         while True:
@@ -234,15 +240,21 @@ class NodeServices:
             except LinkError as error:
                 seen = seen or str(error)  # the last try may have had no time
             else:
-                found = [each for each in reply.services if _is_on(node, each)]
+                found = [each for each in reply.services if _is_on(holder or node, each)]
                 if len(found) > 1:
                     raise UnknownService(
                         f"{name!r} is served by {len(found)} machines: "
                         f"{', '.join(map(_called, found))}; name one, by node=..."
                     )
                 if found:
+                    self._holders.keep(name, found[0].node)
                     return found[0]
                 seen = _elsewhere(reply)
+                if holder and reply.services:
+                    seen += (
+                        f", but {name!r} belongs to node {holder[:8]}, which served it first; "
+                        "another one takes it over if you name that by node=..."
+                    )
             if time.monotonic() + pause_s >= deadline:
                 on = f" on node {node!r}" if node else ""
                 raise UnknownService(
