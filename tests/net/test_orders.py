@@ -202,3 +202,7 @@ def test_a_job_that_is_over_runs_on_no_machine_again(tmp_path: Path) -> None:
         assert "attack again at ada: it is over here: a job runs once" in attack
         assert "attack again at carl: the node that started it says that it does not run" in attack
         assert (tmp_path / "ran").read_text().splitlines() == ["ran first", "ran again"]
+        for machine in (ada, evil, carl):
+            paths = [machine.home, *machine.home.rglob("*")]
+            assert len(paths) > 10
+            assert not [path for path in paths if path.stat().st_mode & 0o077]

@@ -326,7 +326,9 @@ def _read(path: Path) -> JobFolder | None:
 
 
 def _write(path: Path, record: Record) -> None:
-    (path / _RECORD).write_bytes(msgspec.json.encode(record))
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC  # in place: the record may be locked
+    with open(os.open(path / _RECORD, flags, 0o600), "wb") as file:
+        file.write(msgspec.json.encode(record))
 
 
 def _later_than_now(path: Path) -> None:

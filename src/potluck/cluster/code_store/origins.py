@@ -6,14 +6,11 @@ may have started the same folder: it is both's.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import secrets
 from pathlib import Path
 
 import msgspec
 
-from potluck.cluster.home.directory import make_private
+from potluck.cluster.home.keyfile import replace_private
 
 
 class _Origin(msgspec.Struct, frozen=True):
@@ -58,11 +55,5 @@ class Origins:
             return _Origin()
 
     def _write(self, package: bytes, origin: _Origin) -> None:
-        make_private(self._folder)
-        temporary = self._folder / f".{secrets.token_hex(8)}"
-        try:
-            temporary.write_bytes(msgspec.json.encode(origin))
-            os.replace(temporary, self._path(package))
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                temporary.unlink()
+        data = msgspec.json.encode(origin)
+        replace_private(self._path(package), "where a script's folder came from", data)

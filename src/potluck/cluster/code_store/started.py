@@ -4,15 +4,13 @@ be named. ``started/JOB`` below the store; of the newest jobs."""
 from __future__ import annotations
 
 import contextlib
-import os
-import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from potluck.cluster.code_store.job_folders import newest
-from potluck.cluster.home.directory import make_private
+from potluck.cluster.home.keyfile import replace_private
 from potluck.wire.results import Written
 
 _KEPT = 256
@@ -25,14 +23,10 @@ class StartedJobs:
         self._root = home / "code_store" / "started"
 
     def remember(self, job: str, written: Sequence[Written]) -> None:
-        """``job`` has ended, and left files. OSError if that can't be kept."""
-        make_private(self._root)
-        temporary = self._root / f".{secrets.token_hex(8)}"
-        try:
-            temporary.write_bytes(msgspec.json.encode(written))
-            os.replace(temporary, self._root / job)
-        finally:
-            temporary.unlink(missing_ok=True)
+        """``job`` has ended, and left files. IdentityError if that can't be
+        kept."""
+        data = msgspec.json.encode(written)
+        replace_private(self._root / job, "what a job left on which machine", data)
         for path in newest(self._root)[_KEPT:]:
             path.unlink(missing_ok=True)
 

@@ -40,6 +40,7 @@ MAX_REQUESTS = 128
 """Requests of a job's workers at one time, its ports among them; more wait."""
 MAX_PORTS = 32
 """Ports of a job's workers at one time. A worker needs one or two."""
+FIRST_PORT = 1024
 _REQUEST_S = 5.0
 """How long a worker may take to say what it asks for."""
 _DIAL_S = 10.0
@@ -142,6 +143,10 @@ class Broker:
         if self._num_ports >= MAX_PORTS:
             reason = f"the workers of a job get at most {MAX_PORTS} ports of a machine"
             _send(asking, wire.Denied(errno.EMFILE, reason))
+            return
+        if 0 < request.port < FIRST_PORT:
+            reason = f"a sandbox gets no port below {FIRST_PORT}: those are the system's"
+            _send(asking, wire.Denied(errno.EACCES, reason))
             return
         try:
             port = listening_socket(self._bind, request.port)

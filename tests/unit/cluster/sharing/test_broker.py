@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from potluck.cluster.sharing.broker import MAX_PORTS, MAX_REQUESTS
+from potluck.cluster.sharing.broker import FIRST_PORT, MAX_PORTS, MAX_REQUESTS
 from potluck.errors import ConfigurationError, LinkError, WrongSecret
 from potluck.transport import aio, broker
 from potluck.transport.acceptor import is_port_taken, listening_socket
@@ -35,7 +35,7 @@ AGENT = """
 import asyncio, sys
 from pathlib import Path
 from potluck.cluster.sharing import broker
-from potluck.cluster.sharing.broker import Broker
+from potluck.cluster.sharing.broker import FIRST_PORT, Broker
 from support.links import new_credentials
 
 broker._REQUEST_S = float(sys.argv[2])
@@ -291,6 +291,16 @@ def test_the_ports_of_a_job_are_bounded(agent: Agent) -> None:
         with pytest.raises(ConfigurationError, match=f"at most {MAX_PORTS} ports"):
             listening_socket("", 0)
     waits(has_room)
+
+
+def test_a_sandbox_gets_no_port_of_the_system(agent: Agent) -> None:
+    """Also where the agent is root, and could have it."""
+    with contextlib.ExitStack() as stack:
+        for port in (1, 80, 443, FIRST_PORT - 1):
+            answer = decode_answer(asks(agent, stack, Listen(port)).recv(4096))
+            assert isinstance(answer, Denied)
+            assert answer.errno == errno.EACCES
+            assert "no port below 1024" in answer.reason
 
 
 def has_room() -> bool:
