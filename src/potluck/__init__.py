@@ -91,11 +91,12 @@ _HOMES = {
 """The module of each public name. The block above is for type checkers; a test compares the two."""
 
 _MODULES = ("errors", "federated", "torch")
-"""Submodules that are attributes without an import statement of the script."""
+"""Submodules that are attributes without an import statement of the script. Not in ``__all__``: a
+star import would replace torch by potluck.torch."""
 
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = [*_HOME_OF, *_MODULES]
+__all__ = [*_HOME_OF]
 
 
 def __getattr__(name: str) -> Any:
@@ -112,4 +113,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted({*globals(), *__all__, *_MODULES})

@@ -50,6 +50,27 @@ def test_type_checkers_see_exactly_the_names_that_exist() -> None:
     assert sorted(seen) == sorted(real)
 
 
+PACKAGES = sorted(
+    ".".join(("potluck", *path.parent.relative_to(ROOT).parts))
+    for path in ROOT.rglob("__init__.py")
+)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_star_import_brings_names_and_no_modules(package: str) -> None:
+    """``from potluck import *`` after ``import torch`` must leave torch what it is."""
+    missing = {"potluck.torch": "torch", "potluck.estimators": "sklearn"}
+    for start, needed in missing.items():
+        if package.startswith(start):
+            pytest.importorskip(needed)
+    home = importlib.import_module(package)
+    names = getattr(home, "__all__", [name for name in vars(home) if not name.startswith("_")])
+    listed = hasattr(home, "__all__")
+    found = [n for n in names if isinstance(getattr(home, n), types.ModuleType)]
+    # A package without __all__ has only submodules, which are there once they were imported.
+    assert [n for n in found if listed or getattr(home, n).__name__ != f"{package}.{n}"] == []
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_each_public_name_is_importable_and_documented(module: str) -> None:
     if module.startswith("potluck.torch"):

@@ -375,6 +375,49 @@ def test_a_training_stops_on_all_ranks_after_the_step_in_which_the_script_says_s
             assert counter.seen.sum() == 23 + 7
 
 
+def test_a_resumed_training_that_was_stopped_says_why_it_does_no_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(ctx: DistributedContext) -> int:
+        counter = Counter(
+            ctx,
+            Schedule(num_samples=23, batch_size=7, epochs=3),
+            store=CheckpointStore(tmp_path),
+            on_step=lambda job: job.stop() if job.step_number == 2 else None,
+        )
+        return counter.run().job.step_number
+
+    assert run_world(2, run) == [3, 3]
+    assert not caplog.records
+    assert run_world(3, run) == [3, 3, 3]
+    [record] = caplog.records
+    assert record.getMessage().startswith(
+        "resumed from the checkpoint of step 3, at which job.stop() has ended the training: no step"
+    )
+
+
+def test_a_loss_that_is_logged_after_the_commit_is_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def run(ctx: DistributedContext) -> None:
+        job = ElasticLoop(ctx, Schedule(8, 2), StateReplica(lambda: {}, lambda state: None))
+        for _ in job:
+            with job.step():
+                job.log(loss=0.5)
+                job.commit()
+                job.log(accuracy=0.5)
+        assert not caplog.records
+        job = ElasticLoop(ctx, Schedule(8, 2), StateReplica(lambda: {}, lambda state: None))
+        for _ in job:
+            with job.step():
+                job.commit()
+                job.log(loss=0.5)
+
+    run_world(1, run)
+    [record] = caplog.records
+    assert "job.log(loss=...) comes after the step's commit" in record.getMessage()
+
+
 def test_a_training_is_stopped_only_inside_a_step() -> None:
     def stop_between_steps(ctx: DistributedContext) -> None:
         with pytest.raises(RuntimeError, match="inside the block of a step"):

@@ -84,6 +84,13 @@ def test_k_means_parallel_is_as_good_a_start_as_k_means_plus_plus(
     assert np.median(np.array(ours)[:, 0]) <= 1.02 * np.median(theirs)
 
 
+def test_a_regression_that_makes_no_step_says_so() -> None:
+    """A feature of 1e9 beside one of 1: no step of the search lowers the loss."""
+    X = np.random.default_rng(0).normal(size=(100, 2)) * [1e9, 1.0]
+    with pytest.warns(ConvergenceWarning, match="after 0 iterations: raise max_iter, or scale"):
+        estimators.LogisticRegression().fit(X, X[:, 1] > 0)
+
+
 @pytest.mark.parametrize("init", ["k-means||", "random"])
 def test_fewer_distinct_samples_than_clusters_is_a_warning_and_not_a_failure(
     init: str, monkeypatch: pytest.MonkeyPatch

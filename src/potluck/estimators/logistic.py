@@ -66,7 +66,8 @@ class LogisticRegression(OnShards, linear_model.LogisticRegression):
         self.coef_ = np.ascontiguousarray(found[:, : self.n_features_in_])
         self.intercept_ = found[:, -1] if self.fit_intercept else np.zeros(len(found), dtype)
         self.n_iter_ = np.array([last["search"]["iterations"]], np.int32)
-        if not last["converged"]:
+        is_stuck = not self.n_iter_[0] and np.abs(last["search"]["gradient"]).max() > self.tol
+        if is_stuck or not last["converged"]:
             warnings.warn(
                 f"L-BFGS failed to converge after {self.n_iter_[0]} iterations: raise max_iter, or "
                 "scale the data",

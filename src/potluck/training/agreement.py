@@ -305,7 +305,14 @@ class Agreement:
         if found is not None and self._ctx.rank == source:
             self._restore(found.state)
             step = self._progress.step
-            self._ctx.report(event=f"resumed from the checkpoint of step {step}")
+            said = f"resumed from the checkpoint of step {step}"
+            if self._progress.is_stopped:
+                said += (
+                    ", at which job.stop() has ended the training: no step follows. To train on, "
+                    "begin another training, with its own directory, from that model"
+                )
+                _log.warning("%s", said)
+            self._ctx.report(event=said)
         return source
 
     def _expected(self) -> Expected:

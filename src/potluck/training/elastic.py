@@ -137,6 +137,7 @@ class ElasticLoop(Record, Uncopied):
         self._open = False
         self._counted = False
         self._stops = False
+        self._told_of_late_loss = False
         self._facts: dict[str, Any] = {}
         self._began = 0.0
         self._waited_s = 0.0
@@ -258,6 +259,13 @@ class ElasticLoop(Record, Uncopied):
         if self._open and not self._counted:
             self._facts.update(facts)
         else:
+            if self._open and "loss" in facts and not self._told_of_late_loss:
+                self._told_of_late_loss = True
+                _log.warning(
+                    "job.log(loss=...) comes after the step's commit, which optimizer.step() "
+                    "makes: this loss is not averaged over the ranks, and job.last_loss stays nan. "
+                    "Call it before"
+                )
             self.ctx.report(**{name: _plain(value) for name, value in facts.items()})
 
     def average(self, **metrics: Any) -> dict[str, float]:

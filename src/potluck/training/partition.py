@@ -38,7 +38,7 @@ class DataPartitioner:
 
     ``labels`` has shape ``(total_size,)`` and any sortable dtype. ``seed`` has an effect only on the
     last three modes. ValueError or TypeError for arguments that do not fit. Memory: 8 bytes per
-    sample, except for ranges.
+    sample for the modes with labels.
     """  # noqa: E501 (a row of a table is one line)
 
     @hints.arguments({}, same=hints.PARTITIONER)
@@ -80,9 +80,7 @@ class DataPartitioner:
                 self._order, bounds = self._shards(known, pieces)
         else:
             bounds = [start for start, _ in shares(total_size, world_size)]
-            if mode == "strided":
-                self._order = _dealt(np.arange(total_size), world_size)
-            elif mode == "stratified":
+            if mode == "stratified":
                 self._order = _dealt(self._by_label(self._checked(labels)), world_size)
         self._bounds = [*bounds, self.total_size]
 
@@ -91,7 +89,7 @@ class DataPartitioner:
 
         ValueError for the other modes, which have ``get_indices``, and for a rank out of range.
         """
-        if self._order is not None:
+        if self._order is not None or self.mode == "strided":
             raise ValueError(
                 f"the parts of mode {self.mode!r} are no ranges of samples: use get_indices(rank)"
             )
@@ -100,6 +98,8 @@ class DataPartitioner:
     def get_indices(self, rank: int) -> NDArray[np.int64]:
         """The samples of ``rank``: int64, shape ``(partition_size(rank),)``."""
         start, end = self._range(rank)
+        if self.mode == "strided":
+            return np.arange(rank, self.total_size, self.world_size, dtype=np.int64)
         if self._order is None:
             return np.arange(start, end, dtype=np.int64)
         return self._order[start:end].copy()

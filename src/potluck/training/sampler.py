@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from potluck.errors import ConfigurationError
 from potluck.training.ledger import Deal, Span, total
-from potluck.training.shard_order import ShardOrder
+from potluck.training.shard_order import ShardOrder, shuffled
 from potluck.training.shares import EQUAL, Cost, apportion
 
 
@@ -77,6 +77,12 @@ class Holding:
     @property
     def is_own(self) -> bool:
         return self.num >= 0
+
+
+MAX_SORTED = 1 << 24
+"""Up to so many samples an epoch's permutation is an array, which takes 8 bytes a sample and is the
+quickest to read, and is the one of existing checkpoints. Above, each index is computed when it is
+used: 3e9 samples would take 22 GiB on each rank."""
 
 
 @lru_cache(maxsize=4)
@@ -195,6 +201,9 @@ class Schedule:
             return np.arange(batch.start, batch.start + batch.size, dtype=np.int64)[part]
         if self.shards is not None:
             return self.shards.indices(self.seed, batch.epoch, batch.start, batch.size, part)
+        if self.num_samples > MAX_SORTED:
+            positions = np.arange(batch.start, batch.start + batch.size, dtype=np.int64)[part]
+            return shuffled((self.seed, batch.epoch, 0), self.num_samples, positions)
         whole = order(self.seed, batch.epoch, self.num_samples)
         return whole[batch.start : batch.start + batch.size][part]
 

@@ -99,7 +99,7 @@ class _Lanes:
             shard = int(self.shards[slot])
             rows = places[here] - self.shard_starts[slot]
             keys = (self.seed, self.epoch, 1 + shard)
-            found[here] = self.first_samples[shard] + _shuffled(keys, self.sizes[shard], rows)
+            found[here] = self.first_samples[shard] + shuffled(keys, self.sizes[shard], rows)
         return found
 
 
@@ -132,12 +132,13 @@ def _lanes(sizes: tuple[int, ...], lanes: int, seed: int, epoch: int) -> _Lanes:
     )
 
 
-def _shuffled(keys: tuple[int, int, int], size: int, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+def shuffled(keys: tuple[int, int, int], size: int, rows: NDArray[np.int64]) -> NDArray[np.int64]:
     """Where ``rows`` are in a random permutation of ``range(size)`` that ``keys`` determine.
 
     A Feistel network permutes the numbers of an even number of bits; numbers beyond ``size`` are
     permuted again until they are below it (Black and Rogaway 2002, "Ciphers with arbitrary finite
-    domains", section 3). So a shard's permutation takes neither memory nor time before its use.
+    domains", section 3). So the permutation takes neither memory nor time before its use: for the
+    samples of a shard, and of a data set that is too large for ``sampler.order``.
     """
     bits = max((size - 1).bit_length() + 1, 2) // 2
     mask = np.uint64((1 << bits) - 1)

@@ -134,6 +134,13 @@ def test_arguments_that_do_not_fit_are_refused(
         DataPartitioner(*arguments, **options)
 
 
+def test_the_sizes_of_huge_partitions_take_no_memory() -> None:
+    sizes = [
+        DataPartitioner(2**40, 3, mode).partition_size(2) for mode in ("contiguous", "strided")
+    ]
+    assert sizes == [(2**40 - 1) // 3] * 2
+
+
 def test_a_rank_out_of_range_and_a_part_that_is_no_range_are_refused() -> None:
     for rank in (2, -1):
         with pytest.raises(ValueError, match=f"rank is {rank}"):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from potluck.training import sampler
 from potluck.training.sampler import Schedule, order, shares
 
 
@@ -23,6 +26,37 @@ def test_epochs_and_seeds_have_different_orders() -> None:
 def test_every_sample_is_in_the_order_once() -> None:
     for num_samples in (0, 1, 2, 1797):
         assert sorted(order(5, 2, num_samples)) == list(range(num_samples))
+
+
+def test_the_samples_of_a_huge_data_set_are_shuffled_without_a_list_of_them() -> None:
+    """3e9 samples: an array of them would take 22 GiB, on each rank."""
+    schedule = Schedule(3 * 10**9, 4096, epochs=2, seed=7)
+    tracemalloc.start()
+    first, last = (schedule.indices(schedule.batch(at)) for at in (0, 3 * 10**9 - 4096))
+    second = schedule.indices(schedule.batch(3 * 10**9))
+    assert tracemalloc.get_traced_memory()[1] < 10 << 20
+    tracemalloc.stop()
+    for found in (first, last, second):
+        assert len(set(found.tolist())) == 4096
+        assert 0 <= found.min() < 10**7
+        assert 3 * 10**9 - 10**7 < found.max() < 3 * 10**9
+    assert not set(first) & set(last)
+    assert len(set(first) & set(second)) < 10
+    # Machines must agree, so the values are pinned; a share is a part of them.
+    assert first[:4].tolist() == [2438229690, 463873483, 2320608823, 2322260761]
+    np.testing.assert_array_equal(schedule.share(schedule.batch(0), 1, 4).indices, first[1024:2048])
+
+
+@settings(max_examples=20)
+@given(size=st.integers(1, 3000), seed=st.integers(0, 5), batch=st.integers(1, 200))
+def test_every_sample_is_drawn_once_also_where_the_order_is_not_sorted(
+    size: int, seed: int, batch: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler, "MAX_SORTED", 0)
+        schedule = Schedule(size, batch, seed=seed)
+        found = [schedule.indices(schedule.batch(at)) for at in range(0, size, batch)]
+    assert sorted(np.concatenate(found)) == list(range(size))
 
 
 def test_an_order_cannot_be_changed_by_mistake() -> None:
