@@ -171,22 +171,87 @@ def test_ctrl_c_ends_the_job_everywhere(tmp_path: Path) -> None:
         bob.shows(lambda status: status["jobs"] == [])
 
 
-def test_a_node_with_another_torch_is_named_and_nothing_is_run(tmp_path: Path) -> None:
-    site, homes = tmp_path / "site", tmp_path / "homes"
-    other = site / "torch-1.2.3.dist-info"
-    other.mkdir(parents=True)
-    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.2.3\n")
+def package(site: Path, name: str, version: str, *, module: str = "") -> None:
+    info = site / f"{name}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    if module:
+        (site / f"{module}.py").touch()
+        (info / "RECORD").write_text(f"{module}.py,,\n")
+
+
+NAMED = """
+{imports}
+import potluck
+ctx = potluck.init()
+print("ran in a world of", ctx.world_size)
+ctx.close()
+"""
+
+
+def script(folder: Path, imports: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "train.py").write_text(NAMED.format(imports=imports))
+    return folder / "train.py"
+
+
+def test_a_machine_that_can_not_run_a_script_is_left_out_and_told_with_what_to_do(
+    tmp_path: Path,
+) -> None:
+    """Seen: one machine with another torch refused a script that imports NumPy alone; one without a
+    package failed the job, and the hint named the starter's Python."""
+    site, mine, homes = tmp_path / "site", tmp_path / "mine", tmp_path / "homes"
+    package(site, "torch", "1.2.3")
+    package(mine, "Only-Here", "7.0", module="onlyhere")
     with (
         Network(2) as network,
-        Machine(network[0], homes) as ada,
+        Machine(network[0], homes, PYTHONPATH=str(mine)) as ada,
         Machine(network[1], homes, PYTHONPATH=str(site)) as bob,
     ):
         form(ada, bob)
-        with ada.run(TRAINING, tmp_path / "stop") as run:
+        optional = "try:\n    import onlyhere, torch\nexcept ImportError:\n    pass"
+        for imports in ("import numpy", optional):
+            with ada.run(script(tmp_path / "plain", imports)) as run:
+                assert run.finish() == 0, run.text
+                assert run.text.count("ran in a world of 2") == 2
+        torch_here = importlib.metadata.version("torch").partition("+")[0]
+        for imports, words in (
+            ("import torch", f"bob ({bob.id}) has torch 1.2.3, this node {torch_here} (there: "),
+            ("import potluck.torch", f"-m pip install torch=={torch_here}, and start its potluck"),
+            ("def f():\n    import onlyhere", f"bob ({bob.id}) lacks Only-Here; there: "),
+        ):
+            with ada.run(script(tmp_path / "unlike", imports)) as run:
+                assert run.finish() == 0, run.text
+                assert words in run.text
+                assert "starting 1 worker on ada" in run.text
+                assert run.text.count("ran in a world of 1") == 1
+        with ada.run("--min-nodes", "2", script(tmp_path / "unlike", "import torch")) as run:
             assert run.finish() == 2
-        mine = importlib.metadata.version("torch").partition("+")[0]
-        assert f"bob ({bob.id}) has torch 1.2.3, this node {mine}" in run.text
-        assert not list((bob.home / "code_store" / "packages").glob("*")), "no code was sent"
+            assert "1 of at least 2 machines can run this job. a node can't" in run.text
+        failing = script(
+            tmp_path / "failing", "import importlib; importlib.import_module('onlyhere')"
+        )
+        with ada.run(failing) as run:
+            assert run.finish() == 1
+            assert "'onlyhere', which is not installed on bob (" in run.text
+            assert "); there: " in run.text
+
+
+def test_a_job_runs_on_the_machines_that_are_named(tmp_path: Path) -> None:
+    with cluster_of(3, tmp_path / "homes") as machines:
+        form(*machines)
+        ada, bob, _ = machines
+        train = script(tmp_path / "plain", "import numpy")
+        with ada.run("--on", f"carl,{bob.id}", train) as run:
+            assert run.finish() == 0, run.text
+            assert "starting 2 workers on bob, carl" in run.text or (
+                "starting 2 workers on carl, bob" in run.text
+            )
+            assert run.text.count("ran in a world of 2") == 2
+        with ada.run("--on", "attic", train) as run:
+            assert run.finish() == 2
+            assert "--on attic: " in run.text
+            assert "The machines that are there: ada, bob, carl" in run.text
 
 
 @pytest.mark.long

@@ -155,6 +155,7 @@ def run(
             max_restarts=max_restarts,
             show_output=show_output,
             include=tuple(include or ()),
+            modules=tuple(each.as_posix() for each in files if each.suffix == ".py"),
             history=history,
             json=json,
             plain=plain,
@@ -200,6 +201,7 @@ def _run(
     max_restarts: int,
     show_output: bool,
     include: tuple[str, ...],
+    modules: tuple[str, ...],
     history: Path,
     json: Path | None,
     plain: bool,
@@ -234,6 +236,7 @@ def _run(
             min_nodes=min_nodes,
             peer_timeout_s=settings.peer_timeout_s,
             include=include,
+            modules=modules,
             keeps_files=True,
         )
     )

@@ -92,6 +92,14 @@ def run(
         ),
     ] = 0,
     min_nodes: MinNodes = None,
+    on: Annotated[
+        str,
+        typer.Option(
+            metavar="MACHINES",
+            help="Only on these machines: names or ids, with commas between.",
+            show_default=False,
+        ),
+    ] = "",
     min_workers: Annotated[
         int,
         typer.Option(help="How many workers are enough to begin when --wait is over."),
@@ -222,6 +230,7 @@ def run(
         wire=settings.wire if wire else SEALED,
         environment=given_variables(env or (), os.environ),
         include=tuple(include or ()),
+        on=tuple(each.strip() for each in on.split(",") if each.strip()),
     )
     request = checked(asked)
     if dry_run:
@@ -242,9 +251,11 @@ def run(
     if launched is not None:
         typer.echo(f"potluck: {launched}", err=True)
         request = msgspec.structs.replace(request, max_restarts=0)  # none could join again
-    if max(nodes, request.min_nodes) > 1 and agent is None:
+    if (on or max(nodes, request.min_nodes) > 1) and agent is None:
         given = f"POTLUCK_MIN_PEERS={settings.min_peers}"
-        if nodes > 1:
+        if on:
+            given = f"--on {on}"
+        elif nodes > 1:
             given = f"--nodes {nodes}"
         elif min_nodes is not None:
             given = f"--min-nodes {min_nodes}"

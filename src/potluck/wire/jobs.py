@@ -24,6 +24,7 @@ MAX_PLACES = 4096
 MAX_JOBS = 64
 MAX_INTERRUPTS = 100
 MAX_SUMMARY = 512 * 1024
+MAX_NEEDS = 256
 
 Job = Annotated[str, msgspec.Meta(max_length=256, pattern=r"\A(?!\.{1,2}\Z)[^/\\\x00-\x1f\x7f]+\Z")]
 """The id of a job. It is also the name of a folder and of a log file, so it can't be a path."""
@@ -43,8 +44,8 @@ class JobOptions(msgspec.Struct, frozen=True, kw_only=True):
     at most ``max_nodes`` nodes (0: all), and ``extra_workers`` more on the starter's.
     ``max_restarts``, ``restarts_worlds``, ``wait_s`` and ``min_workers`` are as in
     ``roster.JobPolicy``, ``chaos`` as in ``jobs.chaos``. ``environment`` has names and values of
-    variables for the workers. ``keeps_files``: what workers write stays on their machines, and the
-    starter can't fetch it."""
+    variables for the workers. The job begins on ``min_nodes`` nodes or more. ``keeps_files``: what
+    workers write stays on their machines, and the starter can't fetch it."""
 
     script: Text
     arguments: Annotated[tuple[Line, ...], msgspec.Meta(max_length=MAX_ARGUMENTS)] = ()
@@ -63,6 +64,14 @@ class JobOptions(msgspec.Struct, frozen=True, kw_only=True):
         tuple[tuple[Name, Line], ...], msgspec.Meta(max_length=MAX_VARIABLES)
     ] = ()
     keeps_files: bool = False
+    min_nodes: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
+
+
+class Need(msgspec.Struct, frozen=True):
+    """A ``module`` that a script imports, and the ``package`` that brings it, by pip's name."""
+
+    module: Name
+    package: Name
 
 
 class Proof(msgspec.Struct, frozen=True):
@@ -81,6 +90,8 @@ class JobSpec(JobOptions, frozen=True, kw_only=True):
     starter's. ``started`` is Unix time. Without a ``proof`` of the starter no node runs it; the
     proof is for one ``cluster`` (its id; empty: an open one) and for one run: ``number`` is higher
     than that of each job which the node started before.
+    ``only`` these nodes run it (empty: all may). ``needs`` are the packages that a node must have;
+    ``own`` are modules of the user's own that do not travel, with their folders on the starter.
     """
 
     job: Job
@@ -92,6 +103,9 @@ class JobSpec(JobOptions, frozen=True, kw_only=True):
     started: worker_link.Seconds = 0.0
     cluster: Annotated[bytes, msgspec.Meta(max_length=16)] = b""
     number: JobNumber = 0
+    only: Annotated[tuple[Name, ...], msgspec.Meta(max_length=1024)] = ()
+    needs: Annotated[tuple[Need, ...], msgspec.Meta(max_length=MAX_NEEDS)] = ()
+    own: Annotated[tuple[tuple[Name, Text], ...], msgspec.Meta(max_length=MAX_NEEDS)] = ()
     proof: Proof | None = None
 
     @property
@@ -293,12 +307,14 @@ class Happened(msgspec.Struct, frozen=True, tag=True):
 
 
 class Reported(msgspec.Struct, frozen=True, tag=True):
-    """The answer to an Order: it is carried out, or failed with ``error``. ``workers`` are the
-    job's workers that were started on the sending node."""
+    """The answer to an Order: it is carried out, or failed with ``error``, because the node
+    ``lacks`` something that the script needs, or for another reason. ``workers`` are the job's
+    workers that were started on the sending node."""
 
     job: Job
     workers: Annotated[tuple[Seen, ...], msgspec.Meta(max_length=MAX_PLACES)] = ()
     error: Text = ""
+    lacks: bool = False
 
 
 class Output(msgspec.Struct, frozen=True, tag=True):

@@ -43,12 +43,15 @@ class RunRequest(JobOptions, frozen=True, kw_only=True, tag=True):
     JobNote, Shown and JobStatus while the job runs, and JobEnded at its end.
 
     An empty ``folder`` makes it a local job (``JobSpec.is_local``). ``include`` has the patterns of
-    files that travel with the script although they are hidden, ignored, or look like keys.
+    files that travel with the script although they are hidden, ignored, or look like keys. ``on``
+    names the machines that run it (empty: all may). ``modules`` are files that the script imports
+    by names which its text does not show.
     """
 
     folder: Text = ""
     include: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_INCLUDE)] = ()
-    min_nodes: int = 1
+    on: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_INCLUDE)] = ()
+    modules: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_INCLUDE)] = ()
 
 
 class InterruptRequest(msgspec.Struct, frozen=True, tag=True):

@@ -15,7 +15,8 @@ Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 
 class Versions(msgspec.Struct, frozen=True):
-    """The versions with which a node runs workers. ``torch`` is empty if it is not installed."""
+    """The versions with which a node runs workers. ``torch`` is empty if it is not installed, or,
+    in a job, if the script does not use it. ``executable`` is the path of Python."""
 
     python: Name
     potluck: Name
@@ -23,6 +24,7 @@ class Versions(msgspec.Struct, frozen=True):
     numpy: Name
     machine: Name
     byte_order: Name = "little"
+    executable: Name = ""
 
 
 MAX_PAIRS = 1024

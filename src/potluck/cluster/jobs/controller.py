@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -29,6 +28,7 @@ from potluck.cluster.jobs.groups.roster import JobPolicy, Phase, State
 from potluck.cluster.jobs.held import HeldMessages
 from potluck.cluster.jobs.journal import Journal, first_line, lost_text
 from potluck.cluster.jobs.master_port import free_port
+from potluck.cluster.jobs.missing import describe_missing
 from potluck.cluster.jobs.orders import Orders
 from potluck.cluster.jobs.output_relay import OutputRelay
 from potluck.cluster.jobs.placement import Placement
@@ -108,6 +108,7 @@ class JobController:
             lambda: missing_workers(self.state, self._journal, self.placement.label), self.note
         )
         self.state: State
+        self._began_at = view.epoch
         self._events: deque[events.Event] = deque()
         self._is_handling = False
         self._is_closed = False
@@ -287,9 +288,13 @@ class JobController:
     def _report(self, node: str, told: jobs.Reported) -> None:
         if node in self._withdrawals and self._withdrawals.is_out(node, told):
             return
+        self.placement.lacks(node, told.error if told.lacks else "")
         if told.error:
             if node not in self.placement.nodes:
                 return  # it may lead the job, but runs no workers of it
+            if told.lacks and not self.has_begun:
+                self._leave_out(node)
+                return
             tell = self.note if self.has_begun else self.refuse
             tell(f"{self._agent.names.called(node)} can't run the job: {told.error}")
             return
@@ -304,6 +309,24 @@ class JobController:
         alive = {each.worker for each in told.workers if each.is_alive}
         for name in self.placement.at(node):
             self._compare(name, name in alive)
+
+    def _leave_out(self, node: str) -> None:
+        """``node``, on which nothing runs yet, lacks something: begin without it."""
+        self.placement.leave_out(node)
+        view = self._agent.plane.view
+        objection = "" if view is None else self.placement.objection(view)
+        if objection:
+            self.refuse(objection)
+            return
+        names = tuple(each.worker for each in self.placement.places)
+        self.world = msgspec.structs.replace(self.world, members=names)
+        self._journal = Journal(names, time.monotonic())
+        policy = JobPolicy.of(self.spec)
+        self.state, self._first_actions = membership.begin(names, policy, self._began_at)
+        for each in sorted(self._nodes):
+            self.order(each)
+        if set(self.placement.nodes) <= self._reported:
+            self._begin()
 
     def _begin(self) -> None:
         self.has_begun = True
@@ -512,10 +535,18 @@ class JobController:
             state=self.state,
             journal=self._journal,
             unfired=self._faults.unfired,
-            python=sys.executable,
+            missing=self._missing,
             written=() if self.spec.keeps_files else self._all_written(),
             now=time.monotonic(),
         )
+
+    def _missing(self, worker: str, module: str) -> str:
+        """Why an import of ``module`` failed on the machine of ``worker``."""
+        node = self.placement.node_of(worker)
+        said = None if node is None else self._agent.links.introduction(node)
+        python = "" if said is None else said.versions.executable
+        machine = self.placement.label(worker)
+        return describe_missing(module, self.spec.needs, self.spec.own, machine, python)
 
     def _all_written(self) -> list[Written]:
         found = []

@@ -13,12 +13,13 @@ import logging
 import secrets
 import signal
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path, PurePosixPath
 
 import msgspec
 
 from potluck.background import Tasks
+from potluck.cluster.code_store.imports import imported, needs_of, own_modules, wants_torch
 from potluck.cluster.code_store.store import CodeStore
 from potluck.cluster.code_store.wording import in_words, links_in_words
 from potluck.cluster.complaint import Complaint
@@ -35,7 +36,8 @@ from potluck.cluster.jobs.watched import WatchedJobs
 from potluck.cluster.links.local import Client
 from potluck.cluster.membership import events
 from potluck.cluster.membership.view import describe
-from potluck.cluster.topology.versions import own_versions
+from potluck.cluster.topology.versions import differences, own_versions
+from potluck.cluster.trust.known_nodes import find_node
 from potluck.errors import ConfigurationError, PotluckError
 from potluck.printable import name_of
 from potluck.system import SIGHUP
@@ -43,6 +45,7 @@ from potluck.transport import aio
 from potluck.wire import jobs, local, worker_link
 from potluck.wire.format import decoded
 from potluck.wire.greeting import Hello, Refusal
+from potluck.wire.names import Versions
 from potluck.wire.nodes import View
 
 _log = logging.getLogger(__name__)
@@ -97,24 +100,30 @@ class JobDispatcher:
                 f"this node is {agent.plane.stands_still}; `potluck continue --alone` overrides"
             )
         job = f"{name_of(PurePosixPath(request.script).stem)}-{secrets.token_hex(4)}"
-        await self._await_nodes(job, request, client)
+        only = self._named(request.on)
+        await self._await_nodes(job, request, only, client)
         package, below = None, ""
         if request.folder:
             package, selection = await self._code_store.take_in(
                 Path(request.folder), request.script, request.include
             )
-            for text in (in_words(selection, self._receivers()), links_in_words(selection)):
+            receivers = self._receivers(only)
+            for text in (in_words(selection, receivers), links_in_words(selection)):
                 if text:
                     client.take(jobs.JobNote(job, text))
             with contextlib.suppress(ValueError):
                 below = Path(request.directory).relative_to(request.folder).as_posix()
         chosen = {name: getattr(request, name) for name in jobs.JobOptions.__struct_fields__}
+        versions, needs, own = await asyncio.to_thread(_looked_at, request)
         spec = jobs.JobSpec(
             **chosen,
             job=job,
             package=package,
             starter=agent.me,
-            versions=own_versions(),
+            versions=versions,
+            needs=needs,
+            own=own,
+            only=only,
             below=below,
             master_port=free_port(),
             started=time.time(),
@@ -123,16 +132,40 @@ class JobDispatcher:
         self._watched.submit(spec, client)
         return job
 
-    async def _await_nodes(self, job: str, request: local.RunRequest, client: Client) -> None:
+    def _named(self, texts: Sequence[str]) -> tuple[str, ...]:
+        """The nodes that ``potluck run --on`` names; ConfigurationError for unknown ones."""
+        view = self._agent.plane.view
+        nodes = () if view is None else view.nodes
+        known = [(node, self._agent.names.label(node)) for node in nodes]
+        found = []
+        for text in texts:
+            try:
+                node = find_node(text, known)
+                if node not in nodes:
+                    raise ConfigurationError("it is not in the cluster now")
+            except ConfigurationError as error:
+                names = ", ".join(sorted(name for _, name in known))
+                raise ConfigurationError(
+                    f"--on {text}: {error}. The machines that are there: {names}"
+                ) from None
+            found.append(node)
+        return tuple(dict.fromkeys(found))
+
+    async def _await_nodes(
+        self, job: str, request: local.RunRequest, only: tuple[str, ...], client: Client
+    ) -> None:
         """Return when the view has as many nodes as ``request`` asks for."""
 
+        def willing() -> list[str]:
+            return [node for node in self._willing(me) if node in only or not only]
+
         def here() -> str:
-            names = ", ".join(self._agent.names.label(node) for node in self._willing(me))
-            count = f"{len(self._willing(me))} of at least {request.min_nodes} machines"
+            names = ", ".join(map(self._agent.names.label, willing()))
+            count = f"{len(willing())} of at least {request.min_nodes} machines"
             return f"{count} ({names})" if names else count
 
         def are_enough() -> bool:
-            return len(self._willing(me)) >= request.min_nodes
+            return len(willing()) >= request.min_nodes
 
         me = self._agent.me
 
@@ -152,10 +185,12 @@ class JobDispatcher:
                 f"{self._refusals(me)}"
             ) from None
 
-    def _receivers(self) -> list[str]:
-        """The names of the other nodes that get a job's folder: those that run this node's jobs."""
+    def _receivers(self, only: tuple[str, ...]) -> list[str]:
+        """The names of the other nodes that get a job's folder: those that run this node's jobs, of
+        ``only`` these nodes (empty: of all)."""
         me = self._agent.me
-        return [self._agent.names.label(node) for node in self._willing(me) if node != me]
+        nodes = (each for each in self._willing(me) if each != me and (each in only or not only))
+        return [self._agent.names.label(node) for node in nodes]
 
     def _willing(self, starter: str) -> tuple[str, ...]:
         """The nodes of the view that run jobs of ``starter``."""
@@ -325,10 +360,11 @@ class JobDispatcher:
                 raise ConfigurationError("this node does not lead the cluster, or not for you")
             if len(self._controllers) >= jobs.MAX_JOBS:
                 raise ConfigurationError(f"the cluster runs {jobs.MAX_JOBS} jobs already")
-            places = place(spec, self._willing(spec.starter), ())
-            if not places:
+            willing = self._willing(spec.starter)
+            if not willing:
                 refusals = self._refusals(spec.starter)
                 raise ConfigurationError(f"no machine runs this job{refusals}")
+            places = place(spec, [node for node in willing if self._is_alike(node, spec)], ())
             controller = JobController(self._agent, spec, places, view, is_new=True)
             objection = controller.placement.objection(view)
             if objection:
@@ -337,6 +373,11 @@ class JobDispatcher:
             self._agent.links.send(node, jobs.Submitted(spec.job, str(error)[:4000]))
             return
         self._lead(controller, view)
+
+    def _is_alike(self, node: str, spec: jobs.JobSpec) -> bool:
+        """Whether the versions on ``node`` are those that the job wants."""
+        said = self._agent.links.introduction(node)
+        return said is not None and not differences("", spec.versions, said.versions)
 
     def _lead(self, controller: JobController, view: View) -> None:
         self._controllers[controller.spec.job] = controller
@@ -503,3 +544,18 @@ class JobDispatcher:
         await self._tasks.close()
         self._drop(list(self.runners))
         await self._ending.ended()
+
+
+def _looked_at(
+    request: local.RunRequest,
+) -> tuple[Versions, tuple[jobs.Need, ...], tuple[tuple[str, str], ...]]:
+    """What the script of ``request`` needs: the versions that count, packages, and modules of the
+    user's own that do not travel."""
+    root = Path(request.folder or request.directory)
+    files = [root / each for each in (request.script, *request.modules)]
+    places = [files[0].parent, root]
+    names, versions = imported(files, places), own_versions()
+    needs = needs_of(names) if request.folder else ()
+    if request.folder and not wants_torch(needs):
+        versions = msgspec.structs.replace(versions, torch="")
+    return versions, needs, own_modules(names, places)

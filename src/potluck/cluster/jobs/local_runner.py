@@ -13,6 +13,7 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
@@ -21,12 +22,14 @@ from pathlib import Path
 import msgspec
 
 from potluck.background import Tasks, stop, why
+from potluck.cluster.code_store.imports import lacking
 from potluck.cluster.code_store.job_folders import JobFolder, Record
 from potluck.cluster.code_store.store import CodeStore
 from potluck.cluster.discovery.interfaces import interface_of
 from potluck.cluster.jobs.agent_parts import AgentParts
 from potluck.cluster.jobs.chaos import parse_chaos
 from potluck.cluster.jobs.interrupted import InterruptedTraceback
+from potluck.cluster.jobs.missing import describe_lack
 from potluck.cluster.jobs.process import Launch, WorkerProcess
 from potluck.cluster.jobs.pulse import Pulse
 from potluck.cluster.jobs.worker_reports import WorkerReports
@@ -85,6 +88,7 @@ class LocalRunner:
         self._peers: frozenset[tuple[str, int]] = frozenset()
         """Where the workers of the present group listen."""
         self._error = ""
+        self._lacks = False
         self._is_withdrawing = False
         self._reports = WorkerReports()
         self._unsent: deque[jobs.Output] = deque(maxlen=_MAX_KEPT_LINES)
@@ -147,6 +151,9 @@ class LocalRunner:
                     f"the run asks for --wire {spec.wire}: run it without --wire, or start "
                     f"potluck up there with POTLUCK_WIRE={spec.wire}"
                 )
+            if missing := await asyncio.to_thread(lacking, spec.needs):
+                self._lacks = True
+                raise ConfigurationError(describe_lack(missing, spec.own, sys.executable))
             if spec.package is not None:
                 if not self._code_store.has(spec.package):
                     await self._bring(spec.package)
@@ -401,7 +408,8 @@ class LocalRunner:
         name, say, alive = self.spec.job, self._agent.plane.to_leader, self.alive
         for event in (*self._reports.progress(), *self._reports.ended()):
             say(jobs.Happened(name, event))
-        say(jobs.Reported(name, self._reports.seen(alive), self._error))
+        lacks = self._lacks and bool(self._error)
+        say(jobs.Reported(name, self._reports.seen(alive), self._error, lacks))
         for event in self._reports.standing(alive):
             say(jobs.Happened(name, event))
         while self._unsent:

@@ -17,11 +17,14 @@ def place(
 ) -> tuple[WorkerPlace, ...]:
     """The places to be added for ``nodes`` (in order of seniority) that have none yet.
 
-    The starter comes first, then the most senior, up to ``spec.max_nodes`` in all. Workers are
-    numbered on: a place once given stays its node's, also while that is away.
+    The starter comes first, then the most senior, up to ``spec.max_nodes`` in all, those in
+    ``spec.only`` alone if it names any. Workers are numbered on: a place once given stays its
+    node's, also while that is away.
     """
     used = {each.node for each in taken}
     ordered = sorted(nodes, key=lambda node: node != spec.starter)
+    if spec.only:
+        ordered = [node for node in ordered if node in spec.only]
     new = [node for node in ordered if node not in used]
     if spec.max_nodes:
         new = new[: max(0, spec.max_nodes - len(used))]
@@ -56,6 +59,7 @@ class Placement:
         self._node_of = {each.worker: each.node for each in places}
         self._unwilling = unwilling
         self._unfit: dict[str, str] = {}
+        self._lacks: dict[str, str] = {}
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -97,10 +101,24 @@ class Placement:
 
     def objection(self, view: View) -> str:
         """Why the job can't be begun in ``view``; empty if it can."""
-        texts = [text for node in sorted(self.nodes) for text in self._differences(node)]
         if self._spec.starter not in view.nodes:
-            texts.append("the node it was started on is not in the cluster's view")
-        return "not all nodes can run this script: " + "; ".join(texts) if texts else ""
+            return "the node it was started on is not in the cluster's view"
+        num, least = len(self.nodes), self._spec.min_nodes
+        if num and (num >= least or self._spec.is_local):
+            return ""
+        count = f"{num} of at least {least} machines" if num else "no machine"
+        told: list[str] = []
+        self.note_unfit(view.nodes, told.append, again=True)
+        return f"{count} can run this job" + "".join(f". {text}" for text in told)
+
+    def lacks(self, node: str, what: str) -> None:
+        """``node`` lacks ``what`` (empty: nothing any more): it gets no places."""
+        self._lacks[node] = what
+
+    def leave_out(self, node: str) -> None:
+        """Take back the places of ``node``, on which nothing runs yet."""
+        self.places = tuple(each for each in self.places if each.node != node)
+        self._node_of = {each.worker: each.node for each in self.places}
 
     def take_in(self, nodes: Iterable[str], note: Callable[[str], None]) -> None:
         """Give places to those of ``nodes`` that have none and can take part; ``note`` gets why
@@ -113,17 +131,27 @@ class Placement:
         self.places += added
         self._node_of |= {each.worker: each.node for each in added}
 
-    def note_unfit(self, nodes: Iterable[str], note: Callable[[str], None]) -> None:
-        """Tell which of ``nodes`` have no place and can't take part, and why."""
+    def note_unfit(
+        self, nodes: Iterable[str], note: Callable[[str], None], *, again: bool = False
+    ) -> None:
+        """Tell which of ``nodes`` have no place and can't take part, and why; ``again`` also those
+        that were told before."""
         for node in nodes:
             if node not in self.nodes:
+                if again:
+                    self._unfit.pop(node, None)
                 self._is_fit(node, note)
 
     def _is_fit(self, node: str, note: Callable[[str], None]) -> bool:
         """Whether ``node`` can take part; ``note`` gets the reason if not, once."""
         text, unwilling = "; ".join(self._differences(node)), self._unwilling(node)
-        if text:
+        lacks = self._lacks.get(node)
+        if self._spec.only and node not in self._spec.only:
+            text = ""  # nobody asked for it
+        elif text:
             text = f"a node can't take part: {text}"
+        elif lacks:
+            text = f"a node can't take part: {self._names.called(node)} {lacks}"
         elif unwilling:
             text = f"{self._names.called(node)} takes no part: {unwilling}"
         if text and text != self._unfit.get(node):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -18,7 +18,8 @@ _COMMITTED = "committed_steps"
 _AGAIN = "steps_run_again"
 _TOLD_ELSEWHERE = {HASH, _COMMITTED, _AGAIN, "recoveries"}
 
-_PIP_NAMES = {"sklearn": "scikit-learn", "cv2": "opencv-python", "PIL": "pillow", "yaml": "pyyaml"}
+Missing = Callable[[str, str], str]
+"""``missing(worker, module)``: why an import failed there, in a sentence."""
 
 
 class WorkerSummary(msgspec.Struct, frozen=True):
@@ -77,7 +78,7 @@ def summarize(
     state: State,
     journal: Journal,
     unfired: Sequence[str],
-    python: str,
+    missing: Missing,
     written: Sequence[Written],
     now: float,
 ) -> Summary:
@@ -94,7 +95,7 @@ def summarize(
         for worker in state.workers
     )
     hashes = {w.parameter_hash for w in workers if w.finished and w.parameter_hash is not None}
-    problems = list(_failures(state, journal, python))
+    problems = list(_failures(state, journal, missing))
     if len(hashes) > 1:
         problems.append("the workers ended with different parameters")
     problems += [f"the fault {fault!r} never happened" for fault in unfired]
@@ -128,17 +129,13 @@ def encode_summary(summary: Summary) -> bytes:
     return data
 
 
-def explain(lines: Sequence[str], python: str) -> str | None:
-    """What the end of a traceback means, in one sentence with what to do; None if unknown."""
+def explain(lines: Sequence[str], missing: Callable[[str], str]) -> str | None:
+    """What the end of a traceback means, in one sentence with what to do; None if unknown.
+    ``missing(module)`` is the sentence about an import that failed."""
     for line in reversed(lines):
-        missing = re.match(r"ModuleNotFoundError: No module named '([\w.]+)'", line)
-        if missing is not None:
-            module = missing[1].split(".")[0]
-            package = _PIP_NAMES.get(module, module)
-            return (
-                f"the script needs the Python package {module!r}, which is not installed for "
-                f"{python}: {python} -m pip install {package}"
-            )
+        module = re.match(r"ModuleNotFoundError: No module named '([\w.]+)'", line)
+        if module is not None:
+            return missing(module[1].split(".")[0])
         if re.match(r"EOFError: EOF when reading a line|(bdb\.)?BdbQuit\b", line):
             return (
                 "input() and breakpoint() need a terminal, and only a single worker has one: on a "
@@ -151,13 +148,14 @@ def explain(lines: Sequence[str], python: str) -> str | None:
     return None
 
 
-def _failures(state: State, journal: Journal, python: str) -> Sequence[str]:
+def _failures(state: State, journal: Journal, missing: Missing) -> Sequence[str]:
     if state.interrupted:
         return [state.stopping]
     failure = state.failure
     if failure is None:
         return []
-    said = explain(journal.facts_of(failure.worker).last_words, python)
+    last_words = journal.facts_of(failure.worker).last_words
+    said = explain(last_words, lambda module: missing(failure.worker, module))
     text = failure.text
     if failure.code is not None and "exited" not in text and "killed" not in text:
         code = failure.code if failure.code <= 128 else 128 - failure.code

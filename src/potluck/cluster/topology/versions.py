@@ -20,26 +20,35 @@ def own_versions() -> Versions:
         numpy=installed("numpy"),
         machine=platform.machine(),
         byte_order=sys.byteorder,
+        executable=sys.executable[:256] if sys.executable.isprintable() else "",
     )
 
 
 def differences(name: str, mine: Versions, theirs: Versions) -> list[str]:
     """The differences because of which workers on the node ``name`` and here can't be in one job,
-    in words; empty if they can.
+    in words, with what to do; empty if they can.
 
-    Python must have the same major and minor version; torch and potluck must be the same release.
+    Python must have the same major and minor version; torch, unless ``mine.torch`` is empty, and
+    potluck must be the same release.
     """
     texts = []
+    pip = f"there: {theirs.executable or 'python'} -m pip install"
+    again = "and start its potluck up again"
     if _minor(mine.python) != _minor(theirs.python):
-        texts.append(f"{name} has Python {theirs.python}, this node {mine.python}")
+        texts.append(
+            f"{name} has Python {theirs.python}, this node {mine.python} (there: uv venv --python "
+            f"{_minor(mine.python)}, install potluck and the script's packages into it, {again})"
+        )
     if mine.potluck != theirs.potluck:
-        texts.append(f"{name} has potluck {theirs.potluck}, this node {mine.potluck}")
-    if mine.torch != theirs.torch:
-        if not theirs.torch:
-            texts.append(f"{name} has no torch, this node {mine.torch}")
-        else:
-            here = mine.torch or "none"
-            texts.append(f"{name} has torch {theirs.torch}, this node {here}")
+        texts.append(
+            f"{name} has potluck {theirs.potluck}, this node {mine.potluck} (install the same "
+            f"release on both, {again})"
+        )
+    if mine.torch and mine.torch != theirs.torch:
+        theirs_is = f"torch {theirs.torch}" if theirs.torch else "no torch"
+        texts.append(
+            f"{name} has {theirs_is}, this node {mine.torch} ({pip} torch=={mine.torch}, {again})"
+        )
     if mine.byte_order != theirs.byte_order:
         texts.append(f"{name} is a {theirs.byte_order}-endian machine ({theirs.machine})")
     return texts

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 from potluck.cluster.jobs.groups import membership
@@ -18,6 +16,7 @@ from potluck.cluster.jobs.groups.events import (
 )
 from potluck.cluster.jobs.groups.roster import JobPolicy, State
 from potluck.cluster.jobs.journal import Journal
+from potluck.cluster.jobs.missing import describe_missing
 from potluck.cluster.jobs.summary import Summary, explain, summarize
 from potluck.types import Member
 from potluck.wire.worker_link import Fact, WorkerProgress
@@ -60,7 +59,7 @@ def summary_of(
         state=state,
         journal=journal,
         unfired=unfired,
-        python="python",
+        missing=lambda worker, module: describe_missing(module, (), (), "", "python"),
         written=(),
         now=110.0,
     )
@@ -128,12 +127,12 @@ def test_an_interrupt_is_told_as_such() -> None:
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        (["ModuleNotFoundError: No module named 'sklearn'"], "pip install scikit-learn"),
+        (["ModuleNotFoundError: No module named 'sklearn.svm'"], "pip install sklearn"),
         (["x", "potluck.errors.MissingDependency: needs torch: pip ...", ""], "needs torch: pip"),
         (["ValueError: no"], None),
         ([], None),
     ],
 )
 def test_the_end_of_a_traceback_is_explained(lines: list[str], words: str | None) -> None:
-    told = explain(lines, sys.executable)
+    told = explain(lines, lambda module: f"pip install {module}")
     assert (told is None) if words is None else (words in (told or ""))
