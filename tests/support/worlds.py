@@ -22,7 +22,7 @@ from potluck.errors import ConfigurationError, GroupError
 from potluck.settings import Settings
 from potluck.testing.world import run_all
 from potluck.transport.credentials import Credentials, make_credentials
-from potluck.types import Group, Member
+from potluck.types import Group, MeasuredPath, Member
 from support.links import psk
 
 T = TypeVar("T")
@@ -127,12 +127,14 @@ def open_world(
     max_early_bytes: int = 64 << 20,
     num_nodes: int = 2,
     nodes: Sequence[int] | None = None,
+    rates: Callable[[int, int], float] | None = None,
     timeout_s: float = 30.0,
 ) -> Iterator[World]:
     """A world of ``world_size`` ranks on links of one of ``WORLD_KINDS`` or ``SIGNED_KINDS``.
 
     Over TCP the ranks spread over ``num_nodes`` identities, or as ``nodes`` says, the number of
-    every rank's node (in process there is one node). The early bound holds over TCP only.
+    every rank's node (in process there is one node). ``rates(a, b)`` are the bytes per second that
+    were measured from a node to another, as the group is told. The early bound holds over TCP only.
     """
     with contextlib.ExitStack() as stack:
         backends: Sequence[Any]
@@ -154,6 +156,7 @@ def open_world(
                 ),
                 kind=kind,
                 nodes=nodes,
+                rates=rates,
             )
         for backend in backends:
             stack.callback(backend.close)
@@ -169,6 +172,7 @@ def tcp_backends(
     *,
     kind: str = "native",
     nodes: Sequence[int] | None = None,
+    rates: Callable[[int, int], float] | None = None,
 ) -> list[TcpBackend]:
     """Backends that know each other's addresses, neighbours on one node. See ``WORLD_KINDS``."""
     if nodes is None:
@@ -181,6 +185,13 @@ def tcp_backends(
         credentials = make_credentials(psk(), keys[nodes[rank]], use_native=is_native)
         backends.append(TcpBackend(settings, credentials))
     members = tuple(backend.member(str(rank)) for rank, backend in enumerate(backends))
+    name_of = {node: member.node for node, member in zip(nodes, members, strict=True)}
+    paths = tuple(
+        MeasuredPath(name_of[a], name_of[b], 1e-3, rates(a, b))
+        for a in (name_of if rates is not None else ())
+        for b in name_of
+        if a != b and rates is not None
+    )
     for rank, backend in enumerate(backends):
-        backend.group = Group(1, rank, members)
+        backend.group = Group(1, rank, members, paths=paths)
     return backends

@@ -174,3 +174,39 @@ def test_a_rank_that_leaves_is_lost_to_every_rank_of_every_node(kind: str) -> No
     with open_world(kind, 5, nodes=(0, 0, 1, 1, 2)) as world:
         world.run(begin)
         world.run(act)
+
+
+SITES = [0, 0, 0, 1, 1, 2]
+"""The racks of six nodes; racks 0 and 1 are in one house, 2 in another."""
+
+
+def rate(a: int, b: int) -> float:
+    """Bytes per second between two nodes: within a rack, within a house, between houses."""
+    if SITES[a] == SITES[b]:
+        return 1e9
+    return 1e8 if 2 not in (SITES[a], SITES[b]) else 2e6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("nodes", [(0, 1, 2, 3, 4, 5), (0, 0, 1, 3, 4, 4, 5), (5, 0, 3, 0, 5, 1)])
+def test_every_operation_over_nested_levels(kind: str, nodes: tuple[int, ...]) -> None:
+    """node < rack < house, found from what was measured."""
+    size = len(nodes)
+    with open_world(kind, size, nodes=nodes, rates=rate, segment_bytes=4096) as world:
+        for count in (0, 1, 3001):
+            world.run(lambda ctx, count=count: check_all(ctx, count, count + 1))
+
+        def without_a_word(ctx: DistributedContext) -> int:
+            def num_hierarchical() -> int:
+                algorithms = ctx.stats()["operations"]["all_reduce"]["algorithms"]
+                return int(algorithms.get(HIERARCHICAL, 0))
+
+            before = num_hierarchical()
+            array = np.full(1 << 18, ctx.rank + 1.0, np.float32)
+            assert (ctx.all_reduce(array) == size * (size + 1) / 2).all()
+            chosen = num_hierarchical() - before
+            coded = ctx.all_reduce(np.full(256, 127.0, np.float32), codec="int8")
+            assert (coded == 127 * size).all()
+            return chosen
+
+        assert world.run(without_a_word) == [1] * size

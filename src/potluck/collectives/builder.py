@@ -22,14 +22,16 @@ class Draft(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One rank of ``world_size``. ``nodes[r]`` is the node index of rank ``r`` (hierarchical);
-    ``cut`` are pairs of ranks that can't reach each other (spanning tree)."""
+    """One rank of ``world_size``. ``nodes[r]`` is the node index of rank ``r``, and
+    ``sites[level][r]`` its group of nodes, the innermost level first (hierarchical); ``cut`` are
+    pairs of ranks that can't reach each other (spanning tree)."""
 
     world_size: int
     rank: int
     root: int = 0
     nodes: tuple[int, ...] = ()
     cut: tuple[tuple[int, int], ...] = ()
+    sites: tuple[tuple[int, ...], ...] = ()
 
     @property
     def position(self) -> int:

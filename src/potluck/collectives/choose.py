@@ -117,6 +117,8 @@ class Chooser:
         self._cut = cut
         on = [group.members[rank].node for rank in ranks]
         links = measured_links(LINKS[group.engine], on, group.paths)
+        self.sites = links.sites
+        """Groups of nodes, by the measured links; for hierarchical plans without a codec."""
         self._choose = partial(choose, nodes=nodes, links=links)
         self.choose_coded = partial(choose_coded, nodes=nodes, links=links)
 
@@ -172,9 +174,9 @@ def _choose(
 ) -> tuple[Algorithm, float]:
     nbytes = 1 << bucket - 1 if bucket else 0
     links = replace(links or LINKS[Engine.NATIVE], nodes=nodes)
-    flat = _is_flat(nodes, world_size)
+    flat = nodes is None or (_is_flat(nodes, world_size) and not links.sites)
     options = [
-        (build_plan(operation, algorithm, world_size, 0, nodes=nodes), links)
+        (build_plan(operation, algorithm, world_size, 0, nodes=nodes, sites=links.sites), links)
         for algorithm in algorithms_for(operation)
         if not (flat and algorithm is Algorithm.HIERARCHICAL)
         and algorithm is not Algorithm.SPANNING_TREE  # for cut links only
@@ -245,7 +247,10 @@ def _moved(plan: Plan, links: LinkModel, nbytes: int, is_coded: bool) -> tuple[i
 def _first_plans(plan: Plan, count: int, links: LinkModel, is_coded: bool) -> list[Plan]:
     """The plans of ranks 0 to ``count - 1`` in the world of ``plan``."""
     return [
-        build_plan(plan.operation, plan.algorithm, plan.world_size, rank, 0, links.nodes, is_coded)
+        build_plan(
+            *(plan.operation, plan.algorithm, plan.world_size, rank, 0, links.nodes, is_coded),
+            sites=() if is_coded else links.sites,
+        )
         for rank in range(count)
     ]
 

@@ -6,11 +6,16 @@ the measured paths of a cluster in.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from potluck.types import Engine, MeasuredPath
+
+Sites = tuple[tuple[int, ...], ...]
+"""By level, the innermost first: the index of each rank's group of nodes."""
 
 
 class Wire(NamedTuple):
@@ -35,6 +40,7 @@ class LinkModel:
     ``pairs`` names the wires that differ: ``((src, dst, wire), ...)``. With ``shared_wire`` the
     ranks of one node take turns at their node's wire, in each direction. At most ``processors``
     ranks work at a time (0: all of them), as on a machine with several ranks for each core.
+    ``sites`` are groups of nodes with fast links inside, as in ``make_plan``.
     """
 
     remote: Wire
@@ -49,6 +55,7 @@ class LinkModel:
     shared_wire: bool = True
     pairs: tuple[tuple[int, int, Wire], ...] = ()
     processors: int = 0
+    sites: Sites = ()
 
     @property
     def is_uniform(self) -> bool:
@@ -119,6 +126,7 @@ def measured_links(
     """``model`` with the measured ``paths`` between the nodes of a group whose rank ``r`` is on
     ``nodes[r]``. Other paths count as fast as the fastest of these, if that is above the model's
     rate: of many nodes a group is told of the slowest paths only."""
+    paths = tuple(paths)
     found = {(path.source, path.target): path for path in paths if path.bandwidth > 0}
     pairs = tuple(
         (i, j, model.remote._replace(alpha_s=path.latency_s, beta_s_per_byte=1 / path.bandwidth))
@@ -128,4 +136,44 @@ def measured_links(
     )
     fastest = min((wire.beta_s_per_byte for _, _, wire in pairs), default=float("inf"))
     beta = min(model.remote.beta_s_per_byte, fastest)
-    return replace(model, remote=model.remote._replace(beta_s_per_byte=beta), pairs=pairs)
+    remote = model.remote._replace(beta_s_per_byte=beta)
+    return replace(model, remote=remote, pairs=pairs, sites=sites_of(nodes, paths, 1 / beta))
+
+
+_GAP = 4.0
+"""Links within a site are at least so much faster than those between sites: less is no reason for
+a detour, and measurements differ by less than that."""
+
+
+def sites_of(nodes: Sequence[str], paths: Iterable[MeasuredPath], bandwidth: float) -> Sites:
+    """Groups of the ``nodes`` of a group's ranks, by measured ``paths``, in as many levels as the
+    bandwidths have gaps; empty if there are none. Paths that were not measured have ``bandwidth``.
+
+    At each gap the nodes that faster links connect are one site, if all pairs in it have them.
+    """
+    names = list(dict.fromkeys(nodes))
+    rates: dict[tuple[str, str], float] = {}
+    for path in paths:
+        pair = min(path.source, path.target), max(path.source, path.target)
+        if path.source != path.target and {*pair} <= {*names} and path.bandwidth > 0:
+            rates[pair] = min(path.bandwidth, rates.get(pair, math.inf))
+    ordered = sorted({*rates.values(), bandwidth})
+    found: list[tuple[int, ...]] = []
+    for slow, fast in itertools.pairwise(ordered):
+        if fast < _GAP * slow:
+            continue
+        site_of: dict[str, int] = {}
+        for name in names:
+            near = {
+                site
+                for other, site in site_of.items()
+                if rates.get((min(name, other), max(name, other)), bandwidth) > slow
+            }
+            site_of[name] = near.pop() if len(near) == 1 else len(set(site_of.values()))
+        alike = all(
+            (rates.get((min(a, b), max(a, b)), bandwidth) > slow) == (site_of[a] == site_of[b])
+            for a, b in itertools.combinations(names, 2)
+        )
+        if alike and 1 < len(set(site_of.values())) < len(names):
+            found.insert(0, tuple(site_of[name] for name in nodes))
+    return tuple(found)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import lru_cache
 from hashlib import blake2b
 
@@ -16,6 +17,7 @@ from potluck.collectives import (
     tree,
 )
 from potluck.collectives.builder import Builder, Rank
+from potluck.collectives.links import Sites
 from potluck.collectives.plan import (
     OWN_ALGORITHMS,
     Algorithm,
@@ -108,13 +110,16 @@ def make_plan(
     nodes: tuple[int, ...] | None = None,
     is_coded: bool = False,
     cut: Cut = (),
+    sites: Sites = (),
 ) -> Plan:
     """The steps of ``rank`` in one collective of ``world_size`` ranks. Pure, and cached.
 
     ``root`` is the source or destination of a rooted operation. Of the others only the centralized
     algorithm takes one: the rank through which everything goes. ``nodes[r]`` is the node index of
     rank ``r`` (any integers); the hierarchical algorithm needs it, the others ignore it. All ranks
-    must pass the same ``root``, ``nodes`` and ``cut``: the pairs of ranks that can't reach each
+    must pass the same ``root``, ``nodes``, ``sites`` and ``cut``. ``sites`` are groups of nodes,
+    and groups of these, the innermost level first, each given as ``nodes`` is (hierarchical).
+    ``cut`` are the pairs of ranks that can't reach each
     other, which the spanning tree spares. ``is_coded``: for a codec; a hierarchical all_reduce then
     has no ring of nodes, in which sums would be encoded again and again. A world of one has an
     empty plan.
@@ -122,7 +127,7 @@ def make_plan(
     Raises ``ValueError`` for a pair that does not exist (and lists those that do), a rank or root
     outside the world, a ``root`` where none belongs, and ``nodes`` missing or of the wrong length.
     """
-    return _kept(operation, algorithm, world_size, rank, root, nodes, is_coded, cut)
+    return _kept(operation, algorithm, world_size, rank, root, nodes, is_coded, cut, sites)
 
 
 def build_plan(
@@ -134,6 +139,7 @@ def build_plan(
     nodes: tuple[int, ...] | None = None,
     is_coded: bool = False,
     cut: Cut = (),
+    sites: Sites = (),
 ) -> Plan:
     """:func:`make_plan` without the cache, for code that reads the plans of all ranks once."""
     operation, algorithm = Operation(operation), Algorithm(algorithm)
@@ -154,9 +160,12 @@ def build_plan(
         raise ValueError(f"hierarchical {operation} needs nodes, the node index of every rank")
     if nodes is not None and len(nodes) != world_size:
         raise ValueError(f"nodes names {len(nodes)} ranks in a world of {world_size}")
+    for inner, outer in itertools.pairwise((nodes or (), *sites)):
+        if len(outer) != world_size or len(set(zip(inner, outer, strict=True))) > len(set(inner)):
+            raise ValueError(f"sites {outer} of {inner}: each of these is in one of those")
     if is_coded and builder is hierarchical.all_reduce:
         builder = hierarchical.coded_all_reduce
-    draft = builder(Rank(world_size, rank, root, nodes or (), cut))
+    draft = builder(Rank(world_size, rank, root, nodes or (), cut, sites))
     return Plan(
         operation=operation,
         algorithm=algorithm,
@@ -180,13 +189,14 @@ def crossing(
     nodes: tuple[int, ...] | None,
     cut: Cut,
     is_coded: bool,
+    sites: Sites = (),
 ) -> tuple[int, int] | None:
     """A pair of ``cut`` over which some rank's plan would send; None if no plan does.
 
     Equal on all ranks, so that all refuse such a call.
     """
     for rank in range(world_size) if cut else ():
-        plan = build_plan(operation, algorithm, world_size, rank, root, nodes, is_coded, cut)
+        plan = build_plan(operation, algorithm, world_size, rank, root, nodes, is_coded, cut, sites)
         for step in plan.steps:
             pair = (min(rank, step.peer), max(rank, step.peer))
             if pair in cut:

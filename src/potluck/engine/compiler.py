@@ -114,6 +114,7 @@ class Compiler:
             nodes=self._nodes,
             cut=self._cut,
             is_coded=codec is not None,
+            sites=() if codec is not None else self._chooser.sites,
         )
         call = Call(
             operation,
@@ -148,7 +149,8 @@ class Compiler:
     ) -> None:
         """ValueError if the plan of some rank needs a link that is cut."""
         world, is_coded = len(self._ranks), codec is not None
-        pair = crossing(operation, algorithm, world, root, self._nodes, self._cut, is_coded)
+        sites = () if is_coded else self._chooser.sites
+        pair = crossing(operation, algorithm, world, root, self._nodes, self._cut, is_coded, sites)
         if pair is None:
             return
         a, b = (self._ranks[place] for place in pair)

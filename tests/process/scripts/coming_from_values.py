@@ -57,6 +57,7 @@ def values_of(
         'ctx.all_reduce(t, "mean", algorithm="ring")': mean,
         'ctx.all_reduce(t, "mean", codec="fp16")': about(mean, 1e-2),
         'ctx.all_reduce(t, algorithm="ring")': total,
+        'ctx.all_reduce(t, algorithm="hierarchical")': total,
         'ctx.all_reduce(t, algorithm="tree")': size * total,
         'ctx.all_reduce(t, algorithm="centralized")': size**2 * total,
         'ctx.all_reduce(t, codec="int8", residual=residual)': about(total, 0.1),

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from potluck.collectives.links import LINKS
+from potluck.collectives.choose import fastest
+from potluck.collectives.links import LINKS, Sites, measured_links, sites_of
 from potluck.collectives.plan import Action, Algorithm, Operation, Plan
-from potluck.collectives.registry import build_plan, make_plan
+from potluck.collectives.registry import ROOTED, algorithms_for, build_plan, make_plan
 from potluck.collectives.simulate import chunk_sizes, simulate
 from potluck.collectives.verify import verify
 from potluck.engine.arrays.coding import coded_steps, takers_of
-from potluck.types import Engine
+from potluck.types import Engine, MeasuredPath
 
 LAYOUTS = st.lists(st.integers(-2, 4), min_size=2, max_size=16).map(tuple)
 
@@ -136,3 +138,130 @@ def test_on_nodes_of_one_rank_it_is_a_ring(operation: Operation) -> None:
     assert [len(plan.steps) for plan in ours] == [len(plan.steps) for plan in ring]
     for plan in ours:
         assert {step.peer for step in plan.steps} == {(plan.rank - 1) % 6, (plan.rank + 1) % 6}
+
+
+@st.composite
+def nests(draw: st.DrawFn) -> tuple[tuple[int, ...], Sites]:
+    """The nodes of ranks, and one to three levels of groups of them."""
+    nodes = draw(st.lists(st.integers(0, 6), min_size=1, max_size=14).map(tuple))
+    level, sites = nodes, []
+    for _ in range(draw(st.integers(1, 3))):
+        into = {group: draw(st.integers(0, 3)) for group in sorted(set(level))}
+        level = tuple(into[group] for group in level)
+        sites.append(level)
+    return nodes, tuple(sites)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(nest=nests(), seed=st.integers(0, 1 << 16))
+def test_nested_plans_are_right_for_every_nesting_and_root(
+    nest: tuple[tuple[int, ...], Sites], seed: int
+) -> None:
+    nodes, sites = nest
+    world = len(nodes)
+    for operation in algorithms_of_hierarchy():
+        for root in range(world) if operation in ROOTED else (0,):
+            plans = [
+                build_plan(operation, Algorithm.HIERARCHICAL, world, r, root, nodes, sites=sites)
+                for r in range(world)
+            ]
+            verify(plans)
+            verify(plans, seed=seed)
+
+
+def algorithms_of_hierarchy() -> list[Operation]:
+    return [each for each in Operation if Algorithm.HIERARCHICAL in algorithms_for(each)]
+
+
+@pytest.mark.parametrize("world", range(1, 25))
+def test_nested_plans_of_every_world_size(world: int) -> None:
+    """Nodes of two workers, racks of two nodes, sites of two racks, the last ones incomplete."""
+    nodes = tuple(rank // 2 for rank in range(world))
+    sites = (tuple(rank // 4 for rank in range(world)), tuple(rank // 8 for rank in range(world)))
+    for operation in algorithms_of_hierarchy():
+        verify(
+            [
+                build_plan(operation, Algorithm.HIERARCHICAL, world, r, 0, nodes, sites=sites)
+                for r in range(world)
+            ]
+        )
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(nest=nests())
+def test_a_nested_all_reduce_costs_a_site_what_it_costs_one_rank_in_a_ring(
+    nest: tuple[tuple[int, ...], Sites],
+) -> None:
+    nodes, sites = nest
+    outer, num = sites[-1], len(set(sites[-1]))
+    plans = [
+        build_plan(
+            Operation.ALL_REDUCE, Algorithm.HIERARCHICAL, len(nodes), rank, 0, nodes, sites=sites
+        )
+        for rank in range(len(nodes))
+    ]
+    nbytes = plans[0].num_chunks * 10
+    for ways in bytes_between_nodes(plans, outer, nbytes):
+        assert set(ways.values()) == {2 * (num - 1) * nbytes // num}
+
+
+def test_groups_that_are_not_nested_are_refused() -> None:
+    for sites in (((0, 1, 0, 0),), ((0, 0, 1),), ((0, 0, 1, 1), (0, 1, 0, 0))):
+        with pytest.raises(ValueError, match="each of these is in one of those"):
+            build_plan(
+                Operation.ALL_REDUCE, Algorithm.HIERARCHICAL, 4, 0, 0, (0, 0, 1, 1), sites=sites
+            )
+
+
+def paths_of(rate: Callable[[int, int], float], num: int) -> list[MeasuredPath]:
+    return [
+        MeasuredPath(f"n{a}", f"n{b}", 1e-3, rate(a, b))
+        for a in range(num)
+        for b in range(num)
+        if a != b and rate(a, b)
+    ]
+
+
+FAST, WIFI, WAN = 1e9, 5e7, 2e6
+
+
+@pytest.mark.parametrize(
+    ("rate", "sites"),
+    [
+        (lambda a, b: FAST, ()),
+        (lambda a, b: FAST if a // 2 == b // 2 else FAST / 3, ()),  # no gap
+        (lambda a, b: FAST if a // 3 == b // 3 else WAN, ((0, 0, 0, 1, 1, 1),)),
+        (lambda a, b: 0.0 if a // 3 == b // 3 else WAN, ((0, 0, 0, 1, 1, 1),)),  # not measured
+        (lambda a, b: WAN if a == 5 or b == 5 else FAST, ((0, 0, 0, 0, 0, 1),)),
+        (lambda a, b: WAN if a == 5 else FAST, ((0, 0, 0, 0, 0, 1),)),  # slow in one direction
+        (
+            lambda a, b: FAST if a // 2 == b // 2 else WIFI if a // 4 == b // 4 else WAN,
+            ((0, 0, 1, 1, 2, 2), (0, 0, 0, 0, 1, 1)),
+        ),
+        (lambda a, b: WAN, ()),  # every node alone
+        (lambda a, b: FAST if abs(a - b) == 1 else WAN, ()),  # a chain: no groups
+    ],
+)
+def test_sites_are_found_in_what_was_measured(
+    rate: Callable[[int, int], float], sites: Sites
+) -> None:
+    nodes = [f"n{rank}" for rank in range(6)]
+    assert sites_of(nodes, paths_of(rate, 6), FAST) == sites
+    # Two workers a node, in another order of ranks.
+    doubled = sites_of([*nodes, *nodes], paths_of(rate, 6), FAST)
+    assert doubled == tuple(level + level for level in sites)
+
+
+def test_nested_levels_are_chosen_where_the_model_says_so() -> None:
+    """Two houses of four nodes: a ring of nodes would carry nearly twice the bytes between them."""
+    nodes = [f"n{rank}" for rank in range(8)]
+    paths = paths_of(lambda a, b: FAST if a % 2 == b % 2 else WAN, 8)
+    links = measured_links(LINKS[Engine.NATIVE], nodes, paths)
+    assert links.sites == (((0, 1) * 4),)
+    size, flat = 64 << 20, tuple(range(8))
+    found = fastest(Operation.ALL_REDUCE, size, 8, nodes=flat, links=links)
+    without = fastest(Operation.ALL_REDUCE, size, 8, nodes=flat, links=replace(links, sites=()))
+    assert found[0] is Algorithm.HIERARCHICAL
+    assert found[1] < 0.75 * without[1]
+    even = measured_links(LINKS[Engine.NATIVE], nodes, paths_of(lambda a, b: FAST, 8))
+    assert fastest(Operation.ALL_REDUCE, size, 8, nodes=flat, links=even)[0] is Algorithm.RING
