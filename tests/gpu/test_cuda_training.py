@@ -197,3 +197,31 @@ def test_a_rank_whose_gpu_runs_out_of_memory_names_itself_everywhere() -> None:
         run_world(2, rank)
     assert "out of memory" in str(caught.value.errors[0]).lower()
     assert "rank 0" in str(caught.value.errors[1])
+
+
+@pytest.mark.parametrize("strategy", potluck.TrainingStrategy)
+def test_a_trainer_computes_on_the_device_that_it_is_told(
+    strategy: potluck.TrainingStrategy,
+) -> None:
+    """By every strategy, with unequal parts; its getters give arrays of the host."""
+
+    def work(ctx: DistributedContext) -> Any:
+        device = DEVICES[ctx.rank]
+        here = (slice(0, 100), slice(100, 150), slice(150, 192))[ctx.rank]
+        sizes = {"input_dim": 20, "hidden_dims": [64, 32], "output_dim": 5}
+        with potluck.DistributedNeuralNetTrainer(
+            ctx, strategy, device=device, batch_size=24, **sizes
+        ) as trainer:
+            loss = trainer.train(X[here], Y[here], epochs=8)
+            assert {p.device.type for p in trainer.model.parameters()} == {device}
+            assert trainer.get_parameters().keys() == {
+                f"{layer}.{name}" for layer in (0, 2, 4) for name in ("weight", "bias")
+            }
+            return loss, trainer.predict(X), trainer.get_parameters()
+
+    found = run_world(3, work)
+    for loss, outputs, parameters in found:
+        assert loss == found[0][0] < 1.5
+        torch.testing.assert_close(outputs, found[0][1], atol=1e-3, rtol=1e-3)
+        for name, each in parameters.items():
+            torch.testing.assert_close(each, found[0][2][name], atol=1e-5, rtol=1e-4)

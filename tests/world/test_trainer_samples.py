@@ -506,3 +506,56 @@ def test_one_rank_reads_losses_parameters_and_predictions_alone() -> None:
         ctx.barrier()
 
     run_world(2, train)
+
+
+@pytest.mark.parametrize("strategy", KINDS)
+def test_a_worker_without_samples_takes_part_and_counts_nothing(
+    strategy: TrainingStrategy,
+) -> None:
+    """Also rank 0, whose weights all begin with."""
+    sizes = [0, 70, 40]
+
+    def train(ctx: DistributedContext) -> Any:
+        with potluck.DistributedNeuralNetTrainer(ctx, strategy, **SIZES) as trainer:
+            first = trainer.train_epoch(*part(sizes, ctx.rank))
+            assert trainer.train(*part(sizes, ctx.rank), epochs=9) < first
+            assert ctx.rank or np.isnan(trainer.get_local_loss())
+            return trainer.get_global_loss(), trainer.get_parameters()
+
+    found = run_world(3, train)
+    for loss, parameters in found:
+        assert loss == found[0][0]
+        assert all(np.array_equal(parameters[name], found[0][1][name]) for name in parameters)
+
+
+@pytest.mark.parametrize("strategy", [each for each in KINDS if each is not KINDS.MODEL_PARALLEL])
+def test_a_worker_that_joins_brings_its_samples(
+    strategy: TrainingStrategy, caplog: pytest.LogCaptureFixture
+) -> None:
+    joined: list[str] = []
+
+    def train(ctx: MortalContext) -> Any:
+        me = int(ctx.group.me.worker)
+        steps = 0
+
+        def loss(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+            nonlocal steps
+            steps += 1
+            if (me, steps) == (0, 6):
+                joined.append(world.join())
+            return F.cross_entropy(found, wanted)
+
+        with potluck.DistributedNeuralNetTrainer(ctx, strategy, loss=loss, **SIZES) as trainer:
+            value = trainer.train(*part([400, 300, 200], me), epochs=5)
+            return value, steps, trainer.get_parameters()
+
+    with caplog.at_level(logging.WARNING):
+        world = ElasticWorld(2, train)
+        results = world.run(limit_s=120)
+    assert joined == ["2"]
+    assert set(results) == {"0", "1", "2"}
+    assert any("200 samples came with a worker" in each.message for each in caplog.records)
+    for value, steps, parameters in results.values():
+        assert value == results["0"][0]
+        assert steps > 0
+        assert all(np.array_equal(parameters[n], results["0"][2][n]) for n in parameters)

@@ -84,7 +84,7 @@ class AtHome(Way):
 def _flat(model: nn.Module) -> Tensor:
     """Parameters and buffers, float64 on the CPU."""
     state = model.state_dict().values()
-    return torch.cat([each.detach().reshape(-1).double().cpu() for each in state])
+    return torch.cat([each.detach().cpu().reshape(-1).double() for each in state])
 
 
 @torch.no_grad()
@@ -93,4 +93,4 @@ def _set_flat(model: nn.Module, flat: Tensor) -> None:
     for each, part in zip(state, torch.split(flat, [t.numel() for t in state]), strict=True):
         # A counter, such as that of a BatchNorm's steps, is the mean rounded.
         found = part if each.is_floating_point() else part.round()
-        each.copy_(found.reshape(each.shape))
+        each.copy_(found.reshape(each.shape).to(each.dtype))  # here: not every device has float64
