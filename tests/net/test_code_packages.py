@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from support.commands import Command, potluck_command
 from support.machines import Machine, cluster_of, form
 
 pytestmark = pytest.mark.needs_root_netns
@@ -54,3 +55,44 @@ def test_the_secrets_of_a_small_home_stay_at_home(tmp_path: Path) -> None:
         dry = ada.runs("run", "--dry-run", str(folder / "train.py"))
         assert ".ssh/" in dry.stdout
         assert "travels to 1 machine (bob)" in dry.stdout
+
+
+PROJECT = {
+    "scripts/train.py": """
+import mypkg.net, inner, helper, potluck
+ctx = potluck.init()
+print(mypkg.net.NAME, inner.NAME, helper.NAME, "of", ctx.world_size)
+print(*__file__.split("/")[-2:], "is at", open("data.txt").read())
+ctx.close()
+""",
+    "scripts/helper.py": "NAME = 'beside'",
+    "mypkg/net.py": "NAME = 'from the root'",
+    "src/inner/__init__.py": "NAME = 'from src'",
+    "data.txt": "its place",
+}
+
+
+def test_a_script_finds_the_modules_of_its_project_on_every_machine(tmp_path: Path) -> None:
+    """Seen: only the script's own folder travelled, so ``import mypkg`` failed everywhere."""
+    project = tmp_path / "project"
+    for path, text in PROJECT.items():
+        (project / path).parent.mkdir(parents=True, exist_ok=True)
+        (project / path).write_text(text)
+    (project / ".git").mkdir()
+    script = project / "scripts" / "train.py"
+    with cluster_of(2, tmp_path / "homes") as (ada, bob):
+        form(ada, bob)
+        there = ["bash", "-c", 'cd "$0" && exec "$@"', project, *potluck_command(), "run"]
+        for arguments in ([script], ["--root", project, script]):
+            with Command(ada.host.command([*there, *arguments]), env=ada.environment) as run:
+                assert run.finish() == 0, run.text
+            assert run.text.count("from the root from src beside of 2") == 2
+            assert run.text.count("scripts train.py is at its place") == 2
+            assert "5 files, " in run.text
+        with ada.run("--root", project / "mypkg", script) as run:
+            assert run.finish() == 2
+            assert "name a folder that the script" in run.text
+        ada.kill()
+        with ada.run(script) as run:  # without a cluster
+            run.finish()
+            assert "from the root from src beside of 1" in run.text

@@ -18,24 +18,24 @@ _STDOUT = Path("-")
 
 
 def show_dry_run(
-    script: Path, include: Sequence[str], settings: Settings, json: Path | None
+    script: Path, root: Path, include: Sequence[str], settings: Settings, json: Path | None
 ) -> None:
-    """Print what ``potluck run`` would send of the folder of ``script``, or write it to ``json``.
+    """Print what ``potluck run`` would send of ``root`` with ``script``, or write it to ``json``.
 
     ConfigurationError as the run itself would meet it: if a file looks like a key, for example.
     """
     if json != _STDOUT:
         check_writable("--json", json)
     path = script.absolute()
-    selection = select(path.parent, settings.home, include)
-    check_script(path.parent, path.name, selection)
+    selection = select(root, settings.home, include)
+    check_script(root, path.relative_to(root).as_posix(), selection)
     machines = asyncio.run(_other_machines(settings))
     if json is None:
         _show(selection, machines)
         return
     listed = {
         "version": SCHEMA_VERSION,
-        "folder": str(path.parent),
+        "folder": str(root),
         "machines": machines,
         "num_bytes": selection.num_bytes,
         "files": selection.files,

@@ -92,6 +92,16 @@ def run(
         ),
     ] = 0,
     min_nodes: MinNodes = None,
+    root: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="The folder that travels, and whose modules SCRIPT may import; SCRIPT is in or "
+            "below it. Default: SCRIPT's own, or its git repository if it imports modules from "
+            "there.",
+            show_default=False,
+        ),
+    ] = None,
     on: Annotated[
         str,
         typer.Option(
@@ -207,7 +217,7 @@ def run(
     from potluck.cluster.home.node_state import find_agent
     from potluck.cluster.jobs.chaos import check_ranks, parse_chaos
     from potluck.cluster.jobs.environment import given_variables
-    from potluck.cluster.run import checked, run_job
+    from potluck.cluster.run import checked, root_of, run_job
     from potluck.cluster.topology.hardware import own_accelerators
     from potluck.settings import load_settings
     from potluck.wire.greeting import SEALED
@@ -230,11 +240,12 @@ def run(
         wire=settings.wire if wire else SEALED,
         environment=given_variables(env or (), os.environ),
         include=tuple(include or ()),
+        root="" if root is None else str(root),
         on=tuple(each.strip() for each in on.split(",") if each.strip()),
     )
     request = checked(asked)
     if dry_run:
-        show_dry_run(script, request.include, settings, json)
+        show_dry_run(script, root_of(request), request.include, settings, json)
         return
     check_writable("--json", json)
     if collect is not None:

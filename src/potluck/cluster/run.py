@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import msgspec
 
 from potluck.background import stop
+from potluck.cluster.code_store.imports import importable_from, project_root
 from potluck.cluster.home.node_state import AgentRecord
 from potluck.cluster.jobs.agent_parts import OuterWorld
 from potluck.cluster.jobs.summary import Summary
@@ -64,6 +65,19 @@ def checked(request: RunRequest) -> RunRequest:
 
 
 _summaries = msgspec.json.Decoder(Summary)
+
+
+def root_of(request: RunRequest) -> Path:
+    """The folder that travels with the script; ConfigurationError if the script is not in it."""
+    script = Path(request.script).absolute()
+    if not request.root:
+        return project_root(script)
+    root = Path(request.root).absolute()
+    if not root.is_dir() or not script.is_relative_to(root):
+        raise ConfigurationError(
+            f"--root {request.root}: name a folder that the script {script} is in, or below"
+        )
+    return root
 
 
 class Watcher(Protocol):
@@ -172,11 +186,17 @@ async def _run(
     watcher.begin(client)
     try:
         with _signals(client.interrupt):
+            root, script = root_of(request), Path(request.script).absolute()
+            places = importable_from(root) if root != script.parent else []
             if agent is None:
+                here = tuple(map(str, places))
+                request = msgspec.structs.replace(request, importable=here)
                 return await _run_alone(settings, request, client, outer_world)
-            script = Path(request.script).absolute()
             request = msgspec.structs.replace(
-                request, folder=str(script.parent), script=script.name
+                request,
+                folder=str(root),
+                script=script.relative_to(root).as_posix(),
+                importable=tuple(each.relative_to(root).as_posix() for each in places),
             )
             return await _run_by_agent(agent, settings, request, client)
     finally:

@@ -44,8 +44,10 @@ class JobOptions(msgspec.Struct, frozen=True, kw_only=True):
     at most ``max_nodes`` nodes (0: all), and ``extra_workers`` more on the starter's.
     ``max_restarts``, ``restarts_worlds``, ``wait_s`` and ``min_workers`` are as in
     ``roster.JobPolicy``, ``chaos`` as in ``jobs.chaos``. ``environment`` has names and values of
-    variables for the workers. The job begins on ``min_nodes`` nodes or more. ``keeps_files``: what
-    workers write stays on their machines, and the starter can't fetch it."""
+    variables for the workers. The job begins on ``min_nodes`` nodes or more. In the folders
+    ``importable`` the script finds modules, besides its own folder: below the folder that travels,
+    or, for a local job, on this machine. ``keeps_files``: what workers write stays there, and the
+    starter can't fetch it."""
 
     script: Text
     arguments: Annotated[tuple[Line, ...], msgspec.Meta(max_length=MAX_ARGUMENTS)] = ()
@@ -64,6 +66,7 @@ class JobOptions(msgspec.Struct, frozen=True, kw_only=True):
         tuple[tuple[Name, Line], ...], msgspec.Meta(max_length=MAX_VARIABLES)
     ] = ()
     keeps_files: bool = False
+    importable: Annotated[tuple[Text, ...], msgspec.Meta(max_length=16)] = ()
     min_nodes: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
 
 

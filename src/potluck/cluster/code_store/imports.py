@@ -47,6 +47,23 @@ def imported(files: Sequence[Path], places: Sequence[Path]) -> frozenset[str]:
     return frozenset(names)
 
 
+def project_root(script: Path) -> Path:
+    """The folder that travels with ``script``: its own, or, if it imports modules of its git
+    repository that are not in there, the repository's."""
+    own = script.parent
+    root = next((each for each in (own, *own.parents) if (each / ".git").exists()), own)
+    if root == own:
+        return own
+    names = imported([script], [own])
+    places = importable_from(root)
+    return root if any(_files(place, [name]) for name in names for place in places) else own
+
+
+def importable_from(root: Path) -> list[Path]:
+    """The folders of a project whose modules its scripts can import."""
+    return [root, *([root / "src"] if (root / "src").is_dir() else [])]
+
+
 def needs_of(names: Collection[str]) -> tuple[Need, ...]:
     """The packages that bring these modules here. A name that is not installed here is none: the
     script does without it, or fails on every machine."""

@@ -553,7 +553,7 @@ def _looked_at(
     user's own that do not travel."""
     root = Path(request.folder or request.directory)
     files = [root / each for each in (request.script, *request.modules)]
-    places = [files[0].parent, root]
+    places = [files[0].parent, root, *(root / each for each in request.importable)]
     names, versions = imported(files, places), own_versions()
     needs = needs_of(names) if request.folder else ()
     if request.folder and not wants_torch(needs):

@@ -332,12 +332,18 @@ def launcher_of(
     fixed = confinement.variables()
     sent = {name: text for name, text in accepted(spec.environment).items() if name not in fixed}
     given = {name: value for name, value in (inherited | sent).items() if value}
+    modules: dict[str, str] = {}
+    if spec.importable:
+        paths = [str(code / each) for each in spec.importable]
+        modules["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [given.get("PYTHONPATH")])])
+        sent.pop("PYTHONPATH", None)  # it is in there
     # A local job's agent is the command itself.
     is_alone = spec.is_local and spec.per_node + spec.extra_workers == 1
     environment = inherited | {
         GIVEN: msgspec.json.encode(sent).decode(),
         "POTLUCK_WORKER_HOME": str(worker_home.absolute()),
         "POTLUCK_OUTPUT": str(output),
+        **modules,
         "POTLUCK_PEER_TIMEOUT_S": repr(spec.peer_timeout_s),
         "PYTHONUNBUFFERED": given.get("PYTHONUNBUFFERED", "1"),
         "OMP_NUM_THREADS": given.get(
