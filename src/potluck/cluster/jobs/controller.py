@@ -536,6 +536,7 @@ class JobController:
             journal=self._journal,
             unfired=self._faults.unfired,
             missing=self._missing,
+            called=self.placement.label,
             written=() if self.spec.keeps_files else self._all_written(),
             now=time.monotonic(),
         )

@@ -16,6 +16,7 @@ from potluck.wire.worker_link import Fact, Samples
 HASH = "parameter_hash"
 _COMMITTED = "committed_steps"
 _AGAIN = "steps_run_again"
+_LAST = 500
 _TOLD_ELSEWHERE = {HASH, _COMMITTED, _AGAIN, "recoveries"}
 
 Missing = Callable[[str, str], str]
@@ -79,6 +80,7 @@ def summarize(
     journal: Journal,
     unfired: Sequence[str],
     missing: Missing,
+    called: Callable[[str], str],
     written: Sequence[Written],
     now: float,
 ) -> Summary:
@@ -95,7 +97,7 @@ def summarize(
         for worker in state.workers
     )
     hashes = {w.parameter_hash for w in workers if w.finished and w.parameter_hash is not None}
-    problems = list(_failures(state, journal, missing))
+    problems = list(_failures(state, journal, missing, called))
     if len(hashes) > 1:
         problems.append("the workers ended with different parameters")
     problems += [f"the fault {fault!r} never happened" for fault in unfired]
@@ -148,7 +150,9 @@ def explain(lines: Sequence[str], missing: Callable[[str], str]) -> str | None:
     return None
 
 
-def _failures(state: State, journal: Journal, missing: Missing) -> Sequence[str]:
+def _failures(
+    state: State, journal: Journal, missing: Missing, called: Callable[[str], str]
+) -> Sequence[str]:
     if state.interrupted:
         return [state.stopping]
     failure = state.failure
@@ -156,7 +160,13 @@ def _failures(state: State, journal: Journal, missing: Missing) -> Sequence[str]
         return []
     last_words = journal.facts_of(failure.worker).last_words
     said = explain(last_words, lambda module: missing(failure.worker, module))
-    text = failure.text
+    text, where = failure.text, called(failure.worker)
+    if where:
+        name = f"worker {failure.worker}"
+        text = re.sub(rf"^{re.escape(name)}(?= )", lambda found: f"{name} on {where}", text)
+    last = next((line.strip() for line in reversed(last_words) if line.strip()), "")
+    if said is None and last and re.search(r"exited with code \d+$", text):
+        said = f"it said last: {last[:_LAST]}"  # of sys.exit("why"), for example
     if failure.code is not None and "exited" not in text and "killed" not in text:
         code = failure.code if failure.code <= 128 else 128 - failure.code
         text += f" ({name_exit(code)})"

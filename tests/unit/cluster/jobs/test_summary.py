@@ -46,6 +46,7 @@ def summary_of(
     *,
     unfired: tuple[str, ...] = (),
     stderr: dict[str, list[str]] | None = None,
+    machine: str = "",
 ) -> Summary:
     journal = Journal([worker.name for worker in state.workers], 100.0)
     for name, told in (facts or {}).items():
@@ -60,6 +61,7 @@ def summary_of(
         journal=journal,
         unfired=unfired,
         missing=lambda worker, module: describe_missing(module, (), (), "", "python"),
+        called=lambda worker: machine,
         written=(),
         now=110.0,
     )
@@ -136,3 +138,13 @@ def test_an_interrupt_is_told_as_such() -> None:
 def test_the_end_of_a_traceback_is_explained(lines: list[str], words: str | None) -> None:
     told = explain(lines, lambda module: f"pip install {module}")
     assert (told is None) if words is None else (words in (told or ""))
+
+
+def test_the_machine_of_a_worker_and_its_last_words_are_named() -> None:
+    failed = ended(2, Exited("1", 3))
+    said = {"1": ["a warning", "no data in /data: mount it first", "  "]}
+    summary = summary_of(failed, stderr=said, machine="attic")
+    assert summary.problems == (
+        "worker 1 on attic exited with code 3: it said last: no data in /data: mount it first",
+    )
+    assert summary_of(failed).problems == ("worker 1 exited with code 3",)
