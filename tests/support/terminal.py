@@ -10,10 +10,13 @@ import re
 import select
 import signal
 import subprocess
+import sys
 import termios
 import time
 from collections.abc import Callable
 from functools import partial
+
+assert sys.platform != "win32"  # which has no such terminals
 
 DEADLINE_S = 200.0
 
