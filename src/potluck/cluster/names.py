@@ -35,8 +35,3 @@ class NodeNames:
     def readable(self, text: str) -> str:
         """``text`` with names in the place of ids."""
         return _ID.sub(lambda found: self.called(found[0]), text)
-
-
-def is_node_id(text: str) -> bool:
-    """Whether ``text`` is what node ids look like: 64 hexadecimal digits."""
-    return _ID.fullmatch(text) is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 import threading
 import time
 import weakref
@@ -13,8 +14,8 @@ import msgspec
 from potluck.backends.doors import Caller, admission, dial
 from potluck.checks import Duration, checked_seconds
 from potluck.cluster.links.local import running_agent
-from potluck.cluster.names import is_node_id
 from potluck.cluster.trust.credentials import load_node_credentials
+from potluck.cluster.trust.known_nodes import MIN_PREFIX
 from potluck.errors import ConfigurationError, LinkError, Refused, UnknownService
 from potluck.forks import Owner
 from potluck.services.client import Remote, pool_of
@@ -267,10 +268,11 @@ class NodeServices:
 
 def _is_on(node: str, info: ServiceInfo) -> bool:
     """Whether ``node``, which a person wrote, is the node of ``info``; empty is any. A machine
-    chooses its own name, but its name can't pass for the whole id of another."""
-    if is_node_id(node):
-        return node == info.node
-    return node == info.machine or info.node.startswith(node)
+    chooses its own name, but its name can't pass for the id of another, or for its beginning: eight
+    or more hexadecimal digits are no name."""
+    if len(node) >= MIN_PREFIX and set(node.lower()) <= set(string.hexdigits):
+        return info.node.startswith(node.lower())
+    return node in ("", info.machine)
 
 
 def _called(info: ServiceInfo) -> str:

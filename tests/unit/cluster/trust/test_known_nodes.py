@@ -58,6 +58,18 @@ def test_a_name_that_is_not_clear_is_explained(text: str, why: str) -> None:
         find_node(text, NAMED)
 
 
+@pytest.mark.parametrize("name", [ADA, ADA[:8], ADA[:12]])
+def test_a_machine_that_calls_itself_like_the_id_of_another_is_not_taken_for_it(name: str) -> None:
+    """``potluck allow`` of what `potluck nodes` shows must not let that machine in."""
+    nodes = [(ADA, "attic"), (BOB, name)]
+    assert find_node(ADA, nodes) == ADA
+    assert find_node(BOB[:8], nodes) == BOB
+    if name != ADA:
+        with pytest.raises(ConfigurationError, match=r"beginning of the id of another.*whole id"):
+            find_node(name, nodes)
+    assert find_node(ADA[:8], [(ADA, ADA[:8])]) == ADA
+
+
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff", b'{"version":9,"nodes":[]}'])
 def test_a_damaged_list_is_named_and_left_as_it_is(tmp_path: Path, content: bytes) -> None:
     known = KnownNodes(tmp_path)
