@@ -225,6 +225,22 @@ def test_workers_die_with_an_agent_that_is_killed(script) -> None:
         assert all(process_ends(pid) for pid in pids)
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_workers_started_ends_with_an_agent_that_is_killed(script, workers: int) -> None:
+    path = script(
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "print('pid', child.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    with run_command("--workers", str(workers), path) as run:
+        mine = [
+            pid_in(run.wait_for("pid" if workers == 1 else f"[{r}] pid")) for r in range(workers)
+        ]
+        run.signal(signal.SIGKILL)
+        assert all(process_ends(pid) for pid in mine)
+
+
 def test_what_a_worker_started_ends_with_it(script) -> None:
     path = script(
         "import subprocess, sys\n"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 import threading
+from datetime import timedelta
 
 import numpy as np
 import pytest
 
 from potluck.context import DistributedContext
+from potluck.errors import OperationTimeout
 from support.worlds import WORLD_KINDS, open_world
 
 ALGORITHMS = ("ring", "tree", "direct", "centralized", None)
@@ -169,6 +171,29 @@ def test_messages_that_fill_the_share_do_not_stop_a_call_the_receiver_has_begun(
                 send.wait()
 
     with open_world("tls", 2, segment_bytes=4096, max_early_bytes=16_384, timeout_s=20) as world:
+        world.run(act)
+
+
+def test_the_timeout_of_a_context_and_that_of_a_sub_group_can_be_set() -> None:
+    def act(ctx: DistributedContext) -> None:
+        before, bad = ctx.new_group([0, 1]), (0, -1, float("nan"), "soon", None)
+        assert before is not None
+        for each in bad:
+            with pytest.raises((TypeError, ValueError)):
+                ctx.set_timeout(each)  # type: ignore[arg-type]
+        ctx.set_timeout(timedelta(seconds=20))
+        after = ctx.new_group([0, 1])
+        assert after is not None
+        assert (ctx.timeout_s, before.timeout_s, after.timeout_s) == (20.0, 30.0, 20.0)
+        before.set_timeout(0.2)
+        if ctx.rank == 0:
+            with pytest.raises(OperationTimeout):
+                before.recv(np.zeros(3), 1)
+        else:
+            with pytest.raises(OperationTimeout):
+                ctx.barrier()
+
+    with open_world("inproc", 2) as world:
         world.run(act)
 
 

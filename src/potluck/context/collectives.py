@@ -42,6 +42,15 @@ class Collectives(Uncopied):
         self.timeout_s = timeout_s
         self._waits = waits if waits is not None else Waits()
 
+    def set_timeout(self, timeout: Duration) -> None:
+        """Set ``timeout_s``, the deadline of this rank's later operations that name none, and of
+        ``reform``.
+
+        Sub-groups and Remotes that were made before keep theirs. TypeError or ValueError for what
+        is no duration above 0. Cost: no message.
+        """
+        self.timeout_s = checked_seconds(timeout)
+
     @property
     def waited_s(self) -> float:
         """Seconds that this rank has been blocked in these operations and those of sub-groups."""

@@ -18,6 +18,7 @@ from potluck.context import DistributedContext
 from potluck.engine.request import Request
 from potluck.errors import Desync, OperationTimeout, PeerLost, RemoteError
 from potluck.testing.world import WorldError, run_world
+from potluck.torch.process_group.default_timeout import replace_set_timeout
 from potluck.torch.process_group.group import PotluckProcessGroup
 from support.process_groups import process_group
 
@@ -324,6 +325,25 @@ def test_nothing_from_oneself_is_a_time_out() -> None:
         return str(caught.value)
 
     assert "from rank 0 itself" in on_groups(body, 1)[0]
+
+
+def test_torchs_function_sets_the_timeout_of_one_group_and_warns_of_none() -> None:
+    replace_set_timeout()
+
+    def body(group: PotluckProcessGroup) -> None:
+        other = group.split_group([0, 1], group_name="other")
+        assert other is not None
+        if group.rank() == 0:
+            dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=0.2), other)
+            group.recv([torch.zeros(2)], 1).wait()  # has a minute
+            with pytest.raises(OperationTimeout):
+                other.recv([torch.zeros(2)], 1).wait()
+        else:
+            group.send([torch.ones(2)], 0).wait()
+            with pytest.raises(OperationTimeout):
+                group.barrier().wait()
+
+    on_groups(body, 2)
 
 
 def test_a_future_becomes_the_list_of_tensors_and_its_callbacks_may_communicate() -> None:

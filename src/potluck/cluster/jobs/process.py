@@ -22,6 +22,7 @@ import msgspec
 from potluck.background import start_thread
 from potluck.cluster.code_store.job_folders import JobFolder
 from potluck.cluster.jobs.environment import accepted, all_but_secrets, passed_on
+from potluck.cluster.jobs.orphans import Orphans
 from potluck.cluster.jobs.shim import GIVEN
 from potluck.cluster.sharing.confinement import Confinement
 from potluck.errors import ConfigurationError
@@ -58,6 +59,7 @@ class WorkerProcess:
         sink: Sink,
         is_behind: Callable[[], bool],
         on_exit: Callable[[int], None],
+        orphans: Orphans,
         directory: Path | None = None,
         has_terminal: bool = False,
     ) -> None:
@@ -89,6 +91,8 @@ class WorkerProcess:
                 hint = "; start fewer workers here, or allow more open files: ulimit -n 4096"
             raise ConfigurationError(f"can't start {command[0]}: {error}{hint}") from error
         self.pid = self._popen.pid
+        self._orphans = orphans
+        orphans.begins(self.pid)
         self._readers = []
         for stream, pipe in (("stdout", self._popen.stdout), ("stderr", self._popen.stderr)):
             assert pipe is not None
@@ -157,6 +161,7 @@ class WorkerProcess:
             os.close(descriptor)
         self.signal(SIGKILL)  # what it started ends with it
         self._is_reaped = True
+        self._orphans.ended(self.pid)
         code = self._popen.wait()
         if self.is_sandboxed and code > 128:
             code = 128 - code  # bubblewrap's word for a script that was killed by a signal
@@ -351,6 +356,8 @@ def launcher_of(
         ),
     }
 
+    orphans = Orphans()
+
     def launch(
         worker: str, variables: dict[str, str], on_exit: Callable[[int], None]
     ) -> WorkerProcess:
@@ -362,6 +369,7 @@ def launcher_of(
             sink=partial(sink, worker),
             is_behind=is_behind,
             on_exit=on_exit,
+            orphans=orphans,
             directory=directory,
             has_terminal=is_alone and has_terminal(),
         )

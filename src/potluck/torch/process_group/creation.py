@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from potluck.errors import ConfigurationError
 from potluck.torch.process_group.builtin_hooks import replace_builtin_hooks
+from potluck.torch.process_group.default_timeout import replace_set_timeout
 from potluck.torch.process_group.group import PotluckProcessGroup
 from potluck.torch.process_group.mixed import check_alone
 from potluck.torch.process_group.rendezvous import meet
@@ -35,6 +36,7 @@ def create(options: Any, backend_options: Any) -> PotluckProcessGroup:
         )
     check_alone("new_group" if options.global_ranks_in_group else "init_process_group")
     replace_builtin_hooks()
+    replace_set_timeout()
     name = options.group_id
     ranks = list(options.global_ranks_in_group)
     timeout = getattr(backend_options, "_timeout", None) or options.timeout

@@ -323,6 +323,8 @@ class PotluckProcessGroup(dist.ProcessGroup):
         """Do nothing. torch calls this, with ``device_id``, on ranks outside of a new group."""
 
     def set_timeout(self, timeout: timedelta) -> None:
+        """Set the deadline of this group's later operations on this rank that name none; also by
+        torch's ``_set_pg_timeout``."""
         self._timeout = timeout
         self._comms.timeout_s = timeout.total_seconds()
 
