@@ -277,3 +277,82 @@ def test_what_changes_nothing_for_other_ranks_may_differ() -> None:
     own = [{"copy_x": True, "random_state": 1}, {"copy_x": False, "random_state": 2}]
     models = on_shards(own, lambda ctx, own: estimators.KMeans(3, **own, ctx=ctx).fit(X.copy()))
     assert len({model.inertia_ for model in models}) == 1
+
+
+class Raises:
+    """What NumPy can't make an array of, with an error of neither usual type."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError("no array")
+
+
+HUGE = [10**400] + [1] * 19
+SAMPLES = np.random.default_rng(0).normal(size=(20, 3))
+CLASSES = (SAMPLES[:, 0] > 0).astype(int)
+TAKE_LABELS = {
+    "LogisticRegression": {},
+    "SGDClassifier": {},
+    "RandomForestClassifier": {"n_estimators": 4},
+    "RandomForestRegressor": {"n_estimators": 4},
+    "MLPClassifier": {"max_iter": 2},
+    "MLPRegressor": {"max_iter": 2},
+}
+OTHERS = {"KMeans": {"n_clusters": 2}, "MiniBatchKMeans": {"n_clusters": 2}, "StandardScaler": {}}
+CASES = [
+    *((name, {"X": bad}, {}) for name in {**TAKE_LABELS, **OTHERS} for bad in (Raises(), [HUGE])),
+    *((name, {"y": bad}, {}) for name in TAKE_LABELS for bad in (Raises(), None)),
+    *((name, {"y": HUGE}, {}) for name in TAKE_LABELS if "Regressor" in name),
+    *((name, {"y": ["a"] * 20}, {}) for name in TAKE_LABELS if "Regressor" in name),
+    *(
+        (name, {"y": np.array(["2020-01-01"] * 20, "datetime64[D]")}, {})
+        for name in TAKE_LABELS
+        if "Regressor" not in name and name != "LogisticRegression"
+    ),
+    *(
+        (name, {"sample_weight": bad}, {})
+        for name in {**TAKE_LABELS, **OTHERS}
+        if "MLP" not in name
+        for bad in (Raises(), HUGE, ["a"] * 20)
+    ),
+    *(
+        (name, {}, {"random_state": bad})
+        for name in {**TAKE_LABELS, **OTHERS}
+        if name not in ("LogisticRegression", "StandardScaler")
+        for bad in ("x", -5)
+    ),
+    *(
+        (name, {}, {"class_weight": {0: bad}})
+        for name in ("LogisticRegression", "SGDClassifier", "RandomForestClassifier")
+        for bad in ("a", None, -1.0, 10**400)
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "options"),
+    CASES,
+    ids=[f"{n} {next(iter(g or o))} {k}" for k, (n, g, o) in enumerate(CASES)],
+)
+def test_whatever_one_rank_cannot_convert_is_refused_on_all_and_the_group_goes_on(
+    name: str, given: dict[str, Any], options: dict[str, Any]
+) -> None:
+    def run(ctx: DistributedContext) -> str:
+        data: dict[str, Any] = {"X": SAMPLES}
+        if name in TAKE_LABELS:
+            data["y"] = CLASSES
+        mine = {**TAKE_LABELS, **OTHERS}[name]
+        if ctx.rank == 1:
+            data, mine = data | given, mine | options
+        elif "class_weight" in options:  # must be equal on all ranks
+            mine = mine | options
+        model = getattr(estimators, name)(ctx=ctx, **mine)
+        with pytest.raises((TypeError, ValueError)) as caught:
+            model.fit(**data)
+        assert ctx.all_reduce(np.ones(1))[0] == 2, "the group goes on"
+        return f"{caught.type.__name__}: {caught.value}"
+
+    first, second = run_world(2, run, timeout_s=20.0)
+    assert first == second

@@ -15,6 +15,8 @@ from potluck.estimators.shards import Array, Checked
 def checked_labels(y: Any) -> Array:
     """The labels of a shard, of shape (n,). ValueError if they are no classes."""
     labels = column_or_1d(y, warn=True)
+    if labels.dtype.kind in "mM":
+        raise ValueError(f"the labels are of dtype {labels.dtype}: give numbers or strings")
     if len(labels):
         check_classification_targets(labels)
     return np.asarray(labels)

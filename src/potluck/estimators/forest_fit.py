@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from sklearn import ensemble
 from sklearn.base import is_classifier
-from sklearn.utils import check_random_state, column_or_1d
+from sklearn.utils import column_or_1d
 from sklearn.utils.validation import validate_data
 
 from potluck.context import DistributedContext
@@ -20,6 +20,7 @@ from potluck.estimators.shards import (
     check,
     column_names,
     compare,
+    random_of,
     totals_of,
     weights_of,
 )
@@ -50,7 +51,7 @@ class ForestFit:
         model = self.model
         seed = model.random_state
         if not isinstance(seed, int | np.integer):
-            seed = check_random_state(seed).randint(2**31 - 1)
+            seed = random_of(model).randint(2**31 - 1)
         stages = {"input": self._compare, "weigh": self._weigh, **self.stages()}
         last = run_rounds(
             self.ctx,

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from sklearn import cluster
 from sklearn.exceptions import ConvergenceWarning
-from sklearn.utils import check_random_state
 from sklearn.utils._openmp_helpers import _openmp_effective_n_threads
 from sklearn.utils._param_validation import StrOptions
 from sklearn.utils.parallel import _get_threadpool_controller
@@ -34,6 +33,7 @@ from potluck.estimators.shards import (
     compare,
     merge,
     moments,
+    random_of,
     weights_of,
 )
 
@@ -114,7 +114,7 @@ class _Fit:
         model = self.model
         seed = model.random_state
         if not isinstance(seed, int | np.integer):
-            seed = check_random_state(seed).randint(2**31 - 1)
+            seed = random_of(model).randint(2**31 - 1)
         stages = {
             "input": self._compare,
             "seed": self._seed,

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 from sklearn import cluster
-from sklearn.utils import check_random_state
 from sklearn.utils._openmp_helpers import _openmp_effective_n_threads
 from sklearn.utils._param_validation import StrOptions
 from sklearn.utils.parallel import _get_threadpool_controller
@@ -36,6 +35,7 @@ from potluck.estimators.shards import (
     compare,
     merge,
     moments,
+    random_of,
     weights_of,
 )
 
@@ -138,7 +138,7 @@ class _Fit:
     def run(self) -> State:
         model = self.model
         random = getattr(model, "_random_state", None) if self.is_partial else None
-        first: State = {"random": saved(random or check_random_state(model.random_state))}
+        first: State = {"random": saved(random or random_of(model))}
         first |= {"centers": np.zeros((0, 0)), "counts": np.zeros(model.n_clusters), "since": 0}
         if not self.is_first:
             first["centers"] = model.cluster_centers_.copy()

@@ -12,7 +12,7 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.neural_network._base import ACTIVATIONS, DERIVATIVES
 from sklearn.neural_network._stochastic_optimizers import AdamOptimizer, SGDOptimizer
 from sklearn.preprocessing import LabelBinarizer
-from sklearn.utils import check_random_state, column_or_1d, shuffle
+from sklearn.utils import column_or_1d, shuffle
 from sklearn.utils._param_validation import StrOptions
 from sklearn.utils.validation import validate_data
 
@@ -28,6 +28,7 @@ from potluck.estimators.shards import (
     column_names,
     common_dtype,
     compare,
+    random_of,
 )
 from potluck.exact import power
 
@@ -125,7 +126,7 @@ class _Fit:
 
     def run(self) -> None:
         model = self.model
-        random = check_random_state(model.random_state)
+        random = random_of(model)
         stages = {"input": self._compare, "epoch": self._epoch}
         last = run_rounds(
             self.ctx,
@@ -288,7 +289,7 @@ class _Fit:
             y = classes.checked_labels(y)
             facts |= classes.facts_of(y)
         else:
-            y = column_or_1d(y, warn=True)
+            y = column_or_1d(y, warn=True).astype(X.dtype)
         return Shard(X, y, facts=facts)
 
 

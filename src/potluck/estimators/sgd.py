@@ -11,7 +11,6 @@ import numpy as np
 from scipy.special import expit
 from sklearn import linear_model
 from sklearn.exceptions import ConvergenceWarning
-from sklearn.utils import check_random_state
 from sklearn.utils._param_validation import Interval, StrOptions
 from sklearn.utils.validation import validate_data
 
@@ -28,6 +27,7 @@ from potluck.estimators.shards import (
     column_names,
     common_dtype,
     compare,
+    random_of,
     totals_of,
     weights_of,
 )
@@ -184,7 +184,7 @@ class _Fit:
         self.samples = classes.CodedShard(self.checked)
         seed = model.random_state
         if not isinstance(seed, int | np.integer):
-            seed = check_random_state(seed).randint(2**31 - 1)
+            seed = random_of(model).randint(2**31 - 1)
         first: State = {"seed": int(seed), "at": np.zeros((0, 0)), "t": 1}
         if hasattr(model, "coef_"):
             at = np.column_stack([model.coef_, model.intercept_]).astype(np.float64)

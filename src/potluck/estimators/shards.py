@@ -6,14 +6,14 @@ the same error and their group lives on.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.utils import check_array
+from sklearn.utils import check_array, check_random_state
 
 from potluck.context import DistributedContext
 from potluck.training.transfer import gather_states
@@ -62,18 +62,43 @@ class Checked:
 
 
 def check(ctx: DistributedContext, model: Any, make: Callable[[], Shard]) -> Checked:
-    """Run the checks of ``model`` in ``make``. In a world of one their error is raised as it is."""
+    """Run the checks of ``model`` in ``make``, and convert all that it takes. Whatever that raises,
+    on one rank perhaps, is an error of all ranks; in a world of one it is raised as it is."""
     parameters = {
         name: _plain(value)
         for name, value in model.get_params(deep=False).items()
         if name not in _MAY_DIFFER
     }
     try:
-        return Checked(make(), parameters)
-    except (TypeError, ValueError) as error:
+        shard = make()
+        _check_values(model)
+        return Checked(shard, parameters)
+    except Exception as error:
         if ctx.world_size == 1:
             raise
         return Checked(None, parameters, error)
+
+
+def _check_values(model: Any) -> None:
+    """What scikit-learn itself finds while it fits. ValueError or TypeError."""
+    if hasattr(model, "random_state"):
+        check_random_state(model.random_state)
+    factors = getattr(model, "class_weight", None)
+    for label, factor in factors.items() if isinstance(factors, Mapping) else ():
+        if not isinstance(factor, Real) or not 0 <= float(factor) < np.inf:
+            raise ValueError(
+                f"class_weight of {label!r} is {factor!r:.60}; it must be 0 or more, and finite"
+            )
+
+
+def random_of(model: Any) -> np.random.RandomState:
+    """The random numbers of ``model``; others if ``check`` has refused its seed, on this rank only
+    perhaps: then no fit follows."""
+    try:
+        found: np.random.RandomState = check_random_state(model.random_state)
+    except ValueError:
+        found = np.random.RandomState(0)
+    return found
 
 
 _MAY_DIFFER = {"ctx", "random_state", "n_jobs", "verbose", "copy", "copy_x", "copy_X"}
@@ -143,8 +168,10 @@ def common_dtype(rows: list[dict[str, Any]]) -> np.dtype[Any]:
 def _facts(checked: Checked) -> dict[str, Any]:
     if checked.shard is None:
         error = checked.error
-        kind = ValueError if isinstance(error, ValueError) else TypeError
-        return {"error": [kind.__name__, str(error)]}
+        if isinstance(error, TypeError | ValueError):
+            kind = ValueError if isinstance(error, ValueError) else TypeError
+            return {"error": [kind.__name__, str(error)]}
+        return {"error": ["ValueError", f"{type(error).__name__}: {error}"]}
     shard = checked.shard
     num, features = shard.X.shape
     return {
