@@ -70,7 +70,8 @@ std::shared_ptr<CompiledPlan> compile(std::string call, uint64_t fingerprint, ui
                                       int dtype, nb::handle op, uint64_t segment_bytes,
                                       std::vector<int> ranks, const Chunks& chunks,
                                       const Steps& steps, uint64_t num_concluded,
-                                      double divisor, bool is_computed_by_all, int codec) {
+                                      double divisor, double scale, double late_scale,
+                                      bool is_computed_by_all, int codec) {
     PlanSpec spec;
     spec.call = std::move(call);
     spec.fingerprint = fingerprint;
@@ -78,6 +79,8 @@ std::shared_ptr<CompiledPlan> compile(std::string call, uint64_t fingerprint, ui
     spec.dtype = static_cast<Dtype>(dtype);
     spec.op = reduction_named(op).op;
     spec.divisor = divisor;
+    spec.scale = scale;
+    spec.late_scale = late_scale;
     spec.segment_bytes = segment_bytes;
     spec.ranks = std::move(ranks);
     for (const auto& [number, buffer, start, elements, residual, num_takers] : chunks) {
@@ -338,6 +341,7 @@ void loop(nb::module_& m) {
         .def(nb::new_(&compile), nb::arg("call"), nb::arg("fingerprint"), nb::arg("channel"),
              nb::arg("dtype"), nb::arg("op"), nb::arg("segment_bytes"), nb::arg("ranks"),
              nb::arg("chunks"), nb::arg("steps"), nb::arg("num_concluded"), nb::arg("divisor"),
+             nb::arg("scale"), nb::arg("late_scale"),
              nb::arg("is_computed_by_all"), nb::arg("codec"));
 
     nb::class_<ProgressLoop>(m, "ProgressLoop")

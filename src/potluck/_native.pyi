@@ -86,6 +86,8 @@ class CompiledPlan:
         steps: Sequence[tuple[int, int, int, bool]],
         num_concluded: int,
         divisor: float,
+        scale: float,
+        late_scale: float,
         is_computed_by_all: bool,
         codec: int,
     ) -> None: ...

@@ -173,6 +173,67 @@ def test_infinities_and_nans_stay_visible(kind: str) -> None:
         world.run(rank)
 
 
+LINKS = [kind for kind in ("inproc", "native", "mixed") if kind in KINDS]
+
+
+@pytest.mark.parametrize("algorithm", ["direct", "hierarchical"])
+@pytest.mark.parametrize("world_size", SIZES)
+@pytest.mark.parametrize("kind", LINKS)
+def test_coded_means_are_finite(kind: str, world_size: int, algorithm: str) -> None:
+    """fp16 holds 65504, the others float32's range; a value is encoded twice. Between nodes fp16
+    encodes their sums."""
+
+    def rank(ctx: DistributedContext) -> list[bytes]:
+        found = []
+        for codec, top, share in (
+            ("fp16", 60000.0 if algorithm == "direct" else 12000.0, 2.0**-9),
+            ("bf16", 3e38, 2.0**-6),
+            ("int8", 3e38, 0.02),
+            ("int4", 3e38, 0.2),
+        ):
+            array = np.full(600, top, np.float32)
+            array[::2] = -top
+            mean = ctx.all_reduce(array, "mean", codec=codec, algorithm=algorithm)
+            assert np.isfinite(mean).all(), codec
+            assert (np.abs(np.abs(mean) / np.float32(top) - 1) <= share).all(), codec
+            found.append(mean.tobytes())
+        parts = np.full((ctx.world_size, 300), 3e38, np.float32)
+        assert np.isfinite(ctx.reduce_scatter(parts, "mean", codec="int8")).all()
+        return found
+
+    with open_world(kind, world_size) as world:
+        results = world.run(rank)
+    assert all(each == results[0] for each in results)
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+@pytest.mark.parametrize("kind", LINKS)
+def test_the_residual_of_a_coded_mean_is_in_the_units_of_the_array(
+    kind: str, world_size: int
+) -> None:
+    """All means together, times the ranks, and what the residuals still owe, are all inputs."""
+    rounds = 8
+
+    def rank(ctx: DistributedContext) -> list[Array]:
+        random = np.random.default_rng(ctx.rank)
+        results = []
+        for codec in ("fp16", "bf16", "int8", "int2"):
+            residual, given, taken = np.zeros(700, np.float32), np.zeros(700), np.zeros(700)
+            for _ in range(rounds):
+                array = random.normal(size=700).astype(np.float32)
+                given += array
+                mean = ctx.all_reduce(array, "mean", codec=codec, residual=residual)
+                taken += mean.astype(np.float64) * ctx.world_size
+            assert np.abs(residual).max() > 1e-5, "something was lost, and is kept"
+            results.append(given - residual - taken / ctx.world_size)
+        return results
+
+    with open_world(kind, world_size) as world:
+        by_rank = world.run(rank)
+    for left in zip(*by_rank, strict=True):
+        np.testing.assert_allclose(sum(left), 0, atol=1e-4)
+
+
 def test_torchs_average_too() -> None:
     def rank(ctx: DistributedContext) -> None:
         with process_group(ctx) as group:

@@ -123,11 +123,14 @@ bool RunningPlan::is_ahead(int peer, int other) const {
 Bytes RunningPlan::encoded(const Segment& segment) {
     if (!is_coded(segment)) return nullptr;
     const uint32_t num_takers = spec.chunks[segment.chunk].num_takers;
-    if (num_takers == 0) return encode_segment(segment);
+    if (num_takers == 0) return encode_segment(segment, spec.scale);
     const auto [found, is_new] = shared_.try_emplace({segment.chunk, segment.number});
     Shared& shared = found->second;
     if (is_new) {
-        shared = {encode_segment(segment), num_takers};
+        if (spec.late_scale != 1) {
+            divide(spec.dtype, segment.data, segment.data, segment.elements, spec.late_scale);
+        }
+        shared = {encode_segment(segment, spec.scale * spec.late_scale), num_takers};
         decode(spec.codec, segment.data, shared.bytes->data(), segment.elements);
     }
     const Bytes bytes = shared.bytes;  // before the entry is erased
@@ -135,7 +138,7 @@ Bytes RunningPlan::encoded(const Segment& segment) {
     return bytes;
 }
 
-Bytes RunningPlan::encode_segment(const Segment& segment) const {
+Bytes RunningPlan::encode_segment(const Segment& segment, double unit) const {
     auto bytes = std::make_shared<std::vector<uint8_t>>(segment.wire_bytes);
     const int64_t start = spec.chunks[segment.chunk].residual;
     if (arguments.residual == nullptr || start < 0) {
@@ -145,7 +148,12 @@ Bytes RunningPlan::encode_segment(const Segment& segment) const {
         // the sum, keep what this call loses.
         const uint64_t first = start + segment.number * arguments.plan->segment_elements;
         float* residual = arguments.residual + first;
+        const auto divide_residual = [&](double divisor) {
+            if (unit != 1) divide(spec.dtype, residual, residual, segment.elements, divisor);
+        };
+        divide_residual(unit);
         encode_with_residual(spec.codec, bytes->data(), residual, segment.data, segment.elements);
+        divide_residual(1 / unit);
     }
     return bytes;
 }

@@ -66,6 +66,8 @@ struct PlanSpec {
     Codec codec = Codec::fp16;        // of the coded steps
     uint64_t num_concluded = 0;       // elements of the result that `conclude` works on
     double divisor = 1;               // `conclude` divides them by it
+    double scale = 1;                 // what contributions to a coded mean were divided by
+    double late_scale = 1;            // what the sums of own chunks are divided by, then encoded
     bool is_computed_by_all = false;  // each rank computes the result: NaNs are canonicalized
 };
 
@@ -197,7 +199,8 @@ private:
     bool needs(int peer) const;
     void start(Queue& queue, const Segment& segment);
     void advance(uint32_t step);
-    Bytes encode_segment(const Segment& segment) const;
+    // `unit`: what the segment was divided by, unlike the residual.
+    Bytes encode_segment(const Segment& segment, double unit) const;
 
     // A segment that several ranks get with the same encoded bytes.
     struct Shared {

@@ -25,6 +25,8 @@ class Codec(ABC):
     """The value of the argument ``codec``."""
     code: int = 0
     """The codec's number in the native core; 0 for one of your own, which is not there."""
+    keeps_range: bool = True
+    """Whether it encodes small and large float32 alike."""
 
     @abstractmethod
     def encoded_bytes(self, count: int) -> int:

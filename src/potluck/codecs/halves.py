@@ -19,6 +19,7 @@ class Fp16(Codec):
 
     name = "fp16"
     code = 1
+    keeps_range = False
 
     def encoded_bytes(self, count: int) -> int:
         return 2 * count

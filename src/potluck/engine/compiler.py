@@ -129,7 +129,7 @@ class Compiler:
             parent_call,
             plans,
         )
-        is_scaled = op is ReduceOp.MEAN and codec is None and not is_widened
+        is_scaled = op is ReduceOp.MEAN and not is_widened and (codec is None or codec.keeps_range)
         scales = is_scaled and reduction.scale_of(dtype, world) != 1
         return CompiledPlan(
             plan,

@@ -27,6 +27,7 @@ import numpy as np
 from potluck.codecs import Codec, check_dtype, kernels
 from potluck.codecs.codec import Bytes, Floats
 from potluck.collectives.plan import Action, Algorithm, Operation, Plan
+from potluck.engine.arrays import kernels as arithmetic
 from potluck.engine.arrays.layout import Array, Chunks, bounds
 from potluck.types import ReduceOp
 
@@ -47,10 +48,17 @@ class Coding:
         plan: Plan,
         takers: Mapping[int, int],
         residual: Floats | None = None,
+        *,
+        scale: float = 1.0,
+        late_scale: float = 1.0,
     ) -> None:
         """``takers`` is as of ``takers_of``; ``residual`` is as long as the buffer that the rank
-        contributes."""
+        contributes. ``scale`` is what this rank's contributions to a mean were divided by, and
+        ``late_scale`` what the sums that it owns are divided by before they are encoded; the
+        residual is in the units of the caller's array. Both are powers of two."""
         self.codec = codec
+        self._scale = scale
+        self._late_scale = late_scale
         self._takers = takers
         self._residuals: Chunks = {}
         if residual is not None:
@@ -65,11 +73,13 @@ class Coding:
         to what all others decode it to.
         """
         if chunk not in self._takers:
-            return self._encode(chunk, start, data)
+            return self._encode(chunk, start, data, self._scale)
         key = chunk, number
         encoded, num_left = self._encoded.pop(key, (None, self._takers[chunk]))
         if encoded is None:
-            encoded = self._encode(chunk, start, data)
+            if self._late_scale != 1:
+                arithmetic.divide(data, self._late_scale)
+            encoded = self._encode(chunk, start, data, self._scale * self._late_scale)
             kernels.decode(self.codec, data, encoded)
         if num_left > 1:
             self._encoded[key] = encoded, num_left - 1
@@ -82,11 +92,15 @@ class Coding:
         else:
             kernels.decode(self.codec, data, encoded)
 
-    def _encode(self, chunk: int, start: int, data: Floats) -> Bytes:
+    def _encode(self, chunk: int, start: int, data: Floats, unit: float) -> Bytes:
         encoded = np.empty(self.codec.encoded_bytes(data.shape[0]), np.uint8)
         if chunk in self._residuals:
             left = self._residuals[chunk][start : start + data.shape[0]]
+            if unit != 1:
+                arithmetic.divide(left, unit)
             kernels.encode_with_residual(self.codec, encoded, left, data)
+            if unit != 1:
+                arithmetic.divide(left, 1 / unit)
         else:
             kernels.encode(self.codec, encoded, data)
         return encoded

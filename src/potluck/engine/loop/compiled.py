@@ -16,7 +16,7 @@ import numpy as np
 
 from potluck import native
 from potluck.codecs import Codec
-from potluck.collectives.plan import Action, Algorithm, Plan
+from potluck.collectives.plan import Action, Algorithm, Operation, Plan
 from potluck.engine.arrays import kernels, reduction
 from potluck.engine.arrays.coding import coded_steps, residual_places, takers_of
 from potluck.engine.arrays.layout import Array, Buffers, Layout
@@ -55,7 +55,13 @@ class CompiledPlan:
         """Whether the mean of float16 arrays is computed in float32."""
         world, is_mean = plan.world_size, call.op is ReduceOp.MEAN
         self.scale = reduction.scale_of(dtype, world) if layout.scaled else 1.0
-        self.divisor = world / self.scale if is_mean else 1.0
+        """What contributions to a mean are divided by, so that no sum overflows."""
+        is_late = is_mean and codec is not None and not codec.keeps_range
+        is_late = is_late and plan.operation is Operation.ALL_REDUCE
+        is_late = is_late and (plan.algorithm is Algorithm.DIRECT or len(set(nodes)) > 1)
+        self.late_scale = reduction.scale_of(dtype, world) if is_late else 1.0
+        """What sums are divided by before their owner encodes them, where contributions are not."""
+        self.divisor = world / (self.scale * self.late_scale) if is_mean else 1.0
         """Of the result, in the end."""
         self.channel = channel
         self.peers = peers
@@ -146,6 +152,8 @@ class CompiledPlan:
             ],
             num_concluded=(self._num_result or 0) if is_concluded else 0,
             divisor=self.divisor,
+            scale=self.scale,
+            late_scale=self.late_scale,
             is_computed_by_all=self.is_computed_by_all,
             codec=0 if self.codec is None else self.codec.code,
         )

@@ -68,7 +68,11 @@ class RunningPlan:
         self._narrowed = buffers.narrowed
         self._coding: Coding | None = None
         if compiled.codec is not None:
-            self._coding = Coding(compiled.codec, compiled.plan, compiled.takers, residual)
+            self._coding = Coding(
+                *(compiled.codec, compiled.plan, compiled.takers, residual),
+                scale=compiled.scale,
+                late_scale=compiled.late_scale,
+            )
         self._sends = {peer: deque(steps) for peer, steps in compiled.sends.items()}
         self._receives = {peer: deque(steps) for peer, steps in compiled.receives.items()}
         self._started = [0] * len(self._steps)
