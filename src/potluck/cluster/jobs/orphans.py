@@ -57,7 +57,8 @@ def main() -> None:
         change(int(line[1:]))
     for group in groups:
         with contextlib.suppress(OSError):
-            os.killpg(group, signal.SIGKILL)
+            if sys.platform != "win32":  # which runs no workers
+                os.killpg(group, signal.SIGKILL)
 
 
 if __name__ == "__main__":
