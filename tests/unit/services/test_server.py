@@ -451,7 +451,15 @@ def lengths(head: int, header: int, arrays: int) -> bytes:
     return struct.pack("<IIQ", head, header, arrays)
 
 
+def equal_hashes(count: int) -> bytes:
+    """A header of a dict whose ``count`` keys are arrays of -1 and -2, which have equal hashes as
+    tuples: decoded, 38,000 keys stopped all threads of a process for 4.7 s."""
+    keys = (bytes(0xFF if n >> bit & 1 else 0xFE for bit in range(15)) for n in range(count))
+    return b"\xdf" + struct.pack(">I", count) + b"".join(b"\x9f" + key + b"\xc0" for key in keys)
+
+
 HOSTILE: dict[str, bytes] = {
+    "equal hashes": encode(Request("s", "rank", 1.0), Packed(equal_hashes(26_000), [], 0)),
     "4 GiB": lengths(10, 10, 4 << 30),
     "long header": lengths(10, 1 << 31, 0),
     "long head": lengths(1 << 31, 0, 0),
@@ -469,7 +477,7 @@ def test_what_is_no_call_ends_that_connection_only(said: str) -> None:
     with offering(rank, num_threads=1) as offer:
         other = offer.client("3")
         link = offer.link()
-        link.send(memoryview(HOSTILE[said]))
+        send_all(link, HOSTILE[said])
         if said == "no arguments":  # well formed, but the method can't be called so
             channel = Channel(link, Reply, MIB, Blocks(0))
             eventually(lambda: channel.receive() is State.COMPLETE, "an answer")
