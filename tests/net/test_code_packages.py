@@ -72,6 +72,69 @@ ctx.close()
 }
 
 
+MODULE = {
+    "pkg/__init__.py": "",
+    "pkg/__main__.py": "from pkg import train",
+    "pkg/net.py": "NAME = 'beside'",
+    "pkg/train.py": """
+import os, sys
+import common, inner, potluck
+from .net import NAME
+if os.environ["RANK"] == "1" and os.environ["POTLUCK_RESTARTS"] == "0":
+    os.kill(os.getpid(), 9)
+ctx = potluck.init()
+place = sys.argv[0].split("/")[-2:]
+print(__package__, NAME, common.NAME, inner.NAME, *place, *sys.argv[1:], "of", ctx.world_size)
+print("reads", open("data.txt").read(), "where", sys.modules["__main__"].__spec__.name, "runs")
+print("imports from a copy:", "/code_store/" in common.__file__)
+ctx.close()
+""",
+    "common.py": "NAME = 'from the root'",
+    "src/inner.py": "NAME = 'from src'",
+    "src/pkg2/__init__.py": "",
+    "src/pkg2/job.py": "import common, inner, potluck; print(common.NAME, 'for', __name__)",
+    "data.txt": "its place",
+    "sub/notes.txt": "",
+}
+
+
+def test_a_module_runs_as_under_python_m_on_every_machine(tmp_path: Path) -> None:
+    """Seen: only a file could be run, and relative imports failed in it."""
+    project = tmp_path / "project"
+    for path, text in MODULE.items():
+        (project / path).parent.mkdir(parents=True, exist_ok=True)
+        (project / path).write_text(text)
+
+    def command(machine: Machine, place: Path, *words: object) -> Command:
+        there = ["bash", "-c", 'cd "$0" && exec "$@"', place, *potluck_command(), "run"]
+        return Command(machine.host.command([*there, *words]), env=machine.environment)
+
+    with cluster_of(2, tmp_path / "homes") as (ada, bob):
+        form(ada, bob)
+        with command(ada, project, "-m", "pkg.train", "--epochs", "3") as run:
+            assert run.finish() == 0, run.text
+        expected = "pkg beside from the root from src pkg train.py --epochs 3 of 2"
+        assert run.text.count(expected) == 2, run.text
+        assert run.text.count("reads its place where pkg.train runs") == 2
+        assert run.text.count("imports from a copy: True") == 2  # also where the original is
+        assert "starting worker 1 again" in run.text
+        (project / ".git").mkdir()
+        for place in (project / "sub", project / "pkg"):  # found in src of the repository
+            with command(ada, place, "-m", "pkg2.job") as run:
+                assert run.finish() == 0, run.text
+            assert run.text.count("from the root for __main__") == 2
+            assert "10 files, " in run.text
+        with command(ada, tmp_path, "--root", project, "-m", "pkg2.job") as run:
+            assert run.finish() == 0, run.text
+            assert run.text.count("from the root for __main__") == 2
+        with command(ada, project, "--dry-run", "-m", "pkg2.job") as run:
+            assert run.finish() == 0, run.text
+            assert "src/pkg2/job.py" in run.text
+        with command(ada, project, "-m", "pkg3.job") as run:
+            assert run.finish() == 2
+            assert f"of that name with a __main__.py, in {project}, {project / 'src'}" in run.text
+
+
 def test_a_script_finds_the_modules_of_its_project_on_every_machine(tmp_path: Path) -> None:
     """Seen: only the script's own folder travelled, so ``import mypkg`` failed everywhere."""
     project = tmp_path / "project"

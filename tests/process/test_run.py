@@ -61,6 +61,80 @@ def test_arguments_after_the_script_are_the_scripts(script) -> None:
         assert run.lines == ["[0] ['--workers', '9', '--help', '--', '-x']"]
 
 
+MODULE = {
+    "pkg/__init__.py": "",
+    "pkg/net.py": "NAME = 'beside'",
+    "pkg/__main__.py": "import pkg.train",
+    "pkg/train.py": """
+import os, sys
+import potluck, common
+from .net import NAME
+if os.environ["RANK"] == "1" and os.environ["POTLUCK_RESTARTS"] == "0":
+    os.kill(os.getpid(), 9)
+ctx = potluck.init()
+print(__name__, __package__, NAME, common.NAME, sys.argv, ctx.world_size)
+ctx.close()
+""",
+    "common.py": "NAME = 'from the root'",
+    "src/pkg2/job.py": "import sys, common; print(common.NAME, sys.argv)",
+}
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    for path, text in MODULE.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    return tmp_path
+
+
+def in_folder(folder: Path, *arguments: str) -> Command:
+    return Command([*potluck_command(), "run", *arguments], cwd=folder)
+
+
+def test_a_module_runs_as_under_python_m(project: Path) -> None:
+    summary = project / "summary.json"
+    options = ("--workers", "2", "--json", str(summary))
+    with in_folder(project, *options, "-m", "pkg.train", "-m", "--epochs=3") as run:
+        assert run.finish() == 0, run.text
+        script = project / "pkg" / "train.py"
+        said = f"__main__ pkg beside from the root ['{script}', '-m', '--epochs=3'] 2"
+        assert run.text.count(said) == 2, run.text
+        assert "starting worker 1 again" in run.text
+    assert json.loads(summary.read_text())["job"].startswith("train-")
+    with in_folder(project, *options, "--module", "pkg") as run:  # its __main__.py
+        assert run.finish() == 0, run.text
+        said = f"pkg.train pkg beside from the root ['{project / 'pkg' / '__main__.py'}'] 2"
+        assert run.text.count(said) == 2, run.text
+    assert json.loads(summary.read_text())["job"].startswith("pkg-")
+    (project / ".git").mkdir()
+    with in_folder(project / "pkg", "-m", "pkg2.job") as run:  # found in src of the repository
+        assert run.finish() == 0, run.text
+        assert f"from the root ['{project / 'src' / 'pkg2' / 'job.py'}']" in run.text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("-m", "pkg.trian"), "no package of that name with a __main__.py, in {0}, {0}/src. Call"),
+        (("-m", "pkg2"), "-m pkg2: there is no such module"),
+        (("-m", "pkg/train.py"), "the name of a module is needed, such as pkg.train"),
+        (("-m", ".train"), "the name of a module is needed"),
+        (
+            ("--root", "pkg", "-m", "pkg.train"),
+            "no package of that name with a __main__.py, in {0}/pkg",
+        ),
+        (("--root", "none", "-m", "pkg.train"), "--root none: there is no such folder"),
+    ],
+)
+def test_where_a_module_was_looked_for_is_said(
+    project: Path, words: tuple[str, ...], said: str
+) -> None:
+    with in_folder(project, *words) as run:
+        assert run.finish() == 2
+        assert said.format(project) in run.text
+
+
 def test_workers_get_what_launchers_agree_on(script) -> None:
     names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR"
     path = script(f"import os\nprint([os.environ[name] for name in {names.split()!r}])\n")

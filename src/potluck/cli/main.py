@@ -95,6 +95,7 @@ app.command(
         "Examples:\n\n"
         "potluck run train.py\n\n"
         "potluck run --workers 4 train.py --epochs 3 --lr 0.1\n\n"
+        "potluck run --workers 4 -m pkg.train --epochs 3\n\n"
         'potluck run --workers 4 --chaos "kill rank 2 at step 60" train.py'
     ),
 )(run)

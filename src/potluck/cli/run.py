@@ -55,6 +55,25 @@ Include = Annotated[
         show_default=False,
     ),
 ]
+Root = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="The folder that travels, and whose modules SCRIPT may import; SCRIPT is in or "
+        "below it. Default: SCRIPT's own, or its git repository if it imports modules from "
+        "there.",
+        show_default=False,
+    ),
+]
+Module = Annotated[
+    bool,
+    typer.Option(
+        "--module",
+        "-m",
+        help="SCRIPT is the name of a module, as for python -m: pkg.train. It is looked for in "
+        "this directory, in --root (default: its git repository), and in src there.",
+    ),
+]
 """Options that several commands have that run a script."""
 
 
@@ -92,16 +111,8 @@ def run(
         ),
     ] = 0,
     min_nodes: MinNodes = None,
-    root: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="The folder that travels, and whose modules SCRIPT may import; SCRIPT is in or "
-            "below it. Default: SCRIPT's own, or its git repository if it imports modules from "
-            "there.",
-            show_default=False,
-        ),
-    ] = None,
+    module: Module = False,
+    root: Root = None,
     on: Annotated[
         str,
         typer.Option(
@@ -217,7 +228,7 @@ def run(
     from potluck.cluster.home.node_state import find_agent
     from potluck.cluster.jobs.chaos import check_ranks, parse_chaos
     from potluck.cluster.jobs.environment import given_variables
-    from potluck.cluster.run import checked, root_of, run_job
+    from potluck.cluster.run import checked, run_job
     from potluck.cluster.topology.hardware import own_accelerators
     from potluck.settings import load_settings
     from potluck.wire.greeting import SEALED
@@ -226,7 +237,8 @@ def run(
     faults = parse_chaos(chaos)
     settings = load_settings(peer_timeout_s=peer_timeout, wire=wire)
     asked = RunRequest(
-        script=str(script),
+        script="" if module else str(script),
+        module=str(script) if module else "",
         arguments=tuple(arguments or ()),
         per_node=1 if workers is None else workers,
         max_nodes=nodes,
@@ -245,7 +257,7 @@ def run(
     )
     request = checked(asked)
     if dry_run:
-        show_dry_run(script, root_of(request), request.include, settings, json)
+        show_dry_run(Path(request.script), Path(request.root), request.include, settings, json)
         return
     check_writable("--json", json)
     if collect is not None:

@@ -18,7 +18,12 @@ from typing import Any, Protocol
 import msgspec
 
 from potluck.background import stop
-from potluck.cluster.code_store.imports import importable_from, project_root
+from potluck.cluster.code_store.imports import (
+    importable_from,
+    module_file,
+    project_root,
+    repository_of,
+)
 from potluck.cluster.home.node_state import AgentRecord
 from potluck.cluster.jobs.agent_parts import OuterWorld
 from potluck.cluster.jobs.summary import Summary
@@ -34,8 +39,9 @@ from potluck.wire.worker_link import JobState
 
 
 def checked(request: RunRequest) -> RunRequest:
-    """``request``, given in this directory; ConfigurationError, with what to do, if it can't be
-    run."""
+    """``request``, given in this directory, with the ``root`` that travels, what is ``importable``,
+    and the file of a ``module`` as its ``script``; ConfigurationError, with what to do, if it can't
+    be run."""
     if not 1 <= request.per_node <= jobs.MAX_PER_NODE:
         raise ConfigurationError(
             f"--workers {request.per_node}: a number from 1 to {jobs.MAX_PER_NODE} is needed"
@@ -56,28 +62,58 @@ def checked(request: RunRequest) -> RunRequest:
         raise ConfigurationError(
             "the directory that this was called in has been removed; change to another one"
         ) from None
+    request = msgspec.structs.replace(request, directory=str(here))
+    return _module_found(request, here) if request.module else _script_found(request, here)
+
+
+def _script_found(request: RunRequest, here: Path) -> RunRequest:
     script = Path(request.script)
     if not script.is_file():
         what = "is no file" if script.exists() else "does not exist"
         what = "is a directory" if script.is_dir() else what
         raise ConfigurationError(f"the script {str(script)!r} {what} (seen from {here})")
-    return msgspec.structs.replace(request, directory=str(here))
-
-
-_summaries = msgspec.json.Decoder(Summary)
-
-
-def root_of(request: RunRequest) -> Path:
-    """The folder that travels with the script; ConfigurationError if the script is not in it."""
-    script = Path(request.script).absolute()
-    if not request.root:
-        return project_root(script)
-    root = Path(request.root).absolute()
+    script = script.absolute()
+    root = Path(request.root).absolute() if request.root else project_root(script, script.parent)
     if not root.is_dir() or not script.is_relative_to(root):
         raise ConfigurationError(
             f"--root {request.root}: name a folder that the script {script} is in, or below"
         )
-    return root
+    places = importable_from(root) if root != script.parent else ()
+    return msgspec.structs.replace(request, root=str(root), importable=tuple(map(str, places)))
+
+
+def _module_found(request: RunRequest, here: Path) -> RunRequest:
+    """As Python does: in the working directory first. Only what travels is looked through."""
+
+    def places() -> list[Path]:
+        own = [here] if here.is_relative_to(root) else []
+        return list(dict.fromkeys([*own, *importable_from(root)]))
+
+    root = Path(request.root).absolute() if request.root else repository_of(here)
+    if not root.is_dir():
+        raise ConfigurationError(f"--root {request.root}: there is no such folder")
+    if "" in request.module.split(".") or {"/", "\\"} & set(request.module):
+        raise ConfigurationError(
+            f"-m {request.module}: the name of a module is needed, such as pkg.train; a file runs "
+            "without -m"
+        )
+    found = module_file(request.module, places())
+    if found is None:
+        looked = ", ".join(map(str, places()))
+        raise ConfigurationError(
+            f"-m {request.module}: there is no such module, and no package of that name with a "
+            f"__main__.py, in {looked}. Call it in the folder that the first name of the module is "
+            "in, or name that folder by --root DIR"
+        )
+    script, place = found
+    if place == here and not request.root:
+        root = project_root(script, here)
+    return msgspec.structs.replace(
+        request, script=str(script), root=str(root), importable=tuple(map(str, places()))
+    )
+
+
+_summaries = msgspec.json.Decoder(Summary)
 
 
 class Watcher(Protocol):
@@ -186,12 +222,10 @@ async def _run(
     watcher.begin(client)
     try:
         with _signals(client.interrupt):
-            root, script = root_of(request), Path(request.script).absolute()
-            places = importable_from(root) if root != script.parent else []
             if agent is None:
-                here = tuple(map(str, places))
-                request = msgspec.structs.replace(request, importable=here)
                 return await _run_alone(settings, request, client, outer_world)
+            root, script = Path(request.root), Path(request.script).absolute()
+            places = map(Path, request.importable)
             request = msgspec.structs.replace(
                 request,
                 folder=str(root),

@@ -46,7 +46,9 @@ class JobOptions(msgspec.Struct, frozen=True, kw_only=True):
     ``roster.JobPolicy``, ``chaos`` as in ``jobs.chaos``. ``environment`` has names and values of
     variables for the workers. The job begins on ``min_nodes`` nodes or more. In the folders
     ``importable`` the script finds modules, besides its own folder: below the folder that travels,
-    or, for a local job, on this machine. ``keeps_files``: what workers write stays there, and the
+    or, for a local job, on this machine. ``module`` is the dotted name by which the script runs, as
+    by ``python -m``, found in the first of these folders that has it; empty: it runs as a file.
+    ``keeps_files``: what workers write stays there, and the
     starter can't fetch it."""
 
     script: Text
@@ -67,6 +69,7 @@ class JobOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = ()
     keeps_files: bool = False
     importable: Annotated[tuple[Text, ...], msgspec.Meta(max_length=16)] = ()
+    module: Text = ""
     min_nodes: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
 
 

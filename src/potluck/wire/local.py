@@ -42,7 +42,7 @@ class RunRequest(JobOptions, frozen=True, kw_only=True, tag=True):
     ``min_nodes`` within ``wait_s``. Answered with CommandResult if that is impossible; else with
     JobNote, Shown and JobStatus while the job runs, and JobEnded at its end.
 
-    ``root`` is the folder that the user wants to travel; empty: ``code_store.imports`` finds it.
+    ``root`` is the folder that the user wants to travel; empty: ``cluster.run.checked`` finds it.
     An empty ``folder`` makes it a local job (``JobSpec.is_local``). ``include`` has the patterns of
     files that travel with the script although they are hidden, ignored, or look like keys. ``on``
     names the machines that run it (empty: all may). ``modules`` are files that the script imports

@@ -28,7 +28,7 @@ _MAX_BYTES = 4 << 20
 def imported(files: Sequence[Path], places: Sequence[Path]) -> frozenset[str]:
     """The top-level names that ``files``, Python files of a project, import, without the modules of
     the project, of Python and of potluck. ``places`` are the folders in which the project's own
-    modules are looked for."""
+    modules are looked for, that of a script among them."""
     waiting, seen, names = list(files), set[Path](), set[str]()
     while waiting and len(seen) < _MAX_FILES:
         path = waiting.pop()
@@ -36,7 +36,7 @@ def imported(files: Sequence[Path], places: Sequence[Path]) -> frozenset[str]:
             continue
         seen.add(path)
         for level, module in _imports(path):
-            roots = [path.parents[level - 1]] if level else [path.parent, *places]
+            roots = [path.parents[level - 1]] if level else places
             own = [each for root in roots for each in _files(root, module.split("."))]
             waiting += own
             top = module.partition(".")[0]
@@ -47,16 +47,34 @@ def imported(files: Sequence[Path], places: Sequence[Path]) -> frozenset[str]:
     return frozenset(names)
 
 
-def project_root(script: Path) -> Path:
-    """The folder that travels with ``script``: its own, or, if it imports modules of its git
-    repository that are not in there, the repository's."""
-    own = script.parent
-    root = next((each for each in (own, *own.parents) if (each / ".git").exists()), own)
+def project_root(script: Path, own: Path) -> Path:
+    """The folder that travels with ``script``, which finds modules in the folder ``own`` first:
+    that one, or, if it imports modules of its git repository that are not in there, the
+    repository's."""
+    root = repository_of(own)
     if root == own:
         return own
     names = imported([script], [own])
     places = importable_from(root)
     return root if any(_files(place, [name]) for name in names for place in places) else own
+
+
+def repository_of(folder: Path) -> Path:
+    """The root of the git repository that ``folder`` is in; ``folder`` if it is in none."""
+    return next((each for each in (folder, *folder.parents) if (each / ".git").exists()), folder)
+
+
+def module_file(name: str, places: Sequence[Path]) -> tuple[Path, Path] | None:
+    """The file that ``python -m name`` runs, and the first of ``places`` that has it: of a package
+    its ``__main__.py``, which goes before a module of that name, if there is an ``__init__.py``."""
+    for place in places:
+        package = place.joinpath(*name.split("."))
+        module, main = package.with_name(f"{package.name}.py"), package / "__main__.py"
+        is_first = (package / "__init__.py").is_file()
+        for file in (main, module) if is_first else (module, main):
+            if file.is_file():
+                return file, place
+    return None
 
 
 def importable_from(root: Path) -> list[Path]:

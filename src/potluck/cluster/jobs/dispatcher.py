@@ -99,7 +99,8 @@ class JobDispatcher:
             raise ConfigurationError(
                 f"this node is {agent.plane.stands_still}; `potluck continue --alone` overrides"
             )
-        job = f"{name_of(PurePosixPath(request.script).stem)}-{secrets.token_hex(4)}"
+        name = request.module.rpartition(".")[2] or PurePosixPath(request.script).stem
+        job = f"{name_of(name)}-{secrets.token_hex(4)}"
         only = self._named(request.on)
         await self._await_nodes(job, request, only, client)
         package, below = None, ""
@@ -553,7 +554,8 @@ def _looked_at(
     user's own that do not travel."""
     root = Path(request.folder or request.directory)
     files = [root / each for each in (request.script, *request.modules)]
-    places = [files[0].parent, root, *(root / each for each in request.importable)]
+    own = () if request.module else (each.parent for each in files)
+    places = [*dict.fromkeys([*own, root, *(root / each for each in request.importable)])]
     names, versions = imported(files, places), own_versions()
     needs = needs_of(names) if request.folder else ()
     if request.folder and not wants_torch(needs):

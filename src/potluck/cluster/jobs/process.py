@@ -342,6 +342,9 @@ def launcher_of(
         paths = [str(code / each) for each in spec.importable]
         modules["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [given.get("PYTHONPATH")])])
         sent.pop("PYTHONPATH", None)  # it is in there
+    # -P: without it the working directory is searched first, which on the starter's machine is not
+    # the job's copy of the code. It is among the importable folders.
+    python = [sys.executable, *(["-P", "-m", spec.module] if spec.module else [script])]
     # A local job's agent is the command itself.
     is_alone = spec.is_local and spec.per_node + spec.extra_workers == 1
     environment = inherited | {
@@ -362,7 +365,7 @@ def launcher_of(
         worker: str, variables: dict[str, str], on_exit: Callable[[int], None]
     ) -> WorkerProcess:
         return WorkerProcess(
-            [sys.executable, script, *spec.arguments],
+            [*python, *spec.arguments],
             environment | variables,
             limits=confinement.orders(spec.per_node),
             sandbox=shell,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from potluck.cluster.code_store.imports import (
     imported,
     lacking,
+    module_file,
     needs_of,
     own_modules,
     wants_torch,
@@ -60,6 +63,31 @@ def test_modules_of_the_project_are_followed_at_any_depth(tmp_path: Path) -> Non
         not_imported="import pandas",
     )
     assert found == {"numpy", "torch"}
+
+
+def test_a_module_imports_from_the_root_not_from_beside_itself(tmp_path: Path) -> None:
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "datasets.py").touch()  # pkg.datasets, not datasets
+    (tmp_path / "common.py").write_text("import numpy")
+    module = tmp_path / "pkg" / "train.py"
+    module.write_text("import common, datasets")
+    assert imported([module], [tmp_path]) == {"numpy", "datasets"}
+    assert imported([module], [module.parent, tmp_path]) == {"numpy"}  # run as a file
+
+
+def test_the_file_that_a_module_is(tmp_path: Path) -> None:
+    for path in ("a/b/c.py", "a/d/__main__.py", "a/d.py", "e/__init__.py", "e/__main__.py", "e.py"):
+        (tmp_path / "src" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "src" / path).touch()
+    places = [tmp_path, tmp_path / "src"]
+    for name, path in (("a.b.c", "a/b/c.py"), ("a.d", "a/d.py"), ("e", "e/__main__.py")):
+        assert module_file(name, places) == (places[1] / path, places[1])
+        script = f"import runpy, sys; sys.path.insert(0, {str(places[1])!r}); "
+        script += f"print(runpy.run_module({name!r})['__file__'])"
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        assert done.stdout.strip() == str(places[1] / path)  # Python's own choice
+    assert module_file("a", places) is None
+    assert module_file("a.b.c.d", places) is None
 
 
 def test_packages_that_need_torch_count_as_torch() -> None:
