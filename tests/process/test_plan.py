@@ -68,6 +68,27 @@ def test_a_plan_trains_nothing_and_auto_trains_by_it(tmp_path: Path) -> None:
         assert "[0] trained 8 steps" in run.text
 
 
+def test_a_module_is_planned_and_run_with_its_plan(tmp_path: Path) -> None:
+    train = TRAIN.replace("import torch\n", "import torch, common\nfrom . import net\n", 1)
+    for path, text in (
+        ("src/pkg/train.py", train),
+        ("src/pkg/net.py", "import common"),
+        ("common.py", ""),
+    ):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    words = ["--workers", "2", "--root", ".", "-m", "pkg.train"]
+    with Command([*potluck_command(), "run", *words], cwd=tmp_path) as run:
+        assert run.finish() == 1
+        assert "make one with `potluck plan -m pkg.train`" in run.text
+    with Command([*potluck_command(), "plan", *words], cwd=tmp_path) as plan:
+        assert plan.finish() == 0, plan.text
+    assert (tmp_path / "src" / "pkg" / "train.plan.json").is_file()
+    with Command([*potluck_command(), "run", *words], cwd=tmp_path) as run:
+        assert run.finish() == 0, run.text
+        assert "[0] trained 8 steps" in run.text
+
+
 def test_a_training_of_three_steps_has_a_plan(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN.replace("64, 20", "24, 20"))

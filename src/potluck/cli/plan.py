@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from potluck.cli.files import as_json, check_writable, print_json
-from potluck.cli.run import Env, Include, MinNodes, ScriptArguments, Wait
+from potluck.cli.run import Env, Include, MinNodes, Module, Root, ScriptArguments, Wait
 from potluck.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ def plan(
     ] = 0,
     min_nodes: MinNodes = None,
     wait: Wait = 60.0,
+    module: Module = False,
+    root: Root = None,
     env: Env = None,
     include: Include = None,
     json: Annotated[
@@ -77,12 +79,13 @@ def plan(
 
     check_alone(os.environ, "potluck plan")
     settings = load_settings()
-    kept = plan_file(script)
     if json != _STDOUT:
         check_writable("--json", json)
     request = checked(
         RunRequest(
-            script=str(script),
+            script="" if module else str(script),
+            module=str(script) if module else "",
+            root="" if root is None else str(root),
             arguments=tuple(arguments or ()),
             per_node=workers,
             max_nodes=nodes,
@@ -95,6 +98,7 @@ def plan(
             include=tuple(include or ()),
         )
     )
+    kept = plan_file(request.script)
     check_writable("the plan", kept)
     agent = find_agent(settings.home)
     summary = run_job(request, settings, PlainView(to_stderr=True), agent)

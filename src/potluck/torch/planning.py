@@ -81,7 +81,9 @@ class Planned:
         if path is None or not path.is_file():
             if ctx.world_size == 1 and not ctx.elastic:
                 return  # nothing is sent
+            spec = sys.modules["__main__"].__spec__
             name = "SCRIPT" if script is None else Path(script).name
+            name = name if spec is None else f"-m {spec.name}"
             raise ValueError(
                 f'strategy="auto" takes the strategy of a plan, and there is no '
                 f"{'plan file' if path is None else path.name}: make one with `potluck plan {name}`"
