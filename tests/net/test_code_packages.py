@@ -92,9 +92,11 @@ ctx.close()
     "common.py": "NAME = 'from the root'",
     "src/inner.py": "NAME = 'from src'",
     "src/pkg2/__init__.py": "",
-    "src/pkg2/job.py": "import common, inner, potluck; print(common.NAME, 'for', __name__)",
+    "src/pkg2/job.py": """
+import os, common, inner, potluck
+print(common.NAME, "for", __name__, "in", os.path.basename(os.getcwd()))
+""",
     "data.txt": "its place",
-    "sub/notes.txt": "",
 }
 
 
@@ -119,11 +121,15 @@ def test_a_module_runs_as_under_python_m_on_every_machine(tmp_path: Path) -> Non
         assert run.text.count("imports from a copy: True") == 2  # also where the original is
         assert "starting worker 1 again" in run.text
         (project / ".git").mkdir()
-        for place in (project / "sub", project / "pkg"):  # found in src of the repository
+        (project / "empty" / "deep").mkdir(parents=True)  # of which nothing travels
+        for place in (
+            project / "empty" / "deep",
+            project / "pkg",
+        ):  # found in src of the repository
             with command(ada, place, "-m", "pkg2.job") as run:
                 assert run.finish() == 0, run.text
-            assert run.text.count("from the root for __main__") == 2
-            assert "10 files, " in run.text
+            assert run.text.count(f"from the root for __main__ in {place.name}") == 2
+            assert "9 files, " in run.text
         with command(ada, tmp_path, "--root", project, "-m", "pkg2.job") as run:
             assert run.finish() == 0, run.text
             assert run.text.count("from the root for __main__") == 2

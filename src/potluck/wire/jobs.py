@@ -91,11 +91,11 @@ class JobSpec(JobOptions, frozen=True, kw_only=True):
     """A job that is to be run.
 
     ``script`` is a path below the folder that is sent as ``package``; ``below`` is the directory in
-    that folder in which the command was called (empty: outside of it). A job without a ``package``
-    is local: ``script`` is a path on the ``starter``, and runs only there. ``versions`` are the
-    starter's. ``started`` is Unix time. Without a ``proof`` of the starter no node runs it; the
-    proof is for one ``cluster`` (its id; empty: an open one) and for one run: ``number`` is higher
-    than that of each job which the node started before.
+    that folder in which the command was called (empty: the folder, or outside of it). A job without
+    a ``package`` is local: ``script`` is a path on the ``starter``, and runs only there.
+    ``versions`` are the starter's. ``started`` is Unix time. Without a ``proof`` of the starter no
+    node runs it; the proof is for one ``cluster`` (its id; empty: an open one) and for one run:
+    ``number`` is higher than that of each job which the node started before.
     ``only`` these nodes run it (empty: all may). ``needs`` are the packages that a node must have;
     ``own`` are modules of the user's own that do not travel, with their folders on the starter.
     """

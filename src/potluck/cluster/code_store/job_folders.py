@@ -52,8 +52,9 @@ _CACHES = {"__pycache__"}
 
 class Record(msgspec.Struct, frozen=True):
     """Whose job it is: its ``starter`` (a node), its ``package`` (hexadecimal; empty for a local
-    job), when it ``began`` here (Unix time). ``keeps_files``: its results stay on the machine.
-    ``gone``: why its results were deleted; empty while they are here."""
+    job), when it ``began`` here (Unix time). ``below``: the working directory of its workers, a
+    path in the copy of the package (empty: the copy itself). ``keeps_files``: its results stay on
+    the machine. ``gone``: why its results were deleted; empty while they are here."""
 
     job: str
     starter: str
@@ -61,6 +62,7 @@ class Record(msgspec.Struct, frozen=True):
     script: str = ""
     began: float = 0.0
     keeps_files: bool = False
+    below: str = ""
     gone: str = ""
 
 
@@ -170,6 +172,7 @@ class JobFolders:
             temporary.mkdir(mode=0o700)
             if source is not None:
                 shutil.copytree(source, temporary / CODE)
+                _make_directory(temporary / CODE, record.below)
             (temporary / OUTPUT).mkdir(mode=0o700)
             _write(temporary, record)
             _later_than_now(temporary / _RECORD)
@@ -314,6 +317,15 @@ def _key(record: Record) -> str:
     starter never run from a folder that another one's package filled."""
     whose = msgspec.json.encode((record.job, record.starter, record.package))
     return f"{record.job[:100]}.{hashlib.sha256(whose).hexdigest()[:_DIGITS]}"
+
+
+def _make_directory(code: Path, below: str) -> None:
+    """Make the working directory: a package has no folders without files. Before a worker runs,
+    there are no links in ``code`` by which it could be anywhere else."""
+    if below:
+        if why := objection_to_path(below, portable=False):
+            raise ConfigurationError(f"the working directory {below!r} can't be made here: {why}")
+        (code / below).mkdir(parents=True, exist_ok=True)
 
 
 def _read(path: Path) -> JobFolder | None:

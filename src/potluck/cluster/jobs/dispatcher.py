@@ -113,7 +113,8 @@ class JobDispatcher:
                 if text:
                     client.take(jobs.JobNote(job, text))
             with contextlib.suppress(ValueError):
-                below = Path(request.directory).relative_to(request.folder).as_posix()
+                relative = Path(request.directory).relative_to(request.folder)
+                below = relative.as_posix() if relative.parts else ""
         chosen = {name: getattr(request, name) for name in jobs.JobOptions.__struct_fields__}
         versions, needs, own = await asyncio.to_thread(_looked_at, request)
         spec = jobs.JobSpec(

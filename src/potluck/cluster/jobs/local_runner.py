@@ -554,4 +554,5 @@ def _record_of(spec: jobs.JobSpec) -> Record:
         script=spec.script,
         began=spec.started,
         keeps_files=spec.keeps_files,
+        below=spec.below,
     )

@@ -18,6 +18,7 @@ from potluck.cluster.code_store.job_folders import (
     Record,
 )
 from potluck.cluster.code_store.package import open_below
+from potluck.errors import ConfigurationError
 
 ADA = "a1" * 32
 
@@ -48,6 +49,22 @@ def run(folders: JobFolders, job: str, code: Path | None, *wrote: str) -> JobFol
 
 def paths(folder: JobFolder) -> list[str]:
     return [each.path for each in folder.results()]
+
+
+def test_the_working_directory_is_there_and_nowhere_else(tmp_path: Path, code: Path) -> None:
+    folders = folders_at(tmp_path)
+    folder = folders.open(Record("sweep", ADA, "ab" * 32, below="runs/a"), code)
+    assert (folder.code / "runs" / "a").is_dir()
+    assert paths(folder) == []
+    folders.close(folder)
+    folders.close(folders.open(Record("data", ADA, "ab" * 32, below="data"), code))
+    before = set(tmp_path.rglob("*"))
+    for below in ("../../a", "a/../../b", str(tmp_path / "c"), "a//b", "x\n"):
+        with pytest.raises(ConfigurationError, match="can't be made here: "):
+            folders.open(Record("evil", ADA, "ab" * 32, below=below), code)
+    with pytest.raises(OSError, match="exists"):
+        folders.open(Record("evil", ADA, "ab" * 32, below="train.py"), code)
+    assert set(tmp_path.rglob("*")) == before
 
 
 def test_results_are_the_files_that_the_package_did_not_bring(tmp_path: Path, code: Path) -> None:
