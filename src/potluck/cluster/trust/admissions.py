@@ -51,6 +51,7 @@ MAX_OF_SIGNER = MAX_RECORDS // 4
 """An admin that fills the list leaves room for the word that bans it."""
 
 _Place = tuple[bytes, bytes]
+_LOWEST = (0, False, b"")
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,10 +265,18 @@ def now_of(clock: float, roster: Roster) -> float:
 
 def _named_admins(founder: bytes, records: Iterable[Record]) -> set[bytes]:
     """The founder, and all keys that such a key called an admin. Their records are kept also while
-    another admin's word revokes them, so that the order of arrival does not matter."""
+    another admin's word revokes them, so that the order of arrival does not matter: that word may
+    lose its force. The founder's can't, so keys that are no admins by it are left out, and an admin
+    that filled the list, with second keys as well, leaves it with the founder's word."""
+    words = [each for each in records if isinstance(each, Admission)]
+    final = {
+        each.key: _rank(each)
+        for each in words
+        if each.signer == founder and each.verdict != "admin"
+    }
     named: dict[bytes, list[bytes]] = {}
-    for each in records:
-        if isinstance(each, Admission) and each.verdict == "admin":
+    for each in words:
+        if each.verdict == "admin" and _rank(each) > final.get(each.key, _LOWEST):
             named.setdefault(each.signer, []).append(each.key)
     found, new = {founder}, [founder]
     while new:

@@ -274,3 +274,19 @@ def test_a_signer_may_have_many_names_on_the_list_and_the_rest_is_sent() -> None
     known = [each.fingerprint for each in found.records[:2]]
     assert found.missing(known) == found.records[2:]
     assert found.missing([]) == found.records
+
+
+def test_an_admin_that_fills_the_list_by_second_keys_leaves_it_with_the_founders_word(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rules, "MAX_RECORDS", 6)
+    tree = [says(FOUNDER, 1, "admin", ANN), says(ANN, 2, "admin", THIEF)]
+    full = [says(THIEF, 3, "admin", EVE), says(THIEF, 4, "member", BOB)]
+    full += [says(EVE, 5, "member", DORA), says(EVE, 6, "member", CARL)]
+    found = Admissions(FOUNDING, [*tree, *full])
+    with pytest.raises(IdentityError, match="full"):
+        found.add([says(ANN, 7, "member", CARL)])
+    found.add([says(FOUNDER, 8, "revoked", THIEF)])
+    found.add([says(ANN, 9, "member", CARL)])
+    assert {each.signer for each in found.records} == {public(FOUNDER), public(ANN)}
+    assert role(EVE, *found.records) == ""
