@@ -181,3 +181,83 @@ def test_a_machine_whose_clock_is_years_behind_does_not_hear_an_admission_that_h
         ada.shows(all_have_the_newest_secret)
         assert secret(bob) == secret(ada) != PSK
         assert secret(laptop) == PSK
+
+
+def test_a_stolen_founder_is_out_by_two_of_three_codes_whatever_it_ordered_before(
+    figures: Figures, tmp_path: Path
+) -> None:
+    """The thief bans one of the code holders first. The code is the person's, not the machine's."""
+    with cluster_of(4, tmp_path / "homes", psk="") as machines:
+        stolen, bob, carl, dora = machines
+        made = stolen.runs("init", "--recovery-codes", "3", "--json")
+        assert made.returncode == 0, made.stderr
+        codes = json.loads(made.stdout)["recovery_codes"]
+        assert not any(
+            code.encode() in path.read_bytes()
+            for code in codes
+            for path in stolen.home.rglob("*")
+            if path.is_file()
+        )
+        homes = [each.home for each in machines]
+        found_cluster(*homes, psk=bytes.fromhex(PSK))
+        form(*machines)
+        for each in (bob, carl, dora):
+            assert stolen.runs("admit", each.name, "--admin").returncode == 0
+        bob.shows(lambda status: roles(bob)[bob.node] == "admin")
+        since = marks(machines)
+        dora.kill()  # away while it happens
+        agreed(stolen, bob, carl, since=since)
+        since = marks(machines)
+        banned = stolen.runs("ban", carl.name, "--yes")
+        assert banned.returncode == 0, banned.stderr
+        bob.shows(lambda status: carl.node in status["cluster"]["banned"])
+        bob.shows(all_have_the_newest_secret)
+        thiefs = secret(stolen)
+
+        # No machine's own key does it, and not one code.
+        refused = bob.runs("ban", stolen.name, "--yes")
+        assert refused.returncode != 0
+        assert "--codes" in refused.stderr
+        one = bob.runs("ban", stolen.name, "--codes", "--yes", stdin=f"{codes[0]}\n" * 2)
+        assert one.returncode != 0
+        assert "2 different recovery codes" in one.stderr
+        done = bob.runs("ban", stolen.name, "--codes", "--yes", stdin=f"{codes[0]}\n{codes[2]}\n")
+        assert done.returncode == 0, done.stderr
+        stolen.says("this node is banned from the cluster", since=since[stolen])
+        unbanned = bob.runs("unban", carl.name, "--yes")
+        assert unbanned.returncode == 0, unbanned.stderr
+        dora.start()
+        agreed(bob, carl, dora, since=since)
+        bob.shows(all_have_the_newest_secret)
+        assert secret(bob) == secret(carl) == secret(dora)
+        assert secret(bob) not in (PSK, thiefs)
+
+        # What the thief orders from now on has no force, on no machine.
+        stolen.runs("ban", bob.name, "--yes")
+        stolen.runs("rotate")
+        answers = attempts(stolen, PSK, bob, carl, dora)
+        answers += attempts(stolen, thiefs, bob, carl, dora)
+        # Machines that were away or banned meanwhile never had the thief's secret.
+        refusals = ("Refused: ", "WrongSecret: ")
+        got_in = [each for each in answers if not each[3].startswith(refusals)]
+        assert not got_in, got_in
+        for each in (bob, carl, dora):
+            said = roles(each)
+            assert said[stolen.node] == "revoked"
+            assert said[bob.node] == "admin"
+            assert said[carl.node] == said[dora.node] == "member"
+        fault = "stolen founder, banned by two of three codes"
+        what = f"let in, of {len(answers)} attempts:"
+        figures.take(fault, what, len(got_in), asked=0, unit="", page=PAGE)
+
+        # The new admin bans.
+        since = marks(machines)
+        assert bob.runs("ban", dora.name, "--yes").returncode == 0
+        agreed(bob, carl, since=since)
+        assert roles(carl)[dora.node] == "revoked"
+
+
+def roles(machine: Machine) -> dict[str, str]:
+    """The role of each node, by the list of ``machine``."""
+    listed = json.loads(machine.runs("nodes", "--json").stdout)["nodes"]
+    return {each["node"]: each["role"] for each in listed}

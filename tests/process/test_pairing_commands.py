@@ -15,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from potluck.cli.main import app
+from support.clusters import admit
 
 POTLUCK = str(Path(sys.executable).with_name("potluck"))
 WAIT_S = 200
@@ -221,3 +222,44 @@ def test_whose_scripts_run_is_decided_without_an_agent_too(environment: Path) ->
         assert refused.returncode == 2, refused
         assert said in refused.stderr
     assert json.loads((home / "sharing.json").read_text()) == kept, "nothing was changed"
+
+
+def test_recovery_codes_are_made_before_another_machine_is_in(environment: Path) -> None:
+    first, second = (environment / name for name in ("first", "second"))
+    early = json.loads(potluck(first, "init", "--recovery-codes", "3", "--json").stdout)
+    made = json.loads(potluck(first, "init", "--recovery-codes", "3", "--json").stdout)
+    assert made["codes_needed"] == 2
+    assert len({*early["recovery_codes"], *made["recovery_codes"]}) == 6
+    listed = json.loads(potluck(first, "nodes", "--json").stdout)
+    assert listed["codes_needed"] == 2
+    assert [(each["node"], each["role"]) for each in listed["nodes"]] == [(made["node"], "admin")]
+
+    node = admit(first, second)
+    refused = potluck(first, "init", "--recovery-codes", "3")
+    assert refused.returncode == 2
+    assert "has other machines already" in refused.stderr
+    text = potluck(first, "nodes").stdout
+    assert "2 recovery codes ban any machine" in text
+    assert "Only first can admit" not in text
+
+    refused = potluck(second, "ban", made["node"], "--yes")
+    assert refused.returncode == 2
+    old = "\n".join(early["recovery_codes"])
+    refused = types(second, old, "ban", made["node"], "--codes", "--yes")
+    assert refused.returncode == 2
+    assert "no recovery code of this cluster" in refused.stderr
+    typed = "\n".join(made["recovery_codes"][1:])
+    done = types(second, typed, "ban", made["node"], "--codes", "--yes")
+    assert "This machine is an admin now" in done.stdout
+    listed = json.loads(potluck(second, "nodes", "--json").stdout)
+    roles = {each["node"]: each["role"] for each in listed["nodes"]}
+    assert roles == {made["node"]: "revoked", node: "admin"}
+
+
+def test_a_cluster_without_codes_says_how_to_found_one_with_them(environment: Path) -> None:
+    first, second = (environment / name for name in ("first", "second"))
+    made = json.loads(potluck(first, "init", "--json").stdout)
+    admit(first, second)
+    refused = potluck(second, "ban", made["node"], "--codes", "--yes")
+    assert refused.returncode == 2
+    assert "potluck init --recovery-codes 3" in refused.stderr

@@ -224,11 +224,12 @@ class Machine:
         cluster: dict[str, Any] = self.status()["cluster"]
         return cluster
 
-    def runs(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """A command of potluck on this machine, to its end."""
+    def runs(self, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        """A command of potluck on this machine, to its end, which reads the text ``stdin``."""
         return subprocess.run(
             self.host.command([*potluck_command(), *arguments]),
             env=self.variables,
+            input=stdin,
             capture_output=True,
             text=True,
             timeout=WAIT_S,

@@ -23,9 +23,10 @@ def nodes(
 
     `founder` and `admin` may admit and ban others, `member` may not; `revoked` is banned, `ended`
     is a member whose admission has ended. An open cluster has no list: whoever holds its secret is
-    in.
+    in. Where recovery codes can ban the machine that founded the cluster, that is an `admin`.
 
-    With --json: {"version": 1, "open", "cluster" (null if open), "nodes": [...]}; each node has
+    With --json: {"version": 1, "open", "cluster" (null if open), "codes_needed" (recovery codes, 0:
+    there are none), "nodes": [...]}; each node has
     node, name, role, since and until (Unix times; until 0: no end), reason, last_seen (Unix time,
     0: never), is_here (this machine has a link to it now, or is it).
     """
@@ -36,9 +37,18 @@ def nodes(
     me = load_node_credentials(settings).node_id
     admissions = load_admissions(settings).load()
     rows = _rows(settings, me)
+    codes_needed = 0 if admissions is None else admissions.founding.codes_needed
+    if codes_needed:
+        rows = [each for each in rows if each["role"] != "founder"]  # which is no machine
     if json:
-        cluster = None if admissions is None else admissions.founding.cluster.hex()
-        print_json({"version": 1, "open": admissions is None, "cluster": cluster, "nodes": rows})
+        facts = {
+            "version": 1,
+            "open": admissions is None,
+            "cluster": None if admissions is None else admissions.founding.cluster.hex(),
+            "codes_needed": codes_needed,
+            "nodes": rows,
+        }
+        print_json(facts)
         return
     if admissions is None:
         typer.echo(
@@ -46,7 +56,9 @@ def nodes(
             "POTLUCK_PASSPHRASE) is in. `potluck lock` closes it."
         )
     _show(rows, me)
-    if warning := _of_only_admin(rows):
+    if codes_needed:
+        typer.echo(f"{codes_needed} recovery codes ban any machine: potluck ban NODE --codes")
+    elif warning := _of_only_admin(rows):
         typer.echo(warning)
 
 

@@ -44,6 +44,14 @@ def ban(
             "--delete-code", help="Delete the code packages that came from it, everywhere."
         ),
     ] = False,
+    codes: Annotated[
+        bool,
+        typer.Option(
+            "--codes",
+            help="By the cluster's recovery codes, which are asked for; this machine then becomes "
+            "an admin. For the machine that founded the cluster.",
+        ),
+    ] = False,
     yes: _Yes = False,
 ) -> None:
     """Take a machine out of the cluster, at once and for good.
@@ -57,6 +65,10 @@ def ban(
     out. Both are listed, so that you can change it. What owners had allowed it is forgotten.
     This machine must be an admin of the cluster (`potluck nodes`). In an open cluster the first ban
     closes it, as `potluck lock` does.
+
+    With --codes any machine of a cluster that was founded with `potluck init --recovery-codes` bans
+    any other, also the one that founded it, and becomes an admin in its place. Type the codes on a
+    machine that you trust (in scripts: one a line on stdin, with --yes).
     """
     from potluck.cli.sharing import forget
     from potluck.cluster.home.node_state import find_agent
@@ -66,6 +78,10 @@ def ban(
 
     settings, file, key = _load()
     found = find_known(settings, node)
+    heir = None
+    if codes:
+        heir = (key.public_key().public_bytes_raw(), settings.machine_name)
+        key = asyncio.run(_ask_for_codes(file))
     if not yes:
         new = "" if is_secret_given(settings) else ", and the cluster's secret changes"
         confirm(
@@ -79,7 +95,7 @@ def ban(
         psk = None if is_secret_given(settings) else operator.new_secret()
         store = partial(change_secret, settings.home)
         done = operator.revoke(
-            file, key, found, reason, psk=psk, store=store, delete_code=delete_code
+            file, key, found, reason, psk=psk, store=store, delete_code=delete_code, heir=heir
         )
         typer.echo(f"{_called(settings, file, found)} is banned.")
         if find_agent(settings.home) is None:  # which does that by itself
@@ -90,6 +106,11 @@ def ban(
             typer.echo(f"It had banned {_called(settings, file, each)}, which stays banned.")
         if done.lost:
             typer.echo(f"{done.lost} more that it had admitted are out.")
+        if heir is not None:
+            typer.echo(
+                "This machine is an admin now. To make others admins again: potluck admit NODE "
+                "--admin; to take a ban back: potluck unban NODE."
+            )
     if is_secret_given(settings):
         typer.echo(
             "The secret comes from a variable: change POTLUCK_PSK or POTLUCK_PASSPHRASE on all "
@@ -195,6 +216,26 @@ def rotate() -> None:
     typer.echo(f"The secret is changed; {total - len(behind)} of {total} machines have it.")
     for name in behind:
         typer.echo(f"{name} does not have it yet: it gets it when it can be reached.")
+
+
+async def _ask_for_codes(file: AdmissionFile) -> Ed25519PrivateKey:
+    """The cluster's founding key, of the codes that the person types."""
+    from potluck.cli.asking import Asker
+    from potluck.cluster.trust.recovery import Code, founding_key, parse_code
+
+    admissions = file.load()
+    founding = None if admissions is None else admissions.founding
+    if founding is None or not founding.codes_needed:
+        raise ConfigurationError(
+            "this cluster was founded without recovery codes, and they can't be made later. To "
+            "found a new one with codes: remove ~/.potluck on a machine that you trust, run "
+            "`potluck init --recovery-codes 3` there, and pair anew"
+        )
+    asker, typed = Asker(), list[Code]()
+    for at in range(1, founding.codes_needed + 1):
+        text = await asker.line(f"Recovery code, {at} of {founding.codes_needed} needed: ")
+        typed.append(parse_code(text, founding))
+    return founding_key(typed, founding)
 
 
 async def _wait_for_all(settings: Settings, namespace: str) -> tuple[list[str], int]:

@@ -17,6 +17,8 @@ from potluck.wire.names import MachineName
 MAX_RECORDS = 4096
 """Records in one cluster, about 300 bytes each."""
 MAX_IN_MESSAGE = 1024
+MAX_CODES = 9
+"""Recovery codes of one cluster (``cluster.trust.recovery``)."""
 
 _CLUSTER_LABEL = b"potluck cluster v1"
 _RECORD_LABEL = b"potluck admission v1"
@@ -31,15 +33,18 @@ Verdict = Literal["admin", "member", "revoked"]
 
 
 class Founding(msgspec.Struct, frozen=True):
-    """The beginning of a cluster: the key of its first node, and 16 random bytes."""
+    """The beginning of a cluster: the key of its first node, and 16 random bytes; or, if
+    ``codes_needed``, a key that is on no machine: so many recovery codes make it."""
 
     key: Key
     nonce: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    codes_needed: Annotated[int, msgspec.Meta(ge=0, le=MAX_CODES)] = 0
 
     @property
     def cluster(self) -> bytes:
         """The id of the cluster (16 bytes), which every record names."""
-        return hashlib.sha3_256(_CLUSTER_LABEL + self.key + self.nonce).digest()[:16]
+        codes = bytes([self.codes_needed]) if self.codes_needed else b""
+        return hashlib.sha3_256(_CLUSTER_LABEL + self.key + self.nonce + codes).digest()[:16]
 
 
 class _Signed(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

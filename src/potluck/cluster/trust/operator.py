@@ -83,13 +83,17 @@ def revoke(
     psk: bytes | None,
     store: Callable[[bytes], None] = lambda psk: None,
     delete_code: bool = False,
+    heir: tuple[bytes, str] | None = None,
 ) -> Ban:
     """Ban ``node``. All that it ever said is void, so this node says anew what is to stay: machines
     that it had admitted are in as members, also those that were admins by its word alone; machines
     that it had banned are out. Nobody gains a role by a ban.
 
     ``psk`` is the cluster's next secret, which ``store`` stores, None if it can't be changed
-    here. ConfigurationError if this node may not ban that one.
+    here. With ``heir`` (a key and a name) ``me`` is the founding key, made of recovery codes: the
+    heir becomes an admin by the same change, whatever the list said about it, and what the banned
+    one had banned stays listed, so that it can be admitted again. ConfigurationError if this node
+    may not ban that one.
     """
     done = Ban()
 
@@ -106,23 +110,26 @@ def revoke(
                 f"node {node[:12]} founded the cluster and can't be banned. If it was stolen, "
                 "found a new cluster: remove ~/.potluck on a machine that you trust, and pair anew"
             )
-        if node == node_id_of(me.public_key()):
+        if entry.key in (me.public_key().public_bytes_raw(), heir and heir[0]):
             raise ConfigurationError("a machine can't ban itself; run the command on another one")
         pen = _Pen(admissions, me)
         word = pen.word(
             entry.key, "revoked", name=entry.name, reason=reason[:200], delete_code=delete_code
         )
         records: list[Record] = [word]
-        done = _keep(admissions, entry.key, pen, records)
+        done = _keep(admissions, entry.key, pen, records, heir and heir[0])
+        if heir is not None:
+            records.append(pen.word(heir[0], "admin", name=heir[1][:64]))
         if psk is not None:
             records.append(pen.secret(psk))
         return records
 
     def before(changed: Admissions) -> None:
         if changed.roster.entries[node].role != "revoked":
+            codes = f", or with recovery codes: potluck ban {node[:12]} --codes"
             raise ConfigurationError(
                 f"node {node[:12]} is an admin that is senior to this machine: ban it on "
-                f"{_seniors(changed)}"
+                f"{_seniors(changed)}{codes if changed.founding.codes_needed else ''}"
             )
         if psk is not None:
             store(psk)
@@ -131,21 +138,31 @@ def revoke(
     return done
 
 
-def _keep(admissions: Admissions, key: bytes, pen: _Pen, records: list[Record]) -> Ban:
-    """Add to ``records`` the words by which nobody but ``key`` gets in, out, or a higher role when
-    its words are void."""
+def _keep(
+    admissions: Admissions,
+    key: bytes,
+    pen: _Pen,
+    records: list[Record],
+    heir: bytes | None = None,
+) -> Ban:
+    """Add to ``records`` the words by which nobody but ``key`` and ``heir`` gets in, out, or a
+    higher role when its words are void; with an heir also all bans, at most ``MAX_KEPT``."""
     after = admissions.without(key).entries
     kept: list[Entry] = []
     out: list[Entry] = []
+    unlisted: list[Entry] = []
     for node, entry in admissions.roster.entries.items():
         left = after.get(node)
-        if entry.key == key or entry.word is None or (left and left.role == entry.role):
+        if entry.key in (key, heir) or entry.word is None or (left and left.role == entry.role):
             continue
         if entry.role != "revoked":
             kept.append(entry)
         elif left is not None:  # it would come back by another admin's older word
             out.append(entry)
+        elif heir is not None and len(unlisted) < MAX_KEPT:
+            unlisted.append(entry)
     kept.sort(key=_number)
+    out += unlisted
     for entry in out:
         records.append(pen.word(entry.key, "revoked", name=entry.name, reason=_reason(entry)))
     for entry in kept[:MAX_KEPT]:
@@ -267,7 +284,8 @@ class _Pen:
             raise IdentityError(
                 "a senior admin has used up the numbers that this machine may give to its records. "
                 "Run the command on the founder of the cluster (`potluck nodes`), or run `potluck "
-                "rotate` there first; or have it ban that admin"
+                "rotate` there first; or have it ban that admin (where there are recovery codes: "
+                "`potluck ban NODE --codes`)"
             )
         self._number += 1
         return self._number
@@ -275,6 +293,8 @@ class _Pen:
 
 def _seniors(admissions: Admissions) -> str:
     """The admins, for the text of an error."""
-    admins = [e for e in admissions.roster.entries.values() if e.role in ("founder", "admin")]
+    is_machine = not admissions.founding.codes_needed
+    roles = ("founder", "admin") if is_machine else ("admin",)
+    admins = [each for each in admissions.roster.entries.values() if each.role in roles]
     names = [f"{each.name} ({each.node[:12]})" if each.name else each.node[:12] for each in admins]
     return "an admin: " + ", ".join(names) + " (`potluck nodes` shows them)"
