@@ -10,6 +10,9 @@ from pathlib import Path
 from potluck.errors import ConfigurationError
 from potluck.system import account_home
 
+NARROWER = (
+    "If the script is further below, --root DIR names a smaller folder that holds all it needs"
+)
 _SHARED = ("/tmp", "/var/tmp", "/dev/shm")
 
 
@@ -46,7 +49,7 @@ def check_folder(folder: Path, home: Path) -> None:
         raise ConfigurationError(
             f"the script is in {folder}, {what}: everything there would be sent to the other "
             "machines with it. Move the script, with the files that it needs, into a folder of its "
-            "own, and run it there. Nothing was started"
+            f"own, and run it there. {NARROWER}. Nothing was started"
         )
 
 

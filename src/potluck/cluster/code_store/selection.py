@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path, PurePosixPath
 
-from potluck.cluster.code_store.folders import Private, check_folder
+from potluck.cluster.code_store.folders import NARROWER, Private, check_folder
 from potluck.cluster.code_store.package import MAX_BYTES, objection_to_path
 from potluck.cluster.code_store.patterns import (
     IGNORE_FILE,
@@ -213,7 +213,7 @@ class _Walk:
             raise ConfigurationError(
                 f"{self.folder} holds more than {MAX_FILES} files; it travels to all nodes with "
                 "the script. Move the script to a folder of its own, or name what may stay in "
-                f"{self.folder / IGNORE_FILE}"
+                f"{self.folder / IGNORE_FILE}. {NARROWER}"
             )
 
 
@@ -259,7 +259,8 @@ def _check_size(folder: Path, files: Sequence[Travelling]) -> None:
         named = ", ".join(f"{file.path} ({file.size / 2**20:.0f} MiB)" for file in largest)
         raise ConfigurationError(
             f"{folder} holds {total / 2**20:.0f} MiB; at most {MAX_BYTES >> 20} travel with a "
-            f"script. The largest: {named}. Name what may stay in {folder / IGNORE_FILE}"
+            f"script. The largest: {named}. Name what may stay in {folder / IGNORE_FILE}. "
+            f"{NARROWER}"
         )
 
 
@@ -269,6 +270,6 @@ def _about_keys(folder: Path, keys: Sequence[tuple[str, str]]) -> str:
     return (
         f"{folder} would travel to the other machines with what looks like keys or credentials: "
         f"{shown}{more}. Move it out of this folder, or name it in {folder / IGNORE_FILE} so that "
-        f"it stays; to send it on purpose: potluck run --include {keys[0][0]} ... Nothing was "
-        "started"
+        f"it stays; to send it on purpose: potluck run --include {keys[0][0]} ... {NARROWER}. "
+        "Nothing was started"
     )

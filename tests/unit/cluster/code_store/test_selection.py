@@ -235,7 +235,9 @@ def test_a_home_folder_and_what_is_above_it_are_none_to_send(
         (Path("/var/tmp"), "which all users and programs share"),
         (Path("/var"), "which all users and programs share"),
     ):
-        with pytest.raises(ConfigurationError, match=f"{words}: everything .* folder of its own"):
+        with pytest.raises(
+            ConfigurationError, match=f"{words}: everything .* its own.* --root DIR"
+        ):
             select(folder, home)
     assert select(user / "project", home) == Selection((), ())
 
@@ -340,10 +342,10 @@ def test_a_folder_that_is_too_large_names_what_makes_it_so(
     folder: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(selecting, "MAX_BYTES", 20)
-    with pytest.raises(ConfigurationError, match=r"The largest: .*train\.py"):
+    with pytest.raises(ConfigurationError, match=r"The largest: .*train\.py.* --root DIR names"):
         select(folder, home)
     monkeypatch.setattr(selecting, "MAX_FILES", 3)
-    with pytest.raises(ConfigurationError, match="more than 3 files"):
+    with pytest.raises(ConfigurationError, match=r"more than 3 files.* --root DIR names"):
         select(folder, home)
 
 
