@@ -40,9 +40,11 @@ class Person:
             "POTLUCK_ALLOW_ROOT": "1",  # making hosts takes root
         }
 
-    def types(self, command: str) -> Terminal:
-        """The walk's ``command``, which stands there for this machine."""
+    def types(self, command: str, job: str = "") -> Terminal:
+        """The walk's ``command``, which stands there for this machine, with the id of ``job`` in
+        the place of the one there."""
         assert any(block.startswith(f"{self.name}$ {command}\n") for block in BLOCKS), command
+        command = command.replace("save-14e60dab", job)
         set_up = shlex.join(f"{name}={value}" for name, value in self._variables.items())
         line = f"cd {shlex.quote(str(self.folder))}; exec env {set_up} {command}"
         return self._stack.enter_context(Terminal(*self._host.command(["bash", "-c", line])))
@@ -110,6 +112,17 @@ def test_the_walk_typed_as_it_stands_trains_on_both_machines(tmp_path: Path) -> 
         assert "starting 2 workers on desk, laptop" in both.text
         assert re.search(r"\[0 desk\] rank 0 of 2: 1.5", both.text), both.text
         assert re.search(r"\[1 laptop\] rank 1 of 2: 1.5", both.text), both.text
+
+        (desk.folder / "save.py").write_text(snippets("walk.md")[1])
+        saving = desk.types("potluck run save.py")
+        assert saving.finish() == 0, saving.text
+        told = r"written on desk \(1, 11 bytes\), laptop \(1, 11 bytes\): potluck fetch (save-\w+)"
+        (job,) = re.findall(told, " ".join(saving.text.split()))
+        fetching = desk.types("potluck fetch save-14e60dab", job)
+        assert fetching.finish() == 0, fetching.text
+        assert "2 files (22 bytes) brought into" in fetching.text
+        brought = {path.name: path.read_text() for path in (desk.folder / job).iterdir()}
+        assert brought == {"rank.desk.txt": "rank 0 of 2", "rank.laptop.txt": "rank 1 of 2"}
 
         shutil.copy(DOCS.parent / "examples" / "digits.py", desk.folder)
         training = desk.types("potluck run digits.py")
