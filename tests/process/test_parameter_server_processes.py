@@ -125,7 +125,7 @@ def test_a_server_and_a_worker_that_are_killed_at_once_come_back(tmp_path: Path)
     script.write_text(BOTH)
     with run_command("--workers", "3", str(script), str(tmp_path)) as run:
         assert run.finish() == 0
-        assert "[2] back in a group of worker 1, 2" in run.lines
+        assert "[1] back in a group of worker 1, 2" in run.lines
         assert sum("version 20" in line for line in run.lines) == 3
 
 
