@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -190,8 +191,10 @@ def test_arrays_of_what_is_no_number(array: Any, words: str) -> None:
 ROWS = np.random.default_rng(0).normal(size=(40, 3))
 
 
+needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
+
+
 def trainer(ctx: DistributedContext, strategy: Any = None) -> Any:
-    pytest.importorskip("torch")
     return potluck.DistributedNeuralNetTrainer(
         ctx,
         strategy or potluck.TrainingStrategy.DATA_PARALLEL,
@@ -201,6 +204,7 @@ def trainer(ctx: DistributedContext, strategy: Any = None) -> Any:
     )
 
 
+@needs_torch
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("strategy", ["DATA_PARALLEL", "MODEL_PARALLEL"])
 def test_a_trainers_parameters_as_one_vector(size: int, strategy: str) -> None:
@@ -241,6 +245,7 @@ def test_parameters_of_estimators_as_one_vector() -> None:
     run_world(1, work)
 
 
+@needs_torch
 @pytest.mark.parametrize("size", SIZES)
 def test_gradients_are_aggregated_as_a_vector_and_by_ml_cores_method(size: int) -> None:
     def work(ctx: DistributedContext) -> None:
@@ -259,6 +264,7 @@ def test_gradients_are_aggregated_as_a_vector_and_by_ml_cores_method(size: int) 
     run_world(size, work)
 
 
+@needs_torch
 @pytest.mark.parametrize(
     "name", ["set_mixed_precision", "set_loss_scaling", "enable_dynamic_batching"]
 )
