@@ -118,8 +118,9 @@ class Machine:
         return self._end(SIGKILL)
 
     def down(self) -> float:
-        """End the agent as Ctrl-C does, if one runs; when."""
-        return self._end(signal.SIGINT)
+        """End the agent by SIGTERM, if one runs; when. A shell starts background commands with
+        SIGINT ignored."""
+        return self._end(signal.SIGTERM)
 
     def _end(self, number: int) -> float:
         if not self.is_up:

@@ -140,8 +140,7 @@ class Again:
             self.outer.apply(what[0], 1.0, delayed=what[1])
 
     def _sum(self, ctx: DistributedContext, number: int) -> None:
-        weight = self._weights.get(number, 1 / ctx.world_size)  # a round without samples
-        self.outer.start(ctx, number, weight, 30.0)()
+        self.outer.start(ctx, number, self._weights[number], 30.0)()
         self._summed = number
 
 
@@ -153,11 +152,21 @@ def undisturbed(strategy: DiLoCo, with_all: int, num_rounds: int) -> list[OuterS
         number: {worker: len(noted[worker].samples.get(number, ())) for worker in workers}
         for number, workers in counting.items()
     }
+    # A round without samples reduces what the rounds before have left: their samples count.
+    kept = strategy.fragments - 1
+    counts = {
+        number: each
+        if any(each.values())
+        else {
+            worker: sum(counts[n][worker] for n in range(max(number - kept, 0), number))
+            for worker in each
+        }
+        for number, each in counts.items()
+    }
     again = [
         Again(
             *(strategy, noted[worker]),
-            {n: each[worker] / sum(each.values()) for n, each in counts.items()
-             if worker in each and any(each.values())},
+            {n: each[worker] / sum(each.values()) for n, each in counts.items() if worker in each},
         )
         for worker in ("0", "1", "2")
     ]  # fmt: skip
