@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -25,9 +27,14 @@ class Scaled(nn.Module):
         return (self.weight * self.scale * x)[:, :2]
 
 
-def normed() -> nn.Module:
+with torch.random.fork_rng():
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 1))
+    NORMED = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 1))
+
+
+def normed() -> nn.Module:
+    """A copy: ranks are threads, which share torch's random numbers."""
+    return copy.deepcopy(NORMED)
 
 
 def data(rank: int) -> Tensor:

@@ -3,6 +3,7 @@ bottom, on 1, 2 and 4 workers, with the values that NumPy or one process gives."
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -121,10 +122,10 @@ def test_axonmls_groups_of_even_and_odd_ranks(size: int) -> None:
 def test_axonmls_accumulation_with_ddp_equals_one_process(size: int) -> None:
     torch = pytest.importorskip("torch")
     steps, each = 4, 8
+    first = torch.nn.Linear(6, 1).double()
 
     def trained(batch_of: Any, wrap: Any) -> Any:
-        torch.manual_seed(0)
-        net = wrap(torch.nn.Linear(6, 1).double())
+        net = wrap(copy.deepcopy(first))  # ranks are threads, which share torch's random numbers
         optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
         for step in range(6):
             for number in range(steps):
