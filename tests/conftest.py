@@ -116,6 +116,13 @@ def in_order(paths: Iterable[Path]) -> dict[Path, tuple[int, float]]:
     }
 
 
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """``.ci/once-more`` has to know whether all tests were run."""
+    cache = getattr(session.config, "cache", None)
+    if cache is not None and not hasattr(session.config, "workerinput"):
+        cache.set("potluck/exit_status", int(exitstatus))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Collect the tests without the garbage collector, which would traverse the million objects
