@@ -6,11 +6,11 @@ import ast
 import re
 import tomllib
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from support.sources import PACKAGE, ROOT, parsed
+
 EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
     "optional-dependencies"
 ]
@@ -19,9 +19,8 @@ TEXTS = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples"
 
 def required() -> Iterator[tuple[str, str]]:
     """(package, extra) of every ``require("package.module", "extra")`` in the source."""
-    for path in (ROOT / "src").rglob("*.py"):
-        text = path.read_text()
-        for node in ast.walk(ast.parse(text)) if "require(" in text else ():
+    for path in PACKAGE:
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "require":
                 package, extra = (ast.literal_eval(each) for each in node.args[:2])
                 yield package.partition(".")[0], extra

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-SUPPORT = sorted((ROOT / "tests" / "support").rglob("*.py"))
-SOURCES = [*sorted((ROOT / "src").rglob("*.py")), *SUPPORT]
+from support.sources import PACKAGE, ROOT, SUPPORT, named, offences, parsed
+
+SOURCES = [*PACKAGE, *SUPPORT]
 TESTS = sorted(set((ROOT / "tests").rglob("*.py")) - set(SUPPORT))
 MAX_LINES = 700
 
@@ -96,38 +95,29 @@ def threads(tree: ast.AST) -> Iterator[str]:
             yield f"line {node.lineno}: calls {dotted(node.func)}; see potluck.background"
 
 
-def named(path: Path) -> str:
-    return str(path.relative_to(ROOT))
+def test_no_pickle_and_no_eval_anywhere_in_the_source() -> None:
+    assert offences(SOURCES, unsafe) == []
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=named)
-def test_no_pickle_and_no_eval_anywhere_in_the_source(path: Path) -> None:
-    assert list(unsafe(ast.parse(path.read_text()))) == []
+def test_no_thread_breaks_in_silence() -> None:
+    package = [path for path in PACKAGE if "testing" not in path.parts]
+    assert offences([p for p in package if named(p) not in MAY_START_THREADS], threads) == []
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=named)
-def test_no_thread_breaks_in_silence(path: Path) -> None:
-    found = list(threads(ast.parse(path.read_text())))
-    if named(path) in MAY_START_THREADS:
-        assert found, f"strike {named(path)} off the list"
-    elif not named(path).startswith(("src/potluck/testing/", "tests/support/")):
-        assert found == []
+def test_no_test_sleeps_to_synchronise() -> None:
+    assert offences([path for path in TESTS if named(path) not in MAY_SLEEP], sleeps) == []
 
 
-@pytest.mark.parametrize("path", TESTS, ids=named)
-def test_no_test_sleeps_to_synchronise(path: Path) -> None:
-    if named(path) not in MAY_SLEEP:
-        assert list(sleeps(ast.parse(path.read_text()))) == []
+@pytest.mark.parametrize(("rule", "names"), [(threads, MAY_START_THREADS), (sleeps, MAY_SLEEP)])
+def test_what_a_list_allows_is_still_done(
+    rule: Callable[[ast.AST], Iterator[str]], names: Iterable[str]
+) -> None:
+    assert [name for name in names if not list(rule(parsed(ROOT / name)))] == [], "strike them off"
 
 
-def test_the_sleepers_still_sleep() -> None:
-    for name in MAY_SLEEP:
-        assert list(sleeps(ast.parse((ROOT / name).read_text()))), f"strike {name} off the list"
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=named)
-def test_a_file_is_one_idea_and_that_is_short(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= MAX_LINES
+def test_a_file_is_one_idea_and_that_is_short() -> None:
+    long = [path for path in SOURCES if len(path.read_text().splitlines()) > MAX_LINES]
+    assert [named(path) for path in long] == []
 
 
 def test_tests_do_not_import_each_other() -> None:
@@ -197,9 +187,8 @@ def hidden_imports(tree: ast.Module) -> Iterator[str]:
                 yield f"{function.name} (line {node.lineno}) hides the imported {bound}"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_local_name_hides_an_import(path: Path) -> None:
-    assert list(hidden_imports(ast.parse(path.read_text()))) == []
+def test_no_local_name_hides_an_import() -> None:
+    assert offences(SOURCES, hidden_imports) == []
 
 
 @pytest.mark.parametrize(
