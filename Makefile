@@ -96,6 +96,10 @@ torch-suite: ## torch's own backend tests on Gloo and potluck; writes docs/torch
 	@tools/environment dev
 	@$(BIN)/python tests/torch_suite/run.py
 
+.PHONY: gpu
+gpu: ## The tests that need a CUDA GPU, with the torch of PYTHON; the native core is built anew
+	@tools/gpu $(ARGS)
+
 .PHONY: docs
 docs: ## Build the documentation as a site, the reference of the API included, into site/
 	@tools/environment docs

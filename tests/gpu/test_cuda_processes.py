@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from support.commands import Command, potluck_command, run_command
+from support.devices import DEVICE, needs_device
 from support.ports import reserved_ports
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 GROUP = """
 import torch, torch.distributed as dist
@@ -81,6 +82,7 @@ dist.destroy_process_group()
 """
 
 
+@needs_cuda
 def test_operations_of_the_process_group_on_tensors_of_a_gpu(tmp_path: Path) -> None:
     script = tmp_path / "group.py"
     script.write_text(GROUP)
@@ -129,6 +131,7 @@ for compression, strategy in (
 """
 
 
+@needs_cuda
 @pytest.mark.parametrize("devices", [("cuda", "cuda"), ("cuda", "cpu")], ids="+".join)
 def test_workers_end_equal_with_every_compression_and_strategy(
     tmp_path: Path, devices: tuple[str, ...]
@@ -143,10 +146,144 @@ def test_workers_end_equal_with_every_compression_and_strategy(
         assert any("rounds otherwise" in line for line in run.lines) == (devices[1] == "cpu")
 
 
+LOADING = """
+import os, sys, warnings
+import numpy as np
+import torch, torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from potluck.errors import ForkedProcess
+
+warnings.filterwarnings("ignore", ".*multi-threaded.*fork", DeprecationWarning)
+device = torch.device(sys.argv[1])
+dist.init_process_group("potluck", init_method="potluck://")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+
+def exact():
+    for size in (10, 1_000_000):
+        mine = torch.full((size,), rank + 1.0, device=device)
+        dist.all_reduce(mine)
+        assert (mine == 3.0).all()
+
+class Samples(Dataset):
+    def __init__(self, calls):
+        self.calls = calls
+    def __len__(self):
+        return 24
+    def __getitem__(self, index):
+        if self.calls:
+            dist.all_reduce(torch.full((4,), 1000.0))
+        return torch.tensor([float(index)])
+
+options = {"batch_size": 4, "num_workers": 2, "pin_memory": device.type == "cuda"}
+loads = DataLoader(Samples(False), persistent_workers=True, **options)
+for _ in range(2):
+    exact()
+    total = torch.zeros(1, device=device)
+    for batch in loads:
+        assert batch.is_pinned() == options["pin_memory"]
+        total += batch.to(device, non_blocking=True).sum()
+        exact()  # amid loading
+    assert total.item() == sum(range(24))
+    try:
+        list(DataLoader(Samples(True), **options))
+    except ForkedProcess as error:
+        assert f"belongs to process {os.getpid()}," in str(error), error
+    else:
+        raise AssertionError("a worker's collective was not refused")
+    exact()
+print("loaded", flush=True)
+
+small = dist.new_group([0, 1])
+dist.all_reduce(torch.ones(4, device=device), group=small)
+dist.destroy_process_group(small)
+held = None
+for number in range(200):
+    group = dist.new_group([0, 1])
+    mine = torch.full((1000,), number + rank, device=device)
+    dist.all_reduce(mine, group=group)
+    assert (mine == 2 * number + 1).all(), number
+    dist.destroy_process_group(group)
+    if number == 20:
+        held = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+assert (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))) == held
+exact()
+print("made and destroyed", flush=True)
+dist.destroy_process_group()
+"""
+
+
+@needs_device
+def test_workers_of_a_loader_that_pins_memory_are_refused_and_groups_come_and_go(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "loading.py"
+    script.write_text(LOADING)
+    with run_command("--workers", "2", str(script), DEVICE) as run:
+        assert run.finish() == 0, run.text
+        assert {
+            f"[{r}] {done}" for r in (0, 1) for done in ("loaded", "made and destroyed")
+        } <= set(run.lines)
+
+
+READING = """
+import sys
+from pathlib import Path
+import numpy as np
+import torch
+from torch import nn
+import potluck
+from potluck.data import NumpyFiles
+from potluck.torch import DDP, ElasticLoop
+
+ctx = potluck.init()
+device, folder = torch.device(sys.argv[1]), Path(sys.argv[2]) / str(ctx.rank)
+num = (900, 500)[ctx.rank]
+folder.mkdir()
+np.save(folder / "x.npy", np.random.default_rng(ctx.rank).normal(size=(num, 20)).astype("f4"))
+np.save(folder / "y.npy", np.arange(num))
+torch.ones(1, device=device)  # the GPU is in use before workers are forked
+for workers in (0, 2):
+    source = NumpyFiles({each: folder / f"{each}.npy" for each in "xy"}, rows_per_shard=100)
+    model = DDP(nn.Linear(20, 1).to(device), ctx)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    seen = []
+    job = ElasticLoop(
+        model, optimizer, source, batch_size=100, epochs=3, ctx=ctx, samples="own",
+        num_workers=workers,
+    )
+    for batch in job:
+        with job.step():
+            optimizer.zero_grad()
+            x, y = (batch[each].to(device, non_blocking=True) for each in "xy")
+            seen.append(y)
+            model(x).square().mean().backward()
+            optimizer.step()
+    rows = torch.cat(seen).sort().values
+    assert torch.equal(rows.cpu(), torch.arange(num).repeat_interleave(3)), rows
+    print("read by", workers, flush=True)
+"""
+
+
+@needs_device
+def test_each_row_of_files_that_are_read_ahead_reaches_the_gpu_once_per_epoch(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "reading.py"
+    script.write_text(READING)
+    with run_command("--workers", "2", str(script), DEVICE, str(tmp_path)) as run:
+        assert run.finish() == 0, run.text
+        assert {f"[{r}] read by {n}" for r in (0, 1) for n in (0, 2)} <= set(run.lines)
+
+
 NCCL = """
 import numpy as np, torch
 import potluck
 with potluck.init("nccl") as ctx:
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        top = torch.full((33,), torch.finfo(dtype).max, dtype=dtype, device="cuda")
+        assert torch.equal(ctx.all_reduce(top.clone(), "mean"), top), dtype
+        assert torch.equal(ctx.reduce_scatter(top.clone().reshape(1, 33), "mean").ravel(), top)
     mine = torch.arange(1000.0, device="cuda")
     ctx.all_reduce(mine)
     ctx.broadcast(mine)
@@ -156,6 +293,7 @@ with potluck.init("nccl") as ctx:
 """
 
 
+@needs_cuda
 def test_nccl_alone_on_a_gpu() -> None:
     """One GPU has room for one rank of NCCL."""
     with reserved_ports(1) as (port,):
@@ -189,6 +327,7 @@ for inputs, labels in job:
 """
 
 
+@needs_cuda
 def test_a_plan_counts_the_time_that_the_gpu_computes(tmp_path: Path) -> None:
     """A step that queues work returns before it is done: here after a tenth of the time."""
     script = tmp_path / "train.py"

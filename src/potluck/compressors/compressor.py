@@ -181,7 +181,7 @@ def _checked(array: Array, name: str) -> Array:
     if not isinstance(array, np.ndarray):
         raise TypeError(
             f"{name} is a {type(array).__name__}; compress takes NumPy arrays (of a torch "
-            "tensor on the CPU: tensor.numpy())"
+            "tensor: tensor.cpu().numpy())"
         )
     if array.dtype not in _DTYPES:
         raise TypeError(
