@@ -21,6 +21,7 @@ from msgspec import Meta
 from potluck.checks import checked_seconds
 from potluck.errors import ConfigurationError
 from potluck.printable import MAX_NAME, PRINTABLE, name_of
+from potluck.types import MAX_SITE, Site
 
 PREFIX = "POTLUCK_"
 
@@ -58,6 +59,14 @@ class Settings:
         About(
             f"what people call this machine, at most {MAX_NAME} printable characters; by default "
             "its host name"
+        ),
+    ] = ""
+    site: Annotated[
+        Site,
+        About(
+            "where this machine stands: up to 4 levels, the outermost first, such as home or "
+            "home/rack1; letters, digits, '.', '_' and '-' in each, at most "
+            f"{MAX_SITE} characters in all"
         ),
     ] = ""
     psk: Annotated[

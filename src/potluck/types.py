@@ -74,6 +74,18 @@ class Engine(StrEnum):
     PYTHON = "python"
 
 
+MAX_SITE = 64
+_MAX_LEVELS = 4
+Site = Annotated[
+    str,
+    msgspec.Meta(
+        max_length=MAX_SITE,
+        pattern=rf"^(?:[\w.-]+(?:/[\w.-]+){{0,{_MAX_LEVELS - 1}}})?\Z",
+    ),
+]
+"""Where a node stands, the outermost level first: ``home/rack1``; empty if nobody said."""
+
+
 @dataclass(frozen=True, slots=True)
 class Member:
     """A worker as a member of a group.
@@ -82,8 +94,8 @@ class Member:
     may change from group to group. ``node`` is the hex id of its node. ``host`` and ``port`` are
     the address of its listener, as this process calls it (the loopback's on its own node); they are
     empty for in-process workers. ``machine`` is what people call the node, empty outside of a
-    cluster. ``engine`` is the engine that the worker reported; NATIVE in a group that is formed
-    without messages (from a list of addresses).
+    cluster. ``engine`` is the engine that the worker reported, ``site`` where its node stands;
+    NATIVE and empty in a group that is formed without messages (from a list of addresses).
     """
 
     worker: str
@@ -93,6 +105,7 @@ class Member:
     local_rank: int = 0
     engine: Engine = Engine.NATIVE
     machine: str = ""
+    site: Site = ""
 
     def __str__(self) -> str:
         where = f" at {self.machine or self.host}:{self.port}" if self.port else ""

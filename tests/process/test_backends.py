@@ -98,6 +98,37 @@ def test_the_same_script_runs_under_every_launcher(start: list[str], told: str) 
         run.wait_for(told)
 
 
+SITES = """
+import os, potluck
+number = os.environ["RANK"]
+os.environ["POTLUCK_SITE"] = f"home/rack{number}"
+if START == "discovery":
+    from potluck import AutoDiscoveryBackend, DistributedContext
+    from potluck.cluster.discovery.static import StaticPeers
+    ports = [int(port) for port in os.environ["PORTS"].split(",")]
+    finders = [StaticPeers([("127.0.0.1", port) for port in ports])]
+    backend = AutoDiscoveryBackend(2, finders=finders, port=ports[int(number)])
+    ctx = DistributedContext(backend, timeout_s=60)
+else:
+    ctx = potluck.init()
+print(sorted(member.site for member in ctx.members), flush=True)
+ctx.barrier()
+ctx.close()
+"""
+
+
+@pytest.mark.parametrize("start", ["variables", "discovery"])
+def test_ranks_learn_the_sites_of_each_other_however_they_meet(start: str) -> None:
+    script = [sys.executable, "-c", SITES.replace("START", repr(start))]
+    with (
+        reserved_ports(2) as ports,
+        ranks(2, script, PORTS=",".join(map(str, ports)), POTLUCK_PSK="ab" * 32) as runs,
+    ):
+        for run in runs:
+            assert run.finish() == 0, run.text
+            run.wait_for("['home/rack0', 'home/rack1']")
+
+
 PODS = {
     "stateful-set": {"HOSTNAME": "ml-workers-{}", "RANK": "ml-workers-{}"},
     "indexed-job": {"HOSTNAME": "train-{}", "JOB_COMPLETION_INDEX": "{}"},

@@ -189,6 +189,7 @@ class AgentBackend:
                 pid=os.getpid(),
                 local_rank=self._local_rank,
                 engine=self._base.engine,
+                site=self._base.settings.site,
                 cause=worker_link.clip(str(cause or "")),
                 is_fixed=not self.elastic,
             )

@@ -81,7 +81,13 @@ class AutoDiscoveryBackend(StaticBackend):
         instance = new_instance()
         self._me = Participant(
             instance.hex(),
-            Member("", credentials.node_id, "", self._base.port, engine=self._base.engine),
+            Member(
+                "",
+                credentials.node_id,
+                port=self._base.port,
+                engine=self._base.engine,
+                site=self._settings.site,
+            ),
         )
         self._changed = threading.Condition()
         self._peers = KnownPeers(self._changed)

@@ -297,6 +297,7 @@ class Gathering:
             port=self._me.member.port,
             world_size=self._world_size,
             engine=self._me.member.engine,
+            site=self._me.member.site,
         )
         link, _ = connect(
             member.host, member.port, hello, self._credentials, deadline=deadline, max_retries=0

@@ -127,6 +127,7 @@ class EnvironmentBackend(StaticBackend):
             port=self._base.port,
             local_rank=self._launched.local_rank,
             engine=self._base.engine,
+            site=self._base.settings.site,
         )
         return [each.link for each in others], (me, *(each.member for each in others))
 
@@ -142,6 +143,7 @@ class EnvironmentBackend(StaticBackend):
             world_size=self._world_size,
             local_rank=self._launched.local_rank,
             engine=self._base.engine,
+            site=self._base.settings.site,
         )
         where = f"rank 0 at MASTER_ADDR:MASTER_PORT {self._launched.host}:{self._launched.port}"
         try:

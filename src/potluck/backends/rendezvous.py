@@ -129,7 +129,13 @@ class Rendezvous(Generic[T]):
             link.close()
             return
         member = Member(
-            hello.worker, node, link.peer_host, hello.port, hello.local_rank, hello.engine
+            hello.worker,
+            node,
+            link.peer_host,
+            hello.port,
+            hello.local_rank,
+            hello.engine,
+            site=hello.site,
         )
         with self._changed:
             self._coming.discard(hello.worker)

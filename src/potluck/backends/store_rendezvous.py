@@ -29,7 +29,7 @@ from potluck.errors import (
     PotluckError,
     WrongSecret,
 )
-from potluck.types import Engine, Group, Member
+from potluck.types import Engine, Group, Member, Site
 from potluck.waiting import Reminder
 from potluck.wire.format import decoded
 
@@ -51,6 +51,7 @@ class RankEntry(msgspec.Struct, frozen=True):
     local_rank: int
     job: str
     engine: Engine
+    site: Site = ""
 
 
 _entries = msgspec.json.Decoder(RankEntry)
@@ -103,6 +104,7 @@ def meet(
         local_rank=local_rank,
         job=secrets.token_hex(8) if rank == 0 else "",
         engine=base.engine if base else Engine.NATIVE,
+        site=base.settings.site if base else "",
     )
     store.set(f"{prefix}/{rank}", msgspec.json.encode(entry).decode())
     keys = [f"{prefix}/{other}" for other in range(world_size)]
@@ -125,6 +127,7 @@ def meet(
             port=each.port,
             local_rank=each.local_rank,
             engine=each.engine,
+            site=each.site,
         )
         for other, each in enumerate(entries)
     )

@@ -106,6 +106,8 @@ def show_nodes(cluster: NodesReply) -> None:
         ]
         text = f"Python {python}, potluck {potluck}, torch {torch or 'none'}"
         console.print(f"  {', '.join(nodes)}: {text}", highlight=False)
+    if text := _sites(cluster.nodes, names):
+        console.print(f"  {text}", highlight=False)
     if text := _engines(cluster.nodes, names):
         console.print(f"  {text}", highlight=False)
     for each in cluster.nodes:
@@ -113,6 +115,18 @@ def show_nodes(cluster: NodesReply) -> None:
             console.print(f"  {names[each.node]}: {text}", highlight=False)
     for event in cluster.events[-5:]:
         console.print(f"  {event}", highlight=False)
+
+
+def _sites(nodes: Sequence[NodeInfo], names: dict[str, str]) -> str:
+    """Which nodes stand where, in words; empty if nobody said of any."""
+    found: dict[str, list[str]] = {}
+    for each in sorted(nodes, key=lambda each: (not each.site, each.site)):
+        if each.memory_bytes:  # it has told of itself
+            found.setdefault(each.site, []).append(names[each.node])
+    if not any(found):
+        return ""
+    unnamed = "no site is set (`potluck up --site`), so each counts as one by itself"
+    return "; ".join(f"{site or unnamed}: {', '.join(on)}" for site, on in found.items())
 
 
 def _engines(nodes: Sequence[NodeInfo], names: dict[str, str]) -> str:

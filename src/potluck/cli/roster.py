@@ -28,7 +28,7 @@ def nodes(
     With --json: {"version": 1, "open", "cluster" (null if open), "codes_needed" (recovery codes, 0:
     there are none), "nodes": [...]}; each node has
     node, name, role, since and until (Unix times; until 0: no end), reason, last_seen (Unix time,
-    0: never), is_here (this machine has a link to it now, or is it).
+    0: never), is_here (this machine has a link to it now, or is it), site (empty: not told).
     """
     from potluck.cluster.trust.credentials import load_admissions, load_node_credentials
     from potluck.settings import load_settings
@@ -73,7 +73,7 @@ def _rows(settings: Settings, me: str) -> list[dict[str, Any]]:
     except PotluckError as error:
         typer.echo(f"potluck: {error}", err=True)
         cluster = None
-    linked = {each.node for each in cluster.nodes if each.link != "none"} if cluster else set()
+    linked = {each.node: each for each in cluster.nodes if each.link != "none"} if cluster else {}
     known = {each.node: each for each in KnownNodes(settings.home).nodes()}
     roster = load_admissions(settings).roster
     entries, now = roster.entries, now_of(time.time(), roster)
@@ -95,6 +95,7 @@ def _rows(settings: Settings, me: str) -> list[dict[str, Any]]:
                 "reason": word.reason if word else "",
                 "last_seen": met.last if met else 0,
                 "is_here": node == me or node in linked,
+                "site": linked[node].site if node in linked else "",
             }
         )
     return rows
@@ -119,13 +120,15 @@ def _show(rows: list[dict[str, Any]], me: str) -> None:
     from rich.table import Table
 
     table = Table()
-    for title in ("machine", "node", "role", "since", "until", "last seen"):
+    sites = ("site",) if any(row["site"] for row in rows) else ()
+    for title in ("machine", *sites, "node", "role", "since", "until", "last seen"):
         table.add_column(title, overflow="fold")
     for row in rows:
         seen = "this machine" if row["node"] == me else "now" if row["is_here"] else None
         reason = f" ({row['reason']})" if row["reason"] else ""
         table.add_row(
             row["name"] or "-",
+            *((row["site"] or "-",) if sites else ()),
             row["node"][:12],
             (row["role"] or "-") + reason,
             _date(row["since"]),

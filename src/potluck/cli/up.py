@@ -47,6 +47,16 @@ def up(
             show_default=False,
         ),
     ] = None,
+    site: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Where this machine stands, the outermost level first: home, home/rack1. What "
+            "machines of different sites send each other goes once between two sites. Give it on "
+            "all machines (default: found by measuring links).",
+            show_default=False,
+        ),
+    ] = None,
     run_for: Annotated[
         str | None,
         typer.Option(
@@ -116,6 +126,7 @@ def up(
             discovery_port=port,
             bind=interface,
             peers=peers,
+            site=site,
             run_for=run_for,
             cpus=cpus,
             memory=memory,

@@ -189,7 +189,7 @@ class NodeAgent:
             protocol.detector,
             plane.busy,
             lambda: dispatcher.rate(),
-            lambda: confinement.facts(own_facts(me)),
+            lambda: confinement.facts(own_facts(me, settings.site)),
         )
         self.offers = offers = Offers(
             me,

@@ -123,6 +123,7 @@ class Report:
             accelerators=facts.accelerators,
             samples_per_s=facts.samples_per_s,
             engine=facts.engine,
+            site=facts.site,
             limits=facts.limits,
             runs_for=who_may(offer, self._names.label) if offer else "",
             paused=offer is not None and offer.is_paused,

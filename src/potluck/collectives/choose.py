@@ -116,9 +116,11 @@ class Chooser:
     ) -> None:
         self._cut = cut
         on = [group.members[rank].node for rank in ranks]
-        links = measured_links(LINKS[group.engine], on, group.paths)
+        names = [group.members[rank].site for rank in ranks]
+        links = measured_links(LINKS[group.engine], on, group.paths, names)
         self.sites = links.sites
-        """Groups of nodes, by the measured links; for hierarchical plans without a codec."""
+        """Groups of nodes, by their names or the measured links; for hierarchical plans without a
+        codec."""
         self._choose = partial(choose, nodes=nodes, links=links)
         self.choose_coded = partial(choose_coded, nodes=nodes, links=links)
 
@@ -284,7 +286,8 @@ def estimate(plan: Plan, nbytes: int, links: LinkModel, *, is_coded: bool = Fals
 def _period(plan: Plan, links: LinkModel) -> int:
     """After how many ranks the world looks the same again: 1 on uniform wires, else a node."""
     w, nodes = plan.world_size, links.nodes
-    if (plan.algorithm, plan.operation) not in ROTATED or links.pairs or links.processors:
+    is_rotated = (plan.algorithm, plan.operation) in ROTATED
+    if not is_rotated or links.pairs or links.sites or links.processors:
         return w
     if links.is_uniform:
         # The wire of a single node is no bottleneck, and that of a single rank is its own.

@@ -40,7 +40,9 @@ class LinkModel:
     ``pairs`` names the wires that differ: ``((src, dst, wire), ...)``. With ``shared_wire`` the
     ranks of one node take turns at their node's wire, in each direction. At most ``processors``
     ranks work at a time (0: all of them), as on a machine with several ranks for each core.
-    ``sites`` are groups of nodes with fast links inside, as in ``make_plan``.
+    ``sites`` are groups of nodes with fast links inside, as in ``make_plan``; with ``shared_wire``
+    the nodes of a site take turns at its uplink, too, which is as fast as the wire that a frame
+    goes over.
     """
 
     remote: Wire
@@ -56,11 +58,13 @@ class LinkModel:
     pairs: tuple[tuple[int, int, Wire], ...] = ()
     processors: int = 0
     sites: Sites = ()
+    between: tuple[Wire, ...] = ()
+    """By level of ``sites``: between ranks that are apart there; without it as between nodes."""
 
     @property
     def is_uniform(self) -> bool:
         """All ranks see the same wires: only one node, or only nodes of one rank."""
-        if self.pairs:
+        if self.pairs or self.sites:
             return False
         return self.nodes is None or len(set(self.nodes)) in (1, len(self.nodes))
 
@@ -75,6 +79,7 @@ class LinkModel:
             self,
             remote=faster(self.remote),
             local=faster(self.local) if within_nodes else self.local,
+            between=tuple(map(faster, self.between)),
             pairs=tuple((src, dst, faster(wire)) for src, dst, wire in self.pairs),
         )
 
@@ -82,10 +87,14 @@ class LinkModel:
         """A function from two ranks to the wire between them."""
         pairs = {(src, dst): wire for src, dst, wire in self.pairs}
         nodes, local, remote = self.nodes, self.local, self.remote
+        outermost_first = tuple(zip(self.sites, self.between, strict=False))[::-1]
 
         def wire(src: int, dst: int) -> Wire:
             if pairs and (src, dst) in pairs:
                 return pairs[src, dst]
+            for groups, between in outermost_first:
+                if groups[src] != groups[dst]:
+                    return between
             return local if nodes is not None and nodes[src] == nodes[dst] else remote
 
         return wire
@@ -120,12 +129,24 @@ cells of ``benchmarks/cost_model.py --fit`` on a 2-core Linux machine (Xeon, AVX
 docs/performance.md says how well they do."""
 
 
+_GAP = 4.0
+"""Links within a site are at least so much faster than those between sites: less is no reason for
+a detour, and measurements differ by less than that."""
+
+
 def measured_links(
-    model: LinkModel, nodes: Sequence[str], paths: Iterable[MeasuredPath]
+    model: LinkModel,
+    nodes: Sequence[str],
+    paths: Iterable[MeasuredPath],
+    names: Sequence[str] = (),
 ) -> LinkModel:
     """``model`` with the measured ``paths`` between the nodes of a group whose rank ``r`` is on
-    ``nodes[r]``. Other paths count as fast as the fastest of these, if that is above the model's
-    rate: of many nodes a group is told of the slowest paths only."""
+    ``nodes[r]``, which stands at the site ``names[r]`` (empty: nobody said).
+
+    Other paths count as fast as the fastest of these, if that is above the model's rate: of many
+    nodes a group is told of the slowest paths only. Between named sites they count as ``_GAP``
+    times slower at each level.
+    """
     paths = tuple(paths)
     found = {(path.source, path.target): path for path in paths if path.bandwidth > 0}
     pairs = tuple(
@@ -137,12 +158,28 @@ def measured_links(
     fastest = min((wire.beta_s_per_byte for _, _, wire in pairs), default=float("inf"))
     beta = min(model.remote.beta_s_per_byte, fastest)
     remote = model.remote._replace(beta_s_per_byte=beta)
-    return replace(model, remote=remote, pairs=pairs, sites=sites_of(nodes, paths, 1 / beta))
+    named = named_sites(nodes, names)
+    sites = named or sites_of(nodes, paths, 1 / beta)
+    slower = (remote._replace(beta_s_per_byte=beta * _GAP**k) for k in range(1, len(named) + 1))
+    return replace(model, remote=remote, pairs=pairs, sites=sites, between=tuple(slower))
 
 
-_GAP = 4.0
-"""Links within a site are at least so much faster than those between sites: less is no reason for
-a detour, and measurements differ by less than that."""
+def named_sites(nodes: Sequence[str], names: Sequence[str]) -> Sites:
+    """Groups of the ``nodes`` of a group's ranks by the ``names`` of their sites, which have
+    several levels, the outermost first: ``home/rack1``. Empty if no level has fewer groups than
+    nodes, and more than one.
+
+    A node without a name is a site of its own, and nodes whose names end at a level are together in
+    the levels below.
+    """
+    place = {node: name.casefold().split("/") for node, name in zip(nodes, names, strict=False)}
+    levels: dict[tuple[int, ...], None] = {}
+    for depth in range(max(map(len, place.values()), default=0), 0, -1):
+        keys = [tuple(place[node][:depth]) if any(place[node]) else node for node in nodes]
+        numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+        if 1 < len(numbers) < len(place):
+            levels[tuple(numbers[key] for key in keys)] = None
+    return tuple(levels)
 
 
 def sites_of(nodes: Sequence[str], paths: Iterable[MeasuredPath], bandwidth: float) -> Sites:

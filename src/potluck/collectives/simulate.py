@@ -158,8 +158,13 @@ class _Run:
         num_places = len(self.plans)
         wire_of = links.wires()
         nodes = links.nodes or tuple(range(self.plans[0].world_size))
-        shared = links.shared_wire and links.nodes is not None
-        node_out, node_in = dict.fromkeys(nodes, 0.0), dict.fromkeys(nodes, 0.0)
+        # Wires that several ranks share, those of nodes and of sites: when each is free again.
+        levels = (links.nodes, *links.sites) if links.shared_wire else ()
+        uplinks = [
+            (groups, dict.fromkeys(groups, 0.0), dict.fromkeys(groups, 0.0))
+            for groups in levels
+            if groups is not None
+        ]
 
         # The work of each rank, of which the first piece is under way or waits for a processor.
         queues: list[deque[tuple[float, int]]] = [deque() for _ in range(num_places)]
@@ -244,8 +249,9 @@ class _Run:
                 bytes_sent[place] += size
                 if is_remote:
                     wire_bytes_sent[place] += size
-                    if shared:
-                        end = node_out[nodes[src]] = max(end, node_out[nodes[src]] + busy)
+                    for groups, free, _ in uplinks:
+                        if groups[src] != groups[peer]:
+                            end = free[groups[src]] = max(end, free[groups[src]] + busy)
                 done(item, number)
                 # One segment may wait for its wire while the rank works for the next.
                 ready, left[place, peer] = left.get((place, peer), 0.0), end
@@ -262,8 +268,9 @@ class _Run:
                 busy = size_of(chunk, segment) * wire_of(peer, dst).beta_s_per_byte
                 is_remote = nodes[dst] != nodes[peer]
                 end = max(now, in_free[place][is_remote] + busy)
-                if shared and is_remote:
-                    end = node_in[nodes[dst]] = max(end, node_in[nodes[dst]] + busy)
+                for groups, _, free in uplinks if is_remote else ():
+                    if groups[dst] != groups[peer]:
+                        end = free[groups[dst]] = max(end, free[groups[dst]] + busy)
                 in_free[place][is_remote] = end
                 if end > now:
                     heappush(events, (end, item << 2 | _READY))

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import msgspec
 
+from potluck.types import Site
 from potluck.wire.format import MessageFormat
 from potluck.wire.names import Name
 
@@ -35,7 +36,8 @@ class Address(msgspec.Struct, frozen=True):
 
 class NodeFacts(msgspec.Struct, frozen=True):
     """The hardware that a node gives to jobs, by its owner's ``limits`` (in words), its speed in
-    the present training (None without one), and its ``engine`` (native or python)."""
+    the present training (None without one), its ``engine`` (native or python), and the ``site``
+    where it stands."""
 
     node: Name
     cores: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 1
@@ -45,6 +47,7 @@ class NodeFacts(msgspec.Struct, frozen=True):
     addresses: Annotated[tuple[Address, ...], msgspec.Meta(max_length=MAX_ADDRESSES)] = ()
     limits: Name = ""
     engine: Name = ""
+    site: Site = ""
 
 
 class LinkFacts(msgspec.Struct, frozen=True):

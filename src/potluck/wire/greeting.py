@@ -14,7 +14,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from potluck.types import Engine
+from potluck.types import Engine, Site
 from potluck.wire.format import MessageFormat
 from potluck.wire.names import Name
 
@@ -64,9 +64,10 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     ``join`` (discovery). To an agent: ``node`` (another agent), ``worker``, ``client``
     (a command of the same machine). To either: ``measure`` (one measurement of the path). ``wire``
     is the form of a data link after WELCOME: ``sealed`` (TLS) or ``signed`` (clear text with tags;
-    ``secret`` is the client's part of its keys). ``engine`` is the engine of the client
-    (``rendezvous`` and ``join`` only). ``relay``, to an agent: it is to pass this connection on to
-    the agent of ``target``; ``via`` is the node that passes a ``node`` connection on.
+    ``secret`` is the client's part of its keys). ``engine`` is the engine of the client, ``site``
+    where its machine stands (``rendezvous`` and ``join`` only). ``relay``, to an agent: it is to
+    pass this connection on to the agent of ``target``; ``via`` is the node that passes a ``node``
+    connection on.
     """
 
     kind: str
@@ -85,6 +86,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     engine: Engine = Engine.NATIVE
     target: Name = ""
     via: Name = ""
+    site: Site = ""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):

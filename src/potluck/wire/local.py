@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from potluck.types import Site
 from potluck.wire.facts import MAX_LINKS, LinkFacts
 from potluck.wire.format import MessageFormat
 from potluck.wire.jobs import MAX_JOBS, JobEnded, JobNote, JobOptions, JobStatus, Shown
@@ -110,7 +111,8 @@ class NodeInfo(msgspec.Struct, frozen=True):
     """A node as an agent sees it. ``role`` is leader, member, or empty outside the view;
     ``latency_ms`` is one-way (0: not measured). ``limits``: what its owner gives to jobs, and
     ``runs_for``: whose jobs it runs, both in words (empty: all of it; not told). ``secret`` is the
-    namespace of the secret that the node has, ``engine`` native or python (empty: not told)."""
+    namespace of the secret that the node has, ``engine`` native or python, ``site`` where it
+    stands (empty: not told)."""
 
     node: Name
     name: Name
@@ -130,6 +132,7 @@ class NodeInfo(msgspec.Struct, frozen=True):
     paused: bool = False
     secret: Name = ""
     engine: Name = ""
+    site: Site = ""
 
 
 class NodesReply(msgspec.Struct, frozen=True, tag=True):

@@ -16,7 +16,7 @@ from typing import Annotated
 
 import msgspec
 
-from potluck.types import Engine, MeasuredPath, Member
+from potluck.types import Engine, MeasuredPath, Member, Site
 from potluck.wire.format import MessageFormat
 from potluck.wire.greeting import SEALED
 from potluck.wire.names import Name, Pairs
@@ -47,6 +47,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     ``host`` and ``port`` are the address of the worker's listener. The node that leads the job sets
     ``node`` from the link of the message. ``is_fixed``: the script can't change its world while it
     runs; if torch forms the world, ``port`` is the port at which rank 0 will serve torch's store.
+    ``site`` is the node's setting.
     """
 
     worker: Name
@@ -59,11 +60,20 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     cause: Text = ""
     is_fixed: bool = False
     engine: Engine = Engine.NATIVE
+    site: Site = ""
 
     @property
     def member(self) -> Member:
         """The worker as a member of a group."""
-        return Member(self.worker, self.node, self.host, self.port, self.local_rank, self.engine)
+        return Member(
+            self.worker,
+            self.node,
+            self.host,
+            self.port,
+            self.local_rank,
+            self.engine,
+            site=self.site,
+        )
 
 
 class Entered(msgspec.Struct, frozen=True, tag=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -100,11 +101,11 @@ def test_ranks_that_an_agent_started_call_each_other_where_it_reaches_them(
     assert [member.host for member in groups[0].members] == list(hosts)
 
 
-def test_each_rank_is_told_of_all_engines(stores: Callable[[], Any]) -> None:
+def test_each_rank_is_told_of_all_engines_and_sites(stores: Callable[[], Any]) -> None:
     groups: dict[int, Group] = {}
 
     def come(rank: int) -> None:
-        base = TcpBase("127.0.0.1", 0, SETTINGS)
+        base = TcpBase("127.0.0.1", 0, replace(SETTINGS, site=f"home/rack{rank}"))
         try:
             base.credentials.is_native &= rank == 0
             groups[rank] = store_rendezvous.meet(
@@ -118,6 +119,7 @@ def test_each_rank_is_told_of_all_engines(stores: Callable[[], Any]) -> None:
     for rank in range(2):
         assert [member.engine for member in groups[rank].members] == [first, Engine.PYTHON]
         assert groups[rank].engine is Engine.PYTHON
+        assert [member.site for member in groups[rank].members] == ["home/rack0", "home/rack1"]
 
 
 def test_a_process_that_no_agent_started_knows_no_hosts() -> None:

@@ -61,6 +61,19 @@ def test_what_an_owner_does_not_give_to_all_is_said(capsys: pytest.CaptureFixtur
     assert "  bob:" not in shown
 
 
+def test_the_sites_are_shown_where_a_machine_has_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    ada = msgspec.structs.replace(info(FIRST, "ada"), site="home/rack1")
+    nodes.show_nodes(reply(info(SECOND, "bob"), ada))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "home/rack1: ada; no site is set (`potluck up --site`), so each counts as one" in shown
+    assert "by itself: bob" in shown
+    nodes.show_nodes(reply(info(FIRST, "ada"), info(SECOND, "bob")))
+    assert "site" not in capsys.readouterr().out
+
+
 def test_a_name_with_brackets_is_shown_as_it_is(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from potluck.collectives.choose import fastest
-from potluck.collectives.links import LINKS, Sites, measured_links, sites_of
+from potluck.collectives.choose import Chooser, estimate, fastest
+from potluck.collectives.links import LINKS, Sites, measured_links, named_sites, sites_of
 from potluck.collectives.plan import Action, Algorithm, Operation, Plan
 from potluck.collectives.registry import ROOTED, algorithms_for, build_plan, make_plan
 from potluck.collectives.simulate import chunk_sizes, simulate
 from potluck.collectives.verify import verify
 from potluck.engine.arrays.coding import coded_steps, takers_of
-from potluck.types import Engine, MeasuredPath
+from potluck.types import Engine, Group, MeasuredPath, Member, ReduceOp
 
 LAYOUTS = st.lists(st.integers(-2, 4), min_size=2, max_size=16).map(tuple)
 
@@ -260,8 +260,56 @@ def test_nested_levels_are_chosen_where_the_model_says_so() -> None:
     assert links.sites == (((0, 1) * 4),)
     size, flat = 64 << 20, tuple(range(8))
     found = fastest(Operation.ALL_REDUCE, size, 8, nodes=flat, links=links)
-    without = fastest(Operation.ALL_REDUCE, size, 8, nodes=flat, links=replace(links, sites=()))
     assert found[0] is Algorithm.HIERARCHICAL
-    assert found[1] < 0.75 * without[1]
+    for algorithm in (Algorithm.RING, Algorithm.TREE, Algorithm.DIRECT):
+        plan = build_plan(Operation.ALL_REDUCE, algorithm, 8, 0)
+        assert found[1] < 0.75 * estimate(plan, size, replace(links, nodes=flat)), algorithm
     even = measured_links(LINKS[Engine.NATIVE], nodes, paths_of(lambda a, b: FAST, 8))
     assert fastest(Operation.ALL_REDUCE, size, 8, nodes=flat, links=even)[0] is Algorithm.RING
+
+
+@pytest.mark.parametrize(
+    ("names", "sites"),
+    [
+        ("home home cabin cabin", ((0, 0, 1, 1),)),
+        ("home Home HOME cabin", ((0, 0, 0, 1),)),
+        ("home/r1 home/r1 home/r2 cabin", ((0, 0, 1, 2), (0, 0, 0, 1))),
+        ("a/b/c/d a/b/c/d a/b/c/e cabin", ((0, 0, 1, 2), (0, 0, 0, 1))),  # equal levels are one
+        ("home/r1 cabin/r1 home/r1 cabin/r1", ((0, 1, 0, 1),)),  # two racks of one name
+        ("home home home/r1 home/r1", ((0, 0, 1, 1),)),  # no rack is a rack, too
+        ("home home - -", ((0, 0, 1, 2),)),  # without a name: alone
+        ("home home home home", ()),
+        ("home cabin attic barn", ()),
+        ("home - - -", ()),
+        ("- - - -", ()),
+    ],
+)
+def test_sites_by_name(names: str, sites: Sites) -> None:
+    nodes = [f"n{rank}" for rank in range(4)]
+    named = [name if name != "-" else "" for name in names.split()]
+    assert named_sites(nodes, named) == sites
+    doubled = named_sites([*nodes, *nodes], [*named, *named])
+    assert doubled == tuple(level + level for level in sites)
+
+
+def test_names_win_over_measured_links_which_decide_where_names_say_nothing() -> None:
+    nodes = tuple(range(4))
+    paths = tuple(paths_of(lambda a, b: FAST if a % 2 == b % 2 else WAN, 4))
+
+    def sites(*names: str) -> Sites:
+        members = tuple(Member(str(k), f"n{k}", site=name) for k, name in enumerate(names))
+        return Chooser(Group(1, 0, members, paths=paths), range(4), nodes).sites
+
+    assert sites("", "", "", "") == ((0, 1, 0, 1),)
+    assert sites("home", "home", "cabin", "cabin") == ((0, 0, 1, 1),)
+    assert sites("home", "home", "cabin", "") == ((0, 0, 1, 2),)
+    assert sites("home", "", "", "") == ((0, 1, 0, 1),)
+
+
+@pytest.mark.parametrize("size", [1 << 20, 64 << 20])
+def test_named_levels_are_chosen_where_no_link_was_measured(size: int) -> None:
+    nodes = [f"n{rank}" for rank in range(8)]
+    names = [f"site{rank // 4}/rack{rank // 2}" for rank in range(8)]
+    links = measured_links(LINKS[Engine.NATIVE], nodes, (), names)
+    found = fastest(Operation.ALL_REDUCE, size, 8, ReduceOp.SUM, nodes=tuple(range(8)), links=links)
+    assert found[0] is Algorithm.HIERARCHICAL

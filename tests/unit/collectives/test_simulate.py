@@ -171,6 +171,24 @@ def test_hierarchical_pays_where_workers_share_a_wire() -> None:
     assert simulate(direct, nbytes, alone).seconds < simulate(direct, nbytes, links).seconds / 2
 
 
+def test_the_nodes_of_a_site_share_its_uplink() -> None:
+    """Two sites of four nodes: all that crosses goes over one wire in each direction."""
+    sites = ((0, 0, 0, 0, 1, 1, 1, 1),)
+    links = replace(PLAIN, nodes=tuple(range(8)), sites=sites)
+    direct = world_of(Operation.ALL_TO_ALL, Algorithm.DIRECT, 8)
+    crossing = 16 * NBYTES // 8  # 4 nodes send a chunk to each of 4
+    seconds = simulate(direct, NBYTES, links).seconds
+    assert crossing * BETA <= seconds <= crossing * BETA + 7 / 8 * NBYTES * BETA + 2 * ALPHA
+    alone = replace(links, sites=())
+    assert simulate(direct, NBYTES, alone).seconds < seconds / 2
+    # Three levels: each is a wire of its own, and the narrowest decides.
+    racks = (0, 0, 1, 1, 2, 2, 3, 3)
+    nested = replace(links, sites=(racks, *sites))
+    assert simulate(direct, NBYTES, nested).seconds == pytest.approx(seconds, rel=0.25)
+    ring = [build_plan(Operation.ALL_REDUCE, Algorithm.RING, 8, rank) for rank in range(8)]
+    assert simulate(ring, NBYTES, nested).seconds == simulate(ring, NBYTES, alone).seconds
+
+
 @pytest.mark.parametrize("operation", Operation)
 def test_bytes_are_counted_where_they_are_sent(operation: Operation) -> None:
     nodes = (0, 0, 1, 1, 1)

@@ -7,12 +7,14 @@ import pickle
 import msgspec
 import pytest
 
-from potluck.errors import ProtocolError
+from potluck.errors import ConfigurationError, ProtocolError
+from potluck.settings import load_settings
 from potluck.types import Member
 from potluck.wire import local, worker_link
 
 FROM_WORKER = [
     worker_link.Ready("0", after_epoch=3, port=5, pid=7, host="h", local_rank=1, cause="c"),
+    worker_link.Ready("0", port=5, site="home/büro-2/rack_1/x.y"),
     worker_link.Entered("0", 4),
     worker_link.Lost("0", 4, 2, True, "cause", 60),
     worker_link.WorkerProgress(
@@ -68,6 +70,25 @@ def test_what_an_agent_says_arrives(message: worker_link.FromAgent) -> None:
 def test_foreign_bytes_are_no_message(body: bytes) -> None:
     with pytest.raises(ProtocolError, match="not a message"):
         worker_link.TO_AGENT.decode(body)
+
+
+@pytest.mark.parametrize(
+    "site",
+    ["/", "home/", "/rack", "a//b", "a b", "a\n", "a/b/c/d/e", "x" * 65, "\x1b[2J", "a\u202eb"],
+)
+def test_a_site_has_few_levels_of_plain_names(site: str) -> None:
+    """As a worker reports it, as a view tells it, and as a setting."""
+    for decode, data in (
+        (worker_link.TO_AGENT.decode, worker_link.Ready("0", site=site)),
+        (
+            worker_link.FROM_AGENT.decode,
+            worker_link.NewGroup("job", 4, (Member("0", site=site),)),
+        ),
+    ):
+        with pytest.raises(ProtocolError, match="site"):
+            decode(msgspec.msgpack.encode(data))
+    with pytest.raises(ConfigurationError, match="the outermost first"):
+        load_settings(site=site)
 
 
 def test_texts_and_collections_are_bounded() -> None:

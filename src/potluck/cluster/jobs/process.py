@@ -352,6 +352,7 @@ def launcher_of(
         "POTLUCK_WORKER_HOME": str(worker_home.absolute()),
         "POTLUCK_OUTPUT": str(output),
         **modules,
+        "POTLUCK_SITE": settings.site,
         "POTLUCK_PEER_TIMEOUT_S": repr(spec.peer_timeout_s),
         "PYTHONUNBUFFERED": given.get("PYTHONUNBUFFERED", "1"),
         "OMP_NUM_THREADS": given.get(

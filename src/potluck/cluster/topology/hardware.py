@@ -22,8 +22,8 @@ _NVIDIA = Path("/proc/driver/nvidia/gpus")
 _AMD = Path("/sys/class/kfd/kfd/topology/nodes")
 
 
-def own_facts(node: str) -> NodeFacts:
-    """The facts about this machine, which is ``node``, at this moment. Costs about a
+def own_facts(node: str, site: str = "") -> NodeFacts:
+    """The facts about this machine, which is ``node`` at ``site``, at this moment. Costs about a
     millisecond."""
     return NodeFacts(
         node=node,
@@ -32,6 +32,7 @@ def own_facts(node: str) -> NodeFacts:
         accelerators=own_accelerators(),
         addresses=own_addresses(),
         engine="native" if native.available else "python",
+        site=site,
     )
 
 
