@@ -186,24 +186,30 @@ def test_a_machine_whose_clock_is_years_behind_does_not_hear_an_admission_that_h
 def test_a_stolen_founder_is_out_by_two_of_three_codes_whatever_it_ordered_before(
     figures: Figures, tmp_path: Path
 ) -> None:
-    """The thief bans one of the code holders first. The code is the person's, not the machine's."""
+    """The codes are made while the cluster works. The thief bans one of the code holders first, and
+    makes codes of its own, from a list as it was before. The code is the person's, not the
+    machine's."""
     with cluster_of(4, tmp_path / "homes", psk="") as machines:
         stolen, bob, carl, dora = machines
-        made = stolen.runs("init", "--recovery-codes", "3", "--json")
-        assert made.returncode == 0, made.stderr
-        codes = json.loads(made.stdout)["recovery_codes"]
-        assert not any(
-            code.encode() in path.read_bytes()
-            for code in codes
-            for path in stolen.home.rglob("*")
-            if path.is_file()
-        )
         homes = [each.home for each in machines]
         found_cluster(*homes, psk=bytes.fromhex(PSK))
         form(*machines)
         for each in (bob, carl, dora):
             assert stolen.runs("admit", each.name, "--admin").returncode == 0
         bob.shows(lambda status: roles(bob)[bob.node] == "admin")
+        without_codes = (stolen.home / "admissions").read_bytes()
+        made = stolen.runs("init", "--recovery-codes", "3", "--json")
+        assert made.returncode == 0, made.stderr
+        codes = json.loads(made.stdout)["recovery_codes"]
+        for each in (bob, carl, dora):
+            each.shows(lambda status, each=each: has_codes(each))
+            assert roles(each)[stolen.node] == "admin"
+        assert not any(
+            code.encode() in path.read_bytes()
+            for code in codes
+            for path in stolen.home.rglob("*")
+            if path.is_file()
+        )
         since = marks(machines)
         dora.kill()  # away while it happens
         agreed(stolen, bob, carl, since=since)
@@ -213,6 +219,22 @@ def test_a_stolen_founder_is_out_by_two_of_three_codes_whatever_it_ordered_befor
         bob.shows(lambda status: carl.node in status["cluster"]["banned"])
         bob.shows(all_have_the_newest_secret)
         thiefs = secret(stolen)
+
+        # Codes of the thief's: whoever knows the right ones cuts it off, and keeps them.
+        since = marks(machines)
+        stolen.kill()
+        kept = (stolen.home / "admissions").read_bytes()
+        (stolen.home / "admissions").write_bytes(without_codes)
+        rival = stolen.runs("init", "--recovery-codes", "1", "--json")
+        assert rival.returncode == 0, rival.stderr
+        stolen.start()
+        bob.says("it has other recovery codes for this cluster", since=since[bob])
+        assert has_codes(bob)
+        stolen.kill()
+        (stolen.home / "admissions").write_bytes(kept)
+        stolen.start()
+        since[stolen] = marks(machines)[stolen]
+        agreed(stolen, bob, since=since)
 
         # No machine's own key does it, and not one code.
         refused = bob.runs("ban", stolen.name, "--yes")
@@ -255,6 +277,11 @@ def test_a_stolen_founder_is_out_by_two_of_three_codes_whatever_it_ordered_befor
         assert bob.runs("ban", dora.name, "--yes").returncode == 0
         agreed(bob, carl, since=since)
         assert roles(carl)[dora.node] == "revoked"
+
+
+def has_codes(machine: Machine) -> bool:
+    """Whether two recovery codes ban any machine, by the list of ``machine``."""
+    return bool(json.loads(machine.runs("nodes", "--json").stdout)["codes_needed"] == 2)
 
 
 def roles(machine: Machine) -> dict[str, str]:

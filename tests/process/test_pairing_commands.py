@@ -224,7 +224,9 @@ def test_whose_scripts_run_is_decided_without_an_agent_too(environment: Path) ->
     assert json.loads((home / "sharing.json").read_text()) == kept, "nothing was changed"
 
 
-def test_recovery_codes_are_made_before_another_machine_is_in(environment: Path) -> None:
+def test_recovery_codes_made_anew_before_another_machine_is_in_replace_the_first(
+    environment: Path,
+) -> None:
     first, second = (environment / name for name in ("first", "second"))
     early = json.loads(potluck(first, "init", "--recovery-codes", "3", "--json").stdout)
     made = json.loads(potluck(first, "init", "--recovery-codes", "3", "--json").stdout)
@@ -237,7 +239,10 @@ def test_recovery_codes_are_made_before_another_machine_is_in(environment: Path)
     node = admit(first, second)
     refused = potluck(first, "init", "--recovery-codes", "3")
     assert refused.returncode == 2
-    assert "has other machines already" in refused.stderr
+    assert "has recovery codes already, of which 2 are needed" in refused.stderr
+    refused = potluck(second, "init", "--recovery-codes", "3")
+    assert refused.returncode == 2
+    assert refused.stdout == "", "codes that count for nobody"
     text = potluck(first, "nodes").stdout
     assert "2 recovery codes ban any machine" in text
     assert "Only first can admit" not in text
@@ -256,10 +261,43 @@ def test_recovery_codes_are_made_before_another_machine_is_in(environment: Path)
     assert roles == {made["node"]: "revoked", node: "admin"}
 
 
-def test_a_cluster_without_codes_says_how_to_found_one_with_them(environment: Path) -> None:
-    first, second = (environment / name for name in ("first", "second"))
+def test_the_founder_of_a_cluster_with_other_machines_makes_codes_once(environment: Path) -> None:
+    first, second, third = (environment / name for name in ("first", "second", "third"))
     made = json.loads(potluck(first, "init", "--json").stdout)
-    admit(first, second)
+    node = admit(first, second)
     refused = potluck(second, "ban", made["node"], "--codes", "--yes")
     assert refused.returncode == 2
     assert "potluck init --recovery-codes 3" in refused.stderr
+    refused = potluck(second, "init", "--recovery-codes", "3")
+    assert refused.returncode == 2
+    assert f"run the command on node {made['node'][:12]}" in refused.stderr
+    refused = potluck(first, "ban", made["node"], "--yes")
+    assert "founded the cluster and can't be banned: there are no recovery codes" in refused.stderr
+
+    shown = potluck(first, "init", "--recovery-codes", "3")
+    assert "They hold on each machine that has heard of them" in shown.stdout
+    codes = [line.strip() for line in shown.stdout.splitlines() if line.startswith("    ")]
+    assert len(codes) == 3
+    again = potluck(first, "init", "--recovery-codes", "3")
+    assert again.returncode == 2
+    assert "has recovery codes already" in again.stderr
+
+    last = admit(first, third)
+    done = types(third, "\n".join(codes[:2]), "ban", made["node"], "--codes", "--yes")
+    assert done.returncode == 0, done.stderr
+    listed = json.loads(potluck(third, "nodes", "--json").stdout)
+    roles = {each["node"]: each["role"] for each in listed["nodes"]}
+    assert roles == {made["node"]: "revoked", node: "member", last: "admin"}
+
+
+def test_codes_that_nobody_has_seen_do_not_count(environment: Path) -> None:
+    """The output can't be written."""
+    first, second = (environment / name for name in ("first", "second"))
+    potluck(first, "init", "--json")
+    admit(first, second)
+    with open("/dev/full", "w") as full:
+        failed = subprocess.run(
+            [POTLUCK, "init", "--recovery-codes", "3"], env=on(first), stdout=full, timeout=WAIT_S
+        )
+    assert failed.returncode != 0
+    assert json.loads(potluck(first, "nodes", "--json").stdout)["codes_needed"] == 0

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from potluck.cli.files import print_json
-from potluck.errors import ConfigurationError
+from potluck.cli.machines import when_others_learn
 
 if TYPE_CHECKING:
+    from potluck.cluster.trust.admissions import Admissions
     from potluck.settings import Settings
+    from potluck.wire.admissions import Recovery
 
 
 def init(
@@ -34,7 +37,8 @@ def init(
     With --recovery-codes N the cluster can do without this machine: more than half of the N codes
     (2 of 3) ban even this one, if it is stolen or lost, and make another an admin: `potluck ban
     NODE --codes`. They are shown once and are in no file. Write each down, and give them to the
-    people who run the machines. Only before another machine is in; repeated, it makes new codes.
+    people who run the machines. Best before another machine is in; the founder of a cluster with
+    other machines makes them too, once, for good.
 
     With --json: {"version": 1, "node", "namespace", "home", "made"}. ``namespace`` is the public
     name of the cluster, ``made`` whether the secret is new. The secret is never shown. With
@@ -51,59 +55,68 @@ def init(
     existed = path.exists()
     credentials = load_node_credentials(settings)
     made = not is_given and not existed
-    codes, needed = _make_codes(settings, recovery_codes) if recovery_codes else ([], 0)
-    if json:
-        facts: dict[str, object] = {
-            "version": 1,
-            "node": credentials.node_id,
-            "namespace": credentials.namespace,
-            "home": str(settings.home),
-            "made": made,
-        }
+
+    def show(codes: Sequence[str], needed: int) -> None:
+        if json:
+            facts: dict[str, object] = {
+                "version": 1,
+                "node": credentials.node_id,
+                "namespace": credentials.namespace,
+                "home": str(settings.home),
+                "made": made,
+            }
+            if codes:
+                facts |= {"recovery_codes": codes, "codes_needed": needed}
+            print_json(facts)
+            return
+        if is_given:
+            typer.echo(f"The cluster's secret comes from {given}.")
+        else:
+            typer.echo(f"The cluster's secret {'was made' if made else 'is there already'}: {path}")
+        typer.echo(f"This machine is node {credentials.node_id[:12]} of it.")
         if codes:
-            facts |= {"recovery_codes": codes, "codes_needed": needed}
-        print_json(facts)
-        return
-    if is_given:
-        typer.echo(f"The cluster's secret comes from {given}.")
+            typer.echo(
+                f"The recovery codes, of which {needed} are needed. They are never shown again:\n"
+            )
+            for code in codes:
+                typer.echo(f"    {code}")
+            typer.echo("")
+
+    if recovery_codes:
+        others = _make_codes(settings, recovery_codes, show)
     else:
-        typer.echo(f"The cluster's secret {'was made' if made else 'is there already'}: {path}")
-    typer.echo(f"This machine is node {credentials.node_id[:12]} of it.")
-    if codes:
+        others = False
+        show((), 0)
+    if json:
+        return
+    if others:
         typer.echo(
-            f"The recovery codes, of which {needed} are needed. They are never shown again:\n"
+            "They hold on each machine that has heard of them. " + when_others_learn(settings)
         )
-        for code in codes:
-            typer.echo(f"    {code}")
-        typer.echo("")
-    if not is_given:
+    elif not is_given:
         typer.echo("To bring another machine in, run here: potluck pair")
 
 
-def _make_codes(settings: Settings, count: int) -> tuple[list[str], int]:
-    """Found this home's cluster anew, with ``count`` codes; the codes, and how many are needed.
-    ConfigurationError if another machine is in."""
+def _make_codes(settings: Settings, count: int, show: Callable[[Sequence[str], int], None]) -> bool:
+    """Make ``count`` recovery codes for this home's cluster, and ``show`` them before they count,
+    so that none count that nobody has seen. Whether other machines are in the cluster."""
+    from potluck.cluster.trust.admissions import new_founding
     from potluck.cluster.trust.credentials import load_admissions
     from potluck.cluster.trust.identity import load_or_create_identity
-    from potluck.cluster.trust.recovery import found_with_codes
-    from potluck.cluster.trust.secret import is_secret_given
+    from potluck.cluster.trust.recovery import make_codes
 
-    if is_secret_given(settings):
-        raise ConfigurationError(
-            "an open cluster (POTLUCK_PSK, POTLUCK_PASSPHRASE) has no recovery codes: unset the "
-            "variable"
-        )
-    file = load_admissions(settings)
-    me = load_or_create_identity(settings.home).public_key().public_bytes_raw()
-    admissions = file.load()
-    assert admissions is not None, "the list was made and is not there"
-    others = {each.key for each in admissions.roster.entries.values()} - {me}
-    if others - ({admissions.founding.key} if admissions.founding.codes_needed else set()):
-        raise ConfigurationError(
-            "this machine's cluster has other machines already, and recovery codes are made "
-            "when a cluster is founded. To found a new one with codes: remove ~/.potluck here, run "
-            "`potluck init --recovery-codes 3`, and pair the others anew"
-        )
-    founding, record, codes = found_with_codes(me, settings.machine_name, count)
-    file.take_over(founding, [record])
-    return codes, founding.codes_needed
+    file, me = load_admissions(settings), load_or_create_identity(settings.home)
+    admissions, others = file.load(), set[bytes]()
+    if admissions is not None:
+        own = {admissions.founding.root, me.public_key().public_bytes_raw()}
+        others = {each.key for each in admissions.roster.entries.values()} - own
+        if not others and admissions.founding.codes_needed:  # which are no use to anybody yet
+            file.take_over(new_founding(me), ())
+
+    def make(admissions: Admissions) -> Recovery:
+        recovery, codes = make_codes(admissions, me, count)
+        show(codes, recovery.codes_needed)
+        return recovery
+
+    file.set_recovery(make)
+    return bool(others)

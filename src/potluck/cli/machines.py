@@ -1,4 +1,5 @@
-"""The machine that a person means by a name, an id, or the beginning of an id."""
+"""The machine that a person means by a name, an id, or the beginning of an id; when the others
+hear of a change."""
 
 from __future__ import annotations
 
@@ -6,6 +7,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from potluck.settings import Settings
+
+
+def when_others_learn(settings: Settings) -> str:
+    """A sentence for a change of the list that was made on this machine."""
+    from potluck.cluster.home.node_state import find_agent
+
+    if find_agent(settings.home) is None:
+        return "The other machines learn of it when `potluck up` runs here."
+    return "Machines that are switched off learn of it when they come back."
 
 
 def find_known(settings: Settings, text: str) -> str:

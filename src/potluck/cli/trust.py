@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from potluck.cli.asking import confirm
-from potluck.cli.machines import find_known
+from potluck.cli.machines import find_known, when_others_learn
 from potluck.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -66,9 +66,9 @@ def ban(
     This machine must be an admin of the cluster (`potluck nodes`). In an open cluster the first ban
     closes it, as `potluck lock` does.
 
-    With --codes any machine of a cluster that was founded with `potluck init --recovery-codes` bans
-    any other, also the one that founded it, and becomes an admin in its place. Type the codes on a
-    machine that you trust (in scripts: one a line on stdin, with --yes).
+    With --codes any machine of a cluster that has recovery codes (`potluck init --recovery-codes`)
+    bans any other, also the one that founded it, and becomes an admin in its place. Type the codes
+    on a machine that you trust (in scripts: one a line on stdin, with --yes).
     """
     from potluck.cli.sharing import forget
     from potluck.cluster.home.node_state import find_agent
@@ -116,10 +116,7 @@ def ban(
             "The secret comes from a variable: change POTLUCK_PSK or POTLUCK_PASSPHRASE on all "
             "machines, so that the banned one can't even knock."
         )
-    if find_agent(settings.home) is None:
-        typer.echo("The other machines learn of it when `potluck up` runs here.")
-    else:
-        typer.echo("Machines that are switched off learn of it when they come back.")
+    typer.echo(when_others_learn(settings))
 
 
 def unban(node: _Node, yes: _Yes = False) -> None:
@@ -182,7 +179,8 @@ def lock(yes: _Yes = False) -> None:
 
     A cluster whose secret comes from POTLUCK_PSK or POTLUCK_PASSPHRASE is open: whoever holds the
     secret is in. This command makes this machine the founder of the list, with the machines of the
-    cluster's present view as members. Needs `potluck up` on this machine.
+    cluster's present view as members. Needs `potluck up` on this machine. `potluck init
+    --recovery-codes 3` then makes codes that replace this machine if it is stolen or lost.
     """
     settings, file, key = _load()
     if file.load() is not None:
@@ -219,23 +217,23 @@ def rotate() -> None:
 
 
 async def _ask_for_codes(file: AdmissionFile) -> Ed25519PrivateKey:
-    """The cluster's founding key, of the codes that the person types."""
+    """The key that is senior to the founder, of the codes that the person types."""
     from potluck.cli.asking import Asker
-    from potluck.cluster.trust.recovery import Code, founding_key, parse_code
+    from potluck.cluster.trust.recovery import Code, parse_code, recovery_key
 
     admissions = file.load()
     founding = None if admissions is None else admissions.founding
     if founding is None or not founding.codes_needed:
         raise ConfigurationError(
-            "this cluster was founded without recovery codes, and they can't be made later. To "
-            "found a new one with codes: remove ~/.potluck on a machine that you trust, run "
-            "`potluck init --recovery-codes 3` there, and pair anew"
+            "this cluster has no recovery codes. Its founder makes them (`potluck nodes`), with "
+            "`potluck init --recovery-codes 3`. If that machine is lost, found a new cluster: "
+            "remove ~/.potluck on a machine that you trust, run that command there, and pair anew"
         )
     asker, typed = Asker(), list[Code]()
     for at in range(1, founding.codes_needed + 1):
         text = await asker.line(f"Recovery code, {at} of {founding.codes_needed} needed: ")
         typed.append(parse_code(text, founding))
-    return founding_key(typed, founding)
+    return recovery_key(typed, founding)
 
 
 async def _wait_for_all(settings: Settings, namespace: str) -> tuple[list[str], int]:

@@ -256,7 +256,10 @@ class AdmissionExchange:
             locked = Admissions(message.founding, message.records)
             if locked.roster.is_admitted(self._credentials.node_id, 0.0):
                 self._file.create(message.founding, message.records)
-        elif admissions.founding == message.founding:
+        elif admissions.founding.cluster == message.founding.cluster:
+            recovery = message.founding.recovery
+            if recovery is not None and recovery != admissions.founding.recovery:
+                self._file.set_recovery(lambda known: recovery)
             self._file.add(message.records)
         else:
             raise SecurityError(
@@ -267,8 +270,9 @@ class AdmissionExchange:
 
 
 def _parts(admissions: Admissions, records: tuple[wire.Record, ...]) -> list[wire.Records]:
-    """``records`` in messages, in their order."""
-    starts = range(0, len(records), _IN_MESSAGE)
+    """``records`` in messages, in their order; one message at least, because the peer may lack the
+    founder's word about recovery codes."""
+    starts = range(0, max(1, len(records)), _IN_MESSAGE)
     return [wire.Records(admissions.founding, records[at : at + _IN_MESSAGE]) for at in starts]
 
 

@@ -22,6 +22,7 @@ MAX_CODES = 9
 
 _CLUSTER_LABEL = b"potluck cluster v1"
 _RECORD_LABEL = b"potluck admission v1"
+_RECOVERY_LABEL = b"potluck recovery v1"
 
 Key = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 MAX_NUMBER = (1 << 53) - 1
@@ -32,19 +33,47 @@ Fingerprint = Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]
 Verdict = Literal["admin", "member", "revoked"]
 
 
+class Recovery(msgspec.Struct, frozen=True):
+    """The founder's word that ``key`` is senior to its own. That key is on no machine:
+    ``codes_needed`` recovery codes make it. ``number`` is higher than those of all records that the
+    founder knew."""
+
+    key: Key
+    codes_needed: Annotated[int, msgspec.Meta(ge=1, le=MAX_CODES)]
+    number: Number
+    signature: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
+
+
 class Founding(msgspec.Struct, frozen=True):
-    """The beginning of a cluster: the key of its first node, and 16 random bytes; or, if
-    ``codes_needed``, a key that is on no machine: so many recovery codes make it."""
+    """The beginning of a cluster: the key of its first node, and 16 random bytes. ``recovery``, if
+    there is one, can come later, and counts once for good."""
 
     key: Key
     nonce: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
-    codes_needed: Annotated[int, msgspec.Meta(ge=0, le=MAX_CODES)] = 0
+    recovery: Recovery | None = None
 
     @property
     def cluster(self) -> bytes:
         """The id of the cluster (16 bytes), which every record names."""
-        codes = bytes([self.codes_needed]) if self.codes_needed else b""
-        return hashlib.sha3_256(_CLUSTER_LABEL + self.key + self.nonce + codes).digest()[:16]
+        return hashlib.sha3_256(_CLUSTER_LABEL + self.key + self.nonce).digest()[:16]
+
+    @property
+    def root(self) -> bytes:
+        """The key that is senior to all."""
+        return self.key if self.recovery is None else self.recovery.key
+
+    @property
+    def codes_needed(self) -> int:
+        """How many recovery codes make the root's key; 0: there are none."""
+        return 0 if self.recovery is None else self.recovery.codes_needed
+
+    @property
+    def recovery_bytes(self) -> bytes:
+        """The bytes under the signature of ``recovery``; empty without one."""
+        if self.recovery is None:
+            return b""
+        unsigned = msgspec.structs.replace(self.recovery, signature=b"")
+        return _RECOVERY_LABEL + self.cluster + msgspec.msgpack.encode(unsigned)
 
 
 class _Signed(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from potluck.errors import FederationError
 from potluck.federated import SecureAggregation
-from potluck.federated.secure import shamir
 from potluck.federated.secure.client import MaskingClient
 from potluck.federated.secure.masking import NUM_EXTRA, Scale, mask
 from potluck.federated.secure.server import MaskingServer
@@ -173,34 +172,6 @@ def test_a_server_that_changes_keys_or_shares_is_noticed() -> None:
     clients["a"].masked(mine, np.zeros(4, np.uint32))
     with pytest.raises(ValueError, match="the share of client b was changed on its way"):
         clients["a"].unmask(["a", "b", "c"])
-
-
-# Shares.
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.binary(min_size=32, max_size=32), st.integers(1, 6), st.randoms(use_true_random=False))
-def test_any_threshold_of_the_shares_gives_the_secret(
-    secret: bytes, threshold: int, chance: random.Random
-) -> None:
-    shares = shamir.split(secret, range(1, 8), threshold)
-    some = dict(chance.sample(sorted(shares.items()), threshold))
-    assert shamir.join(some) == secret
-
-
-def test_fewer_shares_than_the_threshold_give_another_number() -> None:
-    shares = shamir.split(b"s" * 32, range(1, 6), 3)
-    with pytest.raises(ValueError, match="do not belong together, or are too few"):
-        shamir.join({point: shares[point] for point in (1, 2)})
-    with pytest.raises(ValueError, match="no element of the field"):
-        shamir.join({1: b"\xff" * shamir.SHARE_BYTES})
-
-
-def test_shares_of_one_point_are_uniform() -> None:
-    """The lowest byte of one share of one secret, shared anew 4,096 times."""
-    drawn = [shamir.split(bytes(32), (1, 2), 2)[1][-1] for _ in range(4096)]
-    counts = np.bincount(drawn, minlength=256)
-    assert abs(float(((counts - 16) ** 2 / 16).sum()) - 255) < 7 * 22.6
 
 
 # Numbers.

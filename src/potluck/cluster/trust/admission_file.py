@@ -10,7 +10,6 @@ comes from a variable (POTLUCK_PSK, POTLUCK_PASSPHRASE) begin open; ``lock`` clo
 from __future__ import annotations
 
 import contextlib
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,9 +27,9 @@ from potluck.cluster.home.keyfile import (
     replace_private,
     stamp,
 )
-from potluck.cluster.trust.admissions import Admissions, Entry, Roster, now_of
+from potluck.cluster.trust.admissions import Admissions, Entry, Roster, new_founding, now_of
 from potluck.errors import IdentityError, PotluckError
-from potluck.wire.admissions import Founding, Record
+from potluck.wire.admissions import Founding, Record, Recovery
 
 ADMISSIONS_FILE = "admissions"
 FORMAT = 1
@@ -90,8 +89,7 @@ class AdmissionFile:
 
     def found(self, key: Ed25519PrivateKey) -> Admissions:
         """The list of this home; a new one with ``key`` as founder if there is none."""
-        founding = Founding(key.public_key().public_bytes_raw(), secrets.token_bytes(16))
-        load_or_create(self.path, _WHAT, lambda: _encode(founding, ()))
+        load_or_create(self.path, _WHAT, lambda: _encode(new_founding(key), ()))
         admissions = self.load()
         assert admissions is not None, "the list was made and is not there"
         return admissions
@@ -128,17 +126,21 @@ class AdmissionFile:
         IdentityError if the cluster is open.
         """
         with self.changing() as admissions:
-            if admissions is None:
-                raise IdentityError(
-                    "this cluster is open: it has no list of admitted keys. Make one with: "
-                    "potluck lock"
-                )
-            changed = Admissions(admissions.founding, admissions.records, is_trusted=True)
-            new = changed.add(make(admissions))
+            changed = _closed(admissions).copy()
+            new = changed.add(make(changed))
             if new:
                 before(changed)
                 self._write(changed)
             return new
+
+    def set_recovery(self, make: Callable[[Admissions], Recovery]) -> None:
+        """Take the founder's word about recovery codes, which ``make`` returns for the list as it
+        is; it counts for good (``Admissions.set_recovery``). IdentityError if the cluster is
+        open."""
+        with self.changing() as admissions:
+            changed = _closed(admissions).copy()
+            if changed.set_recovery(make(changed)):
+                self._write(changed)
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[Admissions | None]:
@@ -176,6 +178,14 @@ class AdmissionFile:
         admissions = Admissions(file.founding, file.records, is_trusted=True)
         self._known = UNKNOWN if now is None else now, admissions  # None: it was made meanwhile
         return admissions
+
+
+def _closed(admissions: Admissions | None) -> Admissions:
+    if admissions is None:
+        raise IdentityError(
+            "this cluster is open: it has no list of admitted keys. Make one with: potluck lock"
+        )
+    return admissions
 
 
 def refusal(node: str, entry: Entry | None) -> str:

@@ -2,18 +2,20 @@
 
 The result depends on the set of records alone, not on the order in which they arrived:
 
-- The founding key is an admin for good. An admin may say a word about any other key: that it is an
-  admin, a member, or revoked.
+- The founding key is an admin for good, unless the founder has said that a key made of recovery
+  codes is senior to its own. Then that key is the root of the tree, and the founder an admin by its
+  word, until it says another. An admin may say a word about any other key: that it is an admin, a
+  member, or revoked.
 - Of all words about a key the word with the highest number holds; of two with the same number, a
   revocation.
 - Whether a key is an admin is decided by the words of its *seniors* alone: of the admins that are
-  nearer to the founding key in the tree of admissions, or as near and admitted earlier. So two
+  nearer to the root of the tree of admissions, or as near and admitted earlier. So two
   admins can't both revoke each other, and a stolen machine can't revoke the founder.
 - The words of an admin count from its own admission on. A key that is no admin (any more) has no
   word: all that it ever signed is void, whatever dates and numbers are in it.
 - ``SecretChange``: of the records of all admins the highest number holds.
-- A number is at most ``limit`` of its signer: the highest of the founder's, and ``MAX_AHEAD`` for
-  each place of seniority from the end. A record beyond it has no force until the founder's numbers
+- A number is at most ``limit`` of its signer: the highest of the root's, and ``MAX_AHEAD`` for
+  each place of seniority from the end. A record beyond it has no force until the root's numbers
   have come near. So an admin that jumps ahead can't use up the numbers: each of its seniors has
   ``MAX_AHEAD`` numbers above all of its own. (Records that jump can't be refused when they arrive:
   two nodes that heard the numbers between in another order would keep different lists.)
@@ -23,6 +25,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import secrets
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +43,7 @@ from potluck.wire.admissions import (
     Admission,
     Founding,
     Record,
+    Recovery,
     SecretChange,
 )
 
@@ -56,7 +60,8 @@ _LOWEST = (0, False, b"")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What the cluster says about one key. ``word`` is None for the founding key."""
+    """What the cluster says about one key. ``word`` is None for the root, and for a founder of
+    which no word was said."""
 
     key: bytes
     role: str
@@ -116,8 +121,10 @@ class Admissions:
     def __init__(
         self, founding: Founding, records: Iterable[Record] = (), *, is_trusted: bool = False
     ) -> None:
-        """SecurityError if a record is not genuine, or of another cluster; ``is_trusted`` records
-        are not checked again."""
+        """SecurityError if a record or the founding is not genuine, or of another cluster; those
+        that are ``is_trusted`` are not checked again."""
+        if not is_trusted:
+            _check_recovery(founding)
         self.founding = founding
         self.records: tuple[Record, ...] = ()
         """In the order of their numbers, so that whoever has the first of them knows everything
@@ -154,21 +161,38 @@ class Admissions:
             new[place] = record
         return self._take(new) if new else ()
 
+    def copy(self) -> Admissions:
+        """The same list, to be changed apart from this one."""
+        return Admissions(self.founding, self.records, is_trusted=True)
+
+    def set_recovery(self, recovery: Recovery) -> bool:
+        """Take the founder's word who is senior to it; False if it is known. The first that comes
+        counts for good: what a thief of the founder's key signs after it is refused, whatever
+        number it has. SecurityError for another than the known one, and for a forged one."""
+        changed = msgspec.structs.replace(self.founding, recovery=recovery)
+        if self.founding.recovery is not None:
+            if changed.recovery_bytes == self.founding.recovery_bytes:
+                return False
+            raise SecurityError(
+                "it has other recovery codes for this cluster than this machine. Codes count once: "
+                "on the machines whose codes you don't have run `potluck join --replace`, with "
+                "`potluck pair` on one of the others"
+            )
+        _check_recovery(changed)
+        self.founding = changed
+        self._take({})
+        return True
+
     def missing(self, known: Iterable[bytes]) -> tuple[Record, ...]:
         """The records whose fingerprints are not among ``known``, in the order of their numbers."""
         seen = set(known)
         pairs = zip(self.records, self.fingerprints, strict=True)
         return tuple(each for each, fingerprint in pairs if fingerprint not in seen)
 
-    def without(self, key: bytes) -> Roster:
-        """What the records would say if ``key`` had never been an admin: without its words, and
-        those of admins that are in by its word alone."""
-        return evaluate(self.founding, self.records, void=key)
-
     def _take(self, new: dict[_Place, Record]) -> tuple[Record, ...]:
         """Keep records of admins, of those that are revoked too, and let the others wait."""
         every = {**self._kept, **self._waiting, **new}
-        signers = _named_admins(self.founding.key, every.values())
+        signers = _named_admins(self.founding, every.values())
         kept = {place: each for place, each in every.items() if each.signer in signers}
         most = max(Counter(each.signer for each in kept.values()).values(), default=0)
         if len(kept) > MAX_RECORDS or most > MAX_OF_SIGNER:
@@ -188,30 +212,31 @@ class Admissions:
         return tuple(each for each in self.records if before.get(_place(each)) != each)
 
 
-def evaluate(founding: Founding, records: Sequence[Record], *, void: bytes = b"") -> Roster:
-    """What ``records`` (genuine, one word for each signer and key) say; the key ``void`` is taken
-    for no admin."""
+def evaluate(founding: Founding, records: Sequence[Record]) -> Roster:
+    """What ``records`` (genuine, one word for each signer and key) say."""
     by_signer: dict[bytes, list[Record]] = {}
     for record in records:
         by_signer.setdefault(record.signer, []).append(record)
     words: dict[bytes, list[Admission]] = {}
     changes: list[SecretChange] = []
-    at = number = 0
-    of_founder = max((each.number for each in by_signer.get(founding.key, ())), default=0)
+    root, at = founding.root, 0
+    base = number = founding.recovery.number if founding.recovery else 0
+    base = max((each.number for each in by_signer.get(root, ())), default=base)
     admins: dict[bytes, Admission | None] = {}
     limits: dict[bytes, int] = {}
     # An admin waits here with its place in the tree of admissions; seniors come first.
     path: tuple[tuple[int, bytes], ...] = ()
-    waiting = [(0, path, founding.key)]
+    waiting = [(0, path, root), (1, ((0, founding.key),), founding.key)]
     while waiting:
         depth, path, key = heapq.heappop(waiting)
-        if key in admins or key == void or len(admins) >= MAX_ADMINS:
+        if key in admins or len(admins) >= MAX_ADMINS:
             continue
         own = _winner(words.get(key, ()))
-        if key != founding.key and (own is None or own.verdict != "admin"):
+        is_implied = own is None and key in (root, founding.key)
+        if not is_implied and (own is None or own.verdict != "admin"):
             continue
         ahead = MAX_AHEAD * (MAX_ADMINS - len(admins))
-        limits[key] = of_founder + ahead if admins else MAX_NUMBER
+        limits[key] = base + ahead if admins else MAX_NUMBER
         admins[key] = own
         since = 0 if own is None else own.number
         for record in by_signer.get(key, ()):
@@ -220,21 +245,27 @@ def evaluate(founding: Founding, records: Sequence[Record], *, void: bytes = b""
             at, number = max(at, record.at), max(number, record.number)
             if isinstance(record, SecretChange):
                 changes.append(record)
-            elif record.key not in (key, founding.key):
+            elif record.key not in (key, root):
                 words.setdefault(record.key, []).append(record)
                 if record.verdict == "admin":
                     place = (*path, (record.number, record.key))
                     heapq.heappush(waiting, (depth + 1, place, record.key))
-    entries = {founding.key: Entry(founding.key, "founder")}
+    entries = {key: Entry(key, "admin", word) for key, word in admins.items()}
+    entries[root] = Entry(root, "founder")
     for key, said in words.items():
-        word = admins.get(key) or _winner(said)
-        assert word is not None, "a key without a word"
-        role = "admin" if key in admins else word.verdict if word.verdict != "admin" else "member"
-        entries[key] = Entry(key, role, word)
+        word = _winner(said)
+        if key not in admins and word is not None:
+            role = "member" if word.verdict == "admin" else word.verdict
+            entries[key] = Entry(key, role, word)
     last = max(changes, key=_rank, default=None)
     namespace = "" if last is None else last.namespace
     by_node = {each.node: each for each in entries.values()}
     return Roster(by_node, namespace, at, number, limits)
+
+
+def new_founding(key: Ed25519PrivateKey) -> Founding:
+    """The founding of a new cluster by ``key``."""
+    return Founding(key.public_key().public_bytes_raw(), secrets.token_bytes(16))
 
 
 R = TypeVar("R", Admission, SecretChange)
@@ -248,9 +279,12 @@ def sign(record: R, key: Ed25519PrivateKey) -> R:
 
 def is_genuine(record: Record) -> bool:
     """Whether the signature is the signer's. Takes about 0.1 ms."""
+    return _is_signed(record.signer, record.signature, record.signed_bytes)
+
+
+def _is_signed(key: bytes, signature: bytes, data: bytes) -> bool:
     try:
-        key = Ed25519PublicKey.from_public_bytes(record.signer)
-        key.verify(record.signature, record.signed_bytes)
+        Ed25519PublicKey.from_public_bytes(key).verify(signature, data)
     except (InvalidSignature, ValueError):
         return False
     return True
@@ -263,22 +297,31 @@ def now_of(clock: float, roster: Roster) -> float:
     return max(clock, roster.at)
 
 
-def _named_admins(founder: bytes, records: Iterable[Record]) -> set[bytes]:
-    """The founder, and all keys that such a key called an admin. Their records are kept also while
-    another admin's word revokes them, so that the order of arrival does not matter: that word may
-    lose its force. The founder's can't, so keys that are no admins by it are left out, and an admin
-    that filled the list, with second keys as well, leaves it with the founder's word."""
+def _check_recovery(founding: Founding) -> None:
+    recovery = founding.recovery
+    if recovery is not None and not _is_signed(
+        founding.key, recovery.signature, founding.recovery_bytes
+    ):
+        raise SecurityError("recovery codes whose signature is not the founder's")
+
+
+def _named_admins(founding: Founding, records: Iterable[Record]) -> set[bytes]:
+    """The root, the founder, and all keys that such a key called an admin. Their records are kept
+    also while another admin's word revokes them, so that the order of arrival does not matter: that
+    word may lose its force. The root's can't, so keys that are no admins by it are left out, and an
+    admin that filled the list, with second keys as well, leaves it with the root's word."""
     words = [each for each in records if isinstance(each, Admission)]
     final = {
         each.key: _rank(each)
         for each in words
-        if each.signer == founder and each.verdict != "admin"
+        if each.signer == founding.root and each.verdict != "admin"
     }
     named: dict[bytes, list[bytes]] = {}
     for each in words:
         if each.verdict == "admin" and _rank(each) > final.get(each.key, _LOWEST):
             named.setdefault(each.signer, []).append(each.key)
-    found, new = {founder}, [founder]
+    new = [founding.root] + [founding.key] * (founding.key not in final)
+    found = set(new)
     while new:
         for key in named.get(new.pop(), ()):
             if key not in found:
@@ -288,7 +331,8 @@ def _named_admins(founder: bytes, records: Iterable[Record]) -> set[bytes]:
 
 
 def _digest(founding: Founding, fingerprints: Iterable[bytes]) -> bytes:
-    digest = hashlib.sha3_256(founding.cluster + b"".join(sorted(fingerprints)))
+    start = founding.cluster + founding.recovery_bytes
+    digest = hashlib.sha3_256(start + b"".join(sorted(fingerprints)))
     return digest.digest()[:8]
 
 

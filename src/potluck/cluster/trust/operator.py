@@ -18,6 +18,7 @@ from potluck.cluster.trust.admission_file import AdmissionFile
 from potluck.cluster.trust.admissions import (
     Admissions,
     Entry,
+    new_founding,
     now_of,
     sign,
 )
@@ -25,7 +26,6 @@ from potluck.errors import ConfigurationError, IdentityError
 from potluck.transport.credentials import namespace_of, node_id_of, node_id_of_bytes
 from potluck.wire.admissions import (
     Admission,
-    Founding,
     Record,
     SecretChange,
     Verdict,
@@ -58,20 +58,28 @@ def admit(
     days: float = 0.0,
 ) -> None:
     """Admit ``key`` (32 bytes) as ``verdict``, for ``days`` (0: without end). What an admin said
-    that is no admin any more stays as after a ban (``revoke``)."""
+    that is no admin any more stays as after a ban (``revoke``). ConfigurationError if this node
+    may not change the role of ``key``."""
     if verdict == "admin" and days:
         raise ConfigurationError("the admission of an admin can't end: leave --days out")
+    node = node_id_of_bytes(key)
 
     def make(admissions: Admissions) -> Sequence[Record]:
-        is_demoted = verdict != "admin" and admissions.roster.is_admin(node_id_of_bytes(key))
         pen = _Pen(admissions, me)
+        if verdict == "admin" and admissions.roster.is_admin(node):
+            return ()  # a newer word would void what it has said until now
+        if key == me.public_key().public_bytes_raw():
+            raise ConfigurationError("a machine can't change its own role; run it on another admin")
         expires = int(time.time() + days * DAY_S) if days else 0
         records: list[Record] = [pen.word(key, verdict, expires=expires, name=name[:64])]
-        if is_demoted:
-            _keep(admissions, key, pen, records)
+        _keep(admissions, key, pen, records)
         return records
 
-    file.change(make)
+    def before(changed: Admissions) -> None:
+        if changed.roster.entries[node].role != verdict:
+            raise ConfigurationError(_is_senior(changed, node))
+
+    file.change(make, before)
 
 
 def revoke(
@@ -90,7 +98,7 @@ def revoke(
     that it had banned are out. Nobody gains a role by a ban.
 
     ``psk`` is the cluster's next secret, which ``store`` stores, None if it can't be changed
-    here. With ``heir`` (a key and a name) ``me`` is the founding key, made of recovery codes: the
+    here. With ``heir`` (a key and a name) ``me`` is the key of the recovery codes: the
     heir becomes an admin by the same change, whatever the list said about it, and what the banned
     one had banned stays listed, so that it can be admitted again. ConfigurationError if this node
     may not ban that one.
@@ -107,8 +115,9 @@ def revoke(
             )
         if entry.role == "founder":
             raise ConfigurationError(
-                f"node {node[:12]} founded the cluster and can't be banned. If it was stolen, "
-                "found a new cluster: remove ~/.potluck on a machine that you trust, and pair anew"
+                f"node {node[:12]} founded the cluster and can't be banned: there are no recovery "
+                "codes. If it was stolen, found a new cluster: remove ~/.potluck on a machine that "
+                "you trust, run `potluck init --recovery-codes 3` there, and pair anew"
             )
         if entry.key in (me.public_key().public_bytes_raw(), heir and heir[0]):
             raise ConfigurationError("a machine can't ban itself; run the command on another one")
@@ -117,19 +126,18 @@ def revoke(
             entry.key, "revoked", name=entry.name, reason=reason[:200], delete_code=delete_code
         )
         records: list[Record] = [word]
-        done = _keep(admissions, entry.key, pen, records, heir and heir[0])
-        if heir is not None:
+        if heir is not None and not _is_admin_by_root(admissions, heir[0]):
             records.append(pen.word(heir[0], "admin", name=heir[1][:64]))
+        done = _keep(admissions, entry.key, pen, records, heir and heir[0])
         if psk is not None:
             records.append(pen.secret(psk))
         return records
 
     def before(changed: Admissions) -> None:
         if changed.roster.entries[node].role != "revoked":
-            codes = f", or with recovery codes: potluck ban {node[:12]} --codes"
+            codes = f"; or with recovery codes: potluck ban {node[:12]} --codes"
             raise ConfigurationError(
-                f"node {node[:12]} is an admin that is senior to this machine: ban it on "
-                f"{_seniors(changed)}{codes if changed.founding.codes_needed else ''}"
+                _is_senior(changed, node) + (codes if changed.founding.codes_needed else "")
             )
         if psk is not None:
             store(psk)
@@ -145,9 +153,11 @@ def _keep(
     records: list[Record],
     heir: bytes | None = None,
 ) -> Ban:
-    """Add to ``records`` the words by which nobody but ``key`` and ``heir`` gets in, out, or a
-    higher role when its words are void; with an heir also all bans, at most ``MAX_KEPT``."""
-    after = admissions.without(key).entries
+    """Add to ``records``, which void words, the words by which nobody but ``key`` and ``heir`` gets
+    in, out, or a higher role; with an heir also all bans, at most ``MAX_KEPT``."""
+    changed = admissions.copy()
+    changed.add(records)
+    after = changed.roster.entries
     kept: list[Entry] = []
     out: list[Entry] = []
     unlisted: list[Entry] = []
@@ -174,6 +184,22 @@ def _keep(
     )
 
 
+def _is_admin_by_root(admissions: Admissions, key: bytes) -> bool:
+    """Whether nobody but the root can change that."""
+    entry = admissions.roster.entries.get(node_id_of_bytes(key))
+    if entry is None or entry.role != "admin":
+        return False
+    return entry.word is None or entry.word.signer == admissions.founding.root
+
+
+def _is_senior(admissions: Admissions, node: str) -> str:
+    """The text of the error for an order about an admin that is senior to this machine."""
+    return (
+        f"node {node[:12]} is an admin that is senior to this machine: run the command on "
+        f"{_seniors(admissions)}"
+    )
+
+
 def _number(entry: Entry) -> int:
     return 0 if entry.word is None else entry.word.number
 
@@ -195,7 +221,7 @@ def change_of_secret(
 def lock(file: AdmissionFile, me: Ed25519PrivateKey, others: Collection[tuple[bytes, str]]) -> None:
     """Close an open cluster: this node is its founder, and ``others`` (keys and names) its
     members. IdentityError if it is closed already."""
-    founding = Founding(me.public_key().public_bytes_raw(), secrets.token_bytes(16))
+    founding = new_founding(me)
     pen = _Pen(Admissions(founding), me)
     file.create(founding, [pen.word(key, "member", name=name[:64]) for key, name in others])
 

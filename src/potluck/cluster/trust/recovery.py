@@ -1,10 +1,12 @@
-"""Recovery codes: the founding key of a cluster, cut into codes for people to keep. No I/O.
+"""Recovery codes: a key that is senior to a cluster's founder, cut into codes for people to keep.
+No I/O.
 
-A cluster that is founded with codes has a founding key that is on no machine: it signs once that
-the first machine is an admin, and is forgotten. A strict majority of the codes makes the key again
-(Shamir's secret sharing over GF(2^8), one polynomial for each byte of the key's seed), fewer say
-nothing about it. So a stolen first machine is banned like any other admin, by the word of a key
-that the thief has never had, and no word of the thief's changes who holds a code.
+The founder signs once that this key is senior to its own, and nobody keeps the key: more than half
+of the codes make it again (Shamir's secret sharing), fewer say nothing about it. So a stolen
+founder is banned like any other admin, by the word of a key that the thief has never had, and no
+word of the thief's changes who holds a code. For a cluster's machines the first such word counts
+for good: which of two was first no set of signed records can tell (a thief dates its own back), so
+each machine keeps the one that it heard first.
 """
 
 from __future__ import annotations
@@ -13,17 +15,18 @@ import base64
 import binascii
 import hashlib
 import secrets
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from potluck.cluster.trust.admissions import sign
+from potluck.cluster.trust.admissions import Admissions
 from potluck.errors import ConfigurationError
-from potluck.wire.admissions import MAX_CODES, Admission, Founding
+from potluck.shamir import SECRET_BYTES, SHORT, join, split
+from potluck.transport.credentials import node_id_of_bytes
+from potluck.wire.admissions import MAX_CODES, Founding, Recovery
 
-_SEED = 32
 _CHECK = 7
 _LABEL = b"potluck recovery code v1"
 _GROUP = 4
@@ -31,43 +34,50 @@ _GROUP = 4
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """One share of a founding key: the values of its polynomials at ``at`` (1 to ``MAX_CODES``),
-    32 bytes."""
+    """One share of the key: the polynomial's value at ``at`` (1 to ``MAX_CODES``), 32 bytes."""
 
     at: int
     share: bytes = field(repr=False)
 
-    def spoken(self, founding_key: bytes) -> str:
+    def spoken(self, key: bytes) -> str:
         """The code as people write it down: 64 letters and digits in groups. Secret."""
-        raw = bytes([self.at]) + self.share + _check(founding_key, self.at, self.share)
+        raw = bytes([self.at]) + self.share + _check(key, self.at, self.share)
         text = base64.b32encode(raw).decode().lower()
         return "-".join(text[at : at + _GROUP] for at in range(0, len(text), _GROUP))
 
 
-def found_with_codes(
-    machine: bytes, name: str, count: int
-) -> tuple[Founding, Admission, list[str]]:
-    """The founding of a cluster with ``count`` codes, the record that makes the key ``machine``
-    (32 bytes) an admin, and the codes. ConfigurationError unless 1 <= ``count`` <= ``MAX_CODES``.
-    """
+def make_codes(
+    admissions: Admissions, founder: Ed25519PrivateKey, count: int
+) -> tuple[Recovery, list[str]]:
+    """``count`` codes for the cluster of ``admissions``, and the founder's word about their key.
+    ConfigurationError unless 1 <= ``count`` <= ``MAX_CODES`` and ``founder`` founded the cluster,
+    which has no codes."""
+    founding = admissions.founding
     if not 1 <= count <= MAX_CODES:
         raise ConfigurationError(f"{count} recovery codes: make 1 to {MAX_CODES}; 3 are usual")
-    seed = secrets.token_bytes(_SEED)
-    key = Ed25519PrivateKey.from_private_bytes(seed)
-    public = key.public_key().public_bytes_raw()
+    if founding.codes_needed:
+        raise ConfigurationError(
+            f"this cluster has recovery codes already, of which {founding.codes_needed} are "
+            "needed. They are made once: nothing but the codes can replace them. If they are "
+            "lost, found a new cluster: remove ~/.potluck on a machine that you trust, run "
+            "`potluck init --recovery-codes 3` there, and pair anew"
+        )
+    if founder.public_key().public_bytes_raw() != founding.key:
+        raise ConfigurationError(
+            "only the machine that founded the cluster makes recovery codes: run the command on "
+            f"node {node_id_of_bytes(founding.key)[:12]} (`potluck nodes`)"
+        )
+    seed = secrets.token_bytes(SECRET_BYTES)
+    key = Ed25519PrivateKey.from_private_bytes(seed).public_key().public_bytes_raw()
     needed = count // 2 + 1
-    founding = Founding(public, secrets.token_bytes(16), needed)
-    record = Admission(
-        cluster=founding.cluster,
-        number=1,
-        signer=public,
-        at=int(time.time()),
-        key=machine,
-        verdict="admin",
-        name=name[:64],
+    recovery = Recovery(key, needed, admissions.roster.number + 1)
+    changed = msgspec.structs.replace(founding, recovery=recovery)
+    signature = founder.sign(changed.recovery_bytes)
+    shares = split(seed, range(1, count + 1), needed, SHORT)
+    return (
+        msgspec.structs.replace(recovery, signature=signature),
+        [Code(at, share).spoken(key) for at, share in shares.items()],
     )
-    codes = [each.spoken(public) for each in _split(seed, needed, count)]
-    return founding, sign(record, key), codes
 
 
 def parse_code(text: str, founding: Founding) -> Code:
@@ -78,9 +88,9 @@ def parse_code(text: str, founding: Founding) -> Code:
         raw = base64.b32decode(letters)
     except (binascii.Error, ValueError):
         raw = b""
-    at, share, check = raw[:1], raw[1 : 1 + _SEED], raw[1 + _SEED :]
-    is_whole = len(raw) == 1 + _SEED + _CHECK and 1 <= raw[0] <= MAX_CODES
-    if not is_whole or check != _check(founding.key, at[0], share):
+    at, share, check = raw[:1], raw[1 : 1 + SECRET_BYTES], raw[1 + SECRET_BYTES :]
+    is_whole = len(raw) == 1 + SECRET_BYTES + _CHECK and 1 <= raw[0] <= MAX_CODES
+    if not is_whole or check != _check(founding.root, at[0], share):
         raise ConfigurationError(
             "this is no recovery code of this cluster. A code has 64 letters and digits (a to z, "
             "2 to 7), as `potluck init --recovery-codes` showed it: look for a mistyped one"
@@ -88,62 +98,18 @@ def parse_code(text: str, founding: Founding) -> Code:
     return Code(at[0], share)
 
 
-def founding_key(codes: Sequence[Code], founding: Founding) -> Ed25519PrivateKey:
-    """The founding key that ``codes`` make. ConfigurationError if they are too few."""
-    places = {each.at: each.share for each in codes}
-    if len(places) < founding.codes_needed:
+def recovery_key(codes: Sequence[Code], founding: Founding) -> Ed25519PrivateKey:
+    """The key that ``codes`` make. ConfigurationError if they are too few."""
+    shares = {each.at: each.share for each in codes}
+    if len(shares) < founding.codes_needed:
         raise ConfigurationError(
-            f"{founding.codes_needed} different recovery codes are needed, and {len(places)} given"
+            f"{founding.codes_needed} different recovery codes are needed, and {len(shares)} given"
         )
-    key = Ed25519PrivateKey.from_private_bytes(_join(places))
-    if key.public_key().public_bytes_raw() != founding.key:
-        raise ConfigurationError("these recovery codes do not make this cluster's founding key")
+    key = Ed25519PrivateKey.from_private_bytes(join(shares, SHORT))
+    if key.public_key().public_bytes_raw() != founding.root:
+        raise ConfigurationError("these recovery codes do not make the key of this cluster's codes")
     return key
 
 
-def _check(founding_key: bytes, at: int, share: bytes) -> bytes:
-    return hashlib.sha3_256(_LABEL + founding_key + bytes([at]) + share).digest()[:_CHECK]
-
-
-def _split(secret: bytes, needed: int, count: int) -> list[Code]:
-    """``count`` shares of ``secret``, of which ``needed`` make it."""
-    # Each row: the coefficients of one power, for all bytes; the secret is the value at 0.
-    rows = [secret, *(secrets.token_bytes(len(secret)) for _ in range(needed - 1))]
-    codes = []
-    for at in range(1, count + 1):
-        share = bytes(len(secret))
-        for row in reversed(rows):  # Horner
-            share = bytes(_times(a, at) ^ b for a, b in zip(share, row, strict=True))
-        codes.append(Code(at, share))
-    return codes
-
-
-def _join(places: dict[int, bytes]) -> bytes:
-    """The value at 0 of the polynomials with the values ``places`` (Lagrange)."""
-    secret = bytes(_SEED)
-    for at, share in places.items():
-        weight = 1
-        for other in places:
-            if other != at:
-                weight = _times(weight, _times(other, _inverse(other ^ at)))
-        secret = bytes(a ^ _times(weight, b) for a, b in zip(secret, share, strict=True))
-    return secret
-
-
-def _times(a: int, b: int) -> int:
-    """The product in GF(2^8) with the polynomial of AES."""
-    product = 0
-    while b:
-        if b & 1:
-            product ^= a
-        a = (a << 1) ^ (0x11B if a & 0x80 else 0)
-        b >>= 1
-    return product
-
-
-def _inverse(a: int) -> int:
-    """``a`` to the power of 254."""
-    result = 1
-    for _ in range(254):
-        result = _times(result, a)
-    return result
+def _check(key: bytes, at: int, share: bytes) -> bytes:
+    return hashlib.sha3_256(_LABEL + key + bytes([at]) + share).digest()[:_CHECK]

@@ -1,5 +1,5 @@
 """Secure aggregation: the server learns the sum of the clients' vectors, and no single one.
 
-``shamir.py``: secrets in shares. ``masking.py``: masks and whole numbers. ``client.py``,
-``server.py``: the two sides of the protocol (pure but for random keys). ``rounds.py``: its rounds.
+``masking.py``: masks and whole numbers. ``client.py``, ``server.py``: the two sides of the protocol
+(pure but for random keys). ``rounds.py``: its rounds.
 """

@@ -16,14 +16,15 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
-from potluck.federated.secure import shamir
 from potluck.federated.secure.masking import Words, derived, mask
+from potluck.shamir import WITH_CHECK, share_bytes, split
 
 MIN_THRESHOLD = 3
 """The sum of two changes tells each of the two clients the other's."""
 _DIGEST_BYTES = 32
 _DIGESTS_BYTES = 2 * _DIGEST_BYTES
-SEALED_BYTES = _DIGESTS_BYTES + 12 + 2 * shamir.SHARE_BYTES + 16
+SHARE_BYTES = share_bytes(WITH_CHECK)
+SEALED_BYTES = _DIGESTS_BYTES + 12 + 2 * SHARE_BYTES + 16
 """Two shares for one client: their digests, a nonce, the shares encrypted, and a tag."""
 
 
@@ -85,8 +86,8 @@ class MaskingClient:
         self._points = {name: number for number, name in enumerate(sorted(keys), 1)}
         self._public = {name: (each["mask"], each["channel"]) for name, each in keys.items()}
         points = list(self._points.values())
-        of_key = shamir.split(self._own.private_bytes_raw(), points, threshold)
-        of_seed = shamir.split(self._self_seed, points, threshold)
+        of_key = split(self._own.private_bytes_raw(), points, threshold, WITH_CHECK)
+        of_seed = split(self._self_seed, points, threshold, WITH_CHECK)
         return {
             name: self._seal(name, of_key[point], of_seed[point])
             for name, point in self._points.items()
@@ -155,7 +156,7 @@ class MaskingClient:
         """The shares of the key and of the seed. InvalidTag or ValueError for wrong ones."""
         nonce, data = sealed[_DIGESTS_BYTES:][:12], sealed[_DIGESTS_BYTES:][12:]
         both = self._cipher(name).decrypt(nonce, data, self._between(name, self._name))
-        shares = both[: shamir.SHARE_BYTES], both[shamir.SHARE_BYTES :]
+        shares = both[:SHARE_BYTES], both[SHARE_BYTES:]
         if tuple(map(digest, shares)) != digests(sealed):
             raise ValueError("these are other shares than those of the digests")
         return shares

@@ -12,11 +12,10 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from numpy.typing import NDArray
 
 from potluck.federated.parameters import num_values
-from potluck.federated.secure.client import SEALED_BYTES, as_words
+from potluck.federated.secure.client import SEALED_BYTES, SHARE_BYTES, as_words
 from potluck.federated.secure.masking import NUM_EXTRA, Scale, Words
 from potluck.federated.secure.server import MaskingServer, Opened
 from potluck.federated.secure.settings import Range, SecureAggregation
-from potluck.federated.secure.shamir import SHARE_BYTES
 from potluck.federated.strategies.base import Round
 
 Phase = Literal["before", "training", "after"]

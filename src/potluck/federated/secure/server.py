@@ -10,9 +10,9 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from potluck.errors import FederationError
-from potluck.federated.secure import shamir
 from potluck.federated.secure.client import digest, digests, pair_seed
 from potluck.federated.secure.masking import Words, mask
+from potluck.shamir import WITH_CHECK, join
 
 Opened = dict[str, dict[str, bytes]]
 """The shares that one client opened: of ``seeds`` and of ``keys``, by whose they are."""
@@ -135,6 +135,6 @@ class MaskingServer:
 
 def _joined(name: str, shares: Mapping[int, bytes]) -> bytes:
     try:
-        return shamir.join(shares)
+        return join(shares, WITH_CHECK)
     except ValueError:
         raise Spoiled({name: "made shares that belong to no secret"}) from None

@@ -156,6 +156,30 @@ def test_admins_that_jump_to_the_last_number_stop_nobody(
     operator.revoke(file, ME, node_id_of(THIRD.public_key()), psk=None)
 
 
+def test_to_make_an_admin_an_admin_again_throws_none_of_its_machines_out(
+    file: AdmissionFile,
+) -> None:
+    operator.admit(file, ME, public(EVIL), name="admin", verdict="admin")
+    operator.admit(file, EVIL, public(SECOND), name="its machine")
+    before = file.path.read_bytes()
+    operator.admit(file, ME, public(EVIL), name="admin", verdict="admin")
+    assert file.path.read_bytes() == before
+    assert roles(file)[node_id_of(SECOND.public_key())] == "member"
+
+
+def test_an_order_about_a_senior_or_oneself_is_an_error_and_no_void_record(
+    file: AdmissionFile,
+) -> None:
+    operator.admit(file, ME, public(EVIL), verdict="admin")
+    operator.admit(file, EVIL, public(SECOND), verdict="admin")
+    before = file.path.read_bytes()
+    with pytest.raises(ConfigurationError, match=f"{EVILS[:12]} is an admin that is senior to"):
+        operator.admit(file, SECOND, public(EVIL))
+    with pytest.raises(ConfigurationError, match="can't change its own role"):
+        operator.admit(file, EVIL, public(EVIL))
+    assert file.path.read_bytes() == before
+
+
 orders = st.tuples(
     st.integers(0, 4),
     st.sampled_from([1, 2, 3, 5, 9, 1 << 20, 1 << 26, (1 << 26) + 1, 1 << 40, MAX_NUMBER]),

@@ -1,11 +1,13 @@
-"""Recovery codes: which of them make the founding key, and that no key on a machine can do
-anything against what it says."""
+"""Recovery codes: which of them make the key, that they count once, and that no key on a machine
+can do anything against what it says."""
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
@@ -13,10 +15,10 @@ from hypothesis import strategies as st
 
 from potluck.cluster.trust import admissions, operator, recovery
 from potluck.cluster.trust.admission_file import AdmissionFile
-from potluck.cluster.trust.admissions import Admissions, sign
-from potluck.errors import ConfigurationError, IdentityError
+from potluck.cluster.trust.admissions import Admissions, new_founding, sign
+from potluck.errors import ConfigurationError, IdentityError, SecurityError
 from potluck.transport.credentials import node_id_of
-from potluck.wire.admissions import MAX_NUMBER, Admission, Record, SecretChange
+from potluck.wire.admissions import MAX_NUMBER, Admission, Record, Recovery, SecretChange
 
 FIRST, ANN, BOB, CARL = (
     Ed25519PrivateKey.from_private_bytes(bytes([seed]) * 32) for seed in range(1, 5)
@@ -28,40 +30,125 @@ def public(key: Ed25519PrivateKey) -> bytes:
     return key.public_key().public_bytes_raw()
 
 
-FOUNDING, FIRST_WORD, CODES = recovery.found_with_codes(public(FIRST), "first", 3)
-ROOT = recovery.founding_key([recovery.parse_code(each, FOUNDING) for each in CODES[:2]], FOUNDING)
+def key_of(codes: list[str], changed: Admissions) -> Ed25519PrivateKey:
+    founding = changed.founding
+    return recovery.recovery_key([recovery.parse_code(each, founding) for each in codes], founding)
 
 
-@pytest.fixture
-def file(tmp_path: Path) -> AdmissionFile:
+EMPTY = Admissions(new_founding(FIRST))
+RECOVERY, CODES = recovery.make_codes(EMPTY, FIRST, 3)
+CHANGED = EMPTY.copy()
+CHANGED.set_recovery(RECOVERY)
+FOUNDING = CHANGED.founding
+ROOT = key_of(CODES[:2], CHANGED)
+
+
+@dataclass
+class Cluster:
+    file: AdmissionFile
+    root: Ed25519PrivateKey
+
+
+@pytest.fixture(params=["codes first", "codes later"])
+def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Cluster:
     """The cluster of FIRST, which admitted ANN as an admin, and BOB and CARL as members."""
-    made = AdmissionFile(tmp_path)
-    made.take_over(FOUNDING, [FIRST_WORD])
-    operator.admit(made, FIRST, public(ANN), name="ann", verdict="admin")
-    operator.admit(made, FIRST, public(BOB), name="bob")
-    operator.admit(made, FIRST, public(CARL), name="carl")
-    return made
+    file, codes = AdmissionFile(tmp_path), list[str]()
+    file.found(FIRST)
+
+    def make(known: Admissions) -> Recovery:
+        made, texts = recovery.make_codes(known, FIRST, 3)
+        codes[:] = texts
+        return made
+
+    if request.param == "codes first":
+        file.set_recovery(make)
+    operator.admit(file, FIRST, public(ANN), name="ann", verdict="admin")
+    operator.admit(file, FIRST, public(BOB), name="bob")
+    operator.admit(file, ANN, public(CARL), name="carl")
+    if request.param == "codes later":
+        before = roles(file)
+        file.set_recovery(make)
+        after = roles(AdmissionFile(tmp_path))
+        assert before.pop(FIRSTS) == "founder"
+        assert after.pop(FIRSTS) == "admin"
+        assert {node for node in after if node not in before} == {
+            node_id_of(key_of(codes[:2], loaded(file)).public_key())
+        }
+        assert before.items() <= after.items(), "what was said before the codes stays in force"
+    return Cluster(file, key_of(codes[1:], loaded(file)))
+
+
+def loaded(file: AdmissionFile) -> Admissions:
+    known = file.load()
+    assert known is not None
+    return known
+
+
+def roles(file: AdmissionFile) -> dict[str, str]:
+    return {node: each.role for node, each in file.roster.entries.items()}
 
 
 @pytest.mark.parametrize(("count", "needed"), [(1, 1), (2, 2), (3, 2), (5, 3), (9, 5)])
 def test_a_strict_majority_of_the_codes_makes_the_key_and_fewer_do_not(
     count: int, needed: int
 ) -> None:
-    founding, record, texts = recovery.found_with_codes(public(FIRST), "first", count)
-    assert founding.codes_needed == needed
-    assert Admissions(founding, [record]).roster.entries[FIRSTS].role == "admin"
-    codes = [recovery.parse_code(each, founding) for each in texts]
+    changed = Admissions(new_founding(FIRST))
+    made, texts = recovery.make_codes(changed, FIRST, count)
+    changed.set_recovery(made)
+    assert changed.founding.codes_needed == needed
+    assert changed.roster.entries[FIRSTS].role == "admin"
+    codes = [recovery.parse_code(each, changed.founding) for each in texts]
     for chosen in itertools.combinations(codes, needed):
-        assert public(recovery.founding_key(chosen, founding)) == founding.key
+        assert public(recovery.recovery_key(chosen, changed.founding)) == changed.founding.root
     with pytest.raises(ConfigurationError, match=f"{needed} different recovery codes"):
-        recovery.founding_key([codes[0]] * (needed - 1), founding)
+        recovery.recovery_key([codes[0]] * (needed - 1), changed.founding)
 
 
-def test_fewer_codes_than_needed_fit_every_key() -> None:
-    """Any one code of three, and any guess of the seed's byte, lie on one line with a third."""
-    code = recovery.parse_code(CODES[0], FOUNDING)
-    seeds = {recovery._join({1: code.share, 2: bytes([guess]) * 32})[0] for guess in range(256)}
-    assert len(seeds) == 256
+def test_codes_are_made_once_and_by_the_founder(cluster: Cluster) -> None:
+    known = loaded(cluster.file)
+    with pytest.raises(ConfigurationError, match="has recovery codes already"):
+        recovery.make_codes(known, FIRST, 3)
+    with pytest.raises(ConfigurationError, match=f"run the command on node {FIRSTS[:12]}"):
+        recovery.make_codes(EMPTY, ANN, 3)
+    with pytest.raises(ConfigurationError, match="make 1 to 9"):
+        recovery.make_codes(EMPTY, FIRST, 10)
+
+
+@pytest.mark.parametrize("number", [1, 2, 1000, MAX_NUMBER])
+def test_a_second_word_of_the_founder_about_codes_is_refused_whatever_its_number(
+    cluster: Cluster, number: int
+) -> None:
+    """That of a thief, which dates it back."""
+    founding = loaded(cluster.file).founding
+    rival = Recovery(public(CARL), 1, number)
+    unsigned = msgspec.structs.replace(founding, recovery=rival).recovery_bytes
+    rival = msgspec.structs.replace(rival, signature=FIRST.sign(unsigned))
+    before = cluster.file.path.read_bytes()
+    with pytest.raises(SecurityError, match="other recovery codes for this cluster"):
+        cluster.file.set_recovery(lambda known: rival)
+    assert cluster.file.path.read_bytes() == before
+    cluster.file.set_recovery(lambda known: founding.recovery)  # type: ignore[arg-type, return-value]
+    assert cluster.file.path.read_bytes() == before
+
+
+def test_codes_that_the_founder_did_not_sign_and_those_of_another_cluster_are_refused(
+    tmp_path: Path,
+) -> None:
+    other = new_founding(FIRST)
+    forged = msgspec.structs.replace(RECOVERY, signature=ANN.sign(FOUNDING.recovery_bytes))
+    for founding in (
+        msgspec.structs.replace(FOUNDING, recovery=forged),
+        msgspec.structs.replace(other, recovery=RECOVERY),
+        msgspec.structs.replace(
+            FOUNDING, recovery=msgspec.structs.replace(RECOVERY, codes_needed=1)
+        ),
+    ):
+        with pytest.raises(SecurityError, match="signature is not the founder's"):
+            AdmissionFile(tmp_path).take_over(founding, [])
+        changed = Admissions(msgspec.structs.replace(founding, recovery=None))
+        with pytest.raises(SecurityError, match="signature is not the founder's"):
+            changed.set_recovery(founding.recovery)  # type: ignore[arg-type]
+        assert changed.founding.recovery is None
 
 
 @given(st.integers(0, 63), st.sampled_from("abcdefghijklmnopqrstuvwxyz234567"))
@@ -83,17 +170,18 @@ def test_what_is_no_code_is_refused(text: str) -> None:
 
 
 def test_a_code_of_another_cluster_is_refused() -> None:
-    _, _, codes = recovery.found_with_codes(public(FIRST), "first", 3)
+    _, codes = recovery.make_codes(EMPTY, FIRST, 3)
     with pytest.raises(ConfigurationError, match="no recovery code of this cluster"):
         recovery.parse_code(codes[0], FOUNDING)
 
 
-def test_the_first_machine_is_banned_by_codes_alone(file: AdmissionFile) -> None:
+def test_the_first_machine_is_banned_by_codes_alone(cluster: Cluster) -> None:
+    file, root = cluster.file, cluster.root
     with pytest.raises(ConfigurationError, match=f"potluck ban {FIRSTS[:12]} --codes"):
         operator.revoke(file, ANN, FIRSTS, psk=None)
-    done = operator.revoke(file, ROOT, FIRSTS, psk=b"n" * 32, heir=(public(BOB), "bob"))
-    roles = {node: each.role for node, each in file.roster.entries.items()}
-    assert (roles[FIRSTS], roles[ANNS], roles[BOBS], roles[CARLS]) == (
+    done = operator.revoke(file, root, FIRSTS, psk=b"n" * 32, heir=(public(BOB), "bob"))
+    now = roles(file)
+    assert (now[FIRSTS], now[ANNS], now[BOBS], now[CARLS]) == (
         "revoked",
         "member",
         "admin",
@@ -106,10 +194,11 @@ def test_the_first_machine_is_banned_by_codes_alone(file: AdmissionFile) -> None
         operator.admit(file, FIRST, public(CARL))
 
 
-def test_a_thief_that_banned_everyone_first_is_banned_all_the_same(file: AdmissionFile) -> None:
+def test_a_thief_that_banned_everyone_first_is_banned_all_the_same(cluster: Cluster) -> None:
+    file, root = cluster.file, cluster.root
     for node in (ANNS, BOBS, CARLS):
         operator.revoke(file, FIRST, node, psk=None)
-    operator.revoke(file, ROOT, FIRSTS, psk=None, heir=(public(BOB), "bob"))
+    operator.revoke(file, root, FIRSTS, psk=None, heir=(public(BOB), "bob"))
     assert file.roster.entries[BOBS].role == "admin"
     assert file.roster.entries[FIRSTS].role == "revoked"
     assert file.roster.entries[ANNS].role == "revoked", "it can be named to take its ban back"
@@ -118,27 +207,53 @@ def test_a_thief_that_banned_everyone_first_is_banned_all_the_same(file: Admissi
 
 
 def test_a_thief_that_fills_the_list_with_second_keys_is_banned_all_the_same(
-    file: AdmissionFile, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(admissions, "MAX_RECORDS", 12)
+    file, root = cluster.file, cluster.root
+    monkeypatch.setattr(admissions, "MAX_RECORDS", 11)
+    monkeypatch.setattr(operator, "MAX_KEPT", 8)
     second = Ed25519PrivateKey.from_private_bytes(b"2" * 32)
     operator.admit(file, FIRST, public(second), verdict="admin")
     for seed in range(7):
         operator.admit(file, second, bytes([seed]) * 32)
     with pytest.raises(IdentityError, match="full"):
         operator.admit(file, FIRST, b"m" * 32)
-    operator.revoke(file, ROOT, FIRSTS, psk=None, heir=(public(BOB), "bob"))
+    operator.revoke(file, root, FIRSTS, psk=None, heir=(public(BOB), "bob"))
     roster = file.roster
     assert roster.entries[FIRSTS].role == "revoked"
     assert [node for node in roster.entries if roster.is_admin(node)] == [
-        node_id_of(ROOT.public_key()),
+        node_id_of(root.public_key()),
         BOBS,
     ]
 
 
-def test_a_machine_does_not_ban_itself_by_codes(file: AdmissionFile) -> None:
+def test_the_founder_bans_another_by_codes_and_keeps_what_it_has_said(cluster: Cluster) -> None:
+    """Also twice: a newer word about an admin voids what that one said before."""
+    dora = Ed25519PrivateKey.from_private_bytes(b"d" * 32)
+    operator.admit(cluster.file, FIRST, public(dora), name="dora")
+    for banned in (ANNS, CARLS):
+        operator.revoke(cluster.file, cluster.root, banned, psk=None, heir=(public(FIRST), "first"))
+    now = roles(cluster.file)
+    assert (now[FIRSTS], now[ANNS], now[CARLS]) == ("admin", "revoked", "revoked")
+    assert now[BOBS] == now[node_id_of(dora.public_key())] == "member"
+
+
+def test_an_admin_that_becomes_one_by_codes_loses_no_machine_that_it_admitted(
+    cluster: Cluster,
+) -> None:
+    operator.revoke(cluster.file, cluster.root, FIRSTS, psk=None, heir=(public(ANN), "ann"))
+    now = roles(cluster.file)
+    assert (now[FIRSTS], now[ANNS], now[BOBS], now[CARLS]) == (
+        "revoked",
+        "admin",
+        "member",
+        "member",
+    )
+
+
+def test_a_machine_does_not_ban_itself_by_codes(cluster: Cluster) -> None:
     with pytest.raises(ConfigurationError, match="can't ban itself"):
-        operator.revoke(file, ROOT, BOBS, psk=None, heir=(public(BOB), "bob"))
+        operator.revoke(cluster.file, cluster.root, BOBS, psk=None, heir=(public(BOB), "bob"))
 
 
 def of_thief(
@@ -179,20 +294,25 @@ FORGED = st.lists(
 )
 
 
-@given(FORGED, st.randoms(use_true_random=False))
+@given(FORGED, st.integers(0, 20), st.randoms(use_true_random=False))
 def test_nothing_that_the_thief_signs_counts_after_the_codes_in_whatever_order_it_comes(
-    forged: list[Record], random: object
+    forged: list[Record], heard: int, random: object
 ) -> None:
+    """Also before it is heard that there are codes: after ``heard`` of the records."""
+
     def word(number: int, verdict: str, about: Ed25519PrivateKey) -> Record:
         return of_thief(number, verdict, about, ROOT)
 
-    codes = [FIRST_WORD, word(20, "revoked", FIRST), word(21, "admin", BOB)]
+    codes = [word(20, "revoked", FIRST), word(21, "admin", BOB)]
     shuffled = codes + forged
     random.shuffle(shuffled)  # type: ignore[attr-defined]
-    one_by_one = Admissions(FOUNDING)
-    for record in shuffled:
+    one_by_one = Admissions(EMPTY.founding)
+    for at, record in enumerate(shuffled):
+        if at == heard:
+            one_by_one.set_recovery(RECOVERY)
         one_by_one.add([record])
+    one_by_one.set_recovery(RECOVERY)
     assert one_by_one.roster == Admissions(FOUNDING, codes).roster
     together = Admissions(FOUNDING, shuffled)
-    assert one_by_one.digest == together.digest
+    assert one_by_one.digest == together.digest != Admissions(EMPTY.founding, shuffled).digest
     assert Admissions(FOUNDING, together.records).roster == together.roster
