@@ -78,3 +78,52 @@ def test_the_others_train_to_the_end_when_a_worker_is_killed(
         assert {digest for _, digest in found} == {found[0][1]}
         assert float(found[0][0]) > 0.75
         assert "loss True" in run.text
+
+
+COUNT = """
+import os, signal, sys
+from collections import Counter
+import numpy as np, torch
+import potluck
+from potluck import TrainingStrategy
+
+strategy, victim, step = sys.argv[1:]
+ctx = potluck.init()
+me = ctx.group.me.worker
+num = (70, 45, 56)[int(me) % 3]
+X = np.arange(num, dtype=np.float64)[:, None]
+seen, steps = Counter(), 0
+
+class Counting(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def forward(self, x):
+        global steps
+        steps += 1
+        seen.update(x[:, 0].int().tolist())
+        if (me, steps) == (victim, int(step)):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.layer(x / num)
+
+with potluck.DistributedNeuralNetTrainer(
+    ctx, TrainingStrategy[strategy], model=Counting(), batch_size=19
+) as net:
+    net.train(X, X / num, epochs=2)
+print("seen", seen == Counter({row: 2 for row in range(num)}), dict(seen), flush=True)
+"""
+
+
+@pytest.mark.parametrize(("victim", "step"), [("0", 1), ("1", 5), ("1", 9), ("0", 10), ("0", 18)])
+def test_each_sample_of_the_others_counts_once_per_epoch_of_a_training_in_rounds(
+    victim: str, step: int, tmp_path: Path
+) -> None:
+    """The victim ends in an epoch's first step, inside it, in its last, and in the last of all."""
+    script = tmp_path / "count.py"
+    script.write_text(COUNT)
+    arguments = ("--workers", "3", "--max-restarts", "0", str(script))
+    with run_command(*arguments, "DECENTRALIZED", victim, str(step)) as run:
+        run.finish()
+        found = re.findall(r"seen (\w+) (.*)", run.text)
+        assert [right for right, _ in found] == ["True", "True"], run.text

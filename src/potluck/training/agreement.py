@@ -72,7 +72,8 @@ class Agreement:
     ``num_dealt``: the number of rounds that some member was dealt. ``dealt_in()``: the epochs in
     which the open rounds were dealt on this rank, oldest first, 0 for a round without work;
     ``valid_deals``: by number of the round, the one that counts. ``is_restored``: this rank has
-    received the state of another one. ``steps_run_again``: after a loss; not in rounds.
+    received the state of another one. ``is_afresh``: no member had a state, so all begin, or resume
+    from a checkpoint. ``steps_run_again``: after a loss; not in rounds.
     ``longest_s``: the longest time that a rank took for the steps of one of the last rounds, 0 if
     no member knows it.
     """
@@ -96,7 +97,7 @@ class Agreement:
         self.num_dealt = 0
         self.dealt_in: Callable[[], list[int]] = list
         self.valid_deals: dict[int, int] = {}
-        self.is_restored = False
+        self.is_restored = self.is_afresh = False
         self.steps_run_again = True
         self.longest_s = 0.0
         self.alignment = Alignment(ctx, progress, replica, policy)
@@ -208,6 +209,7 @@ class Agreement:
         if mine:
             self._replica.restore_own(mine)
         self._own = []
+        self.is_afresh = afresh
         if afresh:
             self._tried_at = self._progress.step
         self.has_state, self._resolution = True, None

@@ -5,6 +5,11 @@ training began. In the step from position ``start`` to ``stop`` a rank with ``n`
 those from ``n * start // num_samples`` to ``n * stop // num_samples`` of an order of its own. So
 all ranks end an epoch with the same step, each sample counts once, and a rank that comes or goes
 with its samples moves no other rank's position.
+
+In a round each rank takes what it has not taken up to the round's last position. So a rank that
+did not compute its part of a round, because others were dealt it first or a deadline ended it,
+takes that part in the next one. What is left so at the end of the epoch is dealt again, and only
+the ranks that owe it compute there.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ from numpy.typing import NDArray
 
 from potluck.errors import ConfigurationError
 from potluck.training.ledger import Deal, Span
-from potluck.training.sampler import Batch, Holding, Schedule, Share
+from potluck.training.sampler import Batch, Holding, Schedule, Share, Taken
 from potluck.training.shares import Cost
 
 
@@ -110,14 +115,39 @@ class OwnSchedule(Schedule):
         for at in range(0, self.mine, size):
             yield self._indices(epoch, at, min(at + size, self.mine))
 
-    def pick_dealt(
-        self, epoch: int, spans: Sequence[Span], first: int, part: Span
-    ) -> NDArray[np.int64]:
-        found = [self._indices(epoch, *self._range(self.mine, span)) for span in spans]
-        return np.concatenate(found)[part[0] - first : part[1] - first]
+    def dealt(
+        self,
+        deal: Deal,
+        taken: Sequence[Taken],
+        world_size: int,
+        costs: Sequence[Cost] | None = None,
+    ) -> list[Span]:
+        """Offsets are places in the rank's own order of the epoch."""
+        stop = deal.spans[-1][1] if deal.spans else 0
+        return [(at, max(at, num * stop // self.num_samples)) for at, num in taken]
+
+    def usual(self, size: int, world_size: int) -> float:
+        return self.mine * size / self.num_samples
+
+    def pick_dealt(self, deal: Deal, part: Span) -> NDArray[np.int64]:
+        return self._indices(deal.epoch, *part)
 
     def owed(self, deal: Deal, done: Sequence[Span]) -> tuple[Span, ...]:
-        return ()  # a lost rank has taken its samples with it
+        return ()  # a later round takes it; a lost rank has taken its samples with it
+
+    def take(self, taken: Sequence[Taken], done: Sequence[Span]) -> list[Taken]:
+        found = []
+        for rank, ((at, num), (start, stop)) in enumerate(zip(taken, done, strict=True)):
+            if start < stop and start != at:
+                raise ValueError(f"rank {rank} reports its samples from {start}, {at} are taken")
+            found.append((at + stop - start, num))
+        return found
+
+    def left(self, taken: Sequence[Taken]) -> tuple[Span, ...]:
+        last = self.num_samples
+        # The last position up to which a rank has no other samples than those that it has taken.
+        ends = [((at + 1) * last - 1) // num for at, num in taken if at < num]
+        return ((min(ends), last),) if ends else ()
 
     def _range(self, num: int, span: Span) -> Span:
         start, stop = span

@@ -10,7 +10,7 @@ from potluck.checkpoint.state import State
 from potluck.errors import CheckpointError, ConfigurationError
 from potluck.training.ledger import Deal, Span, merged, total
 from potluck.training.noise import NoiseBatching, NoiseEstimate
-from potluck.training.sampler import Batch, Schedule
+from potluck.training.sampler import Batch, Schedule, Taken
 
 
 @dataclass(slots=True)
@@ -19,7 +19,9 @@ class Progress:
 
     ``round`` counts commits: a step each, or the steps of a round. Of a training in rounds
     ``deals`` are the rounds that are dealt and not committed, the oldest first, and ``owed`` the
-    spans of the present epoch that earlier rounds were dealt but have not computed.
+    spans of the present epoch that earlier rounds were dealt but have not computed. Where ranks
+    have samples of their own, ``taken`` says how many of these each rank of the present group has
+    in the epoch's committed rounds.
     ``is_flushed``: the last round reduced all parameters.
     ``last_step`` is ``step`` before the last commit. ``num_skipped`` counts committed steps without
     an update (after an overflow of the loss scale). ``is_stopped``: the script ended the training
@@ -34,6 +36,7 @@ class Progress:
     committed: int = 0
     owed: tuple[Span, ...] = ()
     deals: list[Deal] = field(default_factory=list)
+    taken: list[Taken] = field(default_factory=list)
     is_flushed: bool = True
     num_skipped: int = 0
     is_stopped: bool = False
@@ -127,11 +130,15 @@ class Progress:
     def settle(self, done: list[Span], num_steps: int, loss: float) -> Deal:
         """Commit the oldest round, a round of ``num_steps`` steps, of which the offsets ``done``
         were computed. The rest is owed."""
-        deal = self.deals[0]
-        rest = self.schedule.owed(deal, done)
-        self.deals.pop(0)
-        if self.committed % self.schedule.num_samples == 0 and deal.size:
+        deal, schedule = self.deals[0], self.schedule
+        rest = schedule.owed(deal, done)
+        taken = schedule.take(self.taken, done)
+        if self.is_epoch_dealt and len(self.deals) == 1:
+            rest += schedule.left(taken)
+        is_first = self.committed % schedule.num_samples == 0 and not any(n for n, _ in self.taken)
+        if is_first and deal.size:
             self._loss_sum = self._loss_weight = 0.0
+        self.deals.pop(0)
         size = deal.size - total(rest)
         if math.isfinite(loss):
             num = sum(stop - start for start, stop in done)
@@ -142,6 +149,8 @@ class Progress:
         self.last_step = self.step
         self.step += num_steps
         self.committed += size
+        has_ended = size and self.committed % schedule.num_samples == 0 and not self.owed
+        self.taken = [(0, num) for _, num in taken] if has_ended else taken
         return deal
 
     def capture(self) -> dict[str, State]:
@@ -162,6 +171,7 @@ class Progress:
             "epoch_loss": [self._loss_sum, self._loss_weight],
             "owed": [list(span) for span in self.owed],
             "deals": [[list(span) for span in deal.spans] for deal in self.deals],
+            "taken": [list(each) for each in self.taken],
             "is_flushed": self.is_flushed,
         }
 
@@ -180,6 +190,7 @@ class Progress:
             loss_sum, loss_weight = map(float, state["epoch_loss"])
             owed = _spans(state["owed"])
             deals = [_spans(spans) for spans in state["deals"]]
+            taken = _spans(state.get("taken", ()))
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"not the state of an elastic loop: {error!r}") from error
         mine = self.schedule.identity
@@ -192,6 +203,7 @@ class Progress:
         self.round, self.step = found["round"], found["step"]
         self.last_step, self.committed = found["last_step"], found["committed"]
         self.owed, self.deals = owed, [Deal(self.epoch, spans) for spans in deals]
+        self.taken = list(taken)
         self.is_flushed = bool(state.get("is_flushed", True))
         self.num_skipped = found["num_skipped"]
         self.is_stopped = bool(state.get("is_stopped", False))

@@ -62,7 +62,8 @@ class Work:
     ``batches`` are the offsets of its steps, empty if others were dealt the round before this rank
     was a member. ``is_urgent``: the group has changed since it was dealt, so its exchange is not
     delayed. ``epoch`` is the group in which the exchange was started, 0 before; ``dealt_in`` is the
-    one in which ``batches`` were dealt. ``is_weighed``: the weights in it add up to 1.
+    one in which ``batches`` were dealt. ``num_dealt``: the samples that all ranks have in it.
+    ``is_weighed``: the weights in it add up to 1.
     """
 
     number: int
@@ -82,6 +83,7 @@ class Work:
     stops: bool = False
     epoch: int = 0
     dealt_in: int = 0
+    num_dealt: int = 0
     is_weighed: bool = False
     wait: Callable[[], list[Report]] | None = None
     reports: list[Report] = field(default_factory=list)

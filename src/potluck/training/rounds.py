@@ -17,8 +17,10 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
 
 from potluck.checkpoint.state import State
 from potluck.errors import Diverged, GroupError
@@ -122,6 +124,7 @@ class Rounds:
         self._arrivals = Arrivals()
         self._present: Work | None = None  # whose steps this rank computes
         self._epoch = 0  # of the group that these works were dealt in
+        self._taken = -1  # this rank's in ``taken`` of the progress; -1 before it is known
         job._agreement.dealt_in = lambda: [work.dealt_in for work in self._works]
 
     # ------------------------------------------------------------ steps
@@ -180,12 +183,7 @@ class Rounds:
 
     def _share(self, work: Work, batch: Span) -> Share:
         schedule = self._job._progress.schedule
-        first = work.batches[0][0]
-        return Share(
-            work.deal.epoch,
-            schedule.pick_dealt(work.deal.epoch, work.deal.spans, first, batch),
-            1.0,
-        )
+        return Share(work.deal.epoch, schedule.pick_dealt(work.deal, batch), 1.0)
 
     def add_loss(self, loss: float, num_samples: int) -> None:
         """Note the loss of a step of this rank."""
@@ -208,9 +206,12 @@ class Rounds:
 
     def catch_up(self) -> None:
         """After an agreement of the group: the rounds that others were dealt, and this rank was
-        not, it takes part in without work."""
+        not, it takes part in without work; with the samples of its own, if it has some."""
         job, agreement = self._job, self._job._agreement
-        progress = job._progress
+        progress, held = job._progress, job._progress.schedule.held
+        has_begun, agreement.is_afresh = agreement.is_afresh, False
+        if has_begun or agreement.is_restored:
+            self._taken = -1
         if agreement.is_restored:
             agreement.is_restored = False
             self._recent.clear()
@@ -218,18 +219,36 @@ class Rounds:
                 Work(progress.round + place, deal) for place, deal in enumerate(progress.deals)
             ]
         has_changed = job.ctx.epoch != self._epoch
-        self._epoch = job.ctx.epoch
         while progress.round + len(progress.deals) < agreement.num_dealt:
             self._works.append(self._dealt())
         for work in self._works[:-1]:
             self._close(work)
+        if has_changed and held:
+            self._tell_taken(held, resumes=has_begun)
+        self._epoch = job.ctx.epoch
         for work in self._works if has_changed else ():
             work.is_urgent = True
-            if work.batches and work.dealt_in != agreement.valid_deals.get(work.number):
+            if held:  # what a rank has of a round does not depend on the group
+                if not (work.batches or work.is_closed):
+                    self._fill(work)
+            elif work.batches and work.dealt_in != agreement.valid_deals.get(work.number):
                 self._close(work)
                 work.drop()  # this rank was cut off, and the others were dealt the round anew
 
     # ------------------------------------------------------------ inside
+
+    def _tell_taken(self, held: Sequence[int], *, resumes: bool) -> None:
+        """All members learn how many of its own samples each has in committed rounds of the epoch.
+        A newcomer counts from the positions that are not dealt; one that ``resumes`` a training
+        with as many samples as before goes on. Cost: an all_gather of 8 bytes."""
+        ctx, progress = self._job.ctx, self._job._progress
+        if self._taken < 0:
+            before = progress.schedule.counts([(0, progress.frontier)], ctx.world_size)
+            known = progress.taken[ctx.rank : ctx.rank + 1] if resumes else []
+            is_same = [num for _, num in known] == [held[ctx.rank]]
+            self._taken = known[0][0] if is_same else before[ctx.rank]
+        rows = ctx.all_gather(np.array([self._taken], np.int64)).reshape(-1).tolist()
+        progress.taken = list(zip(rows, held, strict=True))
 
     @property
     def _is_flush_due(self) -> bool:
@@ -280,22 +299,26 @@ class Rounds:
         return Work(number, progress.deal(size))
 
     def _deal(self) -> Work:
-        job = self._job
-        world = job.ctx.world_size
         work = self._dealt()
         self._works.append(work)
-        if not work.deal.size:
-            return work
-        costs = job._pace.costs
-        counts = job._progress.schedule.counts(work.deal.spans, world, costs)
-        size = sum(counts)
-        start, mine = sum(counts[: job.ctx.rank]), counts[job.ctx.rank]
-        num_steps = self._num_steps_of(work)
-        if costs is not None:
-            num_steps = max(1, round(num_steps * mine * world / size))
-        work.batches = list(cut(start, start + mine, num_steps))
-        work.dealt_in = job.ctx.epoch
+        if work.deal.size:
+            self._fill(work)
         return work
+
+    def _fill(self, work: Work) -> None:
+        """Cut what this rank has of a round, the last one that it was dealt, into steps."""
+        job, schedule = self._job, self._job._progress.schedule
+        rank, world = job.ctx.rank, job.ctx.world_size
+        taken = list(job._progress.taken)
+        if taken:  # and in rounds that are not committed yet
+            at, num = taken[rank]
+            taken[rank] = at + sum(each.num_samples for each in self._works), num
+        start, stop = schedule.dealt(work.deal, taken, world, job._pace.costs)[rank]
+        num_steps, usual = self._num_steps_of(work), schedule.usual(work.deal.size, world)
+        if abs(stop - start - usual) >= 1:
+            num_steps = max(1, round(num_steps * (stop - start) / usual))
+        work.batches = list(cut(start, stop, num_steps))
+        work.dealt_in = job.ctx.epoch
 
     def _look(self) -> None:
         """Between two steps: form the next group at once if the present one is over, or a worker
@@ -380,8 +403,10 @@ class Rounds:
         def reports() -> list[Report]:
             return [Report.of(row) for row in gathered.wait().reshape(ctx.world_size, -1)]
 
-        schedule = self._job._progress.schedule
-        mine, present = work.num_samples, schedule.num_in(work.deal.spans)
+        progress = self._job._progress
+        parts = progress.schedule.dealt(work.deal, progress.taken, ctx.world_size)
+        work.num_dealt = sum(stop - start for start, stop in parts)
+        mine, present = work.num_samples, work.num_dealt
         work.is_weighed = self._must_weigh(work)
         if not work.deal.size:
             mine, present = work.num_recent, sum(report.num_recent for report in reports())
@@ -440,12 +465,12 @@ class Rounds:
         job = self._job
         progress = job._progress
         done = [report.span for report in work.reports]
-        num = progress.schedule.num_in(work.deal.spans)
+        before = progress.committed
         num_samples = sum(report.num_samples for report in work.reports)
         progress.settle(done, self._num_steps_of(work), loss)
         size = work.deal.size
         is_whole = not size or (work.is_weighed and num_samples > 0)
-        fraction = 1.0 if is_whole else num_samples / num
+        fraction = 1.0 if is_whole else num_samples / max(work.num_dealt, 1)
         self.strategy.apply(work.number, fraction, delayed=work.is_delayed)
         progress.is_flushed = not size or self.strategy.num_fragments == 1
         if work.inner is not None:
@@ -463,7 +488,9 @@ class Rounds:
         if num_samples and work.epoch == job.ctx.epoch:
             times = [(report.num_samples, report.seconds) for report in work.reports]
             job._pace.add_round(job.ctx, progress.step, times)
-        ended = bool(num_samples) and progress.committed % job._progress.schedule.num_samples == 0
+        boundary = progress.committed % progress.schedule.num_samples == 0
+        ended = progress.committed > before and boundary
+        self._taken = 0 if ended else self._taken + work.num_samples
         if size:  # a round without samples is not one of the script's
             epoch = work.deal.epoch if ended else None
             job._count_round(loss, work.num_samples, work.seconds, epoch)

@@ -79,6 +79,10 @@ class Holding:
         return self.num >= 0
 
 
+Taken = tuple[int, int]
+"""Of one rank: how many samples of its own are committed in the present epoch, and how many it
+has."""
+
 MAX_SORTED = 1 << 24
 """Up to so many samples an epoch's permutation is an array, which takes 8 bytes a sample and is the
 quickest to read, and is the one of existing checkpoints. Above, each index is computed when it is
@@ -222,12 +226,25 @@ class Schedule:
         """The number of samples at ``spans`` of an epoch."""
         return total(spans)
 
-    def pick_dealt(
-        self, epoch: int, spans: Sequence[Span], first: int, part: Span
-    ) -> NDArray[np.int64]:
-        """The samples at the offsets ``part`` of a round that was dealt ``spans``, of which this
-        rank's begin at the offset ``first``. Int64."""
-        return self.pick(epoch, Deal(epoch, tuple(spans)).part(*part))
+    def dealt(
+        self,
+        deal: Deal,
+        taken: Sequence[Taken],
+        world_size: int,
+        costs: Sequence[Cost] | None = None,
+    ) -> list[Span]:
+        """The offsets of each rank's samples in a round."""
+        edges = list(accumulate(self.counts(deal.spans, world_size, costs), initial=0))
+        return list(pairwise(edges))
+
+    def usual(self, size: int, world_size: int) -> float:
+        """How many samples a rank has in a round of ``size`` if nothing is owed, and ranks are
+        equally fast."""
+        return size / world_size
+
+    def pick_dealt(self, deal: Deal, part: Span) -> NDArray[np.int64]:
+        """The samples of this rank at the offsets ``part`` of a round. Int64."""
+        return self.pick(deal.epoch, deal.part(*part))
 
     def epoch_parts(
         self, epoch: int, rank: int, world_size: int, size: int
@@ -240,6 +257,15 @@ class Schedule:
     def owed(self, deal: Deal, done: Sequence[Span]) -> tuple[Span, ...]:
         """What later rounds owe of one of which the offsets ``done`` were computed."""
         return deal.rest(done)
+
+    def take(self, taken: Sequence[Taken], done: Sequence[Span]) -> list[Taken]:
+        """``taken`` after a round of which each rank has computed the offsets ``done``."""
+        return []
+
+    def left(self, taken: Sequence[Taken]) -> tuple[Span, ...]:
+        """The spans, up to the end of the epoch, in which ranks have samples that are not among
+        those ``taken``, once all of the epoch was dealt."""
+        return ()
 
     def share(
         self, batch: Batch, rank: int, world_size: int, costs: Sequence[Cost] | None = None
