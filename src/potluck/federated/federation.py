@@ -35,8 +35,9 @@ from potluck.federated.privacy import (
     clipped_sum,
 )
 from potluck.federated.resuming import Kept
+from potluck.federated.secure.client import MIN_THRESHOLD
 from potluck.federated.secure.rounds import Phase, secure_sum
-from potluck.federated.secure.server import Spoiled
+from potluck.federated.secure.server import Spoiled, TooFew
 from potluck.federated.secure.settings import Range, SecureAggregation
 from potluck.federated.strategies.averaging import FedAvg
 from potluck.federated.strategies.base import Config, Round, Strategy
@@ -186,7 +187,9 @@ class Federation:
             secure,
             None if secure is None else Range(secure.limit, secure.max_samples),
             privacy,
-            None if privacy is None else PrivateMean(privacy, strategy, self._loss),
+            None
+            if privacy is None
+            else PrivateMean(privacy, strategy, self._loss, fewest=MIN_THRESHOLD if secure else 1),
         )
         entropy = self.seed
         if privacy is not None and privacy.seed is None:
@@ -232,6 +235,8 @@ class Federation:
             return now.parameters, RoundReport(
                 now.number, len(there), (), (), plan.spoilers, seconds, None, note=note
             )
+        if plan.private is not None:
+            plan.private.check(len(there), now.total - now.number + 1)
         left_out = dict(plan.spoilers)  # what this round finds is for the next ones
         asked = self._configured(now, plan.strategy, there)
         self._has_asked = True
@@ -348,6 +353,8 @@ class Federation:
                 plan.leave_out(error.clients, now.number)
             if plan.private is None:
                 return _Made((), missing, note=f"{error}; the parameters stay")
+            if isinstance(error, TooFew):
+                self._note_hanging(now, plan, len(asked), error.began, error.num)
             noise = plan.private.mean(np.zeros(num_values(now.parameters)), num_available)
             return _Made((), missing, [_moved(now, noise)])
         plan.leave_out(summed.cheats, now.number)
@@ -356,6 +363,7 @@ class Federation:
         )
         num_arrived, fewest = len(summed.arrived), plan.fewest(len(asked))
         if plan.private is not None:
+            self._note_hanging(now, plan, len(asked), summed.began, num_arrived)
             change = plan.private.mean(summed.change * num_arrived, num_available)
             made.updates = [_moved(now, change)]
         elif num_arrived < fewest:
@@ -363,6 +371,20 @@ class Federation:
         else:
             made.updates = [_moved(now, summed.change, max(1, round(summed.num_samples)))]
         return made
+
+    def _note_hanging(
+        self, now: Round, plan: _Plan, num_asked: int, began: int, stayed: int
+    ) -> None:
+        """Count a private round whose sum one client decided by dropping out or staying. (That
+        fewer are asked is counted beforehand.)"""
+        assert plan.secure is not None
+        assert plan.private is not None
+        if stayed < num_asked and plan.secure.hangs_on_one(began, stayed):
+            plan.private.hung_on_one()
+            self._say(
+                f"round {now.number}: {stayed} of {num_asked} clients stayed, so that one more or "
+                "fewer decides whether there is a sum: epsilon is infinite from now on"
+            )
 
     def _configured(
         self, now: Round, strategy: Strategy, there: Sequence[str]

@@ -9,13 +9,14 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from potluck.errors import FederationError
 from potluck.optional import require
 
 Vector = NDArray[np.float64]
@@ -32,7 +33,11 @@ class DifferentialPrivacy:
     library dp-accounting computes it (Renyi accountant; one client's change is added or removed):
     ``pip install 'potluck[privacy]'``. It covers all private runs of a federation together. Clients
     that drop out count as changes of zero, and every round is released, with noise alone if no
-    update came: a round that is left out would tell who was not asked.
+    update came: a round that is left out would tell who was not asked. With SecureAggregation a
+    round of fewer than three clients has noise alone, so the third one moves the sum by more than
+    ``clip``: the chance that a round hangs on one client so is a part of ``delta``, and settings
+    with which that would take more than half of it are refused. Where clients drop out until one
+    more or fewer decides whether there is a sum, ``epsilon`` is infinite from then on.
 
     The bound holds for what the server publishes, the parameters; the server itself sees changes
     without noise: of each client, or with SecureAggregation their sum. Metrics of clients and
@@ -68,8 +73,15 @@ class PrivacyLoss:
         self._released: Counter[tuple[float, float]] = Counter()
 
     def note(self, noise_multiplier: float, probability: float) -> None:
-        """One release, of clients that were asked with ``probability``."""
+        """One release, of clients that were asked with ``probability``. With a
+        ``noise_multiplier`` of 0: one in which a client had no bound, with ``probability``."""
         self._released[noise_multiplier, probability] += 1
+
+    @property
+    def unbounded(self) -> float:
+        """The probability (a bound) that a client had no bound in some release. It is part of
+        delta: given who else was asked in each round, the account holds or not."""
+        return sum(chance * num for (noise, chance), num in self._released.items() if noise == 0)
 
     def state_dict(self) -> list[list[float]]:
         """Noise multiplier, probability and number of each kind of release."""
@@ -85,15 +97,19 @@ class PrivacyLoss:
         """The privacy loss so far, for ``delta``."""
         if not self._released:
             return 0.0
+        if self.unbounded >= delta:
+            return math.inf
         library = _accounting()
         accountant = library.rdp.RdpAccountant()
         with _without_orders_left_out():
             for (noise_multiplier, probability), num in self._released.items():
+                if noise_multiplier == 0:
+                    continue
                 event = library.GaussianDpEvent(noise_multiplier)
                 if probability < 1:
                     event = library.PoissonSampledDpEvent(probability, event)
                 accountant.compose(event, num)
-            return float(accountant.get_epsilon(delta))
+            return float(accountant.get_epsilon(delta - self.unbounded))
 
 
 @contextmanager
@@ -115,20 +131,79 @@ def _without_orders_left_out() -> Iterator[None]:
 class PrivateMean:
     """The noisy means of one run."""
 
-    def __init__(self, settings: DifferentialPrivacy, strategy: Any, loss: PrivacyLoss) -> None:
-        """ValueError if the probability that ``strategy`` asks a client is not known;
-        MissingDependency without dp-accounting."""
+    def __init__(
+        self,
+        settings: DifferentialPrivacy,
+        strategy: Any,
+        loss: PrivacyLoss,
+        *,
+        fewest: int = 1,
+    ) -> None:
+        """``fewest``: fewer clients give noise alone. ValueError if the probability that
+        ``strategy`` asks a client is not known; MissingDependency without dp-accounting."""
         self._settings = settings
-        self._probability = probability_of(settings, strategy)
+        self._fewest = fewest
+        self._probability = self._fraction = probability_of(settings, strategy)
+        if fewest > 1 and settings.sampling_probability is not None:
+            if getattr(strategy, "fraction", None) is None:
+                raise ValueError(
+                    f"{type(strategy).__name__} does not say how many clients it asks, which the "
+                    "account of secure= with privacy= needs: take FedAvg(fraction, "
+                    "sampling='poisson') or one like it"
+                )
+            self._fraction = probability_of(replace(settings, sampling_probability=None), strategy)
         self._loss = loss
         self._noise = Noise(settings.seed)
         _accounting()
+
+    def check(self, num_available: int, num_rounds: int) -> None:
+        """FederationError if the chance that a round hangs on one client would take more than half
+        of delta, in ``num_rounds`` more rounds with ``num_available`` clients."""
+        most = (self._settings.delta / 2 - self._loss.unbounded) / max(1, num_rounds)
+
+        def is_right(num_available: int) -> bool:
+            return self._hanging(num_available) <= most
+
+        if self._fewest == 1 or is_right(num_available):
+            return
+        enough = num_available
+        while most > 0 and not is_right(enough):
+            enough += max(1, enough // 100)
+        raise FederationError(
+            f"of {num_available} clients, each asked with probability {self._fraction:g}, a "
+            f"round with secure= may ask fewer than {self._fewest + 1}: then one client decides "
+            "whether there is a sum, which moves it by more than clip. In "
+            f"{num_rounds} rounds that is likelier than half of delta={self._settings.delta:g}. "
+            + (
+                f"Enough are {enough} clients (Patience(min_clients={enough})), or a greater "
+                "fraction of them"
+                if most > 0
+                else "Nothing is left of delta: give a greater one"
+            )
+        )
+
+    def hung_on_one(self) -> None:
+        """Count a release in which one client more or fewer decided whether there is a sum."""
+        self._loss.note(0.0, 1.0)
+
+    def _hanging(self, num_available: int) -> float:
+        """The probability that a client decides whether a round has a sum (a bound: that fewer
+        than ``fewest`` others are asked)."""
+        chance, others = self._fraction, max(0, num_available - 1)
+        if chance == 1:
+            return float(others < self._fewest)
+        return sum(
+            math.comb(others, num) * chance**num * (1 - chance) ** (others - num)
+            for num in range(min(others + 1, self._fewest))
+        )
 
     def mean(self, total: Vector, num_available: int) -> Vector:
         """``total``, the sum of clipped changes, with noise, as the mean of the clients that were
         to be expected. Counts as released."""
         settings = self._settings
         self._loss.note(settings.noise_multiplier, self._probability)
+        if self._fewest > 1:
+            self._loss.note(0.0, self._hanging(num_available))
         noise = self._noise.normal(len(total)) * (settings.noise_multiplier * settings.clip)
         return np.asarray((total + noise) / max(1.0, self._probability * num_available))
 

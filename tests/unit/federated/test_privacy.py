@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import re
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from potluck import federated
-from potluck.errors import MissingDependency
+from potluck.errors import FederationError, MissingDependency
 from potluck.federated import (
     DifferentialPrivacy,
     FedAvg,
@@ -238,3 +240,89 @@ def test_which_clients_are_asked_does_not_follow_from_the_federations_seed() -> 
     assert asked(DifferentialPrivacy(1.1, 1.0)) != asked(DifferentialPrivacy(1.1, 1.0))
     seeded = DifferentialPrivacy(1.1, 1.0, seed=3)
     assert asked(seeded) == asked(seeded)
+
+
+def private(federation: Federation, **options: Any) -> History:
+    given = {"privacy": DifferentialPrivacy(1.0, 1.0), "secure": SecureAggregation(), "rounds": 1}
+    return federation.run(ZEROS, **{**given, **options})
+
+
+@pytest.mark.parametrize("num_clients", [2, 3])
+def test_a_sum_that_hangs_on_one_client_is_refused_with_the_number_that_would_do(
+    num_clients: int,
+) -> None:
+    """Of three clients: with one fewer there is noise alone, so the sum moves by 3 * clip."""
+    pytest.importorskip("dp_accounting", reason="pip install 'potluck[privacy]'")
+    with pytest.raises(FederationError, match=r"Enough are 4 clients \(Patience\(min_clients=4\)"):
+        federated.simulate(private, train, num_clients=num_clients)
+    history = federated.simulate(private, train, num_clients=4)
+    loss = PrivacyLoss()
+    loss.note(1.0, 1.0)
+    assert history.rounds[-1].epsilon == loss.epsilon(1e-5)
+
+
+def test_random_cohorts_that_may_be_too_small_for_a_sum_are_refused_or_accounted() -> None:
+    library = pytest.importorskip("dp_accounting", reason="pip install 'potluck[privacy]'")
+
+    def few(federation: Federation) -> History:
+        return private(federation, strategy=FedAvg(0.2, sampling="poisson"), rounds=2)
+
+    with pytest.raises(FederationError, match=r"each asked with probability 0\.2") as raised:
+        federated.simulate(few, train, num_clients=60)
+    (enough,) = map(int, re.findall(r"Enough are (\d+) clients", str(raised.value)))
+    assert 60 < enough < 120
+    missed = 2 * sum(
+        math.comb(enough - 1, num) * 0.2**num * 0.8 ** (enough - 1 - num) for num in range(3)
+    )
+    assert 1e-7 < missed < 0.5e-5
+    history = federated.simulate(few, train, num_clients=enough)
+    accountant = library.rdp.RdpAccountant()
+    accountant.compose(library.PoissonSampledDpEvent(0.2, library.GaussianDpEvent(1.0)), 2)
+    assert history.rounds[-1].epsilon == pytest.approx(accountant.get_epsilon(1e-5 - missed))
+    assert history.rounds[-1].epsilon > accountant.get_epsilon(1e-5)
+
+
+def test_a_strategy_that_does_not_say_how_many_it_asks_has_no_account_of_small_cohorts() -> None:
+    pytest.importorskip("dp_accounting", reason="pip install 'potluck[privacy]'")
+
+    class Own(FedAvg):
+        fraction = None  # type: ignore[assignment]
+
+        def __init__(self) -> None:
+            pass
+
+    def main(federation: Federation) -> History:
+        privacy = DifferentialPrivacy(1.0, 1.0, sampling_probability=0.5)
+        return private(federation, strategy=Own(), privacy=privacy)
+
+    with pytest.raises(ValueError, match="Own does not say how many clients it asks"):
+        federated.simulate(main, train, num_clients=100)
+
+
+def drops_out(number: int) -> Any:
+    """A client function that raises on the first ``number`` clients."""
+
+    def function(parameters: Any, config: Mapping[str, Any]) -> Update:
+        if site().index < number:
+            raise OSError("away")
+        return train(parameters, config)
+
+    return function
+
+
+@pytest.mark.parametrize(
+    ("num_clients", "num_lost", "hangs"),
+    [
+        *((6, 0, False), (6, 1, False), (6, 2, True), (6, 3, False), (6, 6, False)),
+        *((5, 1, False), (5, 2, True), (5, 3, False)),
+    ],
+)
+def test_a_round_that_hung_on_one_client_by_others_dropping_out_has_no_bound(
+    num_clients: int, num_lost: int, hangs: bool
+) -> None:
+    """Of five and of six clients four are needed, of four three, of seven five."""
+    pytest.importorskip("dp_accounting", reason="pip install 'potluck[privacy]'")
+    history = federated.simulate(private, drops_out(num_lost), num_clients=num_clients)
+    assert (history.rounds[-1].epsilon == math.inf) == hangs
+    stayed = num_clients - num_lost
+    assert len(history.rounds[-1].arrived) == (stayed if stayed >= 4 else 0)

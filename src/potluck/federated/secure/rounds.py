@@ -37,14 +37,15 @@ class Ask(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Summed:
-    """The weighted mean ``change`` of the clients that ``arrived``, and the sum of their numbers of
-    samples; ``saturation`` is the fraction of values that were cut off, ``num_heavy`` how many of
-    the clients have more samples than counted. ``cheats``: clients that broke the protocol, which
-    did no harm to this sum, and what each did."""
+    """The weighted mean ``change`` of the clients that ``arrived``, of ``began`` that sent keys,
+    and the sum of their numbers of samples; ``saturation`` is the fraction of values that were cut
+    off, ``num_heavy`` how many of the clients have more samples than counted. ``cheats``: clients
+    that broke the protocol, which did no harm to this sum, and what each did."""
 
     change: NDArray[np.float64]
     num_samples: float
     arrived: tuple[str, ...]
+    began: int
     saturation: float
     num_heavy: int
     cheats: Mapping[str, str]
@@ -58,7 +59,7 @@ def secure_sum(
     ask: Ask,
     clip: float | None,
 ) -> Summed:
-    """Run one round with the clients in ``asked``, each with its config. FederationError if too few
+    """Run one round with the clients in ``asked``, each with its config. TooFew if too few
     of them stay in one of its phases, Spoiled if it is known who made it fail, ValueError for
     another sum than one of changes."""
     session = secrets.token_bytes(16)
@@ -94,7 +95,13 @@ def secure_sum(
         present.follow(saturation, found.num_high, found.num_heavy)
     arrived = tuple(survivors)
     return Summed(
-        found.mean, found.num_samples, arrived, saturation, found.num_heavy[0], server.cheats
+        found.mean,
+        found.num_samples,
+        arrived,
+        len(keys),
+        saturation,
+        found.num_heavy[0],
+        server.cheats,
     )
 
 

@@ -26,6 +26,14 @@ class Spoiled(ValueError):
         self.clients = clients
 
 
+class TooFew(FederationError):
+    """Of ``began`` clients that sent keys only ``num`` stayed."""
+
+    def __init__(self, text: str, began: int, num: int) -> None:
+        super().__init__(text)
+        self.began, self.num = began, num
+
+
 class MaskingServer:
     """One round on the server. It sees keys, sealed shares, masked words, and shares of secrets of
     which it may open one per client."""
@@ -43,8 +51,8 @@ class MaskingServer:
 
     def take_keys(self, keys: Mapping[str, Mapping[str, bytes]]) -> None:
         """The public keys of all clients that answered."""
-        self._check(len(keys), "sent keys")
         self.keys = dict(keys)
+        self._check(len(keys), "sent keys")
 
     def take_shares(self, sealed: Mapping[str, Mapping[str, bytes]]) -> None:
         """The sealed shares of all clients that answered: source, then target."""
@@ -128,9 +136,8 @@ class MaskingServer:
 
     def _check(self, num: int, did: str) -> None:
         if num < self._threshold:
-            raise FederationError(
-                f"secure aggregation: {num} clients {did}, {self._threshold} are needed"
-            )
+            text = f"secure aggregation: {num} clients {did}, {self._threshold} are needed"
+            raise TooFew(text, len(self.keys), num)
 
 
 def _joined(name: str, shares: Mapping[int, bytes]) -> bytes:

@@ -58,6 +58,12 @@ class SecureAggregation:
         fraction = math.ceil(self.threshold * num_clients - 1e-9)
         return max(MIN_THRESHOLD, num_clients // 2 + 1, fraction)
 
+    def hangs_on_one(self, began: int, stayed: int) -> bool:
+        """Whether one client decides if there is a sum: where ``stayed`` of the ``began`` clients
+        stay, and it comes or goes."""
+        near = [(began + by, stayed + also) for by in (-1, 0, 1) for also in {0, by}]
+        return len({s >= self.shares_needed(b) for b, s in near if 0 <= s <= b}) > 1
+
 
 @dataclass(slots=True)
 class Range:
