@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
-from torch.utils.data import Sampler
+from torch.utils.data import BatchSampler, Sampler
 
 from potluck import hints
 from potluck.context import DistributedContext, init
@@ -75,7 +76,15 @@ class DistributedSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         """Iterate over this rank's shares (lists of indices), from the last commit to the epoch's
-        end."""
+        end. TypeError for a DataLoader that would make batches of these batches."""
+        if isinstance(sys._getframe(1).f_locals.get("self"), BatchSampler):
+            raise TypeError(
+                "a sampler= of a DataLoader gives single samples, and this one gives batches: "
+                "write DataLoader(dataset, batch_sampler=sampler), without batch_size"
+            )
+        return self._shares()
+
+    def _shares(self) -> Iterator[list[int]]:
         if self._is_through:
             self.set_epoch(self.epoch + 1)
         began, group = self.committed, self._ctx.epoch
