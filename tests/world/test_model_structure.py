@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,6 +48,18 @@ class Scaled(nn.Linear):
     def __init__(self, name: str) -> None:
         super().__init__(2, 2)
         self.register_buffer(name, torch.ones(2))
+
+
+class Holding(nn.Linear):
+    def __init__(self, odd: Tensor) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("odd", odd)
+
+
+with warnings.catch_warnings():  # torch calls these prototypes, or deprecated
+    warnings.simplefilter("ignore")
+    QUANTIZED = torch.quantize_per_tensor(torch.arange(3.0), 0.5, 0, torch.quint8)
+    NESTED = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.strided)
 
 
 def many(names: Sequence[str]) -> nn.Module:
@@ -116,6 +129,8 @@ def test_the_constructor_raises_on_all_ranks_and_names_the_first_difference(
         (lambda: nn.Linear(2, 2, device="meta"), ValueError, "weight is on the meta device"),
         (lambda: nn.Embedding(3, 2, sparse=True), TypeError, "weight gets sparse gradients"),
         (lambda: nn.LazyLinear(3), ValueError, "uninitialized"),
+        (lambda: Holding(QUANTIZED), TypeError, "odd: quantized tensors can't be communicated"),
+        (lambda: Holding(NESTED), TypeError, "odd: nested tensors can't be communicated"),
     ],
 )
 def test_a_model_that_one_rank_refuses_is_constructed_on_none(

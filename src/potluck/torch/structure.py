@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from potluck.context.structure import hash_of
 from potluck.errors import Desync
+from potluck.wire.tensors import check_plain
 
 if TYPE_CHECKING:
     from potluck.context import DistributedContext
@@ -38,6 +39,11 @@ def check_module(module: nn.Module) -> None:
                 f"{name} is on the meta device and has no data; give it memory first, "
                 "for example module.to_empty(device='cpu'), and values"
             )
+    for name, tensor in tensors_of(module).items():
+        try:
+            check_plain(tensor)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name}: {error}") from None
     check_dense(module)
 
 
