@@ -80,8 +80,9 @@ def main(argv=None):
     torch.manual_seed(args.seed)
     torch.set_num_threads(1)
     dtype = getattr(torch, args.dtype)
-    data = mnist(Path(args.data[6:])) if args.data.startswith("mnist:") else bundled()
-    x, y, test_x, test_y = data
+    if args.data != "digits" and not args.data.startswith("mnist:"):
+        sys.exit(f"--data is digits, or mnist:DIR with MNIST's four files in DIR, not {args.data}")
+    x, y, test_x, test_y = bundled() if args.data == "digits" else mnist(Path(args.data[6:]))
     model = nn.Sequential(
         *(nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),

@@ -168,6 +168,12 @@ def test_a_missing_mnist_file_is_named_with_what_to_do(digits: ModuleType, mnist
         digits.main(["--data", f"mnist:{mnist}"])
 
 
+@pytest.mark.parametrize("data", ["mnist", "fashion", "mnist/", ""])
+def test_other_data_are_an_error(digits: ModuleType, data: str) -> None:
+    with pytest.raises(SystemExit, match="--data is digits, or mnist:DIR with MNIST's four files"):
+        digits.main(["--data", data])
+
+
 @pytest.mark.parametrize(
     "damage",
     [
