@@ -115,7 +115,8 @@ class EnvironmentBackend(StaticBackend):
         while len(here()) < self._world_size - 1:
             if reminder.is_overdue:
                 raise OperationTimeout(
-                    f"{missing()} did not connect to rank 0 at {where} in time; {_CHECK}"
+                    f"{missing()} did not connect to rank 0 at {where} in time; {_CHECK} "
+                    "(several on a machine: `potluck run --workers N` under these variables)"
                 )
             rendezvous.wait_for(self._world_size - 1, reminder.patience())
             reminder.tick()
@@ -161,7 +162,7 @@ class EnvironmentBackend(StaticBackend):
         except LinkError as error:
             raise LinkError(
                 f"{where} could not be reached; is rank 0 started, and the port right? ({error})"
-            ) from error
+            ) from None
         try:
             roster = f"{where} to send the members; rank 0 names the ranks that are missing"
             with self._reminding(roster, deadline):
@@ -170,7 +171,7 @@ class EnvironmentBackend(StaticBackend):
             raise LinkError(
                 f"{where} did not send the members; are all {self._world_size} ranks started? "
                 f"({error})"
-            ) from error
+            ) from None
         finally:
             link.close()
         if len(members) != self._world_size:

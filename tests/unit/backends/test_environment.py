@@ -134,8 +134,10 @@ def test_a_rank_that_is_missing_is_named(port: str) -> None:
     )
     assert isinstance(zero, OperationTimeout)
     assert "rank 1, 3 (of 4 ranks) did not connect to rank 0 at" in str(zero)
+    assert "`potluck run --workers N` under these variables" in str(zero)
     assert isinstance(one, LinkError)
     assert "did not send the members; are all 4 ranks started?" in str(one)
+    assert one.__suppress_context__, "its text has the cause: one traceback, not three"
 
 
 def test_while_ranks_wait_one_of_each_machine_says_for_whom(
