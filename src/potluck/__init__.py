@@ -107,7 +107,7 @@ def __getattr__(name: str) -> Any:
     else:
         # Not `from potluck import hints`, which would call this function again.
         hints = importlib.import_module("potluck.hints")
-        raise AttributeError(hints.of_module(name), name=name)
+        raise hints.of_module(__name__, name)
     globals()[name] = value
     return value
 

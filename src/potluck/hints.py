@@ -9,8 +9,10 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -40,8 +42,11 @@ COLLECTIVES = (
 )
 """Names that scripts expect at the top of the module, and that potluck's context has."""
 
-PROPERTIES = ("rank", "world_size", "local_rank", "is_master", "epoch", "members", "elastic")
-"""Those of a context that other libraries have as methods."""
+PROPERTIES = (
+    *("rank", "world_size", "local_rank", "is_master", "epoch", "members", "elastic"),
+    "module",
+)
+"""Those of a context, and of a DDP, that other libraries have as methods."""
 
 OPERATIONS = {
     "bcast": "ctx.broadcast(array, root=0)",
@@ -64,9 +69,10 @@ OPERATIONS = {
     "ismainprocess": "ctx.is_master",
     "communicationstats": "ctx.stats()",
     "synchronize": "work.wait() of the Work that async_op=True gives",
-    "shutdown": _CLOSE,
-    "finalize": _CLOSE,
-    "destroyprocessgroup": _CLOSE,
+    **dict.fromkeys(("shutdown", "finalize", "destroyprocessgroup"), _CLOSE),
+    "close": "nothing: a sub-group ends with the context that made it",
+    "newgroup": "ctx.new_group(ranks), a call of the whole context",
+    "clone": "the context itself, wherever it is passed",
 }
 """Other libraries' names of a context's operations and properties, as ``_folded`` returns them."""
 
@@ -110,8 +116,8 @@ MODULE = {
         'codec="int8" of an all_reduce, or potluck.Int(8) for a GradientCompressor',
     ),
     **dict.fromkeys(("allreducestrategy", "collective"), 'algorithm="ring", "tree", "centralized"'),
-    "allreducesumgroup": "potluck.all_reduce_sum(group, array), with group = ctx.new_group(ranks)",
-    "allreducemeangroup": "potluck.all_reduce_mean(group, array), with group = ctx.new_group([0])",
+    "allreducesumgroup": "potluck.all_reduce_sum(group, array), group = ctx.new_group(ranks)",
+    "allreducemeangroup": "potluck.all_reduce_mean(group, array), group = ctx.new_group(ranks)",
     "backend": 'potluck.init("gloo"), potluck.init("nccl"), potluck.InProcessBackend.world(n)',
     **dict.fromkeys(
         ("savecheckpoint", "loadcheckpoint", "savemodel", "loadmodel"),
@@ -127,6 +133,7 @@ MODULE = {
         ("topology", "health", "election", "identity"),
         "`potluck status` and `potluck nodes`, which show it",
     ),
+    "comm": "potluck.all_reduce_sum(ctx, array), potluck.all_reduce_mean(ctx, array)",
     "namespace": "POTLUCK_PSK, the secret that keeps clusters apart",
     "report": "ctx.report(name, value, labels)",
     **{
@@ -154,9 +161,30 @@ INIT = {
     "timeout": "timeout_s=, in seconds",
     "comm": "for some of the ranks: ctx.new_group(ranks)",
 }
+OPTIONS = {
+    **dict.fromkeys(
+        ("--world-size", "--nproc-per-node", "--nproc", "--num-proc", "--np", "--num-processes"),
+        "--workers",
+    ),
+    **dict.fromkeys(("--nnodes", "--num-machines", "--hosts"), "--nodes"),
+    "--parameter-dim": "--sizes",
+}
+"""Other launchers' options, and what the commands have instead."""
+
 ROOTED = {"root_rank": "root", "src": "root", "dst": "root"}
 SENT = {"dest": "dst", "dest_rank": "dst"}
 RECEIVED = {"source": "src", "source_rank": "src"}
+BACKEND = {
+    "gradient_port": "POTLUCK_GRADIENT_PORT, of RingBackend in the peers' addresses",
+    "discovery_port": "POTLUCK_DISCOVERY_PORT",
+    "min_peers": "the length of peers: all of them form the group",
+    "peer_timeout": "POTLUCK_PEER_TIMEOUT_S, or timeout_s= of the context",
+    **dict.fromkeys(
+        ("connection_timeout_ms", "connection_timeout"), "POTLUCK_CONNECTION_TIMEOUT_S, in seconds"
+    ),
+    "max_retries": "POTLUCK_MAX_RETRIES",
+    **dict.fromkeys(("psk", "namespace"), "POTLUCK_PSK, or POTLUCK_PASSPHRASE"),
+}
 PARTITIONER = {"total_samples": "total_size", "num_samples": "total_size"}
 """Other libraries' names of arguments: what ``arguments`` takes as ``same``."""
 
@@ -206,8 +234,8 @@ PARAMETER_SERVER = {
     "server": "servers=[0]",
     "world_size": f"ParameterServer(ctx), on every worker, with {_INIT}",
 }
-"""``INIT``, ``CONTEXT``, ``SAMPLER``, ``DDP``, ``FEDAVG`` and ``PARAMETER_SERVER`` have hints for
-arguments of these callables."""
+"""``INIT``, ``BACKEND``, ``CONTEXT``, ``SAMPLER``, ``DDP``, ``FEDAVG`` and ``PARAMETER_SERVER``
+have hints for arguments of these callables."""
 
 
 def of_object(thing: object, name: str, words: Mapping[str, str] | None = None) -> str:
@@ -229,27 +257,59 @@ def of_enum(kind: str, name: str, members: Iterable[str]) -> str:
 def of_end(error: BaseException | None) -> str:
     """A line about ``error``, which ended the script: for a property that was called as a method;
     else empty. Python's own error has no place for it."""
-    if not isinstance(error, TypeError) or "object is not callable" not in str(error):
+    if not isinstance(error, TypeError):
         return ""
-    frames = traceback.extract_tb(error.__traceback__)
-    line = frames[-1].line or "" if frames else ""
-    called = re.search(rf"\.({'|'.join(PROPERTIES)})\(\)", line)
+    lines = [frame.line or "" for frame in traceback.extract_tb(error.__traceback__)]
+    if "object is not callable" in str(error):
+        lines = lines[-1:]
+    elif "forward() missing" not in str(error):  # of the module that a DDP holds
+        return ""
+    called = re.search(rf"\.({'|'.join(PROPERTIES)})\(\)", "\n".join(lines))
     return f"{called[1]} is a property: write it without parentheses" if called else ""
 
 
-def of_module(name: str) -> str:
-    """The text of an AttributeError for ``potluck.name``."""
-    said = f"module 'potluck' has no attribute {name!r}"
+def of_module(module: str, name: str) -> Exception:
+    """The error for ``module.name``, where ``module`` is potluck or a package in it.
+
+    It is an AttributeError, and an ImportError under ``from module import name``: that statement
+    would give an AttributeError's text away.
+    """
     hint = MODULE.get(_folded(name))
-    if hint is not None:
-        return f"{said}; write {hint}"
-    hint = _of_context(name, COLLECTIVES)
-    return said if hint is None else f"{said}; write {hint}, with {_INIT}"
+    if hint is None and (hint := _of_context(name, COLLECTIVES)) is not None:
+        hint = f"{hint}, with {_INIT}"
+    told = "" if hint is None else f"; write {hint}"
+    # The import system asks before it looks for a submodule of that name.
+    asks = sys._getframe(2).f_code.co_name == "_handle_fromlist"
+    if asks and find_spec(f"{module}.{name}") is None:
+        return ImportError(f"cannot import name {name!r} from {module!r}{told}", name=module)
+    return AttributeError(f"module {module!r} has no attribute {name!r}{told}", name=name)
+
+
+class Absent:
+    """What a class does not have, and other libraries' have: its use is an AttributeError that
+    says what to write instead."""
+
+    def __init__(self, hint: str) -> None:
+        self._hint = hint
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        said = f"{owner.__name__} has no attribute {self._name!r}; write {self._hint}"
+        raise AttributeError(said, name=self._name, obj=owner)
 
 
 def _of_context(name: str, known: Iterable[str]) -> str | None:
     same = {_folded(each): each for each in known if not each.startswith("_")}.get(_folded(name))
     return OPERATIONS.get(_folded(name)) if same is None else f"ctx.{same}"
+
+
+def of_option(error: Exception) -> None:
+    """Let the error for an option that a command does not have suggest the one that is meant."""
+    known = OPTIONS.get(getattr(error, "option_name", "").replace("_", "-"))
+    if known is not None and hasattr(error, "possibilities"):
+        error.possibilities = [known]
 
 
 def operation(given: object, names: list[str]) -> str:

@@ -18,4 +18,5 @@ class Uncopied:
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         kind = type(self).__name__
-        raise TypeError(f"a {kind} can't be copied or pickled: {self.take_instead}")
+        article = "an" if kind[0] in "AEIOU" else "a"
+        raise TypeError(f"{article} {kind} can't be copied or pickled: {self.take_instead}")

@@ -47,6 +47,7 @@ ON_A_CONTEXT = {
     "broadcast_object_list": "ctx.broadcast or ctx.all_gather of an array: Python objects are not "
     "sent, nothing is pickled",
     "destroy_process_group": "ctx.close(), or use the context in a with statement",
+    "clone": "the context itself, wherever it is passed",
 }
 
 
@@ -97,15 +98,16 @@ ON_THE_MODULE = {
     "INT8": 'codec="int8" of an all_reduce, or potluck.Int(8) for a GradientCompressor',
     "QuantizationType": 'codec="int8" of an all_reduce, or potluck.Int(8) for a GradientCompressor',
     "AllReduceStrategy": 'algorithm="ring", "tree", "centralized"',
-    "all_reduce_sum_group": "potluck.all_reduce_sum(group, array), with group = "
-    "ctx.new_group(ranks)",
+    "all_reduce_sum_group": "potluck.all_reduce_sum(group, array), group = ctx.new_group(ranks)",
     "Backend": 'potluck.init("gloo"), potluck.init("nccl"), potluck.InProcessBackend.world(n)',
     "save_checkpoint": "potluck.torch.CheckpointStore(directory)",
     "load_model": "potluck.torch.CheckpointStore(directory)",
     "utils": "potluck.balance_workload(costs, num_workers)",
     "DistributedAdaptiveTrainer": "potluck.DistributedNeuralNetTrainer(..., "
     "dynamic_batching=potluck.torch.NoiseBatching(min_batch=32, max_batch=512))",
+    "all_reduce_mean_group": "potluck.all_reduce_mean(group, array), group = ctx.new_group(ranks)",
     "topology": "`potluck status` and `potluck nodes`, which show it",
+    "comm": "potluck.all_reduce_sum(ctx, array), potluck.all_reduce_mean(ctx, array)",
 }
 
 
@@ -116,6 +118,27 @@ def test_another_librarys_name_on_the_module(name: str) -> None:
     assert str(caught.value) == (
         f"module 'potluck' has no attribute {name!r}; write {ON_THE_MODULE[name]}"
     )
+    with pytest.raises(ImportError) as refused:
+        exec(f"from potluck import {name}")
+    assert str(refused.value) == (
+        f"cannot import name {name!r} from 'potluck'; write {ON_THE_MODULE[name]}"
+    )
+
+
+def test_an_import_of_what_is_there_and_of_what_nobody_has() -> None:
+    exec("from potluck import hints, ReduceOp, metrics")
+    with pytest.raises(ImportError, match=r"cannot import name 'nonsense' from 'potluck'$"):
+        exec("from potluck import nonsense")
+    assert not hasattr(potluck, "World")
+    assert getattr(potluck, "World", None) is None
+
+
+def test_a_sub_group_says_what_only_the_context_does() -> None:
+    with context() as ctx:
+        group = ctx.new_group([0])
+        for name, words in (("close", "nothing: a sub-gr"), ("new_group", "ctx.new_group(ranks)")):
+            with pytest.raises(AttributeError, match=re.escape(f"write {words}")):
+                getattr(group, name)
 
 
 def test_what_hints_name_exists() -> None:
@@ -158,6 +181,7 @@ def started(ctx: Any) -> Any:
 context_class: Any = DistributedContext
 init: Any = potluck.init
 ring: Any = potluck.RingBackend
+discovery: Any = potluck.AutoDiscoveryBackend
 all_reduce_sum: Any = potluck.all_reduce_sum
 all_reduce_mean: Any = potluck.all_reduce_mean
 
@@ -179,6 +203,13 @@ all_reduce_mean: Any = potluck.all_reduce_mean
         (lambda: init(potluck.RingBackend), ConfigurationError, "DistributedContext(backend)"),
         (lambda: init("ring", ["a:1"], 0), TypeError, "give options by name: potluck.init('ring'"),
         (lambda: ring("127.0.0.1:1", 0), ConfigurationError, "peers is the list of all ranks' a"),
+        (lambda: ring(["a:1"], 0, max_retries=3), TypeError, "'max_retries'; POTLUCK_MAX_RETRIES"),
+        (lambda: ring(["a:1"], 0, min_peers=1), TypeError, "the length of peers: all of them"),
+        (lambda: discovery(gradient_port=1), TypeError, "'gradient_port'; POTLUCK_GRADIENT_PORT"),
+        (lambda: discovery(discovery_port=1), TypeError, "POTLUCK_DISCOVERY_PORT"),
+        (lambda: discovery(peer_timeout=30), TypeError, "POTLUCK_PEER_TIMEOUT_S, or timeout_s= o"),
+        (lambda: discovery(connection_timeout_ms=5000), TypeError, "TIMEOUT_S, in seconds"),
+        (lambda: discovery(psk="words"), TypeError, "POTLUCK_PSK, or POTLUCK_PASSPHRASE"),
         (
             lambda: ring([("127.0.0.1", 1)], 0),
             ConfigurationError,

@@ -113,7 +113,7 @@ def test_what_holds_a_group_says_what_to_take(way: Callable[[Any], Any], tmp_pat
         server = ParameterServer(ctx)
         queue = WorkQueue(ctx, [1, 2])
         held: list[tuple[Any, str]] = [
-            (ElasticLoop(model, optimizer, data, batch_size=2), "an? ElasticLoop .*model.module"),
+            (ElasticLoop(model, optimizer, data, batch_size=2), "an ElasticLoop .*model.module"),
             (
                 DistributedNeuralNetTrainer(ctx, input_dim=2, hidden_dims=[3], output_dim=1),
                 "DistributedNeuralNetTrainer .*get_parameters.*trainer.model.module",

@@ -316,6 +316,19 @@ def test_a_property_that_is_called_gets_a_line(name: str, inside: bool, tmp_path
     assert run.stderr.count(told) == 1, run.stderr
 
 
+@needs_torch
+def test_the_module_of_a_ddp_that_is_called_gets_a_line(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import potluck, torch\nworld = potluck.init('local')\n"
+        "model = potluck.torch.DDP(torch.nn.Linear(2, 1), world)\n"
+        "torch.save(model.module().state_dict(), 'checkpoint.pt')\n"
+    )
+    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert run.returncode == 1
+    assert run.stderr.endswith("\npotluck: module is a property: write it without parentheses\n")
+
+
 def test_another_call_of_what_is_none_gets_no_line(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import potluck\nctx = potluck.init('local')\nrank = ctx.rank\nrank()\n")

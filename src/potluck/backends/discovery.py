@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from potluck import hints
 from potluck.backends import discovery_paths
 from potluck.backends.base import StaticBackend
 from potluck.backends.discovery_gather import Gathering, read_joining
@@ -57,6 +58,7 @@ class AutoDiscoveryBackend(StaticBackend):
 
     elastic = True
 
+    @hints.arguments(hints.BACKEND)
     def __init__(
         self,
         world_size: int | None = None,

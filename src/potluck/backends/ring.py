@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from potluck import hints
 from potluck.backends.base import StaticBackend
 from potluck.backends.tcp import TcpBase
 from potluck.checks import checked_rank
@@ -25,6 +26,7 @@ class RingBackend(StaticBackend):
     for an invalid list or rank, and if this rank's port is taken.
     """
 
+    @hints.arguments(hints.BACKEND)
     def __init__(
         self, peers: Sequence[str], rank: int, *, settings: Settings | None = None
     ) -> None:

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from potluck import hints
 from potluck.cli.agent_commands import continue_
 from potluck.cli.bench import bench
 from potluck.cli.doctor import doctor
@@ -35,7 +36,8 @@ from potluck.system import need_posix
 
 
 class _Group(TyperGroup):
-    """All commands. A PotluckError is one line on stderr, and exit code 2."""
+    """All commands. A PotluckError is one line on stderr, and exit code 2. An option of other
+    launchers gets potluck's word."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -43,6 +45,9 @@ class _Group(TyperGroup):
         except PotluckError as error:
             say(f"potluck: {error}", err=True)
             raise typer.Exit(2) from None
+        except Exception as error:
+            hints.of_option(error)
+            raise
 
 
 class _Commands(typer.Typer):

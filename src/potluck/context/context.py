@@ -127,9 +127,9 @@ class DistributedContext(UnevenCollectives, Messages):
         """Make a sub-group of ``ranks``. Every rank of this group must call it, with equal ranks.
 
         Returns an object with the operations of a context for the ranks named, in that order, and
-        None for the others. ``potluck.torch.DDP`` trains on it; loops, trainers and services need
-        the context itself, for a sub-group ends when the context re-forms. ValueError for ranks
-        that are not distinct or not in the group.
+        None for the others; of no ranks None for all. ``potluck.torch.DDP`` trains on it; loops,
+        trainers and services need the context itself, for a sub-group ends when the context
+        re-forms. ValueError for ranks that are not distinct or not in the group.
         """
         communicator = self.communicator.subgroup(ranks)
         return None if communicator is None else SubGroup(communicator, self.timeout_s, self._waits)

@@ -150,10 +150,10 @@ def check(
 
 
 def checked_ranks(ranks: Sequence[int], world_size: int) -> tuple[int, ...]:
-    """The ranks of a sub-group; ValueError unless they are distinct ranks, one at least."""
+    """The ranks of a sub-group; ValueError unless they are distinct ranks."""
     chosen = tuple(ranks)
-    if len(set(chosen)) != len(chosen) or not chosen:
-        raise ValueError(f"the ranks of a group must be distinct and at least one: {chosen}")
+    if len(set(chosen)) != len(chosen):
+        raise ValueError(f"the ranks of a group must be distinct: {chosen}")
     for rank in chosen:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is outside a world of {world_size}")

@@ -7,6 +7,7 @@ from potluck.optional import require
 
 require("torch", "torch")
 
+from potluck import hints  # noqa: E402
 from potluck.autoload import register as _register  # noqa: E402
 from potluck.checkpoint import CheckpointStore  # noqa: E402
 from potluck.torch.amp import GradScaler  # noqa: E402
@@ -55,4 +56,4 @@ def __getattr__(name: str) -> Any:
     """Import ``ProcessGroupPotluck`` when it is used: it derives from a class of torchft."""
     if name == "ProcessGroupPotluck":
         return importlib.import_module("potluck.torch.plugins.torchft").ProcessGroupPotluck
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise hints.of_module(__name__, name)

@@ -72,6 +72,8 @@ class DistributedDataParallel(nn.Module):
     Cost of a backward: one all_reduce of all gradients.
     """
 
+    builder = hints.Absent("potluck.torch.DDP(model, ctx, bucket_size_mb=25)")
+
     @hints.arguments(hints.DDP)
     def __init__(
         self,

@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.utils.data import BatchSampler, DataLoader  # noqa: E402
 
 import potluck  # noqa: E402
 import potluck.torch as pt  # noqa: E402
@@ -19,6 +20,25 @@ LINE = (
     r"DataLoader\(dataset, batch_sampler=DistributedSampler\(dataset, batch_size=32 \* world_size"
 )
 ITEMS = list(range(10))
+
+
+def sampler() -> Any:
+    return pt.DistributedSampler(ITEMS, batch_size=4, ctx=potluck.InProcessBackend.world(1)[0])
+
+
+def test_the_builder_of_axonmls_ddp() -> None:
+    ddp: Any = pt.DDP
+    with pytest.raises(AttributeError, match=r"no attribute 'builder'; write potluck.torch.DDP\("):
+        ddp.builder(nn.Linear(1, 1))
+    assert not hasattr(ddp, "builder")
+
+
+def test_a_name_of_the_context_in_potluck_torch() -> None:
+    with pytest.raises(AttributeError, match=r"'potluck.torch' has no .*; write ctx.all_reduce, w"):
+        _ = pt.all_reduce
+    with pytest.raises(ImportError, match=r"'all_reduce' from 'potluck.torch'; write ctx.all_red"):
+        exec("from potluck.torch import all_reduce")
+    exec("from potluck.torch import ddp")  # a submodule
 
 
 @pytest.mark.parametrize(
@@ -34,6 +54,8 @@ ITEMS = list(range(10))
         (lambda: pt.DDP(nn.Linear(1, 1), [0]), r"a context, potluck.init\(\), not \[0\]"),
         (lambda: pt.DDP(nn.Linear(1, 1), bucket_cap_mb=25), "bucket_size_mb="),
         (lambda: pt.DDP(nn.Linear(1, 1), find_unused_parameters=True), "it is not needed"),
+        (lambda: list(DataLoader(ITEMS, 4, sampler=sampler())), "write DataLoader.*batch_sampler="),
+        (lambda: list(BatchSampler(sampler(), 4, False)), "this one gives batches"),
     ],
 )
 def test_arguments_of_torch(mistake: Callable[[], Any], words: str) -> None:

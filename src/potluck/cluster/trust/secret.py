@@ -62,7 +62,8 @@ def load_secret(settings: Settings) -> bytes:
         except ValueError:
             raise ConfigurationError(
                 "POTLUCK_PSK should hold 64 hexadecimal digits (32 bytes); it holds "
-                f"{len(settings.psk)} characters that are not that"
+                f"{len(settings.psk)} characters that are not that. Make it with "
+                "`openssl rand -hex 32`; words of your own go into POTLUCK_PASSPHRASE"
             ) from None
     if settings.passphrase is not None:
         return derive_psk(settings.passphrase, settings.cluster)
