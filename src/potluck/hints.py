@@ -234,8 +234,17 @@ PARAMETER_SERVER = {
     "server": "servers=[0]",
     "world_size": f"ParameterServer(ctx), on every worker, with {_INIT}",
 }
-"""``INIT``, ``BACKEND``, ``CONTEXT``, ``SAMPLER``, ``DDP``, ``FEDAVG`` and ``PARAMETER_SERVER``
-have hints for arguments of these callables."""
+PERCEPTRON = {
+    **dict.fromkeys(
+        ("early_stopping", "validation_fraction"),
+        "training ends by tol= and n_iter_no_change=, of the loss of all samples",
+    ),
+    "warm_start": "each fit begins anew",
+    "max_fun": "the solvers are adam and sgd",
+    "verbose": "loss_curve_ has the loss of each epoch",
+}
+"""``INIT``, ``BACKEND``, ``CONTEXT``, ``SAMPLER``, ``DDP``, ``FEDAVG``, ``PARAMETER_SERVER`` and
+``PERCEPTRON`` have hints for arguments of these callables."""
 
 
 def of_object(thing: object, name: str, words: Mapping[str, str] | None = None) -> str:
@@ -336,8 +345,9 @@ def arguments(
     """A decorator that adds a hint to the TypeError of a call with wrong arguments.
 
     ``hints`` are by the name of the argument; ``otherwise`` is the hint for all other mistakes.
-    ``same`` has other libraries' names of arguments that mean the same, which are taken. Cost: one
-    more Python frame. Errors raised by the function itself are unchanged.
+    ``same`` has other libraries' names of arguments that mean the same, which are taken. The error
+    names the class of the object, not the base class that has the method. Cost: one more Python
+    frame. Errors raised by the function itself are unchanged.
     """
     known = same or {}
 
@@ -357,8 +367,11 @@ def arguments(
             said, hint = f": {misfit}", otherwise
             for name in kwargs.keys() & hints.keys():
                 said, hint = f" has no argument {name!r}", hints[name]
-            owner = function.__qualname__.removesuffix(".__init__")
-            raise TypeError(f"{owner}{said}" + (f"; {hint}" if hint else ""))
+            owner, _, name = function.__qualname__.rpartition(".")
+            if args and any(base.__qualname__ == owner for base in type(args[0]).__mro__):
+                owner = type(args[0]).__name__
+            called = f"{owner}.{name}".strip(".").removesuffix(".__init__")
+            raise TypeError(f"{called}{said}" + (f"; {hint}" if hint else ""))
 
         return call
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
@@ -322,3 +323,37 @@ def test_other_operations_say_how_a_number_or_list_becomes_an_array() -> None:
                     call(given)
 
     run_world(2, work)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        *("potluck", "potluck.compressors", "potluck.data", "potluck.estimators"),
+        *("potluck.federated", "potluck.parameter_server", "potluck.services", "potluck.torch"),
+        *("potluck.training", "potluck.checkpoint", "potluck.testing"),
+    ],
+)
+def test_an_unknown_argument_of_a_class_is_told_by_its_public_name(module: str) -> None:
+    """Seen: MLPRegressor(early_stopping=True) spoke of _Perceptron.__init__()."""
+    public = importlib.import_module(module)
+    for name in public.__all__:
+        kind = getattr(public, name)
+        is_checked = isinstance(kind, type) and not issubclass(kind, BaseException | Enum)
+        if not is_checked or getattr(kind, "_is_protocol", False) or "__init__" not in dir(kind):
+            continue
+        with pytest.raises(TypeError) as caught:
+            kind(nonsense=True)
+        assert not re.search(r"\b_[A-Za-z]", str(caught.value)), (name, str(caught.value))
+
+
+def test_what_a_perceptron_does_not_take_says_what_it_has() -> None:
+    estimators = pytest.importorskip("potluck.estimators")
+    for kind in (estimators.MLPClassifier, estimators.MLPRegressor):
+        with pytest.raises(TypeError) as caught:
+            kind(early_stopping=True)
+        assert str(caught.value).startswith(f"{kind.__name__} has no argument 'early_stopping'; ")
+        assert "n_iter_no_change=" in str(caught.value)
+        with pytest.raises(TypeError, match=rf"^{kind.__name__}\.fit: missing a required argument"):
+            kind().fit(X)
+    with pytest.raises(TypeError, match=r"^Median: got an unexpected keyword argument 'nonsense'"):
+        Median(nonsense=1)  # type: ignore[call-arg]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from potluck import hints
 from potluck.data.files import Paths, find_files
 from potluck.data.shards import Samples, Shard, ShardedDataset, kind_of
 from potluck.errors import DataError, MissingDependency
@@ -21,6 +22,7 @@ class _Tables(ShardedDataset):
 
     _suffixes: tuple[str, ...]
 
+    @hints.arguments({})
     def __init__(
         self,
         paths: Paths,

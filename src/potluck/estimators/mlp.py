@@ -16,6 +16,7 @@ from sklearn.utils import column_or_1d, shuffle
 from sklearn.utils._param_validation import StrOptions
 from sklearn.utils.validation import validate_data
 
+from potluck import hints
 from potluck.context import DistributedContext
 from potluck.estimators import classes
 from potluck.estimators.batches import place_of, restored, saved
@@ -39,6 +40,7 @@ _OPTIONS = {"early_stopping": False, "warm_start": False}
 class _Perceptron(OnShards):
     """What the classifier and the regressor share. Before scikit-learn's class among the bases."""
 
+    @hints.arguments(hints.PERCEPTRON)
     def __init__(
         self,
         hidden_layer_sizes: Any = (100,),
@@ -66,6 +68,7 @@ class _Perceptron(OnShards):
         super().__init__(**given, **_OPTIONS)
         self.ctx = ctx
 
+    @hints.arguments({})
     def fit(self, X: Any, y: Any) -> Self:
         """Train on all ranks' ``X``, of shape (n, features), and labels or targets ``y``, of shape
         (n,).

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from potluck import hints
 from potluck.backends.agent import FIRST_GROUP_S
 from potluck.backends.base import Communicator, StaticBackend
 from potluck.backends.external import ExternalCommunicator
@@ -26,6 +27,7 @@ class _TorchBackend(StaticBackend, ABC):
 
     name = ""
 
+    @hints.arguments({})
     def __init__(
         self,
         *,
