@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -71,6 +72,7 @@ def test_the_data_stays_where_it_is(tmp_path: Path) -> None:
             assert run.finish() == 0, run.text
             said = run.text
         assert "result 28.0" in said, said
+        assert re.search(r"without client 2 on (ada|bob|carl): ValueError", said), said
         captures = [each.stop() for each in sniffers]
         assert all(capture.num_frames > 100 for capture in captures)
         # Nodes that measure their link send as many bytes in both directions, unless a job that

@@ -27,6 +27,9 @@ class Clients(Protocol):
     def wait(self, num: int, timeout_s: float) -> Sequence[str]:
         """The names of the clients that are there, when they are ``num`` or after ``timeout_s``."""
 
+    def called(self, client: str) -> str:
+        """What people call a client: its name, and its machine if that has one."""
+
     def none_fit(self) -> str:
         """Why no client can take part; empty if one can, or has not said yet."""
 

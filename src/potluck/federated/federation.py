@@ -473,7 +473,7 @@ class Federation:
         is_news = bool(report.missing or report.note or report.num_heavy)
         if is_last or is_news or now - self._said_at >= _LINE_EVERY_S:
             self._said_at = now
-            self._say(report.line(total))
+            self._say(report.line(total, self._clients.called))
 
 
 def mean_metrics(updates: Sequence[Update]) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -36,8 +36,8 @@ class RoundReport:
     saturation: float | None = None
     num_heavy: int | None = None
 
-    def line(self, total: int) -> str:
-        """The round in one line."""
+    def line(self, total: int, called: Callable[[str], str] = str) -> str:
+        """The round in one line; ``called(client)`` is what people call a client."""
         came = f"{len(self.arrived)} of {len(self.asked)} clients"
         words = [f"round {self.number} of {total}: {came} in {self.seconds:.1f} s"]
         figures = {**self.metrics, **self.evaluation}
@@ -52,7 +52,7 @@ class RoundReport:
                 "SecureAggregation)"
             )
         for client, why in list(self.missing.items())[:3]:
-            words.append(f"without client {client}: {why}")
+            words.append(f"without client {called(client)}: {why}")
         if len(self.missing) > 3:
             words.append(f"and without {len(self.missing) - 3} more")
         if self.note:

@@ -39,6 +39,8 @@ class RemoteClients:
         self._changed = threading.Condition()
         self._remotes: dict[str, Remote] = {}
         self._unfit: dict[str, str] = {}
+        self._machines: dict[str, str] = {}
+        """Of all clients that came, also of those that have left."""
         self._calls: dict[str, str] = {}
         """The method that each busy client is at."""
         self._late: set[str] = set()
@@ -57,13 +59,17 @@ class RemoteClients:
                 reminder.tick()
             return self._idle()
 
+    def called(self, client: str) -> str:
+        machine = self._machines.get(client)
+        return f"{client} on {machine}" if machine else client
+
     def none_fit(self) -> str:
         with self._changed:
             unfit = dict(self._unfit)
         clients = sorted({member.worker for member in self._ctx.members} - {LEADER})
         if any(client not in unfit for client in clients):
             return ""
-        return "; ".join(f"client {client}: {unfit[client]}" for client in clients)
+        return "; ".join(f"client {self.called(each)}: {unfit[each]}" for each in clients)
 
     def start(
         self,
@@ -132,6 +138,7 @@ class RemoteClients:
             remote = self._ctx.connect(CLIENT_SERVICE, rank=call.rank, timeout=_CONNECT_S)
             with self._changed:
                 self._remotes[client] = remote
+                self._machines |= {each.worker: each.machine for each in self._ctx.members}
         with self._changed:
             is_new = bool(unfit) and self._unfit.get(client) != unfit
             self._unfit = {name: why for name, why in self._unfit.items() if name != client}
@@ -141,7 +148,7 @@ class RemoteClients:
                 self._late.discard(client)
             self._changed.notify_all()
         if is_new:
-            self._ctx.report(event=f"client {client} takes no part: {unfit}")
+            self._ctx.report(event=f"client {self.called(client)} takes no part: {unfit}")
         return KNOWN
 
     def stop(self) -> None:
@@ -171,7 +178,7 @@ class RemoteClients:
         remote.close()
 
     def _waited_for(self, num: int) -> str:
-        unfit = "".join(f"; client {client}: {why}" for client, why in self._unfit.items())
+        unfit = "".join(f"; client {self.called(name)}: {why}" for name, why in self._unfit.items())
         return f"the federation waits for clients: {len(self._idle())} of {num} are there{unfit}"
 
 

@@ -32,6 +32,9 @@ class SimulatedClients:
     def wait(self, num: int, timeout_s: float) -> Sequence[str]:
         return list(self._participants)
 
+    def called(self, client: str) -> str:
+        return client
+
     def none_fit(self) -> str:
         return ""
 
