@@ -114,10 +114,18 @@ def test_what_workers_wrote_elsewhere_is_told_of_kept_and_brought(tmp_path: Path
             each["machine"]: (each["num_files"], each["is_away"]) for each in listed["machines"]
         }
         assert held == {"ada": (2, False), "bob": (3, False), "carl": (3, True)}
+        less = ada.runs("fetch", job, "--to", str(tmp_path / "out"))
+        assert less.stdout.startswith("0 files (0 bytes)"), "what is there has carl's name"
+        assert below(tmp_path / "out").keys() == {*found, *ranks.values()}
         partly = ada.runs("fetch", job, "--to", str(tmp_path / "partly"))
         assert partly.returncode == 1
         assert "carl is away; it holds 3 files (" in partly.stderr
         assert "model.bob.pt" in below(tmp_path / "partly")
+        carl.start()
+        ada.sees(*members)
+        whole = ada.runs("fetch", job, "--to", str(tmp_path / "partly"))
+        assert whole.returncode == 0, whole.stderr
+        assert below(tmp_path / "partly") == below(tmp_path / "out")
 
 
 def test_only_the_starter_gets_the_files_and_each_owner_those_of_the_own_machine(

@@ -60,8 +60,9 @@ def fetch(
     another machine the command finds what is there.
 
     A path that two machines wrote differently gets the machine's name: model.attic.pt. No file is
-    replaced; one that is here already is left out. Exit code 1 if something is missing, because a
-    machine is away, for example: the others' files are here, and the same command brings the rest.
+    replaced or renamed; one that is here already is left out, also if it has no machine's name.
+    Exit code 1 if something is missing, because a machine is away, for example: the others' files
+    are here, and the same command brings the rest.
 
     With --json: {"version": 1, "jobs": [{"job", "script", "began" (Unix time), "machines":
     [{"node", "machine", "num_files", "num_bytes" (null: not known), "is_away", "is_running", "gone"
@@ -120,6 +121,8 @@ def _tell(outcome: Outcome, folder: Path) -> None:
     size = size_in_words(sum(each.size for each in outcome.files))
     already = f"; {outcome.already} were there already" if outcome.already else ""
     say(f"{count} file{'s' * (count != 1)} ({size}) brought into {folder}{already}")
+    for each in outcome.unnamed:
+        say(f"{each.path} is that of {each.machine}; those of others have their machine's name")
     for text in outcome.missing:
         say(f"potluck: {text}", err=True)
 

@@ -10,7 +10,7 @@ import hashlib
 import re
 import secrets
 import shutil
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -84,11 +84,12 @@ class Brought:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a fetch brought, how many files were there ``already``, and in sentences what is
-    ``missing``."""
+    """What a fetch brought, how many files were there ``already``, which of these have no machine's
+    name although another machine wrote the same path, and in sentences what is ``missing``."""
 
     files: list[Brought] = field(default_factory=list)
     already: int = 0
+    unnamed: list[Brought] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
 
 
@@ -250,7 +251,17 @@ async def fetch(
         for each in told.left:
             outcome.missing.append(f"{machine.name}: {each} has a name that can't travel")
         sources.append((machine, told.package, manifest))
-    places = placed([(machine.name, manifest) for machine, _, manifest in sources])
+    places = await asyncio.to_thread(
+        placed,
+        [(machine.name, manifest) for machine, _, manifest in sources],
+        lambda path, file: _has(folder / path, file),
+        [*(each.name for each in machines.all), *(each.machine for each in found.away)],
+    )
+    outcome.unnamed = [
+        Brought(each.path, sources[each.source][0].name, each.file.size)
+        for each in places
+        if each.is_unnamed
+    ]
     wanted = await asyncio.to_thread(_to_bring, folder, places, outcome)
     await _bring(machines.client, sources, wanted, folder, outcome, progress)
     return outcome
@@ -258,11 +269,13 @@ async def fetch(
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where ``file`` of the source number ``source`` goes: ``path`` below the folder."""
+    """Where ``file`` of the source number ``source`` goes: ``path`` below the folder.
+    ``is_unnamed``: an earlier fetch brought it there before another machine's was there."""
 
     source: int
     file: PackageFile
     path: str
+    is_unnamed: bool = False
 
 
 def check_results(manifest: PackageManifest) -> None:
@@ -272,10 +285,15 @@ def check_results(manifest: PackageManifest) -> None:
             raise ProtocolError(f"it sent {file.path!r}, which is no result")
 
 
-def placed(sources: Sequence[tuple[str, PackageManifest]]) -> list[Place]:
+def placed(
+    sources: Sequence[tuple[str, PackageManifest]],
+    is_here: Callable[[str, PackageFile], bool] = lambda path, file: False,
+    names: Iterable[str] = (),
+) -> list[Place]:
     """The places of the files of all machines, each with its name. A path that two machines wrote
     differently gets the machine's name before its ending: ``model.attic.pt``. What all wrote alike
-    is brought once."""
+    is brought once. A file that an earlier fetch brought (``is_here``) stays where it is, without a
+    machine's name or with one of ``names``, whichever machines are there now."""
     by_path: dict[str, list[tuple[int, PackageFile]]] = {}
     for number, (_, manifest) in enumerate(sources):
         for file in manifest.files:
@@ -284,19 +302,23 @@ def placed(sources: Sequence[tuple[str, PackageManifest]]) -> list[Place]:
     taken = set(by_path)
     folders = {str(each) for path in by_path for each in PurePosixPath(path).parents}
     for path, each in sorted(by_path.items()):
-        unlike = {file.sha256: (number, file) for number, file in reversed(each)}
-        if len(unlike) == 1 and path not in folders:
-            number, file = each[0]
-            places.append(Place(number, file, path))
-            continue
-        for number, file in sorted(unlike.values(), key=lambda pair: pair[0]):
+        unlike: dict[bytes, list[tuple[int, PackageFile]]] = {}
+        for number, file in each:
+            unlike.setdefault(file.sha256, []).append((number, file))
+        is_shared, plain = len(unlike) > 1, [path] if path not in folders else []
+        for copies in unlike.values():
+            number, file = copies[0]
             named = _with_machine(path, sources[number][0], taken)
-            taken.add(named)
-            places.append(Place(number, file, named))
+            old = (_with_machine(path, name, by_path.keys()) for name in names)
+            places_of = (*plain, named, *old)
+            new = named if is_shared or not plain else path
+            found = next((each for each in places_of if is_here(each, file)), new)
+            taken.add(found)
+            places.append(Place(number, file, found, is_shared and found == path))
     return places
 
 
-def _with_machine(path: str, machine: str, taken: set[str]) -> str:
+def _with_machine(path: str, machine: str, taken: Container[str]) -> str:
     pure = PurePosixPath(path)
     name = re.sub(r"[^\w.-]", "_", machine)
     found, count = pure.with_name(f"{pure.stem}.{name}{pure.suffix}").as_posix(), 1
@@ -322,7 +344,7 @@ def _to_bring(folder: Path, places: Sequence[Place], outcome: Outcome) -> list[P
                 )
         if not target.exists():
             wanted.append(place)
-        elif target.is_file() and _has(target, place.file):
+        elif _has(target, place.file):
             outcome.already += 1
         else:
             raise ConfigurationError(
@@ -341,7 +363,7 @@ def _to_bring(folder: Path, places: Sequence[Place], outcome: Outcome) -> list[P
 
 
 def _has(target: Path, file: PackageFile) -> bool:
-    if target.stat().st_size != file.size:
+    if not target.is_file() or target.is_symlink() or target.stat().st_size != file.size:
         return False
     with target.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").digest() == file.sha256

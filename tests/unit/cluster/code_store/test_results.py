@@ -242,6 +242,37 @@ def test_a_path_that_machines_wrote_differently_gets_their_names() -> None:
 
 
 @pytest.mark.parametrize(
+    "visits",
+    [
+        ["ada", "ada bob", "bob", "ada", "ada bob carl"],
+        ["ada bob carl", "bob", "carl", "ada bob carl"],
+        ["bob carl", "ada bob", "ada bob carl", "carl"],  # ada's is carl's
+        ["bob", "carl bob", "ada bob"],
+    ],
+)
+def test_each_content_is_brought_once_whichever_machines_are_there_at_each_fetch(
+    visits: list[str],
+) -> None:
+    """Seen: the second fetch left model.pt beside model.desk.pt, the same file."""
+    wrote = {"ada": b"1", "bob": b"2", "carl": b"1"}
+    folder: dict[str, bytes] = {}
+    for visit in visits:
+        there = visit.split()
+        places = placed(
+            [(name, manifest(model=wrote[name])) for name in there],
+            lambda path, file: folder.get(path) == file.sha256,
+            list(wrote),
+        )
+        for place in places:
+            assert folder.setdefault(place.path, place.file.sha256) == place.file.sha256
+            is_unnamed = place.path == "model" and len(places) > 1
+            assert place.is_unnamed is is_unnamed
+        assert {place.file.sha256 for place in places} == {digest(wrote[name]) for name in there}
+    assert len(folder) == 2, folder
+    assert sorted(folder.values()) == sorted([digest(b"1"), digest(b"2")])
+
+
+@pytest.mark.parametrize(
     ("pattern", "path", "is_it"),
     [
         ("", "a/b.pt", True),
