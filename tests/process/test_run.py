@@ -120,6 +120,14 @@ def test_a_module_runs_as_under_python_m(project: Path) -> None:
         (("-m", "pkg2"), "-m pkg2: there is no such module"),
         (("-m", "pkg/train.py"), "the name of a module is needed, such as pkg.train"),
         (("-m", ".train"), "the name of a module is needed"),
+        (("-m", "common.py"), "a file runs without -m"),
+        (("pkg.train",), "; a module runs with -m: potluck run -m pkg.train"),
+        (
+            ("pkg/",),
+            "'pkg' is a directory (seen from {0}); a module runs with -m: potluck run -m pkg",
+        ),
+        (("pkg/train",), "'pkg/train' does not exist (seen from {0}); is it pkg/train.py?"),
+        (("pkg.trian",), "the script 'pkg.trian' does not exist (seen from {0})"),
         (
             ("--root", "pkg", "-m", "pkg.train"),
             "no package of that name with a __main__.py, in {0}/pkg",

@@ -71,7 +71,8 @@ def _script_found(request: RunRequest, here: Path) -> RunRequest:
     if not script.is_file():
         what = "is no file" if script.exists() else "does not exist"
         what = "is a directory" if script.is_dir() else what
-        raise ConfigurationError(f"the script {str(script)!r} {what} (seen from {here})")
+        hint = _meant(request.script, here)
+        raise ConfigurationError(f"the script {str(script)!r} {what} (seen from {here}){hint}")
     script = script.absolute()
     root = Path(request.root).absolute() if request.root else project_root(script, script.parent)
     if not root.is_dir() or not script.is_relative_to(root):
@@ -80,6 +81,17 @@ def _script_found(request: RunRequest, here: Path) -> RunRequest:
         )
     places = importable_from(root) if root != script.parent else ()
     return msgspec.structs.replace(request, root=str(root), importable=tuple(map(str, places)))
+
+
+def _meant(script: str, here: Path) -> str:
+    """What to write instead of a ``script`` that is no file; empty if nothing like it is there."""
+    if Path(f"{script}.py").is_file():
+        return f"; is it {script}.py?"
+    name = script.strip("/").replace("/", ".")
+    places = [here, *importable_from(repository_of(here))]
+    if "" not in name.split(".") and module_file(name, places) is not None:
+        return f"; a module runs with -m: potluck run -m {name}"
+    return ""
 
 
 def _module_found(request: RunRequest, here: Path) -> RunRequest:
@@ -92,7 +104,8 @@ def _module_found(request: RunRequest, here: Path) -> RunRequest:
     root = Path(request.root).absolute() if request.root else repository_of(here)
     if not root.is_dir():
         raise ConfigurationError(f"--root {request.root}: there is no such folder")
-    if "" in request.module.split(".") or {"/", "\\"} & set(request.module):
+    is_name = "" not in request.module.split(".") and not {"/", "\\"} & set(request.module)
+    if not is_name or Path(request.module).is_file():
         raise ConfigurationError(
             f"-m {request.module}: the name of a module is needed, such as pkg.train; a file runs "
             "without -m"
