@@ -17,6 +17,13 @@ from support.machines import Machine, cluster_of, form, machines
 
 pytestmark = pytest.mark.needs_root_netns
 
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers of the machine where the command was given write into its directory."""
+    monkeypatch.chdir(tmp_path)
+
+
 SWEEP = """
 import os, pathlib, potluck
 ctx = potluck.init()
