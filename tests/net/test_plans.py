@@ -90,3 +90,18 @@ def test_a_script_is_planned_with_the_files_and_variables_that_it_is_run_with(
     assert "measuring links and what compressing costs" in done.stderr
     assert re.search(r"rehearsing DataParallel\(\) \(1 of \d+\)", done.stderr)
     assert (folder / "train.plan.json").is_file()
+
+
+def test_a_plan_of_some_machines_measures_these(tmp_path: Path) -> None:
+    folder, figures = tmp_path / "work", tmp_path / "figures.json"
+    folder.mkdir()
+    (folder / "train.py").write_text(TRAIN)
+    with Network(3) as network, machines(network, tmp_path) as (ada, bob, carl):
+        form(ada, bob, carl)
+        words = ["--on", f"carl,{ada.id}", "--json", str(figures), str(folder / "train.py")]
+        done = ada.runs("plan", *words)
+        assert done.returncode == 0, done.stderr
+        assert set(json.loads(figures.read_text())["measured"]["nodes"]) == {ada.node, carl.node}
+        wrong = ada.runs("plan", "--on", "attic", str(folder / "train.py"))
+        assert wrong.returncode == 2
+        assert "attic" in wrong.stderr

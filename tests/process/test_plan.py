@@ -97,6 +97,13 @@ def test_a_training_of_three_steps_has_a_plan(tmp_path: Path) -> None:
         assert "choice: DataParallel(): all workers are on one machine" in plan.text
 
 
+@pytest.mark.parametrize("words", [("--on", "desk,attic"), ("--nodes", "2"), ("--min-nodes", "2")])
+def test_machines_are_named_to_a_plan_on_a_cluster_only(words: tuple[str, str]) -> None:
+    with plan_command(*words, __file__) as plan:
+        assert plan.finish() == 2
+        assert f"{' '.join(words)}: this machine is in no cluster" in plan.text
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from potluck.cli.files import as_json, check_writable, print_json
-from potluck.cli.run import Env, Include, MinNodes, Module, Root, ScriptArguments, Wait
+from potluck.cli.run import (
+    Env,
+    Include,
+    MinNodes,
+    Module,
+    On,
+    Root,
+    ScriptArguments,
+    Wait,
+    check_cluster,
+    machines_of,
+)
 from potluck.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -36,6 +47,7 @@ def plan(
         int, typer.Option(min=0, help="On how many machines of the cluster; 0: on all.")
     ] = 0,
     min_nodes: MinNodes = None,
+    on: On = "",
     wait: Wait = 60.0,
     module: Module = False,
     root: Root = None,
@@ -96,11 +108,14 @@ def plan(
             peer_timeout_s=max(settings.peer_timeout_s, 300.0),
             environment=given_variables([*(env or ()), f"{VARIABLE}=1"], os.environ),
             include=tuple(include or ()),
+            on=machines_of(on),
         )
     )
     kept = plan_file(request.script)
     check_writable("the plan", kept)
     agent = find_agent(settings.home)
+    if agent is None:
+        check_cluster(request, settings, min_nodes=min_nodes)
     summary = run_job(request, settings, PlainView(to_stderr=True), agent)
     if summary.exit_code:
         print_summary(summary)
@@ -176,8 +191,8 @@ def _lines(measured: Measured, made: Plan, kept: Path) -> Iterator[str]:
         assert made.chosen is not None
         yield (
             f"Without {names} a step would take {_s(made.without_s)} instead of "
-            f"{_s(made.chosen.step_s)}. {they} part unless you leave a machine out: type "
-            "potluck pause there, and plan again."
+            f"{_s(made.chosen.step_s)}. {they} part unless you leave a machine out: name the "
+            "others with --on, here and for potluck run."
         )
     if made.proportional_s:
         assert made.chosen is not None

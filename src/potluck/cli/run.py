@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
@@ -15,6 +15,10 @@ import typer
 from potluck import native
 from potluck.cli.files import as_json, check_writable
 from potluck.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from potluck.settings import Settings
+    from potluck.wire.local import RunRequest
 
 ScriptArguments = Annotated[
     list[str] | None,
@@ -74,7 +78,37 @@ Module = Annotated[
         "this directory, in --root (default: its git repository), and in src there.",
     ),
 ]
+On = Annotated[
+    str,
+    typer.Option(
+        metavar="MACHINES",
+        help="Only on these machines: names or ids, with commas between.",
+        show_default=False,
+    ),
+]
 """Options that several commands have that run a script."""
+
+
+def machines_of(text: str) -> tuple[str, ...]:
+    """The machines that ``On`` names."""
+    return tuple(each.strip() for each in text.split(",") if each.strip())
+
+
+def check_cluster(request: RunRequest, settings: Settings, *, min_nodes: int | None) -> None:
+    """ConfigurationError if ``request`` names machines or a number of them, on a machine without an
+    agent. ``min_nodes`` is what the caller said."""
+    if not request.on and max(request.max_nodes, request.min_nodes) <= 1:
+        return
+    given = f"POTLUCK_MIN_PEERS={settings.min_peers}"
+    if request.on:
+        given = f"--on {','.join(request.on)}"
+    elif request.max_nodes > 1:
+        given = f"--nodes {request.max_nodes}"
+    elif min_nodes is not None:
+        given = f"--min-nodes {min_nodes}"
+    raise ConfigurationError(
+        f"{given}: this machine is in no cluster; start its agent with: potluck up"
+    )
 
 
 class OnLoss(StrEnum):
@@ -113,14 +147,7 @@ def run(
     min_nodes: MinNodes = None,
     module: Module = False,
     root: Root = None,
-    on: Annotated[
-        str,
-        typer.Option(
-            metavar="MACHINES",
-            help="Only on these machines: names or ids, with commas between.",
-            show_default=False,
-        ),
-    ] = "",
+    on: On = "",
     min_workers: Annotated[
         int,
         typer.Option(help="How many workers are enough to begin when --wait is over."),
@@ -253,7 +280,7 @@ def run(
         environment=given_variables(env or (), os.environ),
         include=tuple(include or ()),
         root="" if root is None else str(root),
-        on=tuple(each.strip() for each in on.split(",") if each.strip()),
+        on=machines_of(on),
     )
     request = checked(asked)
     if dry_run:
@@ -274,17 +301,8 @@ def run(
     if launched is not None:
         typer.echo(f"potluck: {launched}", err=True)
         request = msgspec.structs.replace(request, max_restarts=0)  # none could join again
-    if (on or max(nodes, request.min_nodes) > 1) and agent is None:
-        given = f"POTLUCK_MIN_PEERS={settings.min_peers}"
-        if on:
-            given = f"--on {on}"
-        elif nodes > 1:
-            given = f"--nodes {nodes}"
-        elif min_nodes is not None:
-            given = f"--min-nodes {min_nodes}"
-        raise ConfigurationError(
-            f"{given}: this machine is in no cluster; start its agent with: potluck up"
-        )
+    if agent is None:
+        check_cluster(request, settings, min_nodes=min_nodes)
     if min_workers > request.per_node and agent is None:
         raise ConfigurationError(
             f"--min-workers {min_workers} is more than the {request.per_node} of --workers"

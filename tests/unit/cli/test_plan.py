@@ -55,7 +55,7 @@ def test_the_table_has_a_row_for_each_strategy_and_marks_the_choice() -> None:
 def test_a_machine_that_slows_the_others_is_named_with_what_to_type() -> None:
     text = "\n".join(printed(measured(0.2, 0.2, 2.0, mbit=10_000.0)))
     assert "Without machine node2-of (worker 2) a step would take" in text
-    assert "It takes part unless you leave a machine out: type potluck pause there, and" in text
+    assert "It takes part unless you leave a machine out: name the others with --on, here" in text
     assert "with policy=Policy(shares=ProportionalShares()) a step would take" in text
 
 
