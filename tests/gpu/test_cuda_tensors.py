@@ -191,16 +191,19 @@ def test_codecs_give_the_bits_that_they_give_for_the_host(kind: str, dtype: torc
         found = []
         for codec in CODECS if dtype is torch.float32 else ():
             for op in ("sum", "mean"):
-                residual = torch.zeros_like(mine)
+                residual = torch.zeros(mine.shape)
                 for _ in range(2):
                     found.append(ctx.all_reduce(mine.clone(), op, codec=codec, residual=residual))
+                    assert found[-1].device.type == torch.device(device).type
                 assert residual.count_nonzero() > 0
                 found.append(residual)
                 found.append(ctx.reduce_scatter(mine.reshape(3, 700), op, codec=codec))
             found.append(ctx.all_gather(mine, codec=codec))
+        elsewhere = torch.zeros(2 * len(mine), device=device)[::2]
+        with pytest.raises(ValueError, match=r"the residual .* contiguous, .* on the CPU"):
+            ctx.all_reduce(mine.clone(), codec="int8", residual=elsewhere)
         found.append(ctx.all_reduce(mine.clone()))
         found.append(ctx.all_gather(mine))
-        assert {each.device.type for each in found} == {torch.device(device).type}
         return [each.cpu() for each in found]
 
     with open_world(kind, world_size) as world:

@@ -113,6 +113,9 @@ def test_ctrl_c_keeps_the_weights_of_the_last_step_and_they_are_resumed(
         run.wait_for(f"ends with {kept + 1} ")
         run.signal(signal.SIGINT)
         assert run.finish() == 130, run.text
-        assert hashes(run.lines, "begins with") == {kept: saved}
-    if other == DEVICE:
+        resumed = hashes(run.lines, "begins with")
+    assert resumed.keys() == {kept}
+    assert len(resumed[kept]) == 1
+    assert resumed[kept] <= saved
+    if other == DEVICE:  # else each device rounds in its own way
         assert len(saved) == 1

@@ -34,6 +34,11 @@ class Adapted:
         self.array = array
         self._store = store
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether ``array`` is the user's memory."""
+        return self._store is None
+
     def write_back(self, _result: Any = None) -> Any:
         """Copy the result into the user's array, and return that array; for ``Work.then``."""
         if self._store is not None:

@@ -9,8 +9,6 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
-
 from potluck import hints
 from potluck.backends.base import Communicator
 from potluck.checks import Duration, check_parts, checked_rank, checked_seconds, checked_tag
@@ -530,8 +528,11 @@ class Collectives(Uncopied):
         if residual is None:
             return Encoding(codec_of(codec))
         adapted = self._adapt(residual)
-        if adapted.array.size and not np.shares_memory(adapted.array, np.asarray(residual)):
-            raise ValueError("the residual is changed in place and must be contiguous host memory")
+        if not adapted.is_shared:
+            raise ValueError(
+                "the residual is changed in place: it must be contiguous, and a tensor on the CPU, "
+                "also where the array is on another device"
+            )
         return Encoding(codec_of(codec), adapted.array)
 
     def _patience(self, timeout: Duration | None) -> float:

@@ -117,4 +117,5 @@ class DistributedSampler(Sampler[list[int]]):
                     f"this state has {name} {state[name]}, the sampler "
                     f"{getattr(self._schedule, name)}: their orders differ"
                 )
+        self._is_through = False
         self.committed = int(state["committed"])

@@ -223,3 +223,12 @@ def test_a_label_that_rises_drops_the_oldest_series(caplog: pytest.LogCaptureFix
     assert ours == {str(epoch) for epoch in range(3000 - 999, 3000)}
     assert found["kept", frozenset()] == 2999
     assert len([each for each in caplog.records if "more than 1000 series" in each.message]) == 1
+
+
+def test_the_oldest_series_is_the_one_that_was_reported_longest_ago() -> None:
+    metrics = Metrics()
+    for epoch in range(1500):
+        if epoch in (0, 900):
+            metrics.report("kept", epoch)
+        metrics.report("training_loss", 1 / (epoch + 1), {"epoch": epoch})
+    assert samples(metrics)["kept", frozenset()] == 900

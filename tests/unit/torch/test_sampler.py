@@ -82,3 +82,14 @@ def test_with_commits_or_set_epoch_nothing_is_skipped() -> None:
         assert list(sampler) == second
 
     run_world(1, rank)
+
+
+def test_a_loaded_position_is_where_the_next_iterator_begins() -> None:
+    def rank(ctx: DistributedContext) -> None:
+        sampler = DistributedSampler(SAMPLES, batch_size=4, ctx=ctx)
+        kept = sampler.state_dict()
+        first = list(sampler)  # it has gone through the epoch, and commits nothing
+        sampler.load_state_dict(kept)
+        assert list(sampler) == first
+
+    run_world(1, rank)

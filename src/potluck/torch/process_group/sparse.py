@@ -7,7 +7,9 @@ indices and values, padded to the largest number. Cost: three all_gathers, in wh
 
 from __future__ import annotations
 
+import functools
 import math
+import warnings
 from typing import Any
 
 import numpy as np
@@ -45,15 +47,29 @@ def all_reduce(comms: Comms, tensor: Tensor, opts: Any) -> GroupWork:
     indices = _gather(comms, mine.indices().t().contiguous(), most, timeout_s)
     values = _gather(comms, mine.values(), most, timeout_s)
     kept = [slice(rank * most, rank * most + int(n)) for rank, n in enumerate(counts)]
-    total = torch.sparse_coo_tensor(
+    _have_warned()
+    total = _checked(
         torch.cat([indices[part] for part in kept]).t(),
         torch.cat([values[part] for part in kept]),
         mine.shape,
-        check_invariants=True,
-    ).coalesce()
+    )
     with torch.no_grad(), _unsafe_preserve_version_counter(tensor):
         tensor.copy_(total)  # not into tensor.data, which has indices of its own
     return GroupWork((), [tensor], comms.completions)
+
+
+def _checked(indices: Tensor, values: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=True).coalesce()
+
+
+@functools.cache
+def _have_warned() -> None:
+    """torch 2.11 warns, once in a process, that nobody said whether sparse tensors are to be
+    checked, although the call says it. Not in front of all calls: a change of filters makes Python
+    forget which warnings it has shown."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Sparse invariant checks", UserWarning)
+        _checked(torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1), (1,))
 
 
 def _gather(comms: Comms, rows: Tensor, most: int, timeout_s: float) -> Tensor:

@@ -193,6 +193,7 @@ def test_a_folder_belongs_to_package_starter_and_job(tmp_path: Path, code: Path)
         Record("job", "b2" * 32, "ab" * 32),
         Record("job", ADA, "cd" * 32),
         Record("j" * 256, ADA, "ab" * 32),
+        Record("j" * 255 + "k", ADA, "ab" * 32),
     ]
     opened = [folders.open(record, code) for record in records]
     assert len({folder.path for folder in opened}) == len(records)
