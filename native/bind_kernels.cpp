@@ -80,27 +80,28 @@ void check_sizes(Codec codec, const Buffer& encoded, const Buffer& floats) {
             "the encoded buffer is not of the size that so many elements take");
 }
 
-bool encode_buffer(int code, nb::handle encoded, nb::handle source) {
+std::size_t encode_buffer(int code, nb::handle encoded, nb::handle source) {
     const Codec codec = codec_of(code);
     const Buffer to(encoded, true), from(source, false);
     check_sizes(codec, to, from);
-    bool finite = true;
+    std::size_t num_beyond = 0;
     without_lock(from.size(),
-                 [&] { finite = encode(codec, to.data(), from.data(), from.size() / 4); });
-    return finite;
+                 [&] { num_beyond = encode(codec, to.data(), from.data(), from.size() / 4); });
+    return num_beyond;
 }
 
-bool encode_with_residual_buffer(int code, nb::handle encoded, nb::handle residual,
-                                 nb::handle source) {
+std::size_t encode_with_residual_buffer(int code, nb::handle encoded, nb::handle residual,
+                                        nb::handle source) {
     const Codec codec = codec_of(code);
     const Buffer to(encoded, true), left(residual, true), from(source, false);
     check_sizes(codec, to, from);
     require(left.size() == from.size(), "the residual must be of the source's size");
-    bool finite = true;
+    std::size_t num_beyond = 0;
     without_lock(from.size(), [&] {
-        finite = encode_with_residual(codec, to.data(), left.data(), from.data(), from.size() / 4);
+        num_beyond =
+            encode_with_residual(codec, to.data(), left.data(), from.data(), from.size() / 4);
     });
-    return finite;
+    return num_beyond;
 }
 
 template <void (*Decode)(Codec, void*, const void*, std::size_t)>

@@ -335,6 +335,7 @@ void loop(nb::module_& m) {
                          return "failed";
                      })
         .def_prop_ro("seconds", &Ticket::seconds)
+        .def_prop_ro("num_beyond", [](Ticket& ticket) { return ticket.num_beyond.load(); })
         .def_prop_ro("source", &Ticket::source);
 
     nb::class_<CompiledPlan>(m, "CompiledPlan")

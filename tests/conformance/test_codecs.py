@@ -257,6 +257,35 @@ def test_what_is_not_finite_reaches_every_rank(world: World) -> None:
     world.run(check)
 
 
+BEYOND = {"fp16": 6e4, "bf16": 3e38, "int8": 3e38, "int4": 3e38, "int2": 3e38}
+
+
+def test_a_sum_beyond_the_range_is_the_largest_number_of_it_and_counted(world: World) -> None:
+    """Each contribution is within the range, so only the owner of a chunk counts, of its sums."""
+
+    def check(ctx: DistributedContext) -> int:
+        num_before, found = num_beyond(ctx), 0
+        for name, value in BEYOND.items():
+            array = np.tile(np.float32([value, -value, 1]), 200)
+            ctx.all_reduce(array, codec=name)
+            assert np.isfinite(array).all(), name
+            if ctx.world_size > 1:
+                sums = np.tile(np.float32([1, -1]) * np.float32(codec_of(name).largest), 200)
+                assert (np.abs(np.delete(array, slice(2, None, 3)) / sums - 1) <= 1e-6).all(), name
+            parts = np.tile(np.float32([value, -value]), (ctx.world_size, 150))
+            assert np.isfinite(ctx.reduce_scatter(parts, codec=name)).all(), name
+            found = num_beyond(ctx) - num_before
+        return found
+
+    found = world.run(check)
+    assert sum(found) == (len(BEYOND) * 400 if world.world_size > 1 else 0)
+
+
+def num_beyond(ctx: DistributedContext) -> int:
+    counts = ctx.stats()["operations"].get("all_reduce", {}).get("beyond_range", {})
+    return int(sum(counts.values()))
+
+
 def test_a_residual_keeps_what_was_lost(world: World) -> None:
     """With error feedback the mean over many calls comes as close as one likes to the truth."""
     size, count, times = world.world_size, 2000, 24

@@ -120,6 +120,37 @@ def test_all_reduce_with_every_dtype_and_op(world: World) -> None:
     world.run(check)
 
 
+def test_the_mean_of_finite_values_is_finite(world: World) -> None:
+    def check(ctx: DistributedContext) -> None:
+        size = ctx.world_size
+        for dtype in FLOATS:
+            top = float(ml_dtypes.finfo(dtype).max)
+            row = np.tile(np.array([top, -top, 0.9 * top, 1, 0], dtype), 21)
+            if dtype.kind == "c":
+                row = row + row * dtype.type(1j)
+            parts = np.stack([row] * size)
+            root = size - 1
+            found = [
+                ctx.all_reduce(row.copy(), "mean"),
+                ctx.reduce_scatter(parts, "mean"),
+                ctx.reduce(row.copy(), root, "mean") if ctx.rank == root else None,
+            ]
+            if ctx.rank != root:
+                kept = row.copy()
+                ctx.reduce(kept, root, "mean")
+                assert kept.tobytes() == row.tobytes(), "only the root's array changes"
+            assert parts.tobytes() == np.stack([row] * size).tobytes(), "the input stays as it is"
+            for each in found:
+                if each is None:
+                    continue
+                exact, mean = (x.astype(np.complex256) for x in (row, each))
+                assert np.isfinite(mean).all(), (dtype, size)
+                unit = float(ml_dtypes.finfo(dtype).eps)
+                assert (np.abs(mean - exact) <= size * unit * np.abs(exact)).all(), (dtype, size)
+
+    world.run(check)
+
+
 def test_random_floats_end_bit_identical_on_every_rank_with_every_algorithm(
     world: World, seed: int
 ) -> None:

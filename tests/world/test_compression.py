@@ -180,6 +180,37 @@ def test_a_gradient_that_is_not_finite_is_counted_where_it_is_and_gone_with_its_
     assert f"the gradient of {name}: {num} of" in caplog.text
 
 
+@pytest.mark.parametrize("loss_scale", [1.0, 1024.0])
+def test_a_gradient_beyond_the_range_is_the_largest_number_and_counted_or_shown_to_a_scaler(
+    loss_scale: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One rank's element is beyond fp16's range, and the sum of two others that are not. What a
+    loss scale has multiplied must be infinite on all ranks, or the scale would stay too large."""
+
+    def work(ctx: DistributedContext) -> tuple[Tensor, dict[str, int]]:
+        model = DDP(network(), ctx, compression=FP16(), dense_below=0, error_feedback=False)
+        model.loss_scale = loss_scale
+        x, y = batch(ctx.rank, 0)
+        spoilt = torch.zeros(20, 40)
+        spoilt[0, 0] = 3e5 if ctx.rank else 0  # half of it is this rank's part of the mean
+        model.module[2].weight.register_hook(lambda gradient: gradient + spoilt)
+        spoilt_sum = torch.zeros(20)
+        spoilt_sum[7] = 1e5  # on both ranks: the mean is as large, each part is not
+        model.module[2].bias.register_hook(lambda gradient: gradient + spoilt_sum)
+        bad = backward(model, x, y)
+        found = torch.stack([bad["2.weight"][0, 0], bad["2.bias"][7]])
+        assert bad["2.weight"].flatten()[1:].isfinite().all()
+        return found, dict(model.num_nonfinite)
+
+    with caplog.at_level(logging.WARNING):
+        (first, others), (second, own) = run_world(2, work)
+    expected = 65504.0 if loss_scale == 1 else torch.inf
+    assert first.tolist() == second.tolist() == [expected, expected]
+    assert own == {"2.weight": 1}
+    assert others == {"2.weight": 1, "2.bias": 1}
+    assert "1 of 800 elements are beyond the range of the codec at step 0, on this" in caplog.text
+
+
 @pytest.mark.parametrize("name", ["2.weight", "2.bias"], ids=["compressed", "dense"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_rank_alone_counts_what_is_not_finite_too(

@@ -280,4 +280,4 @@ def test_a_scale_is_a_power_of_two_with_room_for_all() -> None:
         assert np.frexp(scale)[0] == 0.5
         assert 2 * world <= scale < 4 * world
     assert reduction.scale_of(np.dtype(np.float32), 1) == 1
-    assert reduction.scale_of(np.dtype(np.complex64), 4) == 1
+    assert reduction.scale_of(np.dtype(np.complex64), 4) == 8

@@ -47,6 +47,10 @@ struct Pack {
 // residual = sent - decoded, and zero where that is not finite.
 using KeepLost = void (*)(void* residual, const void* sent, const void* decoded, std::size_t count);
 
+// The largest magnitude of 16-bit floats, as an integer: these have the order of their values, with
+// infinity and NaN at the end.
+using LargestHalf = std::uint16_t (*)(const void* values, std::size_t count);
+
 // Magnitudes are float32 without their sign, as integers, which have the same order (select.cpp).
 // The maxima of 16 * (count / 256) groups and of count % 256 single values.
 using GroupMaxima = void (*)(std::uint32_t* maxima, const void* values, std::size_t count);
@@ -67,6 +71,7 @@ struct Kernels {
     CombineMany combine_many[num_dtypes] = {};
     Divide divide[num_dtypes] = {};
     Half float16, bfloat16;
+    LargestHalf largest_half = nullptr;
     EncodeBlock encode_block = nullptr;
     DecodeBlock decode_block = nullptr;
     DecodeBlock decode_add_block = nullptr;

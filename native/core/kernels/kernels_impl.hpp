@@ -124,6 +124,13 @@ inline void narrow(float value, Float16& out) {
 
 // -- operations on two values
 
+template <class T>
+constexpr T largest_of = T{};
+template <>
+constexpr float largest_of<float> = 3.40282346638528859812e38f;
+template <>
+constexpr double largest_of<double> = 1.79769313486231570815e308;
+
 struct Sum {
     template <class T>
     static T of(T a, T b) { return static_cast<T>(a + b); }
@@ -336,6 +343,18 @@ void widen_combine(void* target, const void* source, std::size_t count) {
     });
 }
 
+// Signed, for the maximum that the oldest vector instructions have.
+u16 largest_half(const void* values, std::size_t count) {
+    const auto* in = static_cast<const Any<std::int16_t>*>(values);
+    std::int16_t largest = 0;
+    POTLUCK_LOOP
+    for (std::size_t i = 0; i < count; ++i) {
+        const auto magnitude = static_cast<std::int16_t>(in[i].value & 0x7fff);
+        largest = magnitude > largest ? magnitude : largest;
+    }
+    return static_cast<u16>(largest);
+}
+
 // The products are stored before they are added. In one expression GCC makes fused multiply-adds of
 // them, in spite of -ffp-contract=off, and the result would depend on the processor.
 template <class T>
@@ -376,15 +395,8 @@ inline T kept(T value, T quotient, T largest) {
     return (value <= largest) & (value >= -largest) ? bounded : quotient;
 }
 
-template <class T>
-constexpr T largest_of = T{};
-template <>
-constexpr float largest_of<float> = 3.40282346638528859812e38f;
-template <>
-constexpr double largest_of<double> = 1.79769313486231570815e308;
-
-inline float largest_half(Float16) { return 65504.0f; }
-inline float largest_half(Bfloat16) { return 3.38953138925153547590e38f; }
+inline float largest_of_half(Float16) { return 65504.0f; }
+inline float largest_of_half(Bfloat16) { return 3.38953138925153547590e38f; }
 
 template <class T>
 void divide_loop(void* target, const void* source, std::size_t count, double divisor) {
@@ -409,7 +421,7 @@ void divide_half(void* target, const void* source, std::size_t count, double div
     const auto* in = static_cast<const Any<H>*>(source);
     H rounded;
     narrow(static_cast<float>(divisor), rounded);
-    const float by = widen(rounded), largest = largest_half(rounded);
+    const float by = widen(rounded), largest = largest_of_half(rounded);
     for_strips(count, [&](std::size_t at, std::size_t n) {
         float wide[strip];
         widen_some(wide, in + at, n);
@@ -424,18 +436,9 @@ void divide_half(void* target, const void* source, std::size_t count, double div
     });
 }
 
-// Smith's method for a division by n + 0i, as in NumPy, so that the bits are the same.
 template <class T>
 void divide_complex(void* target, const void* source, std::size_t count, double divisor) {
-    auto* out = static_cast<Any<T>*>(target);
-    const auto* in = static_cast<const Any<T>*>(source);
-    const T scale = T{1} / static_cast<T>(divisor), ratio = T{0};
-    POTLUCK_LOOP
-    for (std::size_t i = 0; i < 2 * count; i += 2) {
-        const T re = in[i].value, im = in[i + 1].value;
-        out[i].value = (re + im * ratio) * scale;
-        out[i + 1].value = (im - re * ratio) * scale;
-    }
+    divide_loop<T>(target, source, 2 * count, divisor);
 }
 
 // -- blocks of integers
@@ -466,7 +469,9 @@ float encode_block(void* codes, const void* source, std::size_t count, float lev
         const float shifted = from_bits(in[i].value) * inverse + 12582912.0f;
         out[i].value = static_cast<u8>(to_bits(shifted));
     }
-    return maximum / levels;
+    const float scale = maximum / levels;
+    // Rounded up, it could make the largest code infinite: then the number below it.
+    return scale * levels > largest_of<float> ? from_bits(to_bits(scale) - 1) : scale;
 }
 
 template <bool add>
@@ -751,6 +756,7 @@ Kernels fill(const char* name) {
     }
     fill_complex<float>(table, Dtype::complex64);
     fill_complex<double>(table, Dtype::complex128);
+    table.largest_half = largest_half;
     table.encode_block = encode_block;
     table.decode_block = decode_block<false>;
     table.decode_add_block = decode_block<true>;

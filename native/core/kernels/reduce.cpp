@@ -176,6 +176,10 @@ void divide(Dtype dtype, void* target, const void* source, std::size_t count, do
 
 void average(Dtype dtype, void* target, const void* const* sources, std::size_t num_sources,
              std::size_t count) {
+    if (dtype == Dtype::complex64 || dtype == Dtype::complex128) {  // the parts by themselves
+        const Dtype part = dtype == Dtype::complex64 ? Dtype::float32 : Dtype::float64;
+        return average(part, target, sources, num_sources, 2 * count);
+    }
     // The sums are apart from the target, which may be a source, until they are known to be finite.
     alignas(64) char sums[block_bytes];
     const std::size_t item = item_bytes(dtype), block = block_bytes / item;

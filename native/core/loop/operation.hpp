@@ -2,6 +2,7 @@
 // on which the caller waits.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -44,6 +45,9 @@ public:
         : id(id), listener_(std::move(listener)) {}
 
     const uint64_t id;
+
+    // How many elements this rank has encoded that are beyond the codec's range.
+    std::atomic<uint64_t> num_beyond{0};
 
     // Block until the operation has ended or the time is over.
     State wait_for(double seconds);

@@ -142,7 +142,7 @@ Bytes RunningPlan::encode_segment(const Segment& segment, double unit) const {
     auto bytes = std::make_shared<std::vector<uint8_t>>(segment.wire_bytes);
     const int64_t start = spec.chunks[segment.chunk].residual;
     if (arguments.residual == nullptr || start < 0) {
-        encode(spec.codec, bytes->data(), segment.data, segment.elements);
+        ticket->num_beyond += encode(spec.codec, bytes->data(), segment.data, segment.elements);
     } else {
         // Error feedback (1-bit SGD, Seide et al. 2014): add what earlier calls have lost, encode
         // the sum, keep what this call loses.
@@ -152,7 +152,8 @@ Bytes RunningPlan::encode_segment(const Segment& segment, double unit) const {
             if (unit != 1) divide(spec.dtype, residual, residual, segment.elements, divisor);
         };
         divide_residual(unit);
-        encode_with_residual(spec.codec, bytes->data(), residual, segment.data, segment.elements);
+        ticket->num_beyond += encode_with_residual(spec.codec, bytes->data(), residual, segment.data,
+                                                   segment.elements);
         divide_residual(1 / unit);
     }
     return bytes;

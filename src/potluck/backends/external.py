@@ -22,8 +22,8 @@ from potluck.backends.base import NUM_ASIDE_TAGS, Communicator, PointToPoint
 from potluck.backends.library import ANY_SOURCE, FlatCall, Library, Waiter, exchange
 from potluck.backends.serial_executor import BoundedWork, SerialExecutor
 from potluck.background import start_thread
+from potluck.engine.arrays import reduction
 from potluck.engine.arrays.layout import Array
-from potluck.engine.arrays.reduction import check, conclude
 from potluck.engine.request import NOTHING, FastPath, Request, checked_ranks
 from potluck.engine.work import Work
 from potluck.errors import GroupClosed, GroupError, PotluckError
@@ -118,16 +118,27 @@ class ExternalCommunicator:
         self._check(request)
         operation, op = request.operation, request.op
         source, result = _flat(request.source), _flat(request.result)
-        combined = ReduceOp.SUM if op in (None, ReduceOp.MEAN) else op  # `_conclude` divides a mean
+        is_mean = op is ReduceOp.MEAN and self.world_size > 1
+        combined = ReduceOp.SUM if op in (None, ReduceOp.MEAN) else op
         call = FlatCall(source, result, combined, request.root)
         own = self._library.collectives.get(operation)
-        if own is None or (op is not None and not self._library.can_reduce(combined, source.dtype)):
-            own = partial(exchange, self._library, operation)
+        if op is not None:
+            is_widened = is_mean and isinstance(source, np.ndarray) and source.dtype == np.float16
+            within = np.dtype(np.float32) if is_widened else source.dtype
+            if own is None or not self._library.can_reduce(combined, within):
+                own = partial(exchange, self._library, operation)
+        assert own is not None
 
         def carry_out(deadline: float) -> None:
-            own(call, deadline)
-            if op is not None and result is not None:
-                self._conclude(op, result)
+            if not is_mean:
+                own(call, deadline)
+                return
+            terms, divisor = _terms(call, self.world_size, request.source is request.result)
+            own(terms, deadline)
+            if result is not None:
+                _divide(terms.result, divisor)
+                if terms.result is not result:
+                    result[...] = terms.result
 
         return self._collective(
             operation, request.described, request.result, carry_out, request.timeout_s
@@ -305,8 +316,8 @@ class ExternalCommunicator:
             )
         if not 0 <= request.root < self.world_size:
             raise ValueError(f"root {request.root} is outside a world of {self.world_size}")
-        if request.op is not None and isinstance(request.source, np.ndarray):
-            check(request.op, request.source.dtype)
+        if request.op is not None and request.source is not None:
+            reduction.check(request.op, _dtype_of(request.source))
 
     def _check_peer(self, peer: int) -> None:
         if not 0 <= peer < self.world_size:
@@ -328,13 +339,6 @@ class ExternalCommunicator:
                 )
             raise ValueError(f"tags of {name} end at {last}, not {tag}")
 
-    def _conclude(self, op: ReduceOp, flat: Array) -> None:
-        if isinstance(flat, np.ndarray):
-            with np.errstate(all="ignore"):
-                conclude(op, flat, self.world_size)
-        elif op is ReduceOp.MEAN:
-            flat /= self.world_size
-
 
 class _Aside:
     """Messages with the library's highest tags, or in the order of all where it has no tags."""
@@ -350,6 +354,41 @@ class _Aside:
 
     def _tag(self, tag: int) -> int:
         return self._first + tag if self._first else 0
+
+
+def _terms(call: FlatCall, world_size: int, in_place: bool) -> tuple[FlatCall, float]:
+    """The sum of which a mean is made, and by what to divide its result. No sum of finite terms
+    overflows: they are divided by a power of two first, and those of float16 are in float32."""
+    source, result = call.source, call.result
+    assert source is not None
+    dtype = _dtype_of(source)
+    if dtype == np.float16:
+        wide: Any = source.astype(np.float32) if isinstance(source, np.ndarray) else source.float()
+        into = wide if in_place or result is None else wide[: len(result)] * 0
+        into = None if result is None else into
+        return call._replace(source=wide, result=into), world_size
+    scale, terms = reduction.scale_of(dtype, world_size), source
+    if not in_place:
+        terms = source.copy() if isinstance(source, np.ndarray) else source.clone()
+    _divide(terms, scale)
+    return call._replace(source=terms), world_size / scale
+
+
+def _divide(array: Any, divisor: float) -> None:
+    """``reduction.divide``, of tensors as well."""
+    if isinstance(array, np.ndarray):
+        with np.errstate(all="ignore"):
+            reduction.divide(array, divisor)
+        return
+    was_finite = array.isfinite()
+    array /= divisor
+    if divisor < 1:
+        array.copy_(array.nan_to_num().where(was_finite & ~array.isfinite(), array))
+
+
+def _dtype_of(array: Any) -> np.dtype[Any]:
+    """Also of a tensor on a GPU."""
+    return np.dtype(str(array.dtype).removeprefix("torch."))
 
 
 def _flat(array: Any) -> Any:

@@ -1,8 +1,8 @@
 """The codecs ``fp16`` and ``bf16``: each value is rounded to the nearest 16-bit float, ties to
 even.
 
-``fp16`` keeps 11 significant bits of values up to 65504; larger values become inf, and below 2^-14
-the resolution is 2^-24. ``bf16`` keeps 8 significant bits over the whole range of float32. An
+``fp16`` keeps 11 significant bits of values up to 65504, which stands for larger ones, and below
+2^-14 the resolution is 2^-24. ``bf16`` keeps 8 significant bits over the whole range of float32. An
 element has two little-endian bytes, half of float32's.
 """
 
@@ -20,13 +20,15 @@ class Fp16(Codec):
     name = "fp16"
     code = 1
     keeps_range = False
+    limit = 65520.0
+    largest = 65504.0
 
     def encoded_bytes(self, count: int) -> int:
         return 2 * count
 
     def encode(self, encoded: Bytes, source: Floats) -> None:
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            encoded.view("<f2")[:] = source
+            encoded.view("<f2")[:] = self.saturated(source)
 
     def decode(self, target: Floats, encoded: Bytes) -> None:
         with np.errstate(invalid="ignore"):
@@ -41,13 +43,15 @@ class Bf16(Codec):
 
     name = "bf16"
     code = 2
+    limit = float.fromhex("0x1.FFp127")
+    largest = float.fromhex("0x1.FEp127")
 
     def encoded_bytes(self, count: int) -> int:
         return 2 * count
 
     def encode(self, encoded: Bytes, source: Floats) -> None:
         with np.errstate(over="ignore", invalid="ignore"):
-            encoded.view(ml_dtypes.bfloat16)[:] = source
+            encoded.view(ml_dtypes.bfloat16)[:] = self.saturated(source)
 
     def decode(self, target: Floats, encoded: Bytes) -> None:
         target[:] = encoded.view(ml_dtypes.bfloat16)

@@ -8,9 +8,10 @@ ceil(n * bits / 8)      one signed code per value: -127 to 127, -7 to 7, -1 to 1
 ======================  ========================================================
 
 A value is ``code * scale``. For a block whose largest magnitude is m, with L the largest code, all
-in float32: ``scale = m / L`` and ``code = round(x * (L / m))``, ties to even. Two kinds of blocks
-are special. Below m = 2^-100 all codes and the scale are zero. If a value is not finite, the scale
-is NaN and the codes are zero, so that the whole block decodes to NaN and an overflow stays visible.
+in float32: ``scale = m / L`` (the number below it where ``scale * L`` would be infinite) and
+``code = round(x * (L / m))``, ties to even. Two kinds of blocks are special. Below m = 2^-100 all
+codes and the scale are zero. If a value is inf or NaN, the scale is NaN and the codes are zero, so
+that the whole block decodes to NaN.
 (Symmetric block-wise quantization, as in Dettmers et al., "8-bit Optimizers via Block-wise
 Quantization", 2021, with a linear code.)
 
@@ -57,9 +58,11 @@ class Int(Codec):
             is_finite = np.isfinite(largest)
             is_plain = is_finite & (largest >= _TINY)
             inverse = np.where(is_plain, self._levels / largest, np.float32(0))
+            scales = largest / self._levels
+            scales = np.where(np.isinf(scales * self._levels), np.nextafter(scales, 0), scales)
             encoded[:at].view("<f4")[:] = np.where(
                 is_plain,
-                largest / self._levels,
+                scales,
                 np.where(is_finite, np.float32(0), np.float32(np.nan)),
             )
             blocks[~is_plain] = 0
@@ -83,10 +86,6 @@ class Int(Codec):
             if whole < count:
                 codes = _unpack(encoded[None, middle:], self._bits).reshape(-1)[: count - whole]
                 target[whole:] = codes.astype(np.float32) * scales[-1]
-
-    def is_finite(self, encoded: Bytes, count: int) -> bool:
-        # A block with such a value has the scale NaN.
-        return bool(np.isfinite(encoded[: 4 * _num_blocks(count)].view("<f4")).all())
 
     def error_bound(self, largest: float) -> float:
         return max(largest / float(self._levels) * 0.5001, 2.0**-100)

@@ -9,20 +9,20 @@ from potluck import native
 from potluck.codecs.codec import Bytes, Codec, Floats
 
 
-def encode(codec: Codec, encoded: Bytes, source: Floats) -> bool:
-    """Encode ``source`` into ``encoded``. False if that stands for inf or NaN."""
+def encode(codec: Codec, encoded: Bytes, source: Floats) -> int:
+    """Encode ``source`` into ``encoded``. Returns how many elements are beyond the range, with
+    those that are inf or NaN."""
     if native.available and codec.code:
         return native.core.encode(codec.code, encoded, source)
     codec.encode(encoded, source)
-    return codec.is_finite(encoded, source.size)
+    return codec.num_beyond(source)
 
 
-def encode_with_residual(codec: Codec, encoded: Bytes, residual: Floats, source: Floats) -> bool:
-    """Encode ``source + residual``; ``residual`` becomes what that loses. False as ``encode``."""
+def encode_with_residual(codec: Codec, encoded: Bytes, residual: Floats, source: Floats) -> int:
+    """Encode ``source + residual``; ``residual`` becomes what that loses. Returns the same."""
     if native.available and codec.code:
         return native.core.encode_with_residual(codec.code, encoded, residual, source)
-    codec.encode_with_residual(encoded, residual, source)
-    return codec.is_finite(encoded, source.size)
+    return codec.encode_with_residual(encoded, residual, source)
 
 
 def decode(codec: Codec, target: Floats, encoded: Bytes) -> None:

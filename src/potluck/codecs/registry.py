@@ -6,7 +6,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from potluck.codecs.codec import Codec
+from potluck.codecs.codec import LARGEST, Codec
 from potluck.codecs.halves import Bf16, Fp16
 from potluck.codecs.integers import Int
 
@@ -37,9 +37,10 @@ def register(codec: Codec) -> None:
     """Register a codec of one's own, to be called by ``codec=codec.name`` in an all_reduce.
 
     It is tried on arrays of several lengths first: ValueError if it changes what it encodes, if two
-    encodings of one array differ, or if what it decodes is further away than its ``error_bound``
-    allows. Ranks whose codecs of one name encode these arrays to other bytes get Desync. TypeError
-    for what is no Codec, ValueError for a name that there is.
+    encodings of one array differ, if what it decodes is further away than its ``error_bound``
+    allows, or if it decodes inf or NaN where it encoded the largest float32. Ranks whose codecs of
+    one name encode these arrays to other bytes get Desync. TypeError for what is no Codec,
+    ValueError for a name that there is.
     """
     if not isinstance(codec, Codec):
         raise TypeError(f"{codec!r} is no codec: make a subclass of potluck.codecs.Codec")
@@ -84,4 +85,14 @@ def _tried(codec: Codec) -> bytes:
                 f"{errors.max():.3g}; error_bound promises {bound:.3g}"
             )
         hashed.update(pair[0].tobytes())
+    extremes = np.resize(np.array([LARGEST, -LARGEST, 1], np.float32), 257)
+    encoded, decoded = np.empty(codec.encoded_bytes(257), np.uint8), np.empty(257, np.float32)
+    with np.errstate(all="ignore"):
+        codec.encode(encoded, extremes)
+        codec.decode(decoded, encoded)
+    if not np.isfinite(decoded).all():
+        raise ValueError(
+            f"codec {codec.name!r} decodes {decoded[~np.isfinite(decoded)][0]} where it encoded "
+            f"{LARGEST:.6g}: encode the largest number that it can stand for instead"
+        )
     return hashed.digest()

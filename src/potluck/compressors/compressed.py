@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from potluck.codecs.codec import Bytes
 from potluck.compressors.strategy import Strategy
+from potluck.compressors.wide import cast
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,7 +18,7 @@ class Compressed:
     """An array that ``strategy`` has compressed into ``payload``, a flat uint8 array.
 
     ``shape`` and ``dtype`` are the array's, ``step`` is the number of the call. ``num_nonfinite``
-    is how many elements of the array were inf or NaN (or became so, by FP16).
+    is how many elements of the array were inf or NaN, or beyond the range of the strategy.
     """
 
     strategy: Strategy
@@ -42,4 +43,4 @@ class Compressed:
         """The array that the payload stands for, of the original shape and dtype."""
         with np.errstate(over="ignore", invalid="ignore"):
             decoded = self.strategy.decompress(self.payload, self.shape, self.step)
-            return decoded.astype(self.dtype, copy=False)
+            return cast(decoded, self.dtype)

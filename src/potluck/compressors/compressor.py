@@ -12,13 +12,13 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from potluck.codecs.codec import Bytes
+from potluck.codecs.codec import LARGEST, Bytes, Floats
 from potluck.compressors import options
 from potluck.compressors.compressed import Compressed
 from potluck.compressors.encoded import Encoded, Int
 from potluck.compressors.strategy import Strategy, text_of
 from potluck.compressors.topk import TopK
-from potluck.compressors.wide import compress_any
+from potluck.compressors.wide import compress_any, largest_of
 
 _log = logging.getLogger(__name__)
 
@@ -40,8 +40,9 @@ class GradientCompressor:
     "Error Feedback Fixes SignSGD", 2019). The residual has float32's precision (of float64 arrays
     float64's) and the array's number of elements.
 
-    Elements that are inf or NaN stay visible in what is decompressed, are counted in
-    ``num_nonfinite`` by name and reported with the name in a warning. They never enter a residual.
+    Elements that are inf or NaN stay visible in what is decompressed; for those beyond the range of
+    the strategy the largest number of its range stands. Both are counted in ``num_nonfinite`` by
+    name and reported with the name in a warning. They never enter a residual.
     """
 
     def __init__(self, strategy: Strategy, error_feedback: bool = True) -> None:
@@ -54,7 +55,7 @@ class GradientCompressor:
         self.strategy = strategy
         self.error_feedback = error_feedback
         self.num_nonfinite: Counter[str] = Counter()
-        """By name: how many elements of all calls were inf or NaN."""
+        """By name: how many elements of all calls were inf, NaN or beyond the range."""
         self._steps: Counter[str] = Counter()
         self._residuals: dict[str, Array] = {}
         self._payloads: dict[str, Bytes] = {}
@@ -70,15 +71,13 @@ class GradientCompressor:
         step = self._steps[name]
         if isinstance(self.strategy, Encoded) and array.dtype == np.float32:
             payload = self._memory(name, self.strategy.codec.encoded_bytes(source.size))
-            is_finite = self.strategy.compress_into(payload, source, residual)
+            num_beyond = self.strategy.compress_into(payload, source, residual)
         else:
             payload, wide = compress_any(self.strategy, source, residual, step)
-            is_finite = self.strategy.looks_finite(payload, wide)
+            num_beyond = self._num_beyond(payload, wide, array.dtype)
         self._steps[name] += 1
         made = Compressed(self.strategy, payload, array.shape, array.dtype, step)
-        if is_finite:
-            return made
-        return self._with_count(made, array, name)
+        return self._with_count(made, array, name, num_beyond) if num_beyond else made
 
     def decompress(self, compressed: Compressed) -> Array:
         """The array that ``compressed`` stands for, of its shape and dtype."""
@@ -137,14 +136,22 @@ class GradientCompressor:
             )
         return kept
 
-    def _with_count(self, made: Compressed, array: Array, name: str) -> Compressed:
+    def _num_beyond(self, payload: Bytes, wide: Floats, dtype: np.dtype[Any]) -> int:
+        """How many elements of ``wide``, which the payload stands for, are inf, NaN or beyond the
+        range of the strategy or of the array's ``dtype``."""
+        is_coded = isinstance(self.strategy, Encoded)
+        if dtype == np.float32 and not is_coded and self.strategy.looks_finite(payload, wide):
+            return 0
+        limit = min(LARGEST, largest_of(dtype))
+        if isinstance(self.strategy, Encoded):
+            limit = min(limit, self.strategy.codec.limit)
+        num = int(np.count_nonzero(~(np.abs(wide) < np.float32(limit))))
+        return num or int(not self.strategy.looks_finite(payload, wide))
+
+    def _with_count(self, made: Compressed, array: Array, name: str, num_beyond: int) -> Compressed:
         num = int(np.count_nonzero(~np.isfinite(array)))
-        where = "is inf or NaN"
-        if not num:
-            num = int(np.count_nonzero(~np.isfinite(made.decompress())))
-            where = f"is beyond the range of {self.strategy!r}"
-        if not num:
-            return made
+        where = "is inf or NaN" if num else f"is beyond the range of {self.strategy!r}"
+        num = num or max(num_beyond, int(np.count_nonzero(~np.isfinite(made.decompress()))))
         self.num_nonfinite[name] += num
         _log.warning("%s: %d of %d elements: a value %s", name, num, array.size, where)
         return Compressed(made.strategy, made.payload, made.shape, made.dtype, made.step, num)

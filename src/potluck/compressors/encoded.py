@@ -27,9 +27,9 @@ class Encoded(Strategy):
         self.compress_into(payload, source, residual)
         return payload
 
-    def compress_into(self, payload: Bytes, source: Floats, residual: Floats | None) -> bool:
-        """``compress`` into memory of the right size. False if the payload stands for inf or
-        NaN."""
+    def compress_into(self, payload: Bytes, source: Floats, residual: Floats | None) -> int:
+        """``compress`` into memory of the right size. Returns how many elements are beyond the
+        codec's range, with those that are inf or NaN."""
         flat = source.reshape(-1)
         if residual is None:
             return kernels.encode(self.codec, payload, flat)
@@ -41,14 +41,14 @@ class Encoded(Strategy):
         return target
 
     def looks_finite(self, payload: Bytes, source: Floats) -> bool:
-        return self.codec.is_finite(payload, source.size)
+        return bool(np.isfinite(source).all())
 
 
 @dataclass(frozen=True)
 class FP16(Encoded):
     """IEEE half precision: 2 bytes an element, 11 significant bits.
 
-    Values beyond 65504 become infinity, which is counted and reported.
+    65504 stands for values beyond it, which are counted and reported.
     """
 
     @property

@@ -2,8 +2,9 @@
 
 The plan is the direct one of ``engine/arrays/coding.py``: each rank sends every other rank its part
 of the array encoded (all_to_all), adds the parts that come in rank order to its own, and sends the
-sum encoded to all (all_gather). A value is encoded twice whatever the world size, and all ranks
-decode the same bytes. Before the bytes of a part stand those that tell its codec.
+sum encoded to all (all_gather); of a mean, the mean. A value is encoded twice whatever the world
+size, and all ranks decode the same bytes. Before the bytes of a part stand those that tell its
+codec.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from potluck.checks import Duration
 from potluck.codecs import Codec, check_dtype, digest_of
 from potluck.codecs.codec import Bytes, Floats
 from potluck.engine.arrays.layout import bounds
+from potluck.engine.arrays.reduction import divide, scale_of
 from potluck.engine.work import Work, finished
 from potluck.errors import Desync
 from potluck.types import ReduceOp
@@ -74,6 +76,10 @@ def start_own(
     width = _HEAD + max(codec.encoded_bytes(part.size) for part in parts)
     head = np.frombuffer(digest_of(codec), np.uint8)
 
+    is_mean = op is ReduceOp.MEAN
+    scale = scale_of(np.dtype(np.float32), world) if is_mean else 1.0
+    """What the terms of a mean are divided by, so that no sum overflows."""
+
     def encode(into: Bytes, part: Floats, lost: Floats | None) -> None:
         into[:_HEAD] = head
         encoded = into[_HEAD : _HEAD + codec.encoded_bytes(part.size)]
@@ -100,17 +106,30 @@ def start_own(
     work: Work = ctx.all_to_all(sent, timeout=timeout, async_op=True)
 
     def finish(received: NDArray[np.uint8]) -> NDArray[Any]:
-        own = parts[rank]
+        own, lost = parts[rank], owed[rank]
+        divide(own, scale)
         for peer in range(world):
-            if peer != rank:
-                codec.decode_accumulate(own, decoded(received[peer], peer, own))
+            if peer == rank:
+                continue
+            row = decoded(received[peer], peer, own)
+            if is_mean:
+                term = np.empty_like(own)
+                codec.decode(term, row)
+                divide(term, scale)
+                np.add(own, term, out=own)
+            else:
+                codec.decode_accumulate(own, row)
         mine = np.zeros(width, np.uint8)
-        encode(mine, own, owed[rank])
+        if is_mean:
+            divide(own, world / scale)
+            if lost is not None:  # in the units of the mean, while it is encoded
+                divide(lost, world)
+        encode(mine, own, lost)
+        if is_mean and lost is not None:
+            divide(lost, 1 / world)
         rows = ctx.all_gather(mine, timeout=timeout)
         for peer, part in enumerate(parts):
             codec.decode(part, decoded(rows[peer], peer, part))
-        if op is ReduceOp.MEAN:
-            flat[:] /= np.float32(world)
         return array
 
     return work.then(finish)

@@ -74,8 +74,18 @@ class GroupResources:
         shared = () if self.shm is None else self.shm.ongoing()
         return [*self.loop.ongoing(), *shared]
 
-    def on_end(self, call: Call, nbytes: int, seconds: float, error: BaseException | None) -> None:
-        """Count a call that has ended."""
+    def on_end(
+        self,
+        call: Call,
+        nbytes: int,
+        seconds: float,
+        error: BaseException | None,
+        num_beyond: int,
+    ) -> None:
+        """Count a call that has ended. ``num_beyond``: of the elements that this rank has encoded,
+        how many were beyond the codec's range."""
+        if num_beyond:
+            self.metrics.beyond(call.operation, call.codec, num_beyond)
         if call.parent_call:
             return
         if error is None:
@@ -95,8 +105,10 @@ def open_resources(
     """Begin a group's loop. The result's ``nodes`` has each rank's node index, counted in the order
     of the ranks; a rank whose node is unknown counts as a node of its own."""
 
-    def on_operation(plan: CompiledPlan, seconds: float, error: BaseException | None) -> None:
-        resources.on_end(plan.call, plan.nbytes, seconds, error)
+    def on_operation(
+        plan: CompiledPlan, seconds: float, error: BaseException | None, num_beyond: int
+    ) -> None:
+        resources.on_end(plan.call, plan.nbytes, seconds, error, num_beyond)
 
     order: dict[str, int] = {}
     nodes = tuple(

@@ -90,6 +90,7 @@ class Metrics:
         self._lock = Lock()
         self._collectives: dict[tuple[str, str], CollectiveMeter] = {}
         self._failures: dict[tuple[str, str], int] = {}
+        self._beyond: dict[tuple[str, str], int] = {}
         self._links: dict[str, LinkMeter] = {}
         self._shared: list[SharedMemoryCounts] = []
         self._waited_s = 0.0
@@ -117,6 +118,12 @@ class Metrics:
         """Record a collective that raised; ``kind`` is the class of the error (``PeerLost``)."""
         with self._lock:
             self._failures[operation, kind] = self._failures.get((operation, kind), 0) + 1
+
+    def beyond(self, operation: str, codec: str, num: int) -> None:
+        """Record that ``num`` of the elements that this rank has encoded were beyond the range of
+        the codec, or inf or NaN."""
+        with self._lock:
+            self._beyond[operation, codec] = self._beyond.get((operation, codec), 0) + num
 
     def link(self, peer: str) -> LinkMeter:
         """The meter of the link to ``peer``, made at the first call.
@@ -175,6 +182,7 @@ class Metrics:
                 seconds=seconds,
                 nbytes=nbytes,
                 failures=dict(self._failures),
+                beyond=dict(self._beyond),
                 links={peer: meter.as_dict() for peer, meter in self._links.items()},
                 reported=self._reported.copy(),
             )

@@ -74,6 +74,15 @@ def families(now: Snapshot) -> Iterator[Metric]:
         failures.add_metric([*values, *key], count)
     yield failures
 
+    beyond = CounterMetricFamily(
+        "potluck_codec_beyond_range",
+        "Elements encoded by this rank that are inf, NaN or beyond the codec's range.",
+        labels=[*names, "operation", "codec"],
+    )
+    for key, count in now.beyond.items():
+        beyond.add_metric([*values, *key], count)
+    yield beyond
+
     for field, text in _LINK_COUNTERS.items():
         counter = CounterMetricFamily(f"potluck_link_{field}", text, labels=[*names, "peer"])
         for peer, link in now.links.items():

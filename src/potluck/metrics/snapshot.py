@@ -12,8 +12,8 @@ from potluck.metrics.histogram import Histogram
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """The metrics of one moment. ``seconds`` and ``nbytes`` are keyed by (operation, algorithm),
-    ``failures`` by (operation, class of the error), ``links`` by peer, ``reported`` by name and
-    labels."""
+    ``failures`` by (operation, class of the error), ``beyond`` by (operation, codec), ``links`` by
+    peer, ``reported`` by name and labels."""
 
     labels: dict[str, str]
     epoch: int
@@ -22,6 +22,7 @@ class Snapshot:
     seconds: dict[tuple[str, str], Histogram]
     nbytes: dict[tuple[str, str], Histogram]
     failures: dict[tuple[str, str], int]
+    beyond: dict[tuple[str, str], int]
     links: dict[str, dict[str, int]]
     reported: dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -30,8 +31,9 @@ class Snapshot:
 
         ``operations`` maps an operation to count, bytes and seconds (sums), mean_s, p50_s and
         p99_s (estimates from a histogram with bounds in factors of two), algorithms (number of
-        finished calls of each) and failures (number by class of error). ``links`` maps a peer to
-        the fields of ``LinkMeter``.
+        finished calls of each), failures (number by class of error) and beyond_range (by codec, the
+        number of elements encoded here that are inf, NaN or beyond its range). ``links`` maps a
+        peer to the fields of ``LinkMeter``.
         """
         names = [operation for operation, _ in (*self.seconds, *self.failures)]
         return {
@@ -58,4 +60,5 @@ class Snapshot:
             "p99_s": seconds.quantile(0.99),
             "algorithms": {algorithm: h.count for algorithm, h in by_algorithm.items()},
             "failures": failures,
+            "beyond_range": {codec: n for (o, codec), n in self.beyond.items() if o == name},
         }

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from potluck.codecs.codec import LARGEST
 from potluck.compressors import PowerSGD, Strategy, options
 from potluck.compressors.encoded import Encoded
 from potluck.compressors.low_rank import Matrix
@@ -35,6 +36,7 @@ Choice = Strategy | Callable[[str, Any], Strategy | None] | None
 """One strategy, or a function that chooses for each parameter; None: not compressed."""
 
 
+_JUST_BELOW = 1 - 2.0**-20
 _TORCH = {np.dtype(np.float32): torch.float32, np.dtype(np.float64): torch.float64}
 
 
@@ -188,12 +190,19 @@ class Compression:
             self._num_backwards += 1
 
     def watch(self, number: int, host: Tensor) -> None:
-        """Count what is not finite in this rank's flat gradients of a bucket, if any are
-        compressed: before they are, for a block of a coded sum has the NaN of any element."""
-        if not self.is_used or host.sum().isfinite():
+        """Count what is inf, NaN or beyond the codec's range in this rank's flat gradients of a
+        bucket, if any are compressed: before they are, for a block of a coded sum has the NaN of
+        any element. Under a loss scale, what is beyond the range becomes inf, by which scalers know
+        that the scale is too large."""
+        if not self.is_used:
             return
-        if self._count_nonfinite(number, host, "on this rank"):
+        limit = limit_of(self.strategy(number))
+        if is_within(host, limit):
+            return
+        if self._count_nonfinite(number, host, "on this rank", limit):
             self._with_nonfinite.add(number)
+        if self._scale != 1:
+            _show_beyond(host, limit)
 
     def watch_alone(self, gradients: Mapping[int, Tensor | None]) -> None:
         """The same, by parameter, for a rank alone, which compresses nothing."""
@@ -216,12 +225,16 @@ class Compression:
         residual = self._residual(number)
 
         def finish() -> None:
+            limit = saturated_from(strategy)
             if wide is not host:
-                host.copy_(wide)
-            with np.errstate(over="ignore", invalid="ignore"):
-                is_finite = np.isfinite(array.sum())
-            if not is_finite and number not in self._with_nonfinite:
-                self._count_nonfinite(number, wide, "in the sum over the ranks")
+                limit = min(limit, torch.finfo(host.dtype).max * _JUST_BELOW)
+                copy_saturated(host, wide)
+            if is_within(wide, limit):
+                return
+            if number not in self._with_nonfinite:
+                self._count_nonfinite(number, wide, "in the sum over the ranks", limit)
+            if self._scale != 1:
+                _show_beyond(host, limit)
 
         if isinstance(strategy, PowerSGD):
             self._add_matrices(number, strategy, array, residual, finish)
@@ -347,21 +360,66 @@ class Compression:
         for index, offset in zip(bucket.parameters, bucket.offsets, strict=True):
             yield self.names[index], slice(offset, offset + math.prod(self._shapes[index]))
 
-    def _count_nonfinite(self, number: int, flat: Tensor, where: str) -> bool:
-        """Whether an element of a bucket is not finite: a sum of finite ones may overflow."""
+    def _count_nonfinite(self, number: int, flat: Tensor, where: str, limit: float) -> bool:
+        """Whether a magnitude in a bucket is NaN or at least ``limit``: a sum of smaller ones may
+        be."""
         parts = self._parts(number)
-        found = [self._note_nonfinite(name, flat[part], where) for name, part in parts]
+        found = [self._note_nonfinite(name, flat[part], where, limit) for name, part in parts]
         return any(found)
 
-    def _note_nonfinite(self, name: str, gradient: Tensor, where: str) -> bool:
-        num = int(gradient.isfinite().logical_not().sum())
+    def _note_nonfinite(
+        self, name: str, gradient: Tensor, where: str, limit: float = math.inf
+    ) -> bool:
+        num, what = num_beyond(gradient, limit)
         if num:
             self.num_nonfinite[name] += num
             _log.warning(
-                "the gradient of %s: %d of %d elements are inf or NaN at step %d, %s",
-                *(name, num, gradient.numel(), self._step, where),
+                "the gradient of %s: %d of %d elements are %s at step %d, %s",
+                *(name, num, gradient.numel(), what, self._step, where),
             )
         return num > 0
+
+
+def limit_of(strategy: Strategy | None) -> float:
+    """The magnitude from which on a gradient is beyond the range of what encodes it."""
+    return strategy.codec.limit if isinstance(strategy, Encoded) else math.inf
+
+
+def saturated_from(strategy: Strategy | None) -> float:
+    """The magnitude from which on what is decoded stands for something beyond the range: just below
+    the largest number, for integers decode to its rounding."""
+    return strategy.codec.largest * _JUST_BELOW if isinstance(strategy, Encoded) else math.inf
+
+
+def is_within(flat: Tensor, limit: float) -> bool:
+    """Whether all magnitudes are below ``limit``, and none is NaN. May be False for others."""
+    if limit >= min(LARGEST, torch.finfo(flat.dtype).max):
+        return bool(flat.sum().isfinite())  # the cheaper test
+    return not flat.numel() or bool(flat.abs().max() < limit)
+
+
+def num_beyond(flat: Tensor, limit: float) -> tuple[int, str]:
+    """How many elements are inf, NaN or of a magnitude of at least ``limit``, and which of that."""
+    is_bad = flat.isfinite().logical_not()
+    what = "inf or NaN" if is_bad.any() else "beyond the range of the codec"
+    if limit <= torch.finfo(flat.dtype).max:  # else no number of this dtype reaches it
+        is_bad.logical_or_(flat.abs() >= limit)
+    return int(is_bad.sum()), what
+
+
+def copy_saturated(target: Tensor, source: Tensor) -> Tensor:
+    """``target`` with the values of ``source``: where these are finite and beyond its dtype, with
+    the largest number of that."""
+    if target.dtype == source.dtype:
+        return target.copy_(source)
+    most = min(torch.finfo(target.dtype).max, torch.finfo(source.dtype).max)
+    return target.copy_(torch.where(source.isfinite(), source.clamp(-most, most), source))
+
+
+def _show_beyond(flat: Tensor, limit: float) -> None:
+    """Set elements of at least ``limit`` to inf of their sign."""
+    infinite = torch.full_like(flat, math.inf).copysign_(flat)
+    flat.copy_(torch.where(flat.abs() >= limit, infinite, flat))
 
 
 def tell_dropped(residuals: Iterable[Mapping[str, Any]], kept: Collection[str]) -> None:

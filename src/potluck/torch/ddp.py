@@ -171,8 +171,9 @@ class DistributedDataParallel(nn.Module):
 
     @property
     def num_nonfinite(self) -> Counter[str]:
-        """By parameter: how many elements of its gradients were inf or NaN on this rank; where none
-        of a bucket were, in the sum over the ranks. Nothing is counted without ``compression``."""
+        """By parameter: how many elements of its gradients were inf, NaN or beyond the range of the
+        codec on this rank; where none of a bucket were, in the sum over the ranks. Nothing is
+        counted without ``compression``."""
         return self.compression.num_nonfinite
 
     @property

@@ -25,7 +25,16 @@ from potluck.compressors.strategy import text_of
 from potluck.compressors.wide import Array, compress_any
 from potluck.context.compressed import sum_payloads
 from potluck.context.structure import compare
-from potluck.torch.compression import Choice, chosen, tell_dropped
+from potluck.torch.compression import (
+    Choice,
+    chosen,
+    copy_saturated,
+    is_within,
+    limit_of,
+    num_beyond,
+    saturated_from,
+    tell_dropped,
+)
 from potluck.torch.process_group.group import PotluckProcessGroup
 from potluck.torch.structure import check_dense, describe
 from potluck.uncopied import Uncopied
@@ -140,7 +149,8 @@ class CompressionState(Uncopied):
         self.step = 0
         """The number of backwards so far."""
         self.num_nonfinite: Counter[str] = Counter()
-        """By parameter: how many elements of its gradients were inf or NaN in the mean."""
+        """By parameter: how many elements of its gradients were inf, NaN or beyond the range of the
+        codec."""
         self._with_nonfinite: set[tuple[int, Strategy | None]] = set()
         """The pieces of this backward, by bucket and strategy, in which this rank's own gradients
         have inf or NaN."""
@@ -266,28 +276,31 @@ class CompressionState(Uncopied):
         return None
 
     def look(self, piece: _Piece) -> None:
-        """Count what is not finite in this rank's gradients of a piece: before they are compressed,
-        for a block of a coded sum has the NaN of any element."""
-        key = piece.bucket, piece.strategy
+        """Count what is inf, NaN or beyond the codec's range in this rank's gradients of a piece:
+        before they are compressed, for a block of a coded sum has the NaN of any element."""
+        key, limit = (piece.bucket, piece.strategy), limit_of(piece.strategy)
         self._with_nonfinite.discard(key)
-        if not piece.flat.sum().isfinite() and self._count(piece, piece.flat, "on this rank"):
+        if not is_within(piece.flat, limit) and self._count(
+            piece, piece.flat, limit, "on this rank"
+        ):
             self._with_nonfinite.add(key)
 
     def watch(self, piece: _Piece, flat: Tensor) -> Tensor:
-        """Count what is not finite in the reduced gradients of a piece, if this rank's own were
-        finite; returns them."""
+        """The same in the reduced gradients of a piece, if this rank's own were within the range;
+        returns them."""
         is_own = (piece.bucket, piece.strategy) in self._with_nonfinite
-        if not is_own and not flat.sum().isfinite():
-            self._count(piece, flat, "in the mean over the ranks")
+        limit = saturated_from(piece.strategy)
+        if not is_own and not is_within(flat, limit):
+            self._count(piece, flat, limit, "in the mean over the ranks")
         return flat
 
-    def _count(self, piece: _Piece, flat: Tensor, where: str) -> bool:
-        """Whether an element is not finite: a sum of finite ones may overflow."""
+    def _count(self, piece: _Piece, flat: Tensor, limit: float, where: str) -> bool:
+        """Whether a magnitude is NaN or at least ``limit``: a sum of smaller ones may be."""
         found = False
         sizes = [each.numel() << each.is_complex() for each in piece.parameters]  # of real numbers
         parts = torch.split(flat, sizes)
         for place, (parameter, part) in enumerate(zip(piece.parameters, parts, strict=True)):
-            num = int(part.isfinite().logical_not().sum())
+            num, what = num_beyond(part, limit)
             if num:
                 shape = tuple(parameter.shape)
                 number = f"parameter {place} of bucket {piece.bucket}, of shape {shape}"
@@ -295,8 +308,8 @@ class CompressionState(Uncopied):
                 found = True
                 self.num_nonfinite[name] += num
                 _log.warning(
-                    "the gradient of %s: %d of %d elements are inf or NaN at step %d, %s",
-                    *(name, num, part.numel(), self.step, where),
+                    "the gradient of %s: %d of %d elements are %s at step %d, %s",
+                    *(name, num, part.numel(), what, self.step, where),
                 )
         return found
 
@@ -379,7 +392,9 @@ def _start(state: CompressionState, piece: _Piece, call: int) -> torch.futures.F
     if isinstance(strategy, Encoded):
         own = state.own_group(strategy)
         coded = own.all_reduce_encoded(wide, strategy.codec.name, residual)
-        return coded.get_future().then(lambda done: state.watch(piece, flat.copy_(done.value()[0])))
+        return coded.get_future().then(
+            lambda done: state.watch(piece, copy_saturated(flat, done.value()[0]))
+        )
     host = wide.cpu()
     array: Array = host.numpy()
     kept: Array | None = None if residual is None else residual.numpy()
@@ -400,7 +415,7 @@ def _start(state: CompressionState, piece: _Piece, call: int) -> torch.futures.F
         else:
             sum_payloads(array, received.cpu().numpy(), strategy, call)
         np.divide(array, array.dtype.type(group.size()), out=array)
-        return state.watch(piece, flat.copy_(host))
+        return state.watch(piece, copy_saturated(flat, host))
 
     if isinstance(strategy, Random):
         work = dist.all_reduce(sent, group=group, async_op=True)
@@ -464,7 +479,7 @@ def _reduce_matrices(
             if name in qs:
                 state._qs[parameter] = qs[name]
     for each in buckets:
-        each.future.set_result(state.watch(each.piece, each.piece.flat.copy_(each.host)))
+        each.future.set_result(state.watch(each.piece, copy_saturated(each.piece.flat, each.host)))
 
 
 def _sum(array: Array, device: torch.device, group: dist.ProcessGroup) -> None:

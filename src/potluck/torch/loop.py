@@ -233,9 +233,9 @@ class ElasticLoop(elastic.ElasticLoop):
 
     @property
     def num_nonfinite(self) -> Counter[str]:
-        """By parameter: how many elements were inf or NaN. With ``Gossip`` those of this rank at
-        the end of a round; with ``LocalSGD`` and ``DiLoCo`` of what a round changed, on a rank or
-        in the sum; else of compressed gradients (see ``DDP``)."""
+        """By parameter: how many elements were inf, NaN or beyond a codec's range. With ``Gossip``
+        those of this rank at the end of a round; with ``LocalSGD`` and ``DiLoCo`` of what a round
+        changed, on a rank or in the sum; else of compressed gradients (see ``DDP``)."""
         if self._outer is not None:
             return self._outer.num_nonfinite
         if isinstance(self._model, DistributedDataParallel):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.codecs import NAMES, Codec, check_dtype, codec_of
+from potluck.codecs import NAMES, Codec, check_dtype, codec_of, kernels
 
 CODECS = [codec_of(name) for name in NAMES]
 lengths = st.integers(0, 1000)
@@ -67,6 +67,82 @@ def test_what_is_not_finite_stays_visible(codec: Codec, bad: float) -> None:
     decoded = round_trip(codec, source)
     assert not np.isfinite(decoded[300])
     assert np.all(decoded[:256] == 1), "the other blocks are as they were"
+
+
+MOST = np.finfo(np.float32).max
+BOUNDARIES = {
+    "fp16": (65504, np.nextafter(np.float32(65520), np.float32(0))),
+    "bf16": (float.fromhex("0x1.FEp127"), float.fromhex("0x1.FEFFFEp127")),
+    "int8": (MOST, np.nextafter(MOST, np.float32(0))),
+    "int4": (MOST, np.nextafter(MOST, np.float32(0))),
+    "int2": (MOST, np.nextafter(MOST, np.float32(0))),
+}
+"""By codec: the largest number that it stands for, and the largest one that is not counted."""
+
+
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_what_is_beyond_the_range_becomes_the_largest_number_and_is_counted(
+    codec: Codec, with_residual: bool
+) -> None:
+    top, last = BOUNDARIES[codec.name]
+    source = np.ones(600, np.float32)
+    source[:5] = MOST, -MOST, last, -last, 0
+    source[300] = MOST
+    encoded, residual = np.empty(codec.encoded_bytes(600), np.uint8), np.zeros(600, np.float32)
+    if with_residual:
+        num = kernels.encode_with_residual(codec, encoded, residual, source)
+    else:
+        num = kernels.encode(codec, encoded, source)
+    assert num == 3, "the two of the largest float32 in the first block, and the one in the second"
+    decoded = np.empty_like(source)
+    kernels.decode(codec, decoded, encoded)
+    assert np.isfinite(decoded).all()
+    assert np.isfinite(residual).all()
+    expected = np.float32([top, -top, top, -top])
+    assert (np.abs(decoded[:4] - expected) <= np.abs(expected) * 1e-6).all()
+    assert decoded[4] == 0
+    assert abs(decoded[300] / top - 1) <= 1e-6
+    if codec.name == "fp16" and with_residual:
+        assert residual[[0, 1, 300]].tolist() == [0, 0, 0], "what is beyond is lost"
+        assert residual[2] == last - top
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_inf_and_nan_are_counted_with_their_block_visible(codec: Codec) -> None:
+    source = np.ones(600, np.float32)
+    source[[3, 4, 5]] = np.inf, -np.inf, np.nan
+    encoded = np.empty(codec.encoded_bytes(600), np.uint8)
+    assert kernels.encode(codec, encoded, source) == 3
+    decoded = np.empty_like(source)
+    kernels.decode(codec, decoded, encoded)
+    bad = slice(3, 6) if codec.code < 3 else slice(0, 256)
+    assert not np.isfinite(decoded[bad]).any()
+    assert (np.delete(decoded, bad) == 1).all()
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_a_sum_of_finite_values_stays_finite(codec: Codec) -> None:
+    """By adding what is decoded, and by adding a residual."""
+    source = np.ones(600, np.float32)
+    source[::2] = MOST
+    source[1::4] = -MOST
+    encoded = np.empty(codec.encoded_bytes(600), np.uint8)
+    kernels.encode(codec, encoded, source)
+    total = source.copy()
+    total[7] = np.inf
+    kernels.decode_accumulate(codec, total, encoded)
+    assert total[7] == np.inf, "infinity stays"
+    assert np.isfinite(np.delete(total, 7)).all()
+    assert total[0] >= np.float32(0.99) * MOST
+    assert total[1] <= np.float32(-0.99) * MOST
+    residual = source / 2
+    num = kernels.encode_with_residual(codec, encoded, residual, source)
+    assert num == np.count_nonzero(np.abs(source) > 1)
+    decoded = np.empty_like(source)
+    kernels.decode(codec, decoded, encoded)
+    assert np.isfinite(decoded).all()
+    assert np.isfinite(residual).all()
 
 
 def test_zeros_and_the_tiniest_values() -> None:

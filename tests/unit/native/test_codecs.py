@@ -25,12 +25,26 @@ seeds = st.integers(0, 2**32 - 1)
 ordinary = st.booleans()
 
 
+EDGES = np.array(
+    [
+        *(np.finfo(np.float32).max, 65504, 65519.996, 65520, 2.0**103, 2.0**96, np.inf, np.nan),
+        *map(float.fromhex, ("0x1.FEp127", "0x1.FEFFFEp127", "0x1.FFp127", "0x1.FFFFFCp127")),
+    ],
+    np.float32,
+)
+EDGES = np.concatenate([EDGES, -EDGES])
+"""About the ends of the ranges of codecs."""
+
+
 def floats(count: int, offset: int, seed: int, is_ordinary: bool) -> np.ndarray:
     array = odd_array(F4, count, offset=offset, seed=seed)
     if is_ordinary:
         rng = np.random.default_rng(seed)
         array[:] = rng.standard_normal(count) * 10.0 ** rng.integers(-38, 38, count)
         array[: count // 2] = rng.standard_normal(count // 2)
+        if seed % 3 == 0:
+            places = rng.random(count) < 0.01
+            array[places] = rng.choice(EDGES, np.count_nonzero(places))
     return array
 
 
@@ -57,7 +71,7 @@ def test_encode(
     expected = space(codec.encoded_bytes(count), 0)
     codec.encode(expected, source)
     encoded = space(codec.encoded_bytes(count), there)
-    native.core.encode(codec.code, encoded, source)
+    assert native.core.encode(codec.code, encoded, source) == codec.num_beyond(source)
     assert same_encoding(codec, encoded, expected, count)
 
 
@@ -88,9 +102,10 @@ def test_what_error_feedback_keeps(
     residual = floats(count, 0, seed + 1, True)
     left = residual.copy()
     expected = space(codec.encoded_bytes(count), 0)
-    codec.encode_with_residual(expected, left, source)
+    num_beyond = codec.encode_with_residual(expected, left, source)
     encoded = space(codec.encoded_bytes(count), offset)
-    native.core.encode_with_residual(codec.code, encoded, residual, source)
+    found = native.core.encode_with_residual(codec.code, encoded, residual, source)
+    assert found == num_beyond
     assert same_encoding(codec, encoded, expected, count)
     assert same_bits(residual, left)
 

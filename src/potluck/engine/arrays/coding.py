@@ -57,6 +57,8 @@ class Coding:
         ``late_scale`` what the sums that it owns are divided by before they are encoded; the
         residual is in the units of the caller's array. Both are powers of two."""
         self.codec = codec
+        self.num_beyond = 0
+        """How many elements were encoded that are beyond the codec's range."""
         self._scale = scale
         self._late_scale = late_scale
         self._takers = takers
@@ -98,11 +100,12 @@ class Coding:
             left = self._residuals[chunk][start : start + data.shape[0]]
             if unit != 1:
                 arithmetic.divide(left, unit)
-            kernels.encode_with_residual(self.codec, encoded, left, data)
+            num = kernels.encode_with_residual(self.codec, encoded, left, data)
             if unit != 1:
                 arithmetic.divide(left, 1 / unit)
         else:
-            kernels.encode(self.codec, encoded, data)
+            num = kernels.encode(self.codec, encoded, data)
+        self.num_beyond += num
         return encoded
 
 

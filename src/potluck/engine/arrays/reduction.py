@@ -25,7 +25,9 @@ _KERNELS: dict[ReduceOp, Callable[..., Any]] = {
     ReduceOp.BOR: np.bitwise_or,
     ReduceOp.BXOR: np.bitwise_xor,
 }
-_SCALED = frozenset(map(np.dtype, (np.float32, np.float64, ml_dtypes.bfloat16)))
+_SCALED = frozenset(
+    map(np.dtype, (np.float32, np.float64, ml_dtypes.bfloat16, np.complex64, np.complex128))
+)
 _BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
 _ORDERED = frozenset({ReduceOp.MIN, ReduceOp.MAX})
 
@@ -59,15 +61,19 @@ def canonicalize_nans(array: Array) -> None:
 def scale_of(dtype: np.dtype[Any], world_size: int) -> float:
     """What the contributions to a mean are divided by before they are summed, so that no sum
     overflows: a power of two, at least twice the number of ranks: a division by it is exact but
-    below the smallest normal numbers. 1 for dtypes that are summed in a wider one, or complex."""
+    below the smallest normal numbers. 1 for dtypes that are summed in a wider one."""
     is_scaled = dtype in _SCALED and world_size > 1
     return 2.0 ** (1 + (world_size - 1).bit_length()) if is_scaled else 1.0
 
 
 def divide(array: Array, divisor: float) -> None:
-    """Divide ``array`` in its dtype. With a divisor below 1 what is finite stays finite: what
-    rounding has carried beyond the largest number becomes that number."""
-    if divisor >= 1:
+    """Divide ``array`` in its dtype, complex numbers part by part. With a divisor below 1 what is
+    finite stays finite: what rounding has carried beyond the largest number becomes that number."""
+    if array.dtype.kind == "c":
+        array = array.view(array.real.dtype)
+    if divisor == 1:
+        return
+    if divisor > 1:
         np.divide(array, array.dtype.type(divisor), out=array)
         return
     finite, negative = np.isfinite(array), np.signbit(array)
@@ -77,9 +83,3 @@ def divide(array: Array, divisor: float) -> None:
     bounds: Any = ml_dtypes.finfo  # untyped
     largest = array.dtype.type(bounds(array.dtype).max)
     array[beyond & ~negative], array[beyond & negative] = largest, -largest
-
-
-def conclude(op: ReduceOp, array: Array, world_size: int) -> None:
-    """What is left to do once all contributions are in: a mean divides, in the array's dtype."""
-    if op is ReduceOp.MEAN and world_size > 1:
-        divide(array, world_size)

@@ -239,7 +239,8 @@ class NativeLoop:
         else:
             error = self._failure()
         if item.plan is not None and state != "refused":
-            self._on_operation(item.plan, item.ticket.seconds, error)
+            ticket = item.ticket
+            self._on_operation(item.plan, ticket.seconds, error, ticket.num_beyond)
         item.work.finish(error)
 
     def _failure(self) -> BaseException:

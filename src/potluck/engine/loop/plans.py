@@ -33,7 +33,7 @@ queries about calls that this rank has not made are kept."""
 _NUM_REMEMBERED = 16
 """How many ended calls of a channel are kept, to say what a late frame disagrees with."""
 
-OnOperation = Callable[[CompiledPlan, float, BaseException | None], None]
+OnOperation = Callable[[CompiledPlan, float, BaseException | None, int], None]
 """Told of every collective that ended: the seconds it took, and its error."""
 
 
@@ -192,7 +192,8 @@ class Plans:
                 (running.sequence, running.call)
             )
             running.conclude()
-            self._on_operation(running.compiled, time.monotonic() - running.started, None)
+            seconds = time.monotonic() - running.started
+            self._on_operation(running.compiled, seconds, None, running.num_beyond)
             running.work.finish()
 
     # -- segments in

@@ -358,7 +358,8 @@ class ProgressLoop:
             self._inbox.popleft()()
         for item in list(self._pending()):
             if isinstance(item, RunningPlan):
-                self._on_operation(item.compiled, time.monotonic() - item.started, self.error)
+                seconds = time.monotonic() - item.started
+                self._on_operation(item.compiled, seconds, self.error, item.num_beyond)
             item.work.finish(self.error)
         for connection in list(self._connections.by_rank.values()):
             self._connections.drop(connection)

@@ -175,6 +175,11 @@ class RunningPlan:
     # -- the whole
 
     @property
+    def num_beyond(self) -> int:
+        """How many elements this rank has encoded that are beyond the codec's range."""
+        return 0 if self._coding is None else self._coding.num_beyond
+
+    @property
     def is_complete(self) -> bool:
         return self._left == 0
 
