@@ -17,7 +17,7 @@ from potluck.context.structure import compare, hash_of
 from potluck.errors import Desync
 from potluck.testing.elastic import ElasticWorld
 from potluck.testing.world import WorldError, run_world
-from potluck.torch import DDP, ElasticLoop
+from potluck.torch import DDP, ElasticLoop, structure
 from potluck.torch.structure import structure_of
 from support.worlds import open_world
 
@@ -146,6 +146,45 @@ def test_a_model_that_one_rank_refuses_is_constructed_on_none(
 
     with open_world("shm", 3) as world:
         world.run(rank)
+
+
+def reshaped(model: Scaled) -> None:
+    """The same tensor, with as many elements in another shape."""
+    model.scale.data = torch.ones(1, 2)
+
+
+def of_another_dtype(model: Scaled) -> None:
+    model.scale = model.scale.to(torch.int32)
+
+
+def renamed(model: Scaled) -> None:
+    model.register_buffer("shift", model.scale)
+    del model.scale
+
+
+@pytest.mark.parametrize("change", [reshaped, of_another_dtype, renamed])
+def test_buffers_are_described_once_and_a_change_between_forwards_is_noticed(
+    change: Callable[[Scaled], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described: list[int] = []
+    structure._hash_of.cache_clear()
+    monkeypatch.setattr(
+        structure, "hash_of", lambda items: described.append(len(items)) or hash_of(items)
+    )
+
+    def rank(ctx: DistributedContext) -> None:
+        model = DDP(Scaled("scale"), ctx)
+        for _ in range(5):
+            model(torch.ones(1, 2))
+        ctx.barrier()
+        assert described.count(1) <= 2, "once, or by each thread"
+        if ctx.rank == 1:
+            change(model.module)
+        model(torch.ones(1, 2))
+
+    with pytest.raises(WorldError, match="since one of them was changed") as caught:
+        run_world(2, rank)
+    assert {type(error) for error in caught.value.errors.values()} == {Desync}
 
 
 def test_in_an_elastic_group_the_first_forward_compares() -> None:

@@ -8,6 +8,7 @@ its hash.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -78,8 +79,17 @@ def structure_of(module: nn.Module, trained: Collection[str]) -> dict[str, str]:
 
 def describe(tensor: Tensor) -> str:
     """Dtype and shape of ``tensor``."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return f"{dtype} of shape {tuple(tensor.shape)}"
+    return _described(tensor.dtype, tensor.shape)
+
+
+def _described(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{str(dtype).removeprefix('torch.')} of shape {tuple(shape)}"
+
+
+@lru_cache(maxsize=16)
+def _hash_of(kinds: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> int:
+    """Kept, for buffers are broadcast before each forward, and seldom change their kinds."""
+    return hash_of({name: _described(dtype, shape) for name, dtype, shape in kinds})
 
 
 @torch.no_grad()
@@ -95,8 +105,8 @@ def broadcast_tensors(
     """
     if ctx.world_size == 1 or not tensors:
         return
-    items = {name: describe(each) for name, each in tensors.items()}
-    mark: Tensor | None = torch.tensor([hash_of(items)])
+    kinds = tuple((name, each.dtype, each.shape) for name, each in tensors.items())
+    mark: Tensor | None = torch.tensor([_hash_of(kinds)])
     piece: list[Tensor] = []
     num_bytes = 0
     for tensor in tensors.values():
