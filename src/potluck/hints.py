@@ -52,7 +52,7 @@ OPERATIONS = {
     "bcast": "ctx.broadcast(array, root=0)",
     "broadcastparameters": "potluck.torch.DDP(model), or ctx.broadcast(tensor, root=0) for each",
     **dict.fromkeys(("broadcastobject", "broadcastobjectlist", "allgatherobject"), _ARRAYS),
-    "ringallreduce": 'ctx.all_reduce(array, "mean", algorithm="ring")',
+    "ringallreduce": 'ctx.all_reduce(array, "mean", algorithm="ring"), which changes array',
     "allreduceasync": "ctx.all_reduce(array, async_op=True), a Work with wait()",
     "allreducesum": "potluck.all_reduce_sum(ctx, array)",
     "allreducemean": "potluck.all_reduce_mean(ctx, array)",
@@ -61,13 +61,14 @@ OPERATIONS = {
     "alltoallsingle": "ctx.all_to_all(array)",
     "isend": "ctx.send(array, dst, async_op=True), a Work with wait()",
     "irecv": "ctx.recv(array, src, async_op=True), a Work with wait()",
-    "receive": "ctx.recv(array, src)",
+    "receive": "ctx.recv_message(src), of what ctx.send_message(payload, dst) sent; for an array "
+    "alone ctx.recv(array, src)",
     "size": "ctx.world_size",
     "enableprofiling": "ctx.stats(): it always counts",
     "metricssnapshot": "ctx.stats()",
     "split": "ctx.new_group(ranks), called by all ranks",
     "ismainprocess": "ctx.is_master",
-    "communicationstats": "ctx.stats()",
+    "communicationstats": 'ctx.stats()["links"], by peer, with "bytes_sent" and "messages_sent"',
     "synchronize": "work.wait() of the Work that async_op=True gives",
     **dict.fromkeys(("shutdown", "finalize", "destroyprocessgroup"), _CLOSE),
     "close": "nothing: a sub-group ends with the context that made it",
@@ -83,13 +84,31 @@ WORK = {
 """Other libraries' names of the operations of a Work."""
 
 TRAINER = {
+    **dict.fromkeys(("train", "fit"), "trainer.train_epoch(X, y), once for each epoch"),
+    **dict.fromkeys(("evaluate", "score"), "trainer.predict(X), and compare"),
+    **dict.fromkeys(
+        ("save", "savecheckpoint", "savemodel"), "np.savez(path, **trainer.get_parameters())"
+    ),
+    **dict.fromkeys(
+        ("load", "loadcheckpoint", "loadmodel"), "trainer.set_parameters(dict(np.load(path)))"
+    ),
+    **dict.fromkeys(("loss", "globalloss"), "trainer.get_global_loss()"),
+    "localloss": "trainer.get_local_loss()",
+    **dict.fromkeys(("parameters", "weights"), "trainer.get_parameters()"),
+    "centroids": "trainer.get_centroids(), of a DistributedKMeansTrainer",
+    "synchronize": "trainer.synchronize_model()",
+}
+NETWORK = {
+    "fit": "trainer.train(X, y, epochs)",
     "setmixedprecision": "mixed_precision=torch.bfloat16 where the trainer is made",
     "setlossscaling": "loss_scaling=potluck.torch.LossScale(scale=1024.0), where the trainer is "
     "made, with mixed_precision=torch.float16",
     "enabledynamicbatching": "dynamic_batching=potluck.torch.NoiseBatching(min_batch=32, "
     "max_batch=512), where the trainer is made",
+    "setlearningrate": "learning_rate=0.01 where the trainer is made",
 }
-"""Other libraries' names of a trainer's methods and options."""
+"""Other libraries' names of a trainer's methods and options, and of those of a network's trainer
+alone."""
 
 MODULE = {
     "initprocessgroup": f"{_INIT}; or torch's own, init_process_group('potluck')",
@@ -128,7 +147,9 @@ MODULE = {
     "dynamic_batching=potluck.torch.NoiseBatching(min_batch=32, max_batch=512))",
     **dict.fromkeys(("auto", "discovery"), "potluck.AutoDiscoveryBackend()"),
     **dict.fromkeys(("ring", "connection"), "potluck.RingBackend(['host:port', ...], rank)"),
-    **dict.fromkeys(("compression", "compress"), "potluck.GradientCompressor(potluck.TopK(0.01))"),
+    **dict.fromkeys(
+        ("compression", "compress", "decompress"), "potluck.GradientCompressor(potluck.TopK(0.01))"
+    ),
     **dict.fromkeys(
         ("topology", "health", "election", "identity"),
         "`potluck status` and `potluck nodes`, which show it",
@@ -186,8 +207,42 @@ BACKEND = {
     **dict.fromkeys(("psk", "namespace"), "POTLUCK_PSK, or POTLUCK_PASSPHRASE"),
 }
 PARTITIONER = {"total_samples": "total_size", "num_samples": "total_size"}
+ROWS = {"send_data": "parts", "recv_data": "output", **ROOTED}
+GATHERED = {"send_data": "array", "recv_data": "out", **ROOTED}
+SAMPLES = dict.fromkeys(("local_data", "data"), "X") | dict.fromkeys(
+    ("local_labels", "labels"), "y"
+)
+NETWORK_SAME = {
+    "lr": "learning_rate",
+    "input_size": "input_dim",
+    **dict.fromkeys(("hidden_sizes", "hidden_layers"), "hidden_dims"),
+    "output_size": "output_dim",
+    **dict.fromkeys(("method", "aggregation_method"), "aggregation"),
+}
+KMEANS = {
+    **dict.fromkeys(("k", "num_clusters"), "n_clusters"),
+    **dict.fromkeys(("max_iter", "max_iters"), "max_iterations"),
+}
+WORKLOAD = dict.fromkeys(("world_size", "n_workers"), "num_workers") | {"costs": "task_costs"}
+SERVER_SAME = dict.fromkeys(("method", "aggregation", "aggregation_method"), "mode")
+SCALE = {"init_scale": "scale", "growth_factor": "growth", "backoff_factor": "backoff"}
 """Other libraries' names of arguments: what ``arguments`` takes as ``same``."""
 
+NETWORK_FIRST = (
+    "the context comes first: DistributedNeuralNetTrainer(ctx, "
+    "potluck.TrainingStrategy.DATA_PARALLEL, input_dim, hidden_dims, output_dim, learning_rate)"
+)
+NETWORK_OPTIONS = {
+    **dict.fromkeys(
+        ("compression", "compressor"),
+        "potluck.torch.DDP(model, compression=...) in a potluck.torch.ElasticLoop",
+    ),
+    **dict.fromkeys(
+        ("checkpoint", "checkpoint_dir", "optimizer", "accumulation"),
+        "potluck.torch.ElasticLoop, the loop that the trainer is made of",
+    ),
+    "epochs": "trainer.train(X, y, epochs)",
+}
 NOISE = {
     "variance_threshold": "threshold=: the batch size stays if the gradient noise scale differs "
     "from it by less than this fraction"
@@ -243,8 +298,8 @@ PERCEPTRON = {
     "max_fun": "the solvers are adam and sgd",
     "verbose": "loss_curve_ has the loss of each epoch",
 }
-"""``INIT``, ``BACKEND``, ``CONTEXT``, ``SAMPLER``, ``DDP``, ``FEDAVG``, ``PARAMETER_SERVER`` and
-``PERCEPTRON`` have hints for arguments of these callables."""
+"""``INIT``, ``BACKEND``, ``CONTEXT``, ``SAMPLER``, ``NETWORK_OPTIONS``, ``DDP``, ``FEDAVG``,
+``PARAMETER_SERVER`` and ``PERCEPTRON`` have hints for arguments of these callables."""
 
 
 def of_object(thing: object, name: str, words: Mapping[str, str] | None = None) -> str:
@@ -378,11 +433,14 @@ def arguments(
     return decorate
 
 
-def of_init(hints: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
+def of_init(
+    hints: Mapping[str, str], otherwise: str = "", *, same: Mapping[str, str] | None = None
+) -> Callable[[type[T]], type[T]]:
     """``arguments`` for the ``__init__`` that a dataclass makes."""
 
     def decorate(kind: type[T]) -> type[T]:
-        kind.__init__ = arguments(hints)(kind.__init__)  # type: ignore[method-assign]
+        new = arguments(hints, otherwise, same=same)(kind.__init__)
+        kind.__init__ = new  # type: ignore[method-assign]
         return kind
 
     return decorate

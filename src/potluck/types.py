@@ -12,7 +12,7 @@ import msgspec
 from potluck import hints
 
 
-class _AnyCase(EnumType):
+class AnyCase(EnumType):
     """Members in any case: ``ReduceOp.Sum`` is ``ReduceOp.SUM``."""
 
     def __getattr__(cls, name: str) -> Any:
@@ -21,7 +21,7 @@ class _AnyCase(EnumType):
         return getattr(cls, name.upper())
 
 
-class ReduceOp(StrEnum, metaclass=_AnyCase):
+class ReduceOp(StrEnum, metaclass=AnyCase):
     """The element-wise reduction of a collective.
 
     | value | dtypes |

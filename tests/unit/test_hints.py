@@ -32,17 +32,19 @@ ON_A_CONTEXT = {
     "allreduce": "ctx.all_reduce",
     "Allreduce": "ctx.all_reduce",
     "all_reduce_": "ctx.all_reduce",
-    "ring_all_reduce": 'ctx.all_reduce(array, "mean", algorithm="ring")',
+    "ring_all_reduce": 'ctx.all_reduce(array, "mean", algorithm="ring"), which changes array',
     "Bcast": "ctx.broadcast(array, root=0)",
     "Alltoall": "ctx.all_to_all",
     "reducescatter": "ctx.reduce_scatter",
     "Get_rank": "ctx.rank",
     "get_world_size": "ctx.world_size",
     "size": "ctx.world_size",
-    "receive": "ctx.recv(array, src)",
+    "receive": "ctx.recv_message(src), of what ctx.send_message(payload, dst) sent; for an array "
+    "alone ctx.recv(array, src)",
     "Split": "ctx.new_group(ranks), called by all ranks",
     "isend": "ctx.send(array, dst, async_op=True), a Work with wait()",
-    "get_communication_stats": "ctx.stats()",
+    "get_communication_stats": 'ctx.stats()["links"], by peer, with "bytes_sent" and '
+    '"messages_sent"',
     "enable_profiling": "ctx.stats(): it always counts",
     "metrics_snapshot": "ctx.stats()",
     "broadcast_object_list": "ctx.broadcast or ctx.all_gather of an array: Python objects are not "

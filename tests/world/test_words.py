@@ -16,6 +16,7 @@ import pytest
 import potluck
 from potluck import hints
 from potluck.context import DistributedContext
+from potluck.errors import UnknownService
 from potluck.parameter_server import SGD, Asynchronous, ParameterServer, Synchronous
 from potluck.testing.world import run_world
 
@@ -194,6 +195,12 @@ ROWS = np.random.default_rng(0).normal(size=(40, 3))
 needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
 
 
+network: Any = potluck.DistributedNeuralNetTrainer if find_spec("torch") else None
+kmeans: Any = potluck.DistributedKMeansTrainer if find_spec("sklearn") else None
+forest: Any = potluck.DistributedRandomForestTrainer if find_spec("sklearn") else None
+needs_sklearn = pytest.mark.skipif(find_spec("sklearn") is None, reason="needs scikit-learn")
+
+
 def trainer(ctx: DistributedContext, strategy: Any = None) -> Any:
     return potluck.DistributedNeuralNetTrainer(
         ctx,
@@ -272,7 +279,7 @@ def test_the_setters_of_a_trainer_are_arguments_of_its_constructor(name: str) ->
     def work(ctx: DistributedContext) -> None:
         with pytest.raises(AttributeError) as caught:
             getattr(trainer(ctx), name)
-        hint = hints.TRAINER[name.replace("_", "")]
+        hint = hints.NETWORK[name.replace("_", "")]
         assert str(caught.value).endswith(f"has no attribute {name!r}; write {hint}")
         with pytest.raises(AttributeError, match=r"no attribute 'nonsense'$"):
             _ = trainer(ctx).nonsense
@@ -356,3 +363,255 @@ def test_a_rank_reports_metrics_of_its_own(tmp_path: Path) -> None:
         assert re.search(rf'training_loss{{.*phase="main".*}} {rank}\.5\n', told), told
         assert re.search(r'seen{.*phase="main".*} 3\.0\n', told), told
         assert "TYPE training_loss gauge" in told
+
+
+@needs_torch
+@pytest.mark.parametrize("size", SIZES)
+def test_a_network_in_ml_cores_order_of_arguments(size: int) -> None:
+    """By position, and by its names of the samples; as with ours."""
+
+    def work(given: DistributedContext) -> None:
+        ctx: Any = given
+        labels = (ROWS[:, 0] > 0).astype(int)
+        start, end = potluck.DataPartitioner(40, size).get_partition(ctx.rank)
+        strategy: Any = potluck.TrainingStrategy
+        one = network(ctx, strategy.DATA_PARALLEL, 3, [5], 2, 0.02)
+        two = network(ctx, strategy.Data_Parallel, input_size=3, hidden_sizes=[5], output_size=2)
+        assert (one.learning_rate, two.learning_rate) == (0.02, 0.01)
+        three = network(ctx, input_dim=3, hidden_dims=[5], output_dim=2, lr=0.02)
+        loss = one.train_epoch(ROWS[start:end].tolist(), labels[start:end].tolist())
+        same = three.train_epoch(local_data=ROWS[start:end], local_labels=labels[start:end])
+        assert loss == same == three.get_global_loss()
+        one.synchronize_model(root_rank=size - 1)
+        mine = np.full(3, ctx.rank + 1.0)
+        for method in ("average", potluck.ReduceOp.AVERAGE, op.Mean):
+            found = one.aggregate_gradients(local_gradient=mine, method=method)
+            assert (found == (size + 1) / 2).all()
+        total = one.aggregate_gradients(mine, potluck.ReduceOp.SUM)
+        assert (total == size * (size + 1) / 2).all()
+
+    run_world(size, work)
+
+
+@pytest.mark.parametrize("kind", [potluck.TrainingStrategy, potluck.AggregationMethod])
+def test_members_of_ml_cores_enumerations_in_any_case(kind: Any) -> None:
+    for name, member in kind.__members__.items():
+        assert getattr(kind, name.title()) is getattr(kind, name.lower()) is member
+    with pytest.raises(AttributeError, match=rf"{kind.__name__} has no member 'HYBRID'; choose"):
+        _ = kind.HYBRID
+
+
+LAYERS = {"input_dim": 3, "hidden_dims": [5], "output_dim": 2}
+CONTEXT_FIRST = r"the context comes first: DistributedNeuralNetTrainer\(ctx, potluck.Training"
+
+
+@needs_torch
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"ctx": None}, r"NetTrainer takes a context, ctx = potluck.init\(\), not None"),
+        ({"strategy": "DATA_PARALLEL"}, "such as TrainingStrategy.DATA_PARALLEL; there are"),
+        ({"input_dim": "3"}, "input_dim is '3'; it must be a whole number"),
+        ({"hidden_dims": 5}, r"hidden_dims is 5; it must be a list, such as \[128, 64\]"),
+        ({"hidden_dims": [5.0]}, "a number of hidden_dims is 5.0; it must be a whole number"),
+        ({"seed": "a"}, "seed is 'a'; it must be a whole number"),
+        ({"loss": "mse"}, "loss is 'mse'; it must be a function"),
+        ({"callbacks": print}, "callbacks is a builtin_function_or_method; pass a list"),
+        ({"loss_scaling": 1024.0}, r"loss_scaling is 1024.0: pass potluck.torch.LossScale\(scale="),
+        ({"dynamic_batching": (32, 512)}, "pass a NoiseBatching of potluck.torch, such as"),
+        ({"compression": potluck.TopK(0.1)}, "'compression'; potluck.torch.DDP"),
+        ({"checkpoint": "x"}, "'checkpoint'; potluck.torch.ElasticLoop"),
+        ({"epochs": 3}, r"'epochs'; trainer.train\(X, y, epochs\)"),
+        ({"width": 3}, CONTEXT_FIRST),
+    ],
+)
+def test_mistakes_where_a_network_is_made(arguments: dict[str, Any], words: str) -> None:
+    def work(ctx: DistributedContext) -> None:
+        with pytest.raises(TypeError, match=words):
+            network(**{"ctx": ctx, **LAYERS, **arguments})
+
+    run_world(1, work)
+
+
+@needs_torch
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda t: t.train_epoch(ROWS, [0] * 40, epochs=3), r"'epochs'; train\(X, y, epochs\)"),
+        (lambda t: t.train(ROWS, [0] * 40, batch_size=8), "'batch_size'; batch_size= where"),
+        (lambda t: t.train(ROWS, [0] * 40, "3"), "epochs is '3'; it must be a whole number"),
+        (lambda t: t.predict(ROWS[:, :2]), r"X has shape \(40, 2\).* or \(3,\) for one sample"),
+        (lambda t: t.predict([]), r"X has shape \(0,\); with input_dim=3"),
+        (lambda t: t.predict(1.0), r"X has shape \(\); with input_dim=3"),
+        (lambda t: t.predict("text"), r"samples are numbers, not <U4; .*np.searchsorted"),
+        (lambda t: t.train(ROWS, ["a", "b"] * 20), r"numbers, not <U1; .*np.searchsorted"),
+        (lambda t: t.fit(ROWS, [0] * 40), r"write trainer.train\(X, y, epochs\)"),
+        (lambda t: t.get_loss(), r"write trainer.get_global_loss\(\)"),
+        (lambda t: t.save_checkpoint("x"), r"write np.savez\(path, \*\*trainer.get_parameters"),
+        (lambda t: t.set_parameters({"w": ROWS}), r"parameters are \['w'\]; \['0.bias', '0.wei"),
+    ],
+)
+def test_mistakes_with_a_network(call: Callable[[Any], Any], words: str) -> None:
+    def work(ctx: DistributedContext) -> None:
+        with pytest.raises((TypeError, ValueError, AttributeError), match=words):
+            call(trainer(ctx))
+
+    run_world(1, work)
+
+
+@needs_torch
+def test_a_trainers_parameters_are_saved_and_loaded_as_its_hint_says(tmp_path: Path) -> None:
+    def work(ctx: DistributedContext) -> None:
+        one, path = trainer(ctx), tmp_path / "parameters.npz"
+        np.savez(path, **one.get_parameters())
+        two = network(ctx, **LAYERS, seed=5)
+        assert not np.array_equal(two.predict(ROWS), one.predict(ROWS))
+        two.set_parameters(dict(np.load(path)))
+        np.testing.assert_array_equal(two.predict(ROWS), one.predict(ROWS))
+
+    run_world(1, work)
+
+
+@needs_sklearn
+def test_mistakes_with_the_trainers_of_estimators() -> None:
+    def work(ctx: DistributedContext) -> None:
+        clusters, trees = kmeans(ctx, k=2, max_iter=5, random_state=0), forest(ctx, 2)
+        for call in (
+            clusters.get_centroids,
+            clusters.get_parameters,
+            lambda: clusters.predict(ROWS),
+            trees.get_parameters,
+            lambda: trees.predict(ROWS),
+        ):
+            with pytest.raises(
+                ValueError, match="is not trained yet: call train_epoch, or set_par"
+            ):
+                call()
+        with pytest.raises(ValueError, match=r"parameters are \['w'\]; \['centroids'\] are need"):
+            clusters.set_parameters({"w": ROWS})
+        with pytest.raises(ValueError, match=r"are needed"):
+            trees.set_parameters({"features": np.array([3]), "classes": np.arange(2)})
+        with pytest.raises(AttributeError, match=r"write trainer.train_epoch\(X, y\), once for"):
+            clusters.fit(ROWS)
+        with pytest.raises(AttributeError, match=r"'set_mixed_precision'$"):  # has none to write
+            clusters.set_mixed_precision(True)
+        with pytest.raises(TypeError, match=r"DistributedKMeansTrainer\(ctx, n_clusters, max_iter"):
+            kmeans(ctx, potluck.TrainingStrategy.DATA_PARALLEL, 2, 5)
+        clusters.train_epoch(local_data=ROWS)
+        assert clusters.get_centroids().shape == (2, 3)
+
+    run_world(1, work)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_scatter_and_gather_by_ml_cores_names_or_the_order_to_write(size: int) -> None:
+    def work(given: DistributedContext) -> None:
+        ctx: Any = given
+        flat, last = np.arange(4.0 * size), size - 1
+        parts = flat.reshape(size, 4) if ctx.rank == last else None
+        mine = np.empty(4)
+        ctx.scatter(send_data=parts, recv_data=mine, root_rank=last)
+        np.testing.assert_array_equal(mine, 4 * ctx.rank + np.arange(4.0))
+        rows = np.empty((size, 4))
+        ctx.gather(send_data=mine, recv_data=rows, root_rank=last)
+        if ctx.rank == last:
+            np.testing.assert_array_equal(rows.ravel(), flat)
+        with pytest.raises(TypeError, match=r"gather\(array, root=0, out=rows\)"):
+            ctx.gather(mine, rows, 0)
+        with pytest.raises(TypeError, match=r"gather\(array, root=0, out=rows\)"):
+            ctx.gather(mine, rows, root_rank=0)
+        if ctx.rank == 0:
+            for output, sent in ((flat, np.empty(4)), (mine, flat), (mine.astype("f4"), flat)):
+                with pytest.raises(ValueError, match=r"must have shape .*: scatter\(output, parts"):
+                    ctx.scatter(output, sent, root_rank=0)
+
+    run_world(size, work)
+
+
+def test_messages_by_ml_cores_names() -> None:
+    def work(given: DistributedContext) -> None:
+        ctx: Any = given
+        if ctx.rank == 0:
+            ctx.send_message({"loss": 0.5}, dest_rank=1)
+        else:
+            assert ctx.recv_message(source_rank=0).payload == {"loss": 0.5}
+        mistakes: list[tuple[Callable[[], Any], str]] = [
+            (lambda: ctx.send({"loss": 0.5}, 0), "got dict; .*values go by ctx.send_message"),
+            (lambda: ctx.receive(0), r"write ctx.recv_message\(src\), of what ctx.send_message"),
+            (lambda: message("x", 0), r"send by ctx.send_message\(payload, dst\)"),
+            (lambda: ctx.get_communication_stats(), '"bytes_sent" and "messages_sent"'),
+        ]
+        for call, words in mistakes:
+            with pytest.raises((TypeError, AttributeError), match=words):
+                call()
+
+    message: Any = potluck.Message
+    run_world(2, work)
+
+
+@pytest.mark.parametrize("costs", [[1.0, "2"], 3, [[1.0]], "123", None])
+def test_costs_that_are_no_numbers(costs: Any) -> None:
+    with pytest.raises(TypeError, match=r"task_costs is .*; it must be a list of numbers"):
+        potluck.balance_workload(costs, 2)
+
+
+def test_a_workload_by_ml_cores_name_of_the_workers() -> None:
+    balance: Any = potluck.balance_workload
+    assert balance(task_costs=np.array([3, 1, 2]), world_size=2) == [[0], [1, 2]]
+    with pytest.raises(TypeError, match=r"speeds is .*; it must be a list of numbers"):
+        balance([1.0], 2, ["fast", "slow"])
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_parameter_server_takes_what_can_mean_one_thing(size: int) -> None:
+    server: Any = ParameterServer
+
+    def work(ctx: DistributedContext) -> None:
+        by_hand = Synchronous(automatic=False)
+        with server(ctx, aggregation=by_hand) as own:
+            own.set_parameters("model", {"w": np.arange(3.0)})
+            pulled = own.get_parameters("model")
+            np.testing.assert_array_equal(pulled["w"], np.arange(3.0))
+            assert (pulled[0] is pulled.parameters, pulled[1]) == (True, 0)
+            parameters, version = pulled
+            assert (list(parameters), version) == (["w"], 0)
+            with pytest.raises(
+                ValueError, match=r"worker_rank is '0', but the rank of this worker"
+            ):
+                own.accumulate_gradient("model", {"w": np.ones(3)}, "0")
+            own.accumulate_gradient("model", {"w": np.ones(3)}, ctx.rank)
+            for rate, error in (("a", TypeError), (-0.1, ValueError), (np.nan, ValueError)):
+                with pytest.raises(error, match=r"learning_rate is .*; it must be"):
+                    own.apply_gradients("model", rate)
+            ctx.barrier()
+            own.apply_gradients("model", np.float64(1.0))
+            np.testing.assert_array_equal(own.get_parameters("model")["w"], np.arange(3.0) - 1)
+
+    run_world(size, work)
+    with pytest.raises(TypeError, match=r"learning_rate is '0.1'; it must be a number"):
+        SGD("0.1")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"ParameterServer\(ctx\), on every worker, with ctx = pot"):
+        server()
+
+
+def test_a_parameter_server_that_the_first_worker_does_not_make() -> None:
+    def work(ctx: DistributedContext) -> None:
+        if ctx.rank == 1:
+            words = (
+                "worker 0, which is to keep .* server 'other' within 1 s: every worker makes one"
+            )
+            ctx.set_timeout(1)
+            with pytest.raises(UnknownService, match=words):
+                ParameterServer(ctx, name="other")
+        ctx.barrier(timeout=30)
+
+    run_world(2, work)
+
+
+def test_numbers_of_numpy_are_labels() -> None:
+    def work(ctx: DistributedContext) -> bytes:
+        ctx.report("loss", 0.5, {"epoch": np.int64(3), "rate": np.float32(0.5)})
+        return ctx.metrics_text()
+
+    [text] = run_world(1, work)
+    assert re.search(rb'loss{.*epoch="3".*rate="0.5"} 0.5\n', text)

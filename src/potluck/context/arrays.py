@@ -58,10 +58,10 @@ def adapt(user: Any, *, writable: bool = True, device: str | None = None) -> Ada
         return _adapt_numpy(user, writable)
     if is_tensor(user):
         return _adapt_tensor(user)
-    raise TypeError(
-        f"expected a NumPy array or a torch tensor, got {type(user).__name__}; "
-        "wrap it with numpy.asarray(...)"
-    )
+    told = "wrap it with numpy.asarray(...)"
+    if isinstance(user, dict):
+        told = "pass each of its arrays; other values go by ctx.send_message"
+    raise TypeError(f"expected a NumPy array or a torch tensor, got {type(user).__name__}; {told}")
 
 
 def is_array(user: Any) -> bool:

@@ -27,6 +27,9 @@ _ALL_REDUCE = Operation.ALL_REDUCE
 _REDUCE_SCATTER = Operation.REDUCE_SCATTER
 _ALL_GATHER = Operation.ALL_GATHER
 
+_SCATTER = "scatter(output, parts, root=0), with parts.reshape(world_size, ...) on the root"
+_GATHER = "gather(array, root=0, out=rows), which returns the rows on the root"
+
 
 class Collectives(Uncopied):
     """Collective and point-to-point operations on one group."""
@@ -273,7 +276,7 @@ class Collectives(Uncopied):
         done = mine.write_back if self.rank == root else (lambda _: array)
         return self._run(request, done, async_op)
 
-    @hints.arguments({}, same=hints.ROOTED)
+    @hints.arguments({}, _SCATTER, same=hints.ROWS)
     def scatter(
         self,
         output: Any,
@@ -300,11 +303,12 @@ class Collectives(Uncopied):
             if parts is None:
                 raise ValueError(f"scatter: rank {root} is the root and must pass the parts")
             source = self._adapt(parts, writable=False).array
-            check_parts("scatter", source.shape, self.world_size)
-            if source.shape[1:] != mine.array.shape or source.dtype != mine.array.dtype:
+            wanted = (self.world_size, *mine.array.shape)
+            if source.shape != wanted or source.dtype != mine.array.dtype:
                 raise ValueError(
-                    f"scatter: each part is {source.dtype} of shape {source.shape[1:]}, but the "
-                    f"output is {mine.array.dtype} of shape {mine.array.shape}"
+                    f"scatter: the parts are {source.dtype} of shape {source.shape}; for an output "
+                    f"that is {mine.array.dtype} of shape {mine.array.shape} they must have shape "
+                    f"{wanted}: {_SCATTER}"
                 )
         request = Request(
             Operation.SCATTER,
@@ -316,7 +320,7 @@ class Collectives(Uncopied):
         )
         return self._run(request, mine.write_back, async_op)
 
-    @hints.arguments({}, same=hints.ROOTED)
+    @hints.arguments({}, _GATHER, same=hints.GATHERED)
     def gather(
         self,
         array: Any,

@@ -368,7 +368,9 @@ class SubGroup(UnevenCollectives, Messages):
 
 
 def check_whole(ctx: object, what: str) -> None:
-    """TypeError if ``ctx`` is a sub-group, where ``what`` needs the context itself."""
+    """TypeError if ``ctx`` is a sub-group, where ``what`` needs the context itself, or none."""
+    if not hasattr(ctx, "all_reduce"):
+        raise TypeError(f"{what} takes a context, ctx = potluck.init(), not {ctx!r:.80}")
     if isinstance(ctx, SubGroup):
         raise TypeError(
             f"{what} needs the context itself, not a sub-group of ctx.new_group: it votes on "

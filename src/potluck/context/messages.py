@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from potluck import hints
 from potluck.backends.base import NUM_ASIDE_TAGS, Communicator
 from potluck.checks import Duration, checked_rank, checked_tag
 from potluck.context.neighbors import LAST_NEIGHBOR_TAG, NeighborCollectives
@@ -28,6 +29,7 @@ _NUM_BODY_TAGS = NUM_ASIDE_TAGS - _FIRST_BODY_TAG
 assert _NUM_BODY_TAGS > 2 * MAX_WAITING, "no two messages that wait may have the same tag"
 
 
+@hints.of_init({}, "it is what ctx.recv_message returns: send by ctx.send_message(payload, dst)")
 @dataclass(frozen=True, slots=True)
 class Message:
     """What ``recv_message`` returns: the payload, the rank that sent it, and its tag."""
@@ -68,6 +70,7 @@ class Messages(NeighborCollectives):
 
     _inbox: _Inbox | None = None
 
+    @hints.arguments({}, same=hints.SENT)
     def send_message(
         self,
         payload: Any,
@@ -102,6 +105,7 @@ class Messages(NeighborCollectives):
         call = f"send_message({nbytes} bytes, to rank {peer}, tag {number})"
         return self._end(Together(call, works), lambda _: None, async_op)
 
+    @hints.arguments({}, same=hints.RECEIVED)
     def recv_message(
         self,
         src: int = -1,

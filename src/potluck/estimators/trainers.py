@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike
 from sklearn.utils._openmp_helpers import _openmp_effective_n_threads
 from sklearn.utils.validation import check_is_fitted
 
+from potluck import hints
 from potluck.estimators import trees
 from potluck.estimators.forest import RandomForestClassifier, RandomForestRegressor
 from potluck.estimators.kmeans import KMeans
@@ -20,10 +21,16 @@ if TYPE_CHECKING:
     from potluck.context import DistributedContext
 
 
+_NOT_TRAINED = "this %(name)s is not trained yet: call train_epoch, or set_parameters, before"
+
+
 class DistributedKMeansTrainer(DistributedTrainer):
     """k-means over all ranks' samples: a trainer over
     [KMeans][potluck.estimators.KMeans], with its cost and errors."""
 
+    @hints.arguments(
+        {}, "DistributedKMeansTrainer(ctx, n_clusters, max_iterations)", same=hints.KMEANS
+    )
     def __init__(
         self,
         ctx: DistributedContext,
@@ -36,6 +43,7 @@ class DistributedKMeansTrainer(DistributedTrainer):
         super().__init__(ctx, strategy)
         self.model = KMeans(n_clusters, max_iter=max_iterations, random_state=random_state, ctx=ctx)
 
+    @hints.arguments({}, same=hints.SAMPLES)
     def train_epoch(self, X: Any, y: Any = None) -> float:
         """Up to ``max_iterations`` of Lloyd's algorithm on all ranks' ``X``, from the centroids so
         far; returns the mean squared distance from them. ``X`` is this rank's shard."""
@@ -48,7 +56,7 @@ class DistributedKMeansTrainer(DistributedTrainer):
     def get_centroids(self) -> Array:
         """A copy of the centroids, of shape (n_clusters, features). NotFittedError before the first
         epoch."""
-        check_is_fitted(self.model)
+        check_is_fitted(self.model, msg=_NOT_TRAINED)
         return np.array(self.model.cluster_centers_)
 
     def get_parameters(self) -> Parameters:
@@ -57,7 +65,7 @@ class DistributedKMeansTrainer(DistributedTrainer):
     def set_parameters(self, parameters: Mapping[str, Array] | ArrayLike) -> None:
         model, fitted = self.model, getattr(self.model, "cluster_centers_", None)
         shapes = {} if fitted is None else {"centroids": fitted.shape}
-        centroids = np.array(by_name(parameters, shapes)["centroids"])
+        centroids = np.array(by_name(parameters, shapes, ["centroids"])["centroids"])
         model.set_params(init=centroids)
         model.cluster_centers_ = centroids.copy()
         model.n_features_in_ = centroids.shape[1]
@@ -65,6 +73,7 @@ class DistributedKMeansTrainer(DistributedTrainer):
 
     def predict(self, X: Any) -> Array:
         """The number of the nearest centroid for each row of ``X``."""
+        check_is_fitted(self.model, msg=_NOT_TRAINED)
         return np.asarray(self.model.predict(X))
 
 
@@ -91,6 +100,7 @@ class DistributedRandomForestTrainer(DistributedTrainer):
             raise ValueError(f"task is {task!r}; it must be 'classification' or 'regression'")
         self.model: Any = kinds[task](n_estimators, ctx=ctx, **options)
 
+    @hints.arguments({}, same=hints.SAMPLES)
     def train_epoch(self, X: Any, y: Any = None) -> float:
         """Grow a new forest on all ranks' samples; returns the fraction of wrong predictions, or
         the mean squared error. ``X`` and ``y`` are this rank's shard."""
@@ -102,7 +112,7 @@ class DistributedRandomForestTrainer(DistributedTrainer):
         return self._end_epoch(loss, len(X))
 
     def get_parameters(self) -> Parameters:
-        check_is_fitted(self.model)
+        check_is_fitted(self.model, msg=_NOT_TRAINED)
         found: Parameters = {"features": np.array([self.model.n_features_in_])}
         num_classes = self.model.n_classes_ if self._is_classifier else 0
         for number, tree in enumerate(self.model.estimators_):
@@ -116,7 +126,8 @@ class DistributedRandomForestTrainer(DistributedTrainer):
 
     def set_parameters(self, parameters: Mapping[str, Array] | ArrayLike) -> None:
         model, num_classes = self.model, 0
-        parameters = by_name(parameters, {})  # of a forest's trees no vector has a meaning
+        needed = ["0.nodes", "features", *(["classes"] if self._is_classifier else [])]
+        parameters = by_name(parameters, {}, needed)  # of trees no vector has a meaning
         if self._is_classifier:
             model.classes_ = np.array(parameters["classes"])
             num_classes = model.n_classes_ = len(model.classes_)
@@ -132,6 +143,7 @@ class DistributedRandomForestTrainer(DistributedTrainer):
 
     def predict(self, X: Any) -> Array:
         """The class, or the value, of each row of ``X``."""
+        check_is_fitted(self.model, msg=_NOT_TRAINED)
         return np.asarray(self.model.predict(X))
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 _log = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ class Reported:
                 )
             if label in self._own_labels:
                 raise ValueError(f"the label {label!r} of {name} is potluck's own: choose another")
-            if not isinstance(value, str | int | float):
+            if not isinstance(value, str | Real):
                 raise TypeError(f"label {label!r} of {name} is {value!r:.60}: a text or a number")
         return tuple((label, str(labels[label])[:_MAX_TEXT]) for label in sorted(labels))
 

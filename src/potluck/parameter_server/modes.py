@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from potluck.types import AnyCase
+
 
 @dataclass(frozen=True, slots=True)
 class Synchronous:
@@ -71,7 +73,7 @@ class ElasticAveraging:
 Mode = Synchronous | Asynchronous | ElasticAveraging
 
 
-class AggregationMethod(enum.Enum):
+class AggregationMethod(enum.Enum, metaclass=AnyCase):
     """The modes of a parameter server, each with its defaults."""
 
     SYNCHRONOUS = Synchronous()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -103,10 +104,16 @@ def _as(number: float, like: Array) -> Any:
     return like.dtype.type(number)
 
 
+def check_number(name: str, value: Any, *, below: float = math.inf) -> None:
+    """TypeError for what is no number, ValueError unless it is from 0 to ``below``."""
+    if not isinstance(value, Real):
+        raise TypeError(f"{name} is {value!r:.80}; it must be a number")
+    if not 0 <= float(value) < below:
+        bound = "finite and at least 0" if below == math.inf else f"from 0 to below {below:g}"
+        raise ValueError(f"{name} is {value!r}; it must be {bound}")
+
+
 def _check(optimizer: Optimizer) -> None:
     for name in optimizer.__dataclass_fields__:
-        value = getattr(optimizer, name)
-        below_1 = name in ("momentum", "beta1", "beta2")
-        if not (0 <= value < 1 if below_1 else 0 <= value < math.inf):
-            bound = "from 0 to below 1" if below_1 else "finite and at least 0"
-            raise ValueError(f"{name} is {value!r}; it must be {bound}")
+        below = 1 if name in ("momentum", "beta1", "beta2") else math.inf
+        check_number(name, getattr(optimizer, name), below=below)

@@ -27,7 +27,7 @@ from potluck.parameter_server.modes import (
     Mode,
     Synchronous,
 )
-from potluck.parameter_server.optimizers import SGD, Optimizer
+from potluck.parameter_server.optimizers import SGD, Optimizer, check_number
 from potluck.parameter_server.replica import Replica
 from potluck.parameter_server.serving import Serving
 from potluck.services.asking import await_reply
@@ -45,11 +45,14 @@ _log = logging.getLogger(__name__)
 class Pulled(NamedTuple):
     """One version of a model's parameters: arrays by name, which are the caller's own.
 
-    ``version`` counts the updates before it.
+    ``version`` counts the updates before it. ``pulled["w"]`` is ``pulled.parameters["w"]``.
     """
 
     parameters: dict[str, Array]
     version: int
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.parameters[key] if isinstance(key, str) else tuple.__getitem__(self, key)
 
 
 class ParameterServer(Uncopied):
@@ -101,7 +104,9 @@ class ParameterServer(Uncopied):
 
     take_instead = "take the parameters, ps.get_parameters(name)"
 
-    @hints.arguments(hints.PARAMETER_SERVER)
+    @hints.arguments(
+        hints.PARAMETER_SERVER, hints.PARAMETER_SERVER["world_size"], same=hints.SERVER_SAME
+    )
     def __init__(
         self,
         ctx: DistributedContext,
@@ -143,7 +148,14 @@ class ParameterServer(Uncopied):
             replica = Replica(mode, optimizer, presence, me, self._servers, replicas + 1)
             self._serving = Serving(ctx, name, replica, store, save_every)
         alike = repr(mode), repr(optimizer), ", ".join(self._servers), str(replicas)
-        self._calls.ask("agree", *alike)
+        try:
+            self._calls.ask("agree", *alike)
+        except UnknownService as error:
+            raise UnknownService(
+                f"worker {self._servers[0]}, which is to keep the parameters, made no parameter "
+                f"server {name!r} within {ctx.timeout_s:g} s: every worker makes one, with equal "
+                f"arguments. {error}"
+            ) from error
         self._await(lambda wait_s: self._calls.ask("begun", wait_s), "the parameter server", None)
         note_used(ctx, name)
 
@@ -239,7 +251,10 @@ class ParameterServer(Uncopied):
         step, a second one in a step, unknown or missing names, other shapes, NaN or infinity.
         """
         if worker_rank is not None and worker_rank != self.ctx.rank:
-            raise ValueError(f"worker_rank is {worker_rank}, but this worker has {self.ctx.rank}")
+            raise ValueError(
+                f"worker_rank is {worker_rank!r:.60}, but the rank of this worker is "
+                f"{self.ctx.rank}: every worker pushes its own gradient"
+            )
         if isinstance(self.mode, ElasticAveraging) and self.mode.of == "parameters":
             raise ValueError("elastic averaging of parameters takes average_parameters")
         return self._push(model, arrays_of(gradient, "a gradient"), step, timeout)
@@ -287,6 +302,8 @@ class ParameterServer(Uncopied):
         returns the version after it. At the optimizer's learning rate, or ``learning_rate``.
         ValueError if gradients are missing, and where ``ready`` has it."""
         self._check_by_hand("apply_gradients")
+        if learning_rate is not None:
+            check_number("learning_rate", learning_rate)
         return int(self._calls.ask("apply", model, self._step_of(model), learning_rate))
 
     def clear_gradients(self, model: str) -> None:

@@ -13,6 +13,8 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
+from potluck import hints
+from potluck.checks import checked_whole
 from potluck.parameter_server import AggregationMethod, Synchronous
 from potluck.parameter_server.modes import Mode
 from potluck.torch.amp import GradScaler
@@ -24,6 +26,7 @@ from potluck.torch.ways.in_layers import InLayers
 from potluck.torch.ways.in_steps import InSteps
 from potluck.torch.ways.samples import TrainerSamples, inputs_of
 from potluck.torch.ways.way import EpochEnd, Recipe, Way, default_loss
+from potluck.training.callbacks import Callbacks
 from potluck.training.noise import NoiseBatching
 from potluck.training.policy import Policy
 from potluck.training.scaling import LossScale
@@ -78,20 +81,22 @@ class DistributedNeuralNetTrainer(DistributedTrainer, Uncopied):
 
     strategies = frozenset(TrainingStrategy)
     take_instead = "take its parameters, get_parameters(), or copy its model, trainer.model.module"
+    _words = hints.TRAINER | hints.NETWORK
 
+    @hints.arguments(hints.NETWORK_OPTIONS, hints.NETWORK_FIRST, same=hints.NETWORK_SAME)
     def __init__(
         self,
         ctx: DistributedContext,
         strategy: TrainingStrategy = TrainingStrategy.DATA_PARALLEL,
-        *,
         input_dim: int | None = None,
         hidden_dims: Sequence[int] | None = None,
         output_dim: int | None = None,
+        learning_rate: float = 0.01,
+        *,
         model: nn.Module | None = None,
         loss: Callable[[Tensor, Tensor], Tensor] | None = None,
         samples: Literal["own", "all"] = "own",
         device: str | torch.device | None = None,
-        learning_rate: float = 0.01,
         batch_size: int = 64,
         seed: int = 0,
         callbacks: Sequence[object] = (),
@@ -101,10 +106,12 @@ class DistributedNeuralNetTrainer(DistributedTrainer, Uncopied):
         dynamic_batching: NoiseBatching | None = None,
     ) -> None:
         super().__init__(ctx, strategy)
-        _check_numbers(batch_size, learning_rate)
+        _check_numbers(batch_size, seed, learning_rate)
         check_samples(samples)
         is_scaled = loss_scaling is not None or mixed_precision is torch.float16
-        _check_options(strategy, mixed_precision, is_scaled, dynamic_batching)
+        _check_options(strategy, mixed_precision, loss_scaling, is_scaled, dynamic_batching)
+        if not (loss is None or callable(loss)):
+            raise TypeError(f"loss is {loss!r}; it must be a function f(outputs, targets)")
         mode = _mode_of(strategy, aggregation)
         sizes = _sizes_of(input_dim, hidden_dims, output_dim, model)
         if model is not None and strategy is TrainingStrategy.MODEL_PARALLEL:
@@ -142,13 +149,15 @@ class DistributedNeuralNetTrainer(DistributedTrainer, Uncopied):
             self._way = InSteps(self._recipe, Policy(batching=dynamic_batching), gossip=gossip)
         self.model = self._way.model
         self.optimizer = self._way.optimizer
-        for callback in callbacks:
-            self.register_callback(callback)
+        Callbacks(callbacks)  # checks them
+        self.callbacks += callbacks
 
+    @hints.arguments({"epochs": "train(X, y, epochs)"}, same=hints.SAMPLES)
     def train_epoch(self, X: Any, y: Any = None) -> float:
         """One pass over the samples; returns the global loss. As ``train`` with one epoch."""
         return self.train(X, y)
 
+    @hints.arguments({"batch_size": "batch_size= where the trainer is made"}, same=hints.SAMPLES)
     def train(self, X: Any, y: Any = None, epochs: int = 1) -> float:
         """Train for ``epochs`` passes; returns the global loss of the last. A collective call.
 
@@ -166,8 +175,7 @@ class DistributedNeuralNetTrainer(DistributedTrainer, Uncopied):
         Where workers come and go pass all epochs to one call: a worker that joins goes on with the
         epoch of the others.
         """
-        if epochs < 1:
-            raise ValueError(f"epochs is {epochs}; 1 or more are needed")
+        epochs = checked_whole("epochs", epochs, at_least=1)
         self._way.check_open()
         samples = TrainerSamples(
             X,
@@ -199,9 +207,9 @@ class DistributedNeuralNetTrainer(DistributedTrainer, Uncopied):
         begins; of several ranks that have set them the first counts. ValueError for missing or
         unknown names."""
         shapes = {name: tuple(each.shape) for name, each in self._network.state_dict().items()}
-        named = by_name(parameters, shapes)
-        if shapes.keys() != named.keys():
-            raise ValueError(f"parameters are {sorted(named)}; {sorted(shapes)} are needed")
+        named = by_name(parameters, shapes, shapes)
+        if unknown := sorted(named.keys() - shapes.keys()):
+            raise ValueError(f"parameters have {unknown}; the model's are {sorted(shapes)}")
         state = {name: torch.from_numpy(np.array(value)) for name, value in named.items()}
         self._network.load_state_dict(state)
         self._way.note_set()
@@ -215,6 +223,12 @@ class DistributedNeuralNetTrainer(DistributedTrainer, Uncopied):
         """The outputs of the network, of a dense one float32 of shape (n, output_dim), as it is
         after the last ``train``. For classes take the argmax of each row. Local."""
         inputs = inputs_of(X, _dtype_of(self._network), is_dense=self._input_dim is not None)
+        width = self._input_dim
+        if width is not None and (not inputs.dim() or inputs.shape[-1] != width):
+            raise ValueError(
+                f"X has shape {tuple(inputs.shape)}; with input_dim={width} it must be "
+                f"(n, {width}), or ({width},) for one sample"
+            )
         was_training = self._network.training
         self._network.eval()
         try:
@@ -268,7 +282,13 @@ def _sizes_of(
             "pass input_dim=, hidden_dims= and output_dim= for a dense network, or model= for one "
             "of your own"
         )
-    sizes = [input_dim, *hidden_dims, output_dim]
+    if isinstance(hidden_dims, Integral | str):
+        raise TypeError(f"hidden_dims is {hidden_dims!r}; it must be a list, such as [128, 64]")
+    sizes = [
+        checked_whole("input_dim", input_dim, at_least=0),
+        *(checked_whole("a number of hidden_dims", each, at_least=0) for each in hidden_dims),
+        checked_whole("output_dim", output_dim, at_least=0),
+    ]
     if min(sizes) < 1:
         raise ValueError(f"the layers have {sizes} units; every layer needs at least 1")
     return sizes
@@ -307,10 +327,11 @@ def _mode_of(strategy: TrainingStrategy, aggregation: object) -> Mode:
     return found
 
 
-def _check_numbers(batch_size: object, learning_rate: object) -> None:
+def _check_numbers(batch_size: object, seed: object, learning_rate: object) -> None:
     is_whole = isinstance(batch_size, Integral) and not isinstance(batch_size, bool)
     if not is_whole or batch_size < 1:  # type: ignore[operator]
         raise ValueError(f"batch_size is {batch_size!r}; it must be a whole number of at least 1")
+    checked_whole("seed", seed, at_least=0)
     is_number = isinstance(learning_rate, Real) and not isinstance(learning_rate, bool)
     if not is_number or not 0 < learning_rate < math.inf:  # type: ignore[operator]
         raise ValueError(f"learning_rate is {learning_rate!r}; it must be a number above 0")
@@ -319,12 +340,22 @@ def _check_numbers(batch_size: object, learning_rate: object) -> None:
 def _check_options(
     strategy: TrainingStrategy,
     mixed_precision: object,
+    loss_scaling: object,
     is_scaled: bool,
     dynamic_batching: object,
 ) -> None:
     if mixed_precision not in (None, torch.bfloat16, torch.float16):
         raise TypeError(
             f"mixed_precision is {mixed_precision!r}: pass torch.bfloat16 or torch.float16"
+        )
+    if not isinstance(loss_scaling, LossScale | None):
+        raise TypeError(
+            f"loss_scaling is {loss_scaling!r}: pass potluck.torch.LossScale(scale=1024.0)"
+        )
+    if not isinstance(dynamic_batching, NoiseBatching | None):
+        raise TypeError(
+            f"dynamic_batching is {dynamic_batching!r}: pass a NoiseBatching of potluck.torch, "
+            "such as NoiseBatching(min_batch=32, max_batch=512)"
         )
     exchanges = (TrainingStrategy.PARAMETER_SERVER, TrainingStrategy.MODEL_PARALLEL)
     if is_scaled and strategy in exchanges:

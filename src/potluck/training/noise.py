@@ -14,9 +14,10 @@ import math
 from dataclasses import dataclass
 
 from potluck import hints
+from potluck.checks import checked_whole
 
 
-@hints.of_init(hints.NOISE)
+@hints.of_init(hints.NOISE, "potluck.torch.NoiseBatching(min_batch=32, max_batch=512)")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoiseBatching:
     """Adapt the global batch size to the gradient noise scale, in [``min_batch``, ``max_batch``].
@@ -35,10 +36,11 @@ class NoiseBatching:
     warmup: int = 2
 
     def __post_init__(self) -> None:
-        if not 1 <= self.min_batch <= self.max_batch:
+        checked_whole("min_batch", self.min_batch, at_least=1)
+        if not self.min_batch <= checked_whole("max_batch", self.max_batch, at_least=1):
             raise ValueError(
                 f"min_batch {self.min_batch} and max_batch {self.max_batch}: "
-                "1 <= min_batch <= max_batch must hold"
+                "min_batch <= max_batch must hold"
             )
         if not 0 < self.smoothing <= 1:
             raise ValueError(f"smoothing is {self.smoothing}; it must be above 0 and at most 1")

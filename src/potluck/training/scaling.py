@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from potluck import hints
 
+
+@hints.of_init({}, "potluck.torch.LossScale(scale=1024.0)", same=hints.SCALE)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossScale:
     """A loss scale, with the rule by which it changes.

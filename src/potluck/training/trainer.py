@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
@@ -16,14 +16,17 @@ from potluck.context import check_whole
 from potluck.context.structure import compare
 from potluck.training.callbacks import Callbacks
 from potluck.training.metrics import average
+from potluck.types import AnyCase
 
 if TYPE_CHECKING:
     from potluck.context import DistributedContext
 
 Parameters = dict[str, NDArray[Any]]
 
+_METHODS = dict.fromkeys(("mean", "average", "avg", "synchronous"), "mean") | {"sum": "sum"}
 
-class TrainingStrategy(enum.Enum):
+
+class TrainingStrategy(enum.Enum, metaclass=AnyCase):
     """How the ranks share the work of a training, and how often they agree."""
 
     DATA_PARALLEL = "data_parallel"
@@ -48,21 +51,26 @@ class DistributedTrainer(ABC):
     """
 
     strategies: ClassVar[frozenset[TrainingStrategy]] = frozenset({TrainingStrategy.DATA_PARALLEL})
+    _words: ClassVar[Mapping[str, str]] = hints.TRAINER
 
     def __init__(
         self,
         ctx: DistributedContext,
         strategy: TrainingStrategy = TrainingStrategy.DATA_PARALLEL,
     ) -> None:
+        check_whole(ctx, f"a {type(self).__name__}")
         if not isinstance(strategy, TrainingStrategy):
-            raise TypeError(f"strategy is {strategy!r}: pass a potluck.TrainingStrategy")
+            members = ", ".join(TrainingStrategy.__members__)
+            raise TypeError(
+                f"strategy is {strategy!r:.80}: pass a potluck.TrainingStrategy, such as "
+                f"TrainingStrategy.DATA_PARALLEL; there are {members}"
+            )
         if strategy not in self.strategies:
             raise ValueError(
                 f"{type(self).__name__} has TrainingStrategy.DATA_PARALLEL, not {strategy.name}: "
                 "its model comes from sums over all ranks. DistributedNeuralNetTrainer has all "
                 "strategies"
             )
-        check_whole(ctx, f"a {type(self).__name__}")
         self.ctx = ctx
         self.strategy = strategy
         self.epochs = 0
@@ -93,6 +101,7 @@ class DistributedTrainer(ABC):
         Callbacks([*self.callbacks, callback])  # checks it
         self.callbacks.append(callback)
 
+    @hints.arguments({}, same={"local_gradient": "gradients"})
     def aggregate_gradients(
         self, gradients: Mapping[str, NDArray[Any]] | ArrayLike, method: Any = "mean"
     ) -> Any:
@@ -100,13 +109,14 @@ class DistributedTrainer(ABC):
 
         A collective call with equal names, shapes and dtypes on all ranks, else Desync on all: one
         all_reduce for each, and one all_gather of 24 bytes. ``AggregationMethod.SYNCHRONOUS`` is
-        the mean; ValueError for the others, which do not wait for all ranks.
+        the mean, and members of ``ReduceOp`` are taken; ValueError for the other methods, which do
+        not wait for all ranks.
         """
-        method = getattr(method, "name", method)  # AggregationMethod's, which is not known here
-        method = "mean" if method == "SYNCHRONOUS" else method
-        if method not in ("mean", "sum"):
+        given = getattr(method, "name", method)  # AggregationMethod's, which is not known here
+        method = _METHODS.get(str(given).lower())
+        if method is None:
             raise ValueError(
-                f"method is {method!r}; it must be 'mean' or 'sum': all ranks meet in this call. "
+                f"method is {given!r}; it must be 'mean' or 'sum': all ranks meet in this call. "
                 "Those that need not are potluck.ParameterServer(ctx, AggregationMethod...)"
             )
         if not isinstance(gradients, Mapping):
@@ -115,6 +125,7 @@ class DistributedTrainer(ABC):
         self._compare("the gradients", arrays)
         return {name: self.ctx.all_reduce(each, method) for name, each in arrays.items()}
 
+    @hints.arguments({}, same=hints.ROOTED)
     def synchronize_model(self, root: int = 0) -> None:
         """Give every rank the parameters of rank ``root``. A collective call.
 
@@ -139,7 +150,7 @@ class DistributedTrainer(ABC):
     if not TYPE_CHECKING:  # else a type checker would find every attribute
 
         def __getattr__(self, name: str) -> Any:
-            raise AttributeError(hints.of_object(self, name, hints.TRAINER), name=name, obj=self)
+            raise AttributeError(hints.of_object(self, name, self._words), name=name, obj=self)
 
     def close(self) -> None:  # noqa: B027 (most trainers run nothing)
         """End what the trainer runs beside the script. Idempotent. The model stays."""
@@ -166,15 +177,23 @@ class DistributedTrainer(ABC):
 
 
 def by_name(
-    parameters: Mapping[str, NDArray[Any]] | ArrayLike, shapes: Mapping[str, tuple[int, ...]]
+    parameters: Mapping[str, NDArray[Any]] | ArrayLike,
+    shapes: Mapping[str, tuple[int, ...]],
+    needed: Iterable[str],
 ) -> Mapping[str, NDArray[Any]]:
     """``parameters`` by name, cut from a flat vector by ``shapes``; TypeError or ValueError for
-    what are none."""
+    what are none, or without the ``needed``."""
     if isinstance(parameters, Mapping):
+        if not parameters.keys() >= {*needed}:
+            there = sorted(map(str, parameters))
+            raise ValueError(f"parameters are {there!s:.200}; {sorted(needed)} are needed")
         return parameters
     flat, sizes = np.asarray(parameters), [math.prod(shape) for shape in shapes.values()]
     if not shapes or flat.dtype.kind not in "fiu":
-        raise TypeError(f"parameters are a dict by name, of get_parameters, not {parameters!r:.80}")
+        raise TypeError(
+            f"parameters are a dict by name, of get_parameters ({', '.join(needed):.80}), not "
+            f"{parameters!r:.80}"
+        )
     if flat.shape != (sum(sizes),):
         raise ValueError(
             f"the parameters have shape {flat.shape}; as one vector they are {sum(sizes)} numbers, "

@@ -129,7 +129,15 @@ def inputs_of(given: Any, dtype: torch.dtype, *, is_dense: bool) -> Tensor:
 
 
 def _tensor(given: Any) -> Tensor:
-    return given if isinstance(given, Tensor) else torch.as_tensor(np.asarray(given))
+    if isinstance(given, Tensor):
+        return given
+    array = np.asarray(given)
+    if array.dtype.kind not in "fiubc":
+        raise TypeError(
+            f"samples are numbers, not {array.dtype}; targets that are text become numbers by "
+            "np.searchsorted(classes, y), with the sorted classes of all ranks"
+        )
+    return torch.as_tensor(array)
 
 
 def _check_dense(inputs: Tensor, targets: Tensor, width_in: int, width: int) -> None:
