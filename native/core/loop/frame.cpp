@@ -171,7 +171,7 @@ uint64_t decode_rts(const uint8_t* body, size_t length) {
             return value;
         }
     }
-    throw ProtocolError("a malformed RTS frame");
+    throw ProtocolError("not the payload of an RTS frame");
 }
 
 }  // namespace potluck

@@ -33,6 +33,7 @@ from typing import NamedTuple
 import msgspec
 
 from potluck.errors import ProtocolError
+from potluck.wire.format import decoded
 from potluck.wire.greeting import PROTOCOL_VERSION
 
 _FRAME = struct.Struct("<2sBBIIIQIIQHBBi")
@@ -125,9 +126,6 @@ class Rts(msgspec.Struct, frozen=True):
     nbytes: int
 
 
-_MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""The errors of msgspec for invalid bytes."""
-
 _abort = msgspec.msgpack.Decoder(Abort)
 _rts = msgspec.msgpack.Decoder(Rts)
 
@@ -172,10 +170,7 @@ def encode_abort(abort: Abort) -> bytes:
 
 
 def decode_abort(body: bytes) -> Abort:
-    try:
-        return _abort.decode(body)
-    except _MALFORMED as error:
-        raise ProtocolError(f"a malformed ABORT frame: {error}") from error
+    return decoded(_abort, body, "the payload of an ABORT frame")
 
 
 def encode_rts(rts: Rts) -> bytes:
@@ -183,7 +178,4 @@ def encode_rts(rts: Rts) -> bytes:
 
 
 def decode_rts(body: bytes) -> Rts:
-    try:
-        return _rts.decode(body)
-    except _MALFORMED as error:
-        raise ProtocolError(f"a malformed RTS frame: {error}") from error
+    return decoded(_rts, body, "the payload of an RTS frame")

@@ -115,7 +115,7 @@ def test_credit_returns_when_a_message_was_received_not_when_it_came(loop_of: Lo
     [
         (lambda peer: peer.say(Kind.CTS, sequence=5), "a CTS for message #5, which was not ann"),
         (lambda peer: peer.say(Kind.PIECE, b"abc", sequence=5), "a piece of message #5 that is"),
-        (lambda peer: peer.say(Kind.RTS, b"\xc1"), "a malformed RTS frame"),
+        (lambda peer: peer.say(Kind.RTS, b"\xc1"), "not the payload of an RTS frame"),
         (lambda peer: peer.say(Kind.CREDIT, sequence=1), "credit for 1 bytes, but only 0 were"),
         (lambda peer: peer.say(Kind.EAGER, b"x", epoch=2), "a frame of epoch 2 in epoch 1"),
         (lambda peer: peer.say(Kind.EAGER, b"x", source=2), "a frame of rank 2 on the link to r"),
