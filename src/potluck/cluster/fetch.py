@@ -16,7 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from potluck.background import stop
-from potluck.cluster.code_store.job_folders import JobFolders, is_result, keeping_of
+from potluck.cluster.code_store.job_folders import (
+    CODE,
+    OUTPUT,
+    JobFolders,
+    is_result,
+    keeping_of,
+)
 from potluck.cluster.code_store.package import PackageFile, PackageManifest
 from potluck.cluster.code_store.results import ResultsClient, ResultsServer
 from potluck.cluster.code_store.started import StartedJobs
@@ -279,9 +285,11 @@ class Place:
 
 
 def check_results(manifest: PackageManifest) -> None:
-    """ProtocolError if another machine sends files that are no results: hidden ones."""
+    """ProtocolError if another machine sends files that are no results: hidden ones, or from
+    elsewhere."""
     for file in manifest.files:
-        if not all(map(is_result, file.path.split("/"))) or "/" not in file.path:
+        root, *parts = file.path.split("/")
+        if root not in (CODE, OUTPUT) or not parts or not all(map(is_result, parts)):
             raise ProtocolError(f"it sent {file.path!r}, which is no result")
 
 

@@ -170,7 +170,7 @@ GOOD_ABORT = msgspec.msgpack.encode({"error": "E", "text": "t", "rank": 1})
 )
 def test_malformed_bodies_are_protocol_errors(body: bytes) -> None:
     for decoder in (decode_abort, decode_rts):
-        with pytest.raises(ProtocolError, match="not the payload of an (ABORT|RTS) frame"):
+        with pytest.raises(ProtocolError, match=r"not the payload of an (ABORT|RTS) frame"):
             decoder(body)
 
 

@@ -6,7 +6,7 @@ They travel as a package does (``transfer.py``), whose manifest is made when it 
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from fnmatch import fnmatchcase
 from functools import partial
 
@@ -25,6 +25,8 @@ from potluck.wire.results import MAX_LISTED, JobFiles, ResultsTold, ResultsWante
 
 _KEPT_OFFERS = 8
 _ANSWER_S = 15.0
+_MAX_ASKED = 64
+"""Requests of one node that wait for their answers: each looks at all folders of jobs."""
 _HASHED_BYTES_PER_S = 20e6
 """A slow disk."""
 
@@ -51,6 +53,7 @@ class ResultsServer:
         self._servers: defaultdict[str, PackageServer] = defaultdict(partial(PackageServer, send))
         self._offers: deque[tuple[str, bytes]] = deque()
         self._tasks = Tasks()
+        self._asked = Counter[str]()
         self._busy = asyncio.Semaphore(1)
         """Of packages, of which each reads all files: one is made at a time."""
 
@@ -59,8 +62,11 @@ class ResultsServer:
         if isinstance(message, peers.PartWanted):
             server = self._servers.get(node) or PackageServer(self._send)
             server.answer(node, message)
-        else:
+        elif self._asked[node] < _MAX_ASKED:
+            self._asked[node] += 1
             self._tasks.start(self._answer(node, message))
+        else:
+            self._send(node, ResultsTold(message.number, error="it was asked too much at once"))
 
     async def close(self) -> None:
         """Answer nothing any more."""
@@ -78,6 +84,8 @@ class ResultsServer:
                     told = await asyncio.to_thread(self._removed, node, wanted)
         except (PotluckError, OSError) as error:
             told = ResultsTold(wanted.number, error=str(error)[:4096])
+        finally:
+            self._asked[node] -= 1
         self._send(node, told)
 
     def _listed(self, node: str, job: str) -> tuple[JobFiles, ...]:

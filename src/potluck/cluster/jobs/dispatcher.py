@@ -284,8 +284,8 @@ class JobDispatcher:
         elif isinstance(message, jobs.FromLeader):
             self._ordered(message)
         elif isinstance(message, jobs.ToStarter):
-            if isinstance(message, jobs.JobEnded):
-                self._remember(message)
+            if isinstance(message, jobs.JobEnded) and message.job in self._watched.names:
+                self._remember(message)  # no leader writes over what earlier jobs left
             self._watched.received(message)
         elif isinstance(message, jobs.Submit):
             assert view is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ from potluck.cluster.code_store.job_folders import JobFolders, Record
 from potluck.cluster.code_store.package import PackageFile, PackageManifest, encode_manifest
 from potluck.cluster.code_store.results import ResultsClient, ResultsServer, is_wanted
 from potluck.cluster.code_store.started import StartedJobs
-from potluck.cluster.fetch import Found, Machine, Machines, fetch, placed
-from potluck.errors import ConfigurationError, LinkError
+from potluck.cluster.fetch import Found, Machine, Machines, check_results, fetch, placed
+from potluck.errors import ConfigurationError, LinkError, ProtocolError
 from potluck.wire import peers
 from potluck.wire.results import JobFiles, ResultsTold, ResultsWanted, Written
 
@@ -147,6 +148,7 @@ def digest(content: bytes) -> bytes:
         ("output/.ssh/authorized_keys", "no result"),
         ("output/\x1b]0;title", "special"),
         ("file", "no result"),
+        ("elsewhere/model.pt", "no result"),
     ],
 )
 def test_a_machine_can_not_choose_a_path_outside_or_a_hidden_one(
@@ -239,6 +241,52 @@ def test_a_path_that_machines_wrote_differently_gets_their_names() -> None:
     }
     [place] = placed([("ada", PackageManifest((PackageFile("code/m.pt", 1, digest(b"1")),)))])
     assert place.path == "m.pt"
+
+
+def test_a_machine_with_many_files_of_one_name_costs_no_more_than_one_with_many_files() -> None:
+    """4,000 folders of its own making, each with another file of the same name, took 137 s."""
+
+    def hostile(root: str) -> PackageManifest:
+        files = (PackageFile(f"{root}{n}/m.pt", 1, digest(b"%d" % n)) for n in range(20_000))
+        return PackageManifest(tuple(files))
+
+    with pytest.raises(ProtocolError, match="no result"):
+        check_results(hostile("d"))
+    check_results(hostile("output/d"))
+    honest, start = hostile("output/d"), time.thread_time()
+    placed([("bob", honest)])
+    allowed, start = 20 * (time.thread_time() - start), time.thread_time()
+    taken = tuple(PackageFile(f"output/m.bob.{n}.pt", 1, digest(b"x")) for n in range(19_998))
+    twice = (PackageFile("code/m.pt", 1, digest(b"1")), PackageFile("output/m.pt", 1, digest(b"2")))
+    check_results(PackageManifest((*twice, *taken)))
+    placed([("bob", PackageManifest((*twice, *taken)))])
+    assert time.thread_time() - start < allowed
+
+
+def test_a_node_that_asks_without_end_is_refused_and_others_are_answered(tmp_path: Path) -> None:
+    async def story() -> None:
+        wire = Wire(tmp_path)
+        wire.ran("sweep", model="weights")
+        told: asyncio.Queue[ResultsTold] = asyncio.Queue()
+
+        def take(node: str, message: peers.PeerMessage) -> bool:
+            assert isinstance(message, ResultsTold)
+            told.put_nowait(message)
+            return True
+
+        server = ResultsServer(BOB, wire.folders, take)
+        for number in range(10_000):
+            server.answer(ADA, ResultsWanted(number, "list"))
+        refused = [told.get_nowait().error for _ in range(told.qsize())]
+        assert refused == ["it was asked too much at once"] * (10_000 - 64)
+        server.answer(BOB, ResultsWanted(10_000, "list"))
+        for _ in range(65):
+            assert len((await told.get()).jobs) == 1
+        server.answer(ADA, ResultsWanted(10_001, "list"))
+        assert len((await told.get()).jobs) == 1
+        await server.close()
+
+    play(story)
 
 
 @pytest.mark.parametrize(
