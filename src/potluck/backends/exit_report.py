@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from potluck.backends.agent_link import AgentLink
+from potluck.background import why
 from potluck.errors import AgentLost, Desync, GroupError, LinkError
 from potluck.wire import worker_link
 
@@ -63,7 +64,7 @@ class ExitReport:
             return
         self.has_failed = True
         secondary = self._follows(error)
-        text = f"{self._describe()} failed: {kind.__name__}: {error}"
+        text = f"{self._describe()} failed: {why(error)}"
         gave_up = secondary and self._gives_up(error)
         self._talk.say(
             worker_link.Failed(self._talk.worker, worker_link.clip(text), secondary, gave_up)

@@ -327,7 +327,8 @@ class LocalRunner:
 
     def _tell(self, names: Sequence[str], message: worker_link.FromAgent) -> None:
         """Send ``message`` to those of the workers ``names`` that have a link here; those that
-        have none are asked to stop by SIGTERM."""
+        have none are asked to stop by SIGTERM, but not those that are done: they end by themselves,
+        and their exit code may be why the job ends."""
         for worker in names:
             link = self._links.get(worker)
             if link is not None:
@@ -335,7 +336,7 @@ class LocalRunner:
                 if isinstance(message, worker_link.Probe):
                     is_alive = worker in self._alive
                     self._pulse.probed(worker, self._processes[worker].pid if is_alive else 0)
-            elif isinstance(message, worker_link.Stop):
+            elif isinstance(message, worker_link.Stop) and not self._reports.has_finished(worker):
                 self._signal((worker,), signal.SIGTERM)
 
     def _signal(self, workers: Sequence[str], number: int) -> None:

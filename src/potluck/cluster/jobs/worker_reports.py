@@ -32,6 +32,10 @@ class WorkerReports:
         """The world that the newest process of ``worker`` was started for; None if none was."""
         return self._worlds.get(worker)
 
+    def has_finished(self, worker: str) -> bool:
+        """Whether the newest process of ``worker`` has said that it is done."""
+        return worker in self._finished
+
     def is_new(self, worker: str, attempt: int) -> bool:
         """Whether no process of ``worker`` was started here in this ``attempt`` or a later one."""
         return attempt > self._attempts.get(worker, -1)
