@@ -174,6 +174,27 @@ def test_the_first_failing_exit_code_is_returned_and_the_others_are_stopped(scri
         run.wait_for("worker 1 exited with code 7")
 
 
+def test_who_exits_with_a_reason_is_named_and_not_those_that_miss_it(script) -> None:
+    """Seen: the reason was nowhere. The others' PeerLost ended the job, and a signal the exit."""
+    path = script(
+        """
+import atexit, sys, time
+atexit.register(time.sleep, 1)  # what is registered first comes last: after potluck has ended
+import numpy as np
+import potluck
+ctx = potluck.init()
+ctx.all_reduce(np.ones(1))
+if ctx.rank == 1:
+    sys.exit("there is no data on this machine")
+ctx.all_reduce(np.ones(1))
+"""
+    )
+    with run_command("--workers", "3", path) as run:
+        assert run.finish() == 1
+        assert run.lines[-1].startswith("potluck: worker 1 exited with code 1")
+        assert "there is no data on this machine" in run.lines[-1]
+
+
 def test_a_missing_package_is_one_sentence_with_the_pip_command(script) -> None:
     path = script("import no_such_package_of_anyone\n")
     with run_command(path) as run:
@@ -489,6 +510,9 @@ def test_the_file_of_a_killed_agent_is_removed_by_status(script, own_environment
         (["--wait", "nan", __file__], "--wait nan: seconds, 0 or more, are needed"),
         (["--json", "/no/such/place.json", __file__], "there is no directory /no/such"),
         (["--peer-timeout", "-3", __file__], "peer_timeout_s"),
+        (["--on", ", ", __file__], "--on , : name machines"),
+        (["--collect", __file__, __file__], "test_run.py is no folder; give another one"),
+        (["--collect", "/dev/null/x", __file__], "/dev/null is no folder"),
     ],
 )
 def test_bad_options_are_one_clear_sentence(arguments: list[str], words: str) -> None:

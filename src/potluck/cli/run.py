@@ -90,8 +90,11 @@ On = Annotated[
 
 
 def machines_of(text: str) -> tuple[str, ...]:
-    """The machines that ``On`` names."""
-    return tuple(each.strip() for each in text.split(",") if each.strip())
+    """The machines that ``On`` names; ConfigurationError if that are none."""
+    names = tuple(each.strip() for each in text.split(",") if each.strip())
+    if text and not names:
+        raise ConfigurationError(f"--on {text}: name machines, with commas between")
+    return names
 
 
 def check_cluster(request: RunRequest, settings: Settings, *, min_nodes: int | None) -> None:

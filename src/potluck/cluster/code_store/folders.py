@@ -55,8 +55,8 @@ def check_folder(folder: Path, home: Path) -> None:
 
 def check_target(folder: Path, home: Path, *, option: str = "--to") -> None:
     """ConfigurationError that names ``option``, with what to do, if nothing of other machines may
-    be written into ``folder``: potluck's ``home``, and those in which programs look for what they
-    run."""
+    or can be written into ``folder``: potluck's ``home``, those in which programs look for what
+    they run, what is no folder, or not the user's to write."""
     real, private = folder.resolve(), home.resolve()
     if real == private or private in real.parents:
         raise ConfigurationError(
@@ -67,6 +67,11 @@ def check_target(folder: Path, home: Path, *, option: str = "--to") -> None:
             f"{option} {folder}, {what}: the files come from other machines, so give a folder of "
             "their own"
         )
+    above = next(each for each in (folder, *folder.parents) if each.exists())
+    if not above.is_dir():
+        raise ConfigurationError(f"{option} {folder}: {above} is no folder; give another one")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise ConfigurationError(f"{option} {folder}: you may not write there")
 
 
 def _too_much(folder: Path) -> str:
