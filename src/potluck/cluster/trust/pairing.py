@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -56,7 +57,7 @@ class Code:
     def advert_key(self) -> bytes:
         """The key of the adverts of a waiting host (32 bytes), derived from ``plate``, so that a
         joining machine recognises the adverts."""
-        return hashlib.sha256(b"potluck pairing plate v1" + self.plate.encode()).digest()
+        return _key_of_plate(self.plate)
 
     def spoken(self) -> str:
         """The nine digits with dashes, as people read the code to each other. Secret."""
@@ -64,6 +65,17 @@ class Code:
 
     def __str__(self) -> str:
         return f"{self.plate}-..."
+
+
+def plate_of(is_tagged_by: Callable[[bytes], bool]) -> str:
+    """The public digits whose key a host's advert is tagged by; empty if it is no such advert.
+    Takes some milliseconds."""
+    plates = (f"{number:0{PLATE_DIGITS}d}" for number in range(10**PLATE_DIGITS))
+    return next((plate for plate in plates if is_tagged_by(_key_of_plate(plate))), "")
+
+
+def _key_of_plate(plate: str) -> bytes:
+    return hashlib.sha256(b"potluck pairing plate v1" + plate.encode()).digest()
 
 
 def new_code() -> Code:

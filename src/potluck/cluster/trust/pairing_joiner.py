@@ -6,15 +6,16 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from potluck.background import stop
-from potluck.cluster.discovery.advert import Hint, new_instance
+from potluck.cluster.discovery.advert import Advert, Hint, is_genuine, new_instance
 from potluck.cluster.discovery.finder import Finder, running_finders
 from potluck.cluster.discovery.presence import Presence
 from potluck.cluster.trust.admissions import Admissions
-from potluck.cluster.trust.pairing import Code, Exchange, Sealing
+from potluck.cluster.trust.pairing import Code, Exchange, Sealing, plate_of
 from potluck.cluster.trust.pairing_link import CONFIRM_S, STEP_S, Confirm, agreed, first, receive
 from potluck.errors import LinkError, PotluckError, ProtocolError, SecurityError, WrongCode
 from potluck.transport.acceptor import LIMITS
@@ -28,7 +29,11 @@ MAX_GUESSES = 3
 OTHERS_S = 2.0
 """How long other hosts are looked for after a wrong guess: the one that answered voids its code, if
 it is no impostor."""
+OTHER_CODES_S = 10.0
+"""How long the host is looked for after one with other public digits was heard: nearly always the
+code was mistyped."""
 _MAX_CALLS = 32
+_MAX_STRANGERS = 32
 _CONNECT_S = 3.0
 _PATIENT_S = 0.25 * LIMITS.timeout_s
 
@@ -46,17 +51,20 @@ async def take_over(
     """What the host that shows ``code`` gives to this machine, once both people said yes.
 
     The host is found by ``finders``, or is at ``address``. ``on_wrong`` is told at once that a host
-    has another code, while others are looked for, ``OTHERS_S`` longer. Tries at most
-    ``MAX_GUESSES`` hosts; WrongCode if none of them has this code, or if the person said no.
+    has another code, while others are looked for, ``OTHERS_S`` longer, or ``OTHER_CODES_S`` if it
+    was heard that its public digits differ. Tries at most ``MAX_GUESSES`` hosts; WrongCode if none
+    of them has this code, or if the person said no.
     LinkError if no host was found within ``timeout_s`` seconds, or if the connection failed.
     """
     if address is not None:
         async with _connected(*address) as streams:
             return await _ask(streams, code, me, confirm)
     search = _Search(code, me, confirm, on_wrong)
-    presence = Presence(lambda: [code.advert_key], 0, new_instance())
+    presence = _Seeker(lambda: [code.advert_key], 0, new_instance(), on_other=search.other_plate)
     try:
         async with running_finders(finders, presence, search.heard):
+            if search.wrong is not None:  # heard while the finders started
+                timeout_s = min(timeout_s, OTHER_CODES_S)
             async with asyncio.timeout(timeout_s) as search.deadline:
                 await first(search.found, search.outcome)
             return await search.outcome
@@ -72,6 +80,24 @@ async def take_over(
         ) from None
     finally:
         await search.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seeker(Presence):
+    """Recognises the host, and calls ``on_other(plate)`` for one with other public digits."""
+
+    on_other: Callable[[str], None]
+    _strangers: set[bytes] = field(default_factory=set)
+
+    def recognises(self, advert: Advert) -> bool:
+        if Presence.recognises(self, advert):
+            return True
+        known = self._strangers
+        if advert.instance not in known and len(known) < _MAX_STRANGERS:
+            known.add(advert.instance)
+            if plate := plate_of(partial(is_genuine, advert)):
+                self.on_other(plate)
+        return False
 
 
 class _Search:
@@ -103,6 +129,17 @@ class _Search:
         task = asyncio.create_task(self._call(hint))
         self._calls[place] = task
         task.add_done_callback(lambda _: self._calls.pop(place, None))
+
+    def other_plate(self, plate: str) -> None:
+        """A host on this network shows a code with other public digits."""
+        if self.wrong is None and not self.found.done():
+            typed = self._code.plate
+            self.wrong = WrongCode(
+                f"a machine on this network shows a code that begins with {plate}, and the code "
+                f"that was typed begins with {typed}: type it as it is shown there"
+            )
+            self._on_wrong(str(self.wrong))
+            self._look_on_for_a_moment(OTHER_CODES_S)
 
     async def close(self) -> None:
         await stop(*self._calls.values())
@@ -147,10 +184,10 @@ class _Search:
                     self._on_wrong(str(error))
                     self._look_on_for_a_moment()
 
-    def _look_on_for_a_moment(self) -> None:
+    def _look_on_for_a_moment(self, seconds: float = OTHERS_S) -> None:
         limit = self.deadline
         if limit is not None and not limit.expired() and not self.found.done():
-            soon = asyncio.get_running_loop().time() + OTHERS_S
+            soon = asyncio.get_running_loop().time() + seconds
             limit.reschedule(min(soon, limit.when() or soon))
 
 

@@ -508,6 +508,29 @@ def test_the_search_ends_soon_after_a_wrong_code() -> None:
     run(story)
 
 
+def test_a_code_whose_public_digits_are_wrong_is_said_at_once_and_ends_soon(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Seen: a minute of silence, then a doubt about the network."""
+
+    class Hears(Told):
+        async def start(self, presence: Presence, on_hint: OnHint) -> None:
+            shown = Presence(lambda: [Code("111831927").advert_key], 1, b"h" * 16)
+            cluster = Presence(lambda: [b"k" * 32], 1, b"c" * 16)
+            for each in (cluster, shown, shown):
+                assert not presence.recognises(each.advert())
+
+    async def story() -> None:
+        monkeypatch.setattr(pairing_joiner, "OTHER_CODES_S", 0.1)
+        told: list[str] = []
+        async with asyncio.timeout(20):
+            with pytest.raises(WrongCode, match="begins with 111, and the code that was typed beg"):
+                await take_over(CODE, ME, [Hears()], yes, timeout_s=3600, on_wrong=told.append)
+        assert len(told) == 1
+
+    run(story)
+
+
 def test_nobody_there_is_said_with_what_to_try_next() -> None:
     async def story() -> None:
         with pytest.raises(LinkError, match="--address"):
