@@ -253,6 +253,16 @@ def test_the_variables_of_each_worker_of_a_command() -> None:
     assert ranks.variables(1)["LOCAL_WORLD_SIZE"] == "4"
 
 
+def test_local_ranks_go_on_where_those_of_another_command_on_the_machine_end() -> None:
+    there = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}
+    here = {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    meeting = {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "4000"}
+    ranks = ranks_of_command(there | here | meeting, 2)
+    assert ranks is not None
+    found = [ranks.variables(index) for index in range(2)]
+    assert [(each["RANK"], each["LOCAL_RANK"]) for each in found] == [("6", "2"), ("7", "3")]
+
+
 @pytest.mark.parametrize(
     ("variables", "num", "words"),
     [
