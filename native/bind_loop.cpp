@@ -97,6 +97,7 @@ std::shared_ptr<CompiledPlan> compile(std::string call, uint64_t fingerprint, ui
     }
     spec.num_concluded = num_concluded;
     spec.is_computed_by_all = is_computed_by_all;
+    spec.has_codec = codec != 0;
     spec.codec = static_cast<Codec>(codec);
     return std::make_shared<CompiledPlan>(std::move(spec));
 }

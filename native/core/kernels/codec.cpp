@@ -146,6 +146,16 @@ void add_saturating(void* target, const float* values, std::size_t n) {
     }
 }
 
+bool are_finite(const float* values, std::size_t n) {
+    std::int32_t largest = 0;  // of the magnitudes as integers, which have the order of their values
+    for (std::size_t i = 0; i < n; ++i) {
+        std::int32_t bits;
+        std::memcpy(&bits, values + i, sizeof bits);
+        largest = std::max(largest, bits & 0x7FFFFFFF);
+    }
+    return largest < 0x7F800000;
+}
+
 void decode_add_block(void* target, const void* codes, float scale, std::size_t n) {
     if (scale < harmless / 128) return kernels().decode_add_block(target, codes, scale, n);
     float values[block_elements];
@@ -199,6 +209,23 @@ void decode_accumulate(Codec codec, void* target, const void* encoded, std::size
         float values[strip];
         kernels().bfloat16.widen(values, from + 2 * begin, n);
         add_saturating(to + 4 * begin, values, n);
+    }
+}
+
+void accumulate(void* target, const void* source, std::size_t count) {
+    const Combine add = kernels().combine[static_cast<int>(Dtype::float32)][static_cast<int>(Op::sum)];
+    float sums[strip], values[strip];
+    for (std::size_t begin = 0; begin < count; begin += strip) {
+        const std::size_t n = std::min(strip, count - begin);
+        char* const to = static_cast<char*>(target) + 4 * begin;
+        const char* const from = static_cast<const char*>(source) + 4 * begin;
+        add(sums, to, from, n);
+        if (are_finite(sums, n)) {
+            std::memcpy(to, sums, 4 * n);
+        } else {
+            std::memcpy(values, from, 4 * n);
+            add_saturating(to, values, n);
+        }
     }
 }
 

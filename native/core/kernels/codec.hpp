@@ -33,6 +33,9 @@ void decode(Codec codec, void* target, const void* encoded, std::size_t count);
 // (no fused multiply-add), so that the result is the same on every processor.
 void decode_accumulate(Codec codec, void* target, const void* encoded, std::size_t count);
 
+// target += source, float32, saturating: how sums are made that are encoded later.
+void accumulate(void* target, const void* source, std::size_t count);
+
 // Error feedback, in one pass: encoded = encode(source + residual), residual = what that loses, and
 // zero where the loss is not finite. What is beyond the range is not in it. Returns the same.
 std::size_t encode_with_residual(Codec codec, void* encoded, void* residual, const void* source,

@@ -181,6 +181,8 @@ void RunningPlan::apply(const Segment& segment, const uint8_t* part, size_t offs
         } else {
             decode(spec.codec, segment.data, part, segment.elements);
         }
+    } else if (combines(segment) && spec.has_codec) {
+        accumulate(segment.data + offset, part, count / item_bytes(spec.dtype));
     } else if (combines(segment)) {
         combine(spec.dtype, spec.op, segment.data + offset, part, count / item_bytes(spec.dtype));
     } else {

@@ -63,6 +63,7 @@ struct PlanSpec {
     std::vector<int> ranks;  // all members of the channel
     std::vector<Chunk> chunks;
     std::vector<Step> steps;
+    bool has_codec = false;
     Codec codec = Codec::fp16;        // of the coded steps
     uint64_t num_concluded = 0;       // elements of the result that `conclude` works on
     double divisor = 1;               // `conclude` divides them by it

@@ -54,8 +54,9 @@ def sum_payloads(
 ) -> None:  # fmt: skip
     """Set ``target`` to the sum of what the payloads of all ranks stand for, in rank order."""
     target[:] = 0
-    for payload in payloads:
-        strategy.add_to(target, payload, step)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for payload in payloads:
+            strategy.add_to(target, payload, step)
 
 
 def start_low_rank(

@@ -319,6 +319,25 @@ def test_tensors_stay_on_their_device_and_arrays_go_there_and_back() -> None:
             assert uneven is None if number == 0 else [len(part) for part in uneven] == [1, 2]
             mine = ctx.scatter_uneven([np.ones(2), np.ones(3)] if number == 0 else None)
             assert mine.tolist() == [1.0] * (number + 2)
+            for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+                top = torch.finfo(dtype).max
+                tensor = torch.full((4,), top, dtype=dtype)
+                tensor[2:] = torch.tensor([torch.inf, torch.nan], dtype=dtype)
+                mean = ctx.all_reduce(tensor, "mean")
+                assert mean is tensor
+                assert (mean[:2] >= 0.99 * top).all()
+                assert mean[:2].isfinite().all()
+                assert mean[2] == torch.inf
+                assert mean[3].isnan()
+                parts = torch.full((2, 3), -top, dtype=dtype)
+                part = ctx.reduce_scatter(parts, "mean")
+                assert part.isfinite().all()
+                assert (part <= -0.99 * top).all()
+                assert (parts == -top).all()
+                kept = torch.full((3,), top, dtype=dtype)
+                reduced = ctx.reduce(kept, 1, "mean")
+                assert (reduced >= 0.99 * top).all()
+                assert reduced.isfinite().all()
             with pytest.raises(TypeError, match="NCCL can't combine bool"):
                 ctx.all_reduce(torch.ones(2, dtype=torch.bool), "max")
             with pytest.raises(ValueError, match="name the sender"):

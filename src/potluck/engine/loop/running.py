@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from potluck.codecs.codec import saturating_sum
 from potluck.collectives.plan import Action
 from potluck.engine.arrays import kernels, reduction
 from potluck.engine.arrays.coding import Coding
@@ -166,6 +167,8 @@ class RunningPlan:
             theirs = from_bytes(payload, segment.data.dtype if coding is None else _BYTES)
             if coding is not None:
                 coding.arrived(segment.data, theirs, combines=self.combines(segment))
+            elif self.combines(segment) and self._coding is not None:
+                segment.data[:] = saturating_sum(segment.data, theirs)
             elif self.combines(segment):
                 kernels.combine(self.call.op or ReduceOp.SUM, segment.data, theirs)
             else:
