@@ -75,14 +75,19 @@ class Adam:
         self, parameter: Array, gradient: Array, state: State, number: int, rate: float
     ) -> tuple[Array, State]:
         """The tensor after step ``number``, counted from 1, at learning rate ``rate``, and the
-        state after it."""
+        state after it. Real and imaginary parts are numbers by themselves, as in torch."""
+        if parameter.dtype.kind == "c":
+            own = {name: _parts(each) for name, each in state.items()}
+            moved, kept = self.step(_parts(parameter), _parts(gradient), own, number, rate)
+            after = {name: _joined(each, parameter) for name, each in kept.items()}
+            return _joined(moved, parameter), after
         gradient = _decayed(gradient, parameter, self.weight_decay)
         mean = _blend(state.get("mean"), gradient, self.beta1)
         square = _blend(state.get("square"), gradient * gradient, self.beta2)
         corrected = rate / (1 - power(self.beta1, number))
         scale = np.sqrt(square) / _as(math.sqrt(1 - power(self.beta2, number)), parameter)
-        moved: Array = _as(corrected, parameter) * mean / (scale + _as(self.epsilon, parameter))
-        return parameter - moved, {"mean": mean, "square": square}
+        change: Array = _as(corrected, parameter) * mean / (scale + _as(self.epsilon, parameter))
+        return parameter - change, {"mean": mean, "square": square}
 
 
 Optimizer = SGD | Adam
@@ -93,6 +98,15 @@ def _blend(before: Array | None, now: Array, beta: float) -> Array:
     if before is not None:
         blended += _as(beta, now) * before
     return blended
+
+
+def _parts(array: Array) -> Array:
+    """The real and imaginary parts of complex numbers, flat."""
+    return np.ascontiguousarray(array).reshape(-1).view(array.real.dtype)
+
+
+def _joined(parts: Array, like: Array) -> Array:
+    return parts.view(like.dtype).reshape(like.shape)
 
 
 def _decayed(gradient: Array, parameter: Array, decay: float) -> Array:

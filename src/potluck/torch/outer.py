@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from potluck.checkpoint.state import State, fingerprint
 from potluck.compressors.encoded import Encoded
+from potluck.compressors.wide import cast
 from potluck.context.compressed import start_compressed
 from potluck.errors import CheckpointError
 from potluck.torch.device import synchronize
@@ -91,7 +92,7 @@ class OuterStrategy:
         ]
         self._num_trained = len(named)
         kept = model.state_dict().keys()  # other buffers do not travel with the state
-        named += [(n, b) for n, b in model.named_buffers() if b.is_floating_point() and n in kept]
+        named += [(n, b) for n, b in model.named_buffers() if _has_mean(b) and n in kept]
         self._names = [name for name, _ in named]
         self._tensors: list[Tensor] = [tensor for _, tensor in named]
         place = {id(tensor): index for index, tensor in enumerate(self._tensors)}
@@ -153,14 +154,14 @@ class OuterStrategy:
     def _start(
         self, ctx: DistributedContext, number: int, part: Part, flat: Tensor, timeout_s: float
     ) -> Callable[[], object]:
-        if self._compression is None or not part.is_trained:
+        if self._compression is None or not part.is_trained or part.dtype.is_complex:
             work = ctx.all_reduce(flat, "sum", timeout=timeout_s, async_op=True)
             return lambda: work.wait()
         wide, dtype = flat.numpy(), self._residual_dtype(part)
         residual = self._residuals.get(part)
         trial = np.zeros(wide.size, dtype) if residual is None else residual.copy()
         self._trials[part] = trial
-        sent = wide.astype(dtype, copy=False)
+        sent = cast(wide, dtype)
         call = number << 16 | part.number
         end = start_compressed(ctx, sent, self._compression, trial, call, timeout=timeout_s)
 
@@ -390,6 +391,10 @@ _NOT_NUMBERS = frozenset({"params", "param_names", "foreach", "fused", "capturab
 
 def _wide(tensor: Tensor) -> torch.dtype:
     return torch.float32 if tensor.itemsize < 4 else tensor.dtype
+
+
+def _has_mean(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _host(tensor: Tensor) -> Tensor:

@@ -344,6 +344,28 @@ def the_compression_hook_takes_all_floats_and_says_what_it_can_not_do(run):
     state = CompressionState(BF16(), process_group=gloo)
     assert "init_process_group('potluck')" in reason(lambda: state.own_group(BF16()))
     assert "pass model=" in reason(lambda: CompressionState(lambda name, p: BF16()))
+    waves = nn.Module()
+    waves.register_parameter("phase", nn.Parameter(torch.ones(3, dtype=torch.complex64)))
+    waves.register_parameter("gain", nn.Parameter(torch.ones(3)))
+    words = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 2))
+    text = "phase is torch.complex64, and only real gradients can be compressed"
+    assert text in reason(lambda: CompressionState(TopK(0.5), model=waves))
+    CompressionState(lambda n, p: None if n == "phase" else TopK(0.5), model=waves)
+    assert "0.weight gets sparse gradients" in reason(
+        lambda: CompressionState(TopK(0.5), model=words)
+    )
+    unnamed = CompressionState(TopK(0.5))  # without a model, in the first backward on all ranks
+    parameters = [p for p in waves.parameters() if run.rank or not p.is_complex()]
+    try:
+        unnamed.agree(torch.device("cpu"), parameters)
+    except TypeError as error:
+        assert run.rank == 1
+        assert "parameter 0 is torch.complex64" in str(error)
+    except Desync as error:
+        assert run.rank == 0
+        assert "rank 1 refused the compression of gradients: TypeError" in str(error)
+    else:
+        raise AssertionError("nothing was raised")
     chosen = reason(lambda: CompressionState(lambda name, p: 8, model=mlp()))
     assert "compression chose 8 for 0.weight" in chosen
     assert "dense_below is -1" in reason(lambda: CompressionState(BF16(), dense_below=-1))
