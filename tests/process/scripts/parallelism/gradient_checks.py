@@ -297,6 +297,32 @@ def the_compression_hook_chooses_by_parameter_size_and_step(run):
         assert found == [set(), set(), weights, weights], found
 
 
+class Waves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.phase = nn.Parameter(torch.tensor([1 + 2j, 0.5 - 1j, 0.3j], dtype=torch.complex128))
+
+    def forward(self, x):
+        return (x * self.phase).sum(1).abs()
+
+
+@check(2)
+def complex_and_sparse_gradients_are_averaged(run):
+    x = torch.arange(24.0).view(8, 3) / 7 + 1
+    alone, parallel, sharded = Waves(), DistributedDataParallel(Waves()), Waves()
+    fully_shard(sharded)
+    alone(x).mean().backward()
+    for model in (parallel, sharded):
+        model(*mine(run, x)).mean().backward()
+    same_bits(parallel.module.phase.grad)
+    torch.testing.assert_close(parallel.module.phase.grad, alone.phase.grad)
+    torch.testing.assert_close(sharded.phase.grad.full_tensor(), alone.phase.grad)
+    words = DistributedDataParallel(nn.Embedding(5, 2, sparse=True))
+    words(torch.tensor([run.rank, 1])).sum().backward()
+    found = words.module.weight.grad.to_dense()
+    assert found.tolist() == [[0.5, 0.5], [1.5, 1.5], [0, 0], [0, 0], [0, 0]]
+
+
 @check(2)
 def ranks_whose_compression_hooks_differ_are_told(run):
     for differs in (
