@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from potluck import DistributedNeuralNetTrainer, TrainingStrategy
 from potluck.context import DistributedContext
 from potluck.context.structure import compare, hash_of
 from potluck.errors import Desync
@@ -54,6 +55,19 @@ class Holding(nn.Linear):
     def __init__(self, odd: Tensor) -> None:
         super().__init__(2, 2)
         self.register_buffer("odd", odd)
+
+
+class Added(nn.Module):
+    def __init__(self, names: str) -> None:
+        super().__init__()
+        for name in names:
+            self.add_module(name, nn.Linear(2, 2))
+        for each in self.parameters():
+            nn.init.zeros_(each)
+
+    def forward(self, x: Tensor) -> Tensor:
+        total: Tensor = self.a(x) + self.b(x)
+        return total
 
 
 with warnings.catch_warnings():  # torch calls these prototypes, or deprecated
@@ -235,6 +249,36 @@ def test_a_worker_that_joins_with_another_model_is_named() -> None:
         world.run()
     assert len(world.errors) == 3
     assert all(isinstance(error, Desync) for error in world.errors.values())
+
+
+@pytest.mark.parametrize("strategy", list(TrainingStrategy))
+def test_trainers_of_unlike_networks_name_the_first_difference(strategy: TrainingStrategy) -> None:
+    def rank(ctx: DistributedContext) -> None:
+        trainer = DistributedNeuralNetTrainer(
+            ctx, strategy, input_dim=4, hidden_dims=[5 if ctx.rank else 3], output_dim=1
+        )
+        text = r"rank 0 .* has '0.weight' \(float32 of shape \(3, 4\).* has '0.weight' .*\(5, 4\)"
+        with pytest.raises(Desync, match=text):
+            trainer.train_epoch(np.ones((8, 4)) * ctx.rank, np.ones(8))
+
+    run_world(2, rank)
+
+
+@pytest.mark.parametrize(
+    "strategy", [s for s in TrainingStrategy if s is not TrainingStrategy.MODEL_PARALLEL]
+)
+def test_trainers_of_layers_in_another_order_name_the_first_difference(
+    strategy: TrainingStrategy,
+) -> None:
+    """All parameters are zeros: neither sizes nor values tell the two apart."""
+
+    def rank(ctx: DistributedContext) -> None:
+        model = Added("ba" if ctx.rank else "ab")
+        trainer = DistributedNeuralNetTrainer(ctx, strategy, model=model)
+        with pytest.raises(Desync, match=r"rank 0 .* has 'a.weight' .*rank 1 .* has 'b.weight'"):
+            trainer.train_epoch(np.ones((8, 2)) * ctx.rank, np.ones((8, 2)))
+
+    run_world(2, rank)
 
 
 def test_buffers_that_change_on_one_rank_later_end_the_group_by_name() -> None:

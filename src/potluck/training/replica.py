@@ -72,13 +72,15 @@ class StateReplica:
     """A replica made of two functions, for scripts without torch.
 
     ``get_state()`` returns the whole state, which must be equal on all ranks; ``set_state(state)``
-    sets it. A step must not change the state before its commit.
+    sets it. A step must not change the state before its commit. ``describe()`` returns what
+    ``structure`` does, for a state of fixed arrays.
     """
 
     get_state: Callable[[], State]
     set_state: Callable[[State], None]
     device: str = "cpu"
     arithmetic: str = ""  # NumPy's elementwise operations round alike on all machines
+    describe: Callable[[], dict[str, str]] = dict
 
     def capture(self) -> State:
         return self.get_state()
@@ -87,7 +89,7 @@ class StateReplica:
         return None  # arrays of a script may grow
 
     def structure(self) -> dict[str, str]:
-        return {}
+        return self.describe()
 
     def restore(self, state: State) -> None:
         self.set_state(state)

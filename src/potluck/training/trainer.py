@@ -122,7 +122,7 @@ class DistributedTrainer(ABC):
         if not isinstance(gradients, Mapping):
             return self.ctx.all_reduce(np.array(gradients), method)
         arrays = {name: np.array(gradients[name]) for name in sorted(gradients)}
-        self._compare("the gradients", arrays)
+        self._compare("the dict of gradients", arrays)
         return {name: self.ctx.all_reduce(each, method) for name, each in arrays.items()}
 
     @hints.arguments({}, same=hints.ROOTED)

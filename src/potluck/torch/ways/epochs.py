@@ -39,7 +39,7 @@ def epoch_loop(
 
     seed = recipe.seed + first
     schedule = schedule_of(samples.dataset, WHOLE, epochs, seed, True, recipe.samples)
-    replica = StateReplica(capture, restore, device=str(recipe.device))
+    replica = StateReplica(capture, restore, str(recipe.device), describe=recipe.structure)
     return ElasticLoop(recipe.ctx, schedule, replica, callbacks=callbacks)
 
 

@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from potluck.context.structure import compare, hash_of
 from potluck.errors import DataError
 from potluck.torch.layer_pipeline import LayerPipeline
 from potluck.torch.schedules import schedule_of
+from potluck.torch.structure import SAME_MODEL
 from potluck.torch.ways.samples import TrainerSamples
 from potluck.torch.ways.way import EpochEnd, Recipe, Way
 from potluck.training.agreement import telling_others
@@ -52,9 +54,11 @@ class InLayers(Way):
         self, samples: TrainerSamples, epoch: int, *, warns: bool
     ) -> tuple[Schedule, tuple[Tensor, Tensor]]:
         """The schedule of an epoch, and inputs and targets of 0 samples, with the shapes that all
-        have. ValueError on all ranks for samples of one that can't be trained on. Collective."""
+        have. ValueError on all ranks for samples of one that can't be trained on, Desync for unlike
+        networks. Collective."""
         recipe, ctx = self.recipe, self.recipe.ctx
-        mine: dict[str, object] = {"reason": ""}
+        structure = recipe.structure()
+        mine: dict[str, object] = {"reason": "", "model": hash_of(structure)}
         schedule = None
         try:
             samples.check(recipe.sizes, ctx.rank)
@@ -66,6 +70,8 @@ class InLayers(Way):
         except (ValueError, TypeError, DataError) as error:
             mine["reason"] = str(error)
         rows = gather_states(ctx, mine)
+        if len({row["model"] for row in rows}) > 1:
+            compare(ctx, "the model", structure, SAME_MODEL)
         for rank, row in enumerate(rows):
             if row["reason"]:
                 raise ValueError(f"the samples of {ctx.group.describe(rank)}: {row['reason']}")

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from potluck.torch.amp import GradScaler
+from potluck.torch.structure import structure_of
 from potluck.torch.ways.samples import TrainerSamples
 
 if TYPE_CHECKING:
@@ -43,6 +44,11 @@ class Recipe:
     def precision(self) -> contextlib.AbstractContextManager[Any]:
         """The block in which forward and loss are computed."""
         return torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
+
+    def structure(self) -> dict[str, str]:
+        """What must be equal on all ranks of the network."""
+        trained = {name for name, each in self.network.named_parameters() if each.requires_grad}
+        return structure_of(self.network, trained)
 
     def optimizer(self, network: nn.Module) -> Optimizer:
         """A new optimizer of the parameters of ``network`` that are trained."""
