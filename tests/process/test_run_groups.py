@@ -257,6 +257,10 @@ def test_an_exception_on_one_rank_reaches_all_with_rank_and_reason(tmp_path: Pat
         run.wait_for(
             lambda line: line.startswith("potluck: rank 1, worker 1 failed: ValueError: bad batch")
         )
+        for rank in (0, 2):  # where it was in the script, and nothing of potluck's insides
+            said = [line for line in run.text.splitlines() if line.startswith(f"[{rank}] ")]
+            assert f'[{rank}]   File "{path}", line 6, in <module>' in said
+            assert len([line for line in said if "  File " in line]) == 1, run.text
 
 
 def test_a_worker_nobody_can_link_to_fails_the_run_at_once_and_says_so(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -615,3 +616,25 @@ def test_numbers_of_numpy_are_labels() -> None:
 
     [text] = run_world(1, work)
     assert re.search(rb'loss{.*epoch="3".*rate="0.5"} 0.5\n', text)
+
+
+@needs_torch
+def test_the_steps_of_a_round_by_other_names() -> None:
+    rounds: Any = potluck.torch
+    assert rounds.DiLoCo(sync_every=20) == rounds.DiLoCo(every=20)
+    assert rounds.LocalSGD(period=4) == rounds.LocalSGD(every=4)
+    for call, words in (
+        (lambda: rounds.DiLoCo(20), r"too many positional arguments; DiLoCo\(every=100\)"),
+        (lambda: rounds.LocalSGD(4), r"too many positional arguments; LocalSGD\(every=8\)"),
+        (lambda: rounds.LocalSGD(outer=None), r"'outer'; DiLoCo\(every=..., outer=...\)"),
+        (lambda: rounds.LossScale(8.0), r"positional arguments; potluck.torch.LossScale\(scale="),
+    ):
+        with pytest.raises(TypeError, match=words):
+            call()
+    assert rounds.LossScale(init_scale=8.0) == rounds.LossScale(scale=8.0)
+
+
+def test_metrics_are_reported_by_the_context() -> None:
+    words = r"'potluck.metrics' has no attribute 'report'; write ctx.report\(name, value, labels\)"
+    with pytest.raises(AttributeError, match=words):
+        import_module("potluck.metrics").report("training_loss", 0.5, {"epoch": 1})

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from traceback import print_exception, walk_tb
 from types import TracebackType
 from typing import Any
 
 from potluck.backends.agent_link import AgentLink
 from potluck.background import why
-from potluck.errors import AgentLost, Desync, GroupError, LinkError
+from potluck.errors import AgentLost, Desync, GroupError, LinkError, RemoteError
 from potluck.wire import worker_link
 
 GOODBYE_S = 2.0
+
+_POTLUCK = str(Path(__file__).parents[1])
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
@@ -57,7 +62,12 @@ class ExitReport:
     def _uncaught(
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
-        self._previous_hook(kind, error, traceback)
+        if isinstance(error, RemoteError) and self._previous_hook is sys.__excepthook__:
+            # The worker that failed shows how; of the others it matters where they were.
+            limit = _frames_of_script(traceback)
+            print_exception(kind, error, traceback, limit=limit, chain=False)
+        else:
+            self._previous_hook(kind, error, traceback)
         if not self._talk.owner.is_here:  # the script of a forked child raised
             return
         if isinstance(error, KeyboardInterrupt | AgentLost) or self.has_failed:
@@ -81,6 +91,12 @@ class ExitReport:
         self._talk.end()
         if sys.excepthook == self._uncaught:
             sys.excepthook = self._previous_hook
+
+
+def _frames_of_script(traceback: TracebackType | None) -> int:
+    """How many calls there are before the first of potluck's own."""
+    files = (frame.f_code.co_filename for frame, _ in walk_tb(traceback))
+    return sum(1 for _ in itertools.takewhile(lambda file: not file.startswith(_POTLUCK), files))
 
 
 def is_group_error(error: BaseException) -> bool:

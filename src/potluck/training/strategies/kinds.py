@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from potluck import hints
 from potluck.collectives.plan import Operation
 from potluck.collectives.registry import algorithms_for
 from potluck.compressors import PowerSGD, options
@@ -97,6 +98,7 @@ class Rounds:
                 )
 
 
+@hints.of_init({"outer": "DiLoCo(every=..., outer=...)"}, "LocalSGD(every=8)", same=hints.ROUNDS)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalSGD(Rounds):
     """Ranks train alone for ``every`` steps, then continue from the mean of their parameters.
@@ -114,6 +116,7 @@ class LocalSGD(Rounds):
         return SGD(1.0)
 
 
+@hints.of_init({}, "DiLoCo(every=100)", same=hints.ROUNDS)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiLoCo(Rounds):
     """Ranks train alone for ``every`` steps; an outer optimizer applies the mean of what changed.
