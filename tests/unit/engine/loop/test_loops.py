@@ -79,7 +79,7 @@ def sending(made: Any, connector: Any, to: Sequence[int], nbytes: int) -> Iterat
         connector,
         segment_bytes=SEGMENT,
         max_early_bytes=1 << 30,
-        on_operation=lambda running, seconds, error: None,
+        on_operation=lambda *_: None,
         meter=lambda name: LinkMeter(),
     )
     work = Work("broadcast")
