@@ -361,6 +361,7 @@ void loop(nb::module_& m) {
              nb::arg("residual").none())
         .def("send", &send)
         .def("receive", &receive)
+        .def("leave", &ProgressLoop::leave, nb::arg("channel"), nb::arg("next_sequence"))
         .def("adopt", &adopt)
         .def("no_link", &ProgressLoop::no_link)
         .def("stop", &ProgressLoop::stop)

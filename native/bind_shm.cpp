@@ -96,6 +96,9 @@ public:
     ~Mapping() {
 #if defined(__linux__)
         if (here_) munmap(at_, size_);
+#else
+        const nb::gil_scoped_acquire hold;  // any thread may drop the last reference
+        buffer_.reset();
 #endif
     }
 
@@ -118,8 +121,8 @@ private:
 using Failure = std::tuple<const char*, int, bool, std::uint64_t>;
 
 std::optional<Failure> failure_of(const PendingCall& pending) {
-    static constexpr const char* names[] = {"done",    "pending", "stopped",
-                                            "timeout", "desync",  "left"};
+    static constexpr const char* names[] = {"done",   "pending", "stopped", "timeout",
+                                            "desync", "left",    "closed"};
     if (pending.outcome == Outcome::DONE) return std::nullopt;
     return Failure{names[static_cast<int>(pending.outcome)], pending.faulty_rank, pending.has_begun,
                    pending.peer_fingerprint};
@@ -166,13 +169,12 @@ struct PyEngine {
     }
 };
 
-// A call under way. The thread that waits for a call moves it, so it keeps the channel's memory
-// mapped even if Python has dropped the channel.
+// A call under way. The thread that waits for a call moves it, so it keeps the queue, with the
+// channel's memory, even if Python has dropped the channel.
 class PyCall {
 public:
-    PyCall(std::shared_ptr<Mapping> memory, std::shared_ptr<Queue> queue,
-           std::shared_ptr<PendingCall> pending)
-        : memory_(std::move(memory)), queue_(std::move(queue)), pending_(std::move(pending)) {}
+    PyCall(std::shared_ptr<Queue> queue, std::shared_ptr<PendingCall> pending)
+        : queue_(std::move(queue)), pending_(std::move(pending)) {}
 
     bool done() const { return pending_->is_done(); }
     std::optional<Failure> failure() const { return failure_of(*pending_); }
@@ -196,7 +198,6 @@ public:
     }
 
 private:
-    std::shared_ptr<Mapping> memory_;
     std::shared_ptr<Queue> queue_;
     std::shared_ptr<PendingCall> pending_;
 };
@@ -207,25 +208,28 @@ public:
              std::size_t small_bytes, double spin_s, std::uint64_t salt, std::uint64_t sequence,
              const PyEngine& engine, nb::object error_of)
         : operations_(engine.operations), error_of_(std::move(error_of)),
-          memory_(std::make_shared<Mapping>(memory)), progress_thread_(engine.progress_thread),
-          salt_(salt), sequence_(sequence) {
+          progress_thread_(engine.progress_thread), salt_(salt), sequence_(sequence) {
+        const auto mapping = std::make_shared<Mapping>(memory);
         const Shape shape{world, num_slots, slot_bytes, std::min(small_bytes, slot_bytes)};
         if (world < 2 || world > shm::MAX_WORLD || rank < 0 || rank >= world ||
             num_slots < 4 || slot_bytes < 4096 || slot_bytes % shm::LINE != 0 ||
-            memory_->size() < shape.total_bytes()) {
+            mapping->size() < shape.total_bytes()) {
             throw nb::value_error("this memory is too small for so many ranks");
         }
         const auto spin_ns = static_cast<std::int64_t>(spin_s * 1e9);
-        queue_ = make_for_this_process<Queue>(memory_->data(), shape, rank, spin_ns,
-                                              engine.progress_thread, engine.notifier);
+        queue_ = make_for_this_process<Queue>(std::shared_ptr<void>(mapping, mapping->data()),
+                                              shape, rank, spin_ns, engine.progress_thread,
+                                              engine.notifier);
         progress_thread_->serve(queue_);
     }
-    ~PyChannel() {
+    ~PyChannel() { close(); }
+
+    // This channel's calls have ended, and it gets no more. The memory is unmapped with the last
+    // reference to the queue.
+    void close() {
         if (!here_) return;
         const Unlocked unlocked;
-        // Before the memory is unmapped, which the progress thread reads. The engine belongs to the
-        // group, and so does its end: Python drops the channels of a group together.
-        progress_thread_->close();
+        progress_thread_->forget(queue_);
     }
 
     std::uint64_t take_sequence() { return sequence_++; }
@@ -268,7 +272,7 @@ public:
         const std::size_t nbytes = call.count * call.itemsize * static_cast<std::size_t>(parts);
         auto pending = std::make_shared<PendingCall>(call, in_ns(timeout_s), nbytes, id);
         queue_->submit(pending);
-        return {memory_, queue_, std::move(pending)};
+        return {queue_, std::move(pending)};
     }
 
     bool can_combine(int dtype, nb::handle op) const {
@@ -299,6 +303,10 @@ public:
     void leave() {
         const Unlocked unlocked;
         queue_->leave();
+    }
+    void leave_channel() {
+        const Unlocked unlocked;
+        queue_->leave_channel();
     }
     // End the calls that still wait once the progress thread has ended (the channel is stopped).
     void drain() {
@@ -508,7 +516,6 @@ private:
     // The members of Python's Operation, in the order of Kind: compared by identity, not by text.
     std::vector<nb::object> operations_;
     nb::object error_of_;
-    std::shared_ptr<Mapping> memory_;
     std::shared_ptr<ProgressThread> progress_thread_;
     std::shared_ptr<Queue> queue_;
     const MadeHere here_;
@@ -551,6 +558,8 @@ void shared_memory(nb::module_& m) {
         .def("ongoing", &PyChannel::ongoing)
         .def("stop", &PyChannel::stop, "for_all"_a)
         .def("leave", &PyChannel::leave)
+        .def("leave_channel", &PyChannel::leave_channel)
+        .def("close", &PyChannel::close)
         .def("drain", &PyChannel::drain)
         .def("waited_s", &PyChannel::waited_s)
         .def("stats", &PyChannel::stats);

@@ -38,13 +38,14 @@ constexpr std::int64_t SECOND = 1'000'000'000;
 // Shared memory for one world, freed with the last process that maps it.
 struct Memory {
     explicit Memory(const Shape& shape) : shape(shape) {
-        at = mmap(nullptr, shape.total_bytes(), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS,
-                  -1, 0);
-        CHECK(at != MAP_FAILED);
+        void* const mapped = mmap(nullptr, shape.total_bytes(), PROT_READ | PROT_WRITE,
+                                  MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+        CHECK(mapped != MAP_FAILED);
+        const std::size_t size = shape.total_bytes();
+        at = std::shared_ptr<void>(mapped, [size](void* begin) { munmap(begin, size); });
     }
-    ~Memory() { munmap(at, shape.total_bytes()); }
     Shape shape;
-    void* at;
+    std::shared_ptr<void> at;
 };
 
 // One rank of a world, with its progress thread.
@@ -330,6 +331,57 @@ void check_two_channels() {
     });
 }
 
+// Channels that are left amid their calls, on a progress thread that goes on. The last reference to
+// the memory is the queue's: nothing may touch it after the queue is gone.
+void check_left_channels() {
+    std::vector<std::unique_ptr<Memory>> memories;
+    for (int i = 0; i < 100; ++i) memories.push_back(std::make_unique<Memory>(shape_of(2, 4096)));
+    const Memory whole(shape_of(2));
+    in_processes(2, [&](int rank) {
+        Rank group(whole, rank, 1000);
+        std::mt19937 own(static_cast<unsigned>(rank));
+        for (auto& memory : memories) {
+            auto part = std::make_shared<Queue>(memory->at, memory->shape, rank, 1000,
+                                                group.progress_thread, group.notifier);
+            group.progress_thread->serve(part);
+            memory.reset();
+            std::vector<float> data(3000, 1.0f), other(3000, 2.0f);
+            const auto submit = [&](std::vector<float>& values, std::uint64_t number) {
+                Call call = group.call(Kind::ALL_REDUCE, values.data(), values.data(), 3000);
+                call.sequence = call.fingerprint = number;
+                auto pending = std::make_shared<PendingCall>(call, 20 * SECOND, 1, 1);
+                part->submit(pending);
+                return pending;
+            };
+            const auto first = submit(data, 1), second = submit(other, 2);
+            part->leave_channel();
+            CHECK(!part->reserve());
+            check_call(group, Kind::BARRIER, 0, 0, own() % 2 == 0);
+            CHECK(part->wait(second, now_ns() + 30 * SECOND) && first->is_done());
+            CHECK(first->outcome == Outcome::DONE && second->outcome == Outcome::DONE);
+            CHECK(data[7] == 2.0f && other[7] == 4.0f && part->ongoing() < 0);
+            group.progress_thread->forget(part);
+            const std::weak_ptr<Queue> gone = part;
+            part.reset();
+            for (int wait = 0; !gone.expired(); ++wait) {  // of the progress thread's last turn
+                CHECK(wait < 5000);
+                std::this_thread::sleep_for(std::chrono::milliseconds(1));
+            }
+        }
+    });
+    const Memory another(shape_of(2));
+    in_processes(2, [&](int rank) {
+        Rank me(another, rank, 1000);
+        CHECK(me.run(me.call(Kind::BARRIER, nullptr, nullptr, 0)) == Outcome::DONE);
+        if (rank == 1) {
+            me.queue->leave_channel();
+            return;
+        }
+        CHECK(me.run(me.call(Kind::BARRIER, nullptr, nullptr, 0)) == Outcome::CLOSED);
+        CHECK(me.last->faulty_rank == 1);
+    });
+}
+
 int bench(int world, std::size_t nbytes, std::size_t slot_bytes, std::size_t small) {
     const Shape shape{world, 4, slot_bytes, small};
     const Memory memory(shape);
@@ -371,6 +423,7 @@ int main(int argc, char** argv) {
     check_absence();
     for (unsigned seed = 0; seed < 30; ++seed) check_kill(2 + static_cast<int>(seed) % 3, seed);
     check_two_channels();
+    check_left_channels();
     std::puts("shared memory: all checks passed");
     return 0;
 }

@@ -1,4 +1,5 @@
-"""One process makes and ends many process groups, as torchft does whenever its quorum changes."""
+"""One process makes and ends many process groups, as torchft does whenever its quorum changes, or
+many sub-groups of one, as long-lived programs do."""
 
 from __future__ import annotations
 
@@ -9,10 +10,17 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parent / "scripts" / "many_groups.py"
+SCRIPTS = Path(__file__).parent / "scripts"
+STORE = """
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+import sys; sys.stdin.read()
+"""
+"""A store in a process of its own, since it keeps something of each group."""
 
 
-@pytest.mark.parametrize(
+kinds_of_links = pytest.mark.parametrize(
     "links",
     [
         {},
@@ -21,14 +29,36 @@ SCRIPT = Path(__file__).parent / "scripts" / "many_groups.py"
     ],
     ids=["shared memory", "native links", "python links"],
 )
+
+
+@kinds_of_links
 @pytest.mark.parametrize("rounds", [15, pytest.param(50, marks=pytest.mark.long)])
 def test_many_groups_one_after_the_other_leave_nothing_behind(
     links: dict[str, str], rounds: int, tmp_path: Path
 ) -> None:
+    run_pair("many_groups.py", str(tmp_path), rounds, links, tmp_path)
+
+
+@kinds_of_links
+@pytest.mark.parametrize("rounds", [2000, pytest.param(10_000, marks=pytest.mark.long)])
+def test_many_sub_groups_cost_nothing_when_they_are_destroyed(
+    links: dict[str, str], rounds: int, tmp_path: Path
+) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", STORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as store:
+        assert store.stdout is not None
+        run_pair("many_subgroups.py", store.stdout.readline().strip(), rounds, links, tmp_path)
+        store.communicate("", timeout=60)
+
+
+def run_pair(script: str, meeting: str, rounds: int, links: dict[str, str], tmp_path: Path) -> None:
+    """Run two ranks of ``script``, which meet at ``meeting``."""
     variables = {"POTLUCK_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", str(SCRIPTS / script)]
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(SCRIPT), str(rank), str(tmp_path), str(rounds)],
+            [*command, str(rank), meeting, str(rounds)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -37,7 +67,7 @@ def test_many_groups_one_after_the_other_leave_nothing_behind(
         for rank in range(2)
     ]
     try:
-        said = [rank.communicate(timeout=240)[0] for rank in ranks]
+        said = [rank.communicate(timeout=400)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

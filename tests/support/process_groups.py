@@ -27,7 +27,7 @@ def process_group(
     """The group of all ranks over the links of ``ctx``, which it closes at the end."""
     communicator = ctx.communicator
     assert isinstance(communicator, Communicator), "torch's libraries have process groups of theirs"
-    world = World("0", communicator, _Nobody())
+    world = World(communicator, _Nobody())
     world.has_devices = has_devices
     group = PotluckProcessGroup(world, communicator, name="0", timeout=timeout)
     try:

@@ -30,6 +30,9 @@ public:
         }
     }
 
+    // No call of this channel is under way on this rank, and none is expected.
+    void forget(uint32_t channel) { begun_.erase(channel); }
+
     // Whether a frame of a collective may be sent now: the peer has begun the operation, so that
     // the plan bounds what it must keep, or there is credit for it.
     bool may_send(uint32_t channel, uint64_t sequence, uint64_t nbytes) const {

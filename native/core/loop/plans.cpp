@@ -15,6 +15,8 @@ namespace {
 constexpr size_t max_unread = 1024;
 // Ended calls kept per channel, so that a late frame of another call can be reported as Desync.
 constexpr size_t num_remembered = 16;
+// Channels that this rank has left and still knows, for queries and frames of peers that lag.
+constexpr size_t num_left = 256;
 
 }  // namespace
 
@@ -22,6 +24,9 @@ void Plans::begin(RunningPtr running) {
     running->started = now_s();
     running_.push_back(running);
     by_key_[running->key] = std::prev(running_.end());
+    const auto left = left_.find(running->spec.channel);
+    // A call below this number was made before the channel was left.
+    if (left != left_.end() && running->sequence >= left->second) left_.erase(left);
     next_sequence_[running->spec.channel] = running->sequence + 1;
     connections_.need(running->send_peers());
     connections_.need(running->receive_peers());
@@ -59,6 +64,45 @@ void Plans::begin(RunningPtr running) {
 Plans::RunningPtr Plans::find(const Key& key) const {
     const auto found = by_key_.find(key);
     return found == by_key_.end() ? nullptr : *found->second;
+}
+
+// -- channels that this rank has left
+
+void Plans::leave(uint32_t channel, uint64_t next_sequence) {
+    left_[channel] = next_sequence;
+    left_order_.push_back(channel);
+    if (left_order_.size() > num_left) {
+        left_.erase(left_order_.front());
+        left_order_.pop_front();
+    }
+    if (!is_running(channel)) forget(channel);
+}
+
+bool Plans::is_running(uint32_t channel) const {
+    const auto first = by_key_.lower_bound({channel, 0});
+    return first != by_key_.end() && first->first.first == channel;
+}
+
+void Plans::forget(uint32_t channel) {
+    next_sequence_.erase(channel);
+    ended_.erase(channel);
+    for (int rank = 0; rank < group_.world_size; ++rank) connections_.flow(rank).forget(channel);
+}
+
+// Whether this rank has made the call that `frame` names.
+bool Plans::was_called(const Frame& frame) const {
+    for (const auto* known : {&next_sequence_, &left_}) {
+        const auto next = known->find(frame.channel);
+        if (next != known->end() && frame.sequence < next->second) return true;
+    }
+    return false;
+}
+
+// `peer` has begun the call of `frame`, which is of no use if this rank has made it and left.
+void Plans::note_begun(int peer, const Frame& frame) {
+    const auto left = left_.find(frame.channel);
+    if (left != left_.end() && frame.sequence < left->second && !is_running(frame.channel)) return;
+    connections_.flow(peer).has_begun(frame.channel, frame.sequence);
 }
 
 // -- deadlines
@@ -180,9 +224,11 @@ void Plans::advance(const RunningPtr& running) {
     const RunningPtr last = running;  // `running` may refer to the list's element, erased next
     running_.erase(found->second);
     by_key_.erase(found);
-    auto& ended = ended_[last->spec.channel];
+    const uint32_t channel = last->spec.channel;
+    auto& ended = ended_[channel];
     ended.push_back({last->sequence, last->spec.fingerprint, last->spec.call});
     if (ended.size() > num_remembered) ended.pop_front();
+    if (left_.count(channel) && !is_running(channel)) forget(channel);
     last->conclude();
     last->ticket->finish(Ticket::State::done, now_s() - last->started);
 }
@@ -192,7 +238,7 @@ void Plans::advance(const RunningPtr& running) {
 Sink Plans::route(Connection& connection, const Frame& frame) {
     const int peer = connection.rank();
     // A peer that sends frames of a call has begun it, so frames of that call need no credit.
-    connections_.flow(peer).has_begun(frame.channel, frame.sequence);
+    note_begun(peer, frame);
     const RunningPtr running = find({frame.channel, frame.sequence});
     if (running == nullptr) {
         const auto next = next_sequence_.find(frame.channel);
@@ -331,7 +377,7 @@ void Plans::tell_begun(int peer) {
 }
 
 void Plans::on_begun(Connection& connection, const Frame& frame) {
-    connections_.flow(connection.rank()).has_begun(frame.channel, frame.sequence);
+    note_begun(connection.rank(), frame);
     connections_.dirty.insert(connection.rank());  // frames of that call may go now
 }
 
@@ -420,8 +466,7 @@ void Plans::on_hang_query(Connection& connection, const Frame& frame) {
     if (disagrees(peer, frame)) return;
     const Key key(frame.channel, frame.sequence);
     const RunningPtr running = find(key);
-    const auto next = next_sequence_.find(frame.channel);
-    const bool has_called = next != next_sequence_.end() && frame.sequence < next->second;
+    const bool has_called = was_called(frame);
     // The peer's call only stalls. `disagrees` has compared it with this rank's call; if this rank
     // has not made it yet, the fingerprint is kept for `begin`. No answer is sent.
     if (frame.segment == 0) {

@@ -26,6 +26,10 @@ public:
         : state_(state), connections_(connections), group_(group) {}
 
     void begin(std::shared_ptr<RunningPlan> running);
+    // This rank has left `channel` (of a sub-group), whose next call would be number
+    // `next_sequence`. What is known of the channel goes when its calls under way have ended. A
+    // later call means that the rank has entered it again.
+    void leave(uint32_t channel, uint64_t next_sequence);
 
     // Query the peers about operations that stall; end the group over one that is overdue.
     void check_deadlines(double now);
@@ -65,6 +69,10 @@ private:
     };
 
     RunningPtr find(const Key& key) const;
+    bool is_running(uint32_t channel) const;
+    void forget(uint32_t channel);
+    bool was_called(const Frame& frame) const;
+    void note_begun(int peer, const Frame& frame);
     std::vector<RunningPlan*> oldest() const;
     RunningPlan* next_overdue() const;
     bool must_wait(const RunningPlan& running, int peer);
@@ -89,6 +97,8 @@ private:
     std::list<RunningPtr> running_;  // in the order of the calls
     std::map<Key, std::list<RunningPtr>::iterator> by_key_;
     std::map<uint32_t, uint64_t> next_sequence_;   // by channel: the number of the next call
+    std::map<uint32_t, uint64_t> left_;  // the same of channels that this rank has left: the latest
+    std::deque<uint32_t> left_order_;    // their order, and channels that were entered again
     std::map<uint32_t, std::deque<Ended>> ended_;  // by channel: the latest calls that ended
     // Frames of calls that this rank has not made, by peer. Bounded by flow control.
     std::map<Key, std::map<int, std::deque<EarlyFrame>>> early_;

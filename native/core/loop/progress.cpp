@@ -123,6 +123,10 @@ void ProgressLoop::receive(ReceivingPtr receiving) {
     if (!is_posted) receiving->ticket->finish(Ticket::State::refused, 0);
 }
 
+void ProgressLoop::leave(uint32_t channel, uint64_t next_sequence) {
+    post([this, channel, next_sequence] { plans_.leave(channel, next_sequence); });
+}
+
 void ProgressLoop::adopt(AdoptedLink link) {
     // If the group is over, its owner closes the link when the loop has ended.
     post([this, link = std::move(link)] {

@@ -80,6 +80,9 @@ public:
     void send(SendingPtr sending);
     void receive(ReceivingPtr receiving);
 
+    // This rank has left a channel, whose next call would be number `next_sequence`.
+    void leave(uint32_t channel, uint64_t next_sequence);
+
     // Use a link; the answer to the event `link_wanted`, or a link that the peer has made.
     void adopt(AdoptedLink link);
     // The other answer: no link to `rank` could be made.

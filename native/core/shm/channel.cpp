@@ -130,10 +130,10 @@ Outcome Channel::reason_to_stop(const Condition& condition) {
         }
         // The tick is loaded again: a peer may have completed its round and then left between the
         // two loads, and what it completed still counts.
-        if (their.has_left.load(std::memory_order_acquire) != 0 &&
-            !reached(their.tick.load(std::memory_order_acquire), condition.tick)) {
+        const std::uint32_t left = their.has_left.load(std::memory_order_acquire);
+        if (left != 0 && !reached(their.tick.load(std::memory_order_acquire), condition.tick)) {
             faulty_rank = other;
-            return Outcome::LEFT;
+            return left == LEFT_CHANNEL ? Outcome::CLOSED : Outcome::LEFT;
         }
     }
     return Outcome::PENDING;
@@ -243,8 +243,8 @@ bool Channel::is_stopped() const {
            header_->aborted.load(std::memory_order_relaxed) != 0;
 }
 
-void Channel::leave() {
-    mine().has_left.store(1, std::memory_order_seq_cst);
+void Channel::leave(std::uint32_t how) {
+    mine().has_left.store(how, std::memory_order_seq_cst);
     for (int other = 0; other < shape.world; ++other) wake(other);
 }
 

@@ -22,6 +22,7 @@ enum class Outcome : int {
     TIMEOUT = 3,   // `faulty_rank` had not come so far by the deadline
     DESYNC = 4,    // `faulty_rank` made another call
     LEFT = 5,      // `faulty_rank` closed its context
+    CLOSED = 6,    // `faulty_rank` closed the sub-group of this channel, and not its context
 };
 
 // What a call waits for: `peer` (a rank or ALL) has reached `tick`. Once the waiting rank sleeps,
@@ -87,8 +88,8 @@ public:
     // The group is over on this rank; with `for_all` on every rank that maps this memory.
     void stop(bool for_all);
     bool is_stopped() const;
-    // This rank makes no more calls.
-    void leave();
+    // This rank makes no more calls: LEFT_GROUP or LEFT_CHANNEL.
+    void leave(std::uint32_t how);
 
     // This rank makes call `sequence` over links: a peer that waits for it here raises DESYNC.
     void note_link_call(std::uint64_t sequence, std::uint64_t fingerprint);

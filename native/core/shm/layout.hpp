@@ -40,6 +40,10 @@ constexpr int ALL = 0xffff;  // in place of a rank: every rank
 constexpr std::uint32_t NUM_CALLS = 6;
 constexpr std::uint32_t NUM_LINK_CALLS = 64;
 
+// What `RankState::has_left` says: the rank has closed its context, or only the sub-group that this
+// channel is of.
+constexpr std::uint32_t LEFT_GROUP = 1, LEFT_CHANNEL = 2;
+
 struct Header {
     std::uint8_t magic[8];
     std::uint8_t token[32];

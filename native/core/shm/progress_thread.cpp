@@ -19,6 +19,14 @@ void ProgressThread::serve(std::shared_ptr<Queue> queue) {
     if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
 }
 
+void ProgressThread::forget(const std::shared_ptr<Queue>& queue) {
+    {
+        const std::lock_guard hold(lock_);
+        std::erase(queues_, queue);
+    }
+    wake();  // it keeps the queues of its last turn while it sleeps
+}
+
 void ProgressThread::wake() {
     doorbell_.fetch_add(1, std::memory_order_seq_cst);
     if (is_asleep_.load(std::memory_order_seq_cst)) wake_all(doorbell_);
@@ -31,6 +39,9 @@ void ProgressThread::close() {
     }
     wake();
     if (thread_.joinable()) thread_.join();
+    std::vector<std::shared_ptr<Queue>> queues;  // destroyed without the lock
+    const std::lock_guard hold(lock_);
+    queues.swap(queues_);
 }
 
 void ProgressThread::run() {

@@ -22,9 +22,11 @@ public:
 
     // Serve `queue` from now on. The thread starts with the first queue.
     void serve(std::shared_ptr<Queue> queue);
+    // Serve `queue`, which has no calls, no longer.
+    void forget(const std::shared_ptr<Queue>& queue);
     // A queue may have work. From any thread.
     void wake();
-    // End the thread. Memory that a queue uses may be unmapped only after this.
+    // End the thread, and keep no queue.
     void close();
 
 private:

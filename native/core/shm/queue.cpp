@@ -47,7 +47,7 @@ bool PendingCall::watch() {
 
 void PendingCall::end(Outcome how, Channel& channel) {
     outcome = how;
-    if (how == Outcome::TIMEOUT || how == Outcome::LEFT || how == Outcome::DESYNC) {
+    if (how != Outcome::DONE && how != Outcome::STOPPED) {
         faulty_rank = how == Outcome::TIMEOUT ? channel.straggler(running.condition())
                                               : channel.faulty_rank;
         if (how == Outcome::DESYNC) peer_fingerprint = channel.peer_fingerprint;
@@ -77,9 +77,10 @@ void PendingCall::sleep(std::int64_t until_ns) {
 
 // -- the queue
 
-Queue::Queue(void* memory, const Shape& shape, int rank, std::int64_t spin_ns,
+Queue::Queue(std::shared_ptr<void> memory, const Shape& shape, int rank, std::int64_t spin_ns,
              std::shared_ptr<ProgressThread> progress_thread, std::shared_ptr<Notifier> notifier)
-    : channel(memory, shape, rank, spin_ns),
+    : channel(memory.get(), shape, rank, spin_ns),
+      memory_(std::move(memory)),
       progress_thread_(std::move(progress_thread)),
       notifier_(std::move(notifier)) {}
 
@@ -107,7 +108,7 @@ bool Queue::reserve() {
     for (int attempt = 0; attempt < MAX_ATTEMPTS; ++attempt) {
         {
             const std::lock_guard hold(lock_);
-            if (!calls_.empty()) return false;
+            if (!calls_.empty() || is_leaving_) return false;
             if (!is_driven_) {
                 is_driven_ = true;
                 return true;
@@ -230,10 +231,7 @@ Queue::Poll Queue::poll(Watch* watch, std::int64_t* until_ns) {
         finish_front(first, outcome);
         has_moved = true;
     }
-    {
-        const std::lock_guard hold(lock_);
-        is_driven_ = false;
-    }
+    let_go();
     return found == Poll::IDLE && has_moved ? Poll::MOVED : found;
 }
 
@@ -254,14 +252,29 @@ bool Queue::try_acquire() {
     return true;
 }
 
-void Queue::release() {
-    bool has_more = false;
+bool Queue::let_go() {
+    bool has_more = false, leaves = false;
     {
         const std::lock_guard hold(lock_);
         is_driven_ = false;
         has_more = !calls_.empty();
+        leaves = is_leaving_ && !has_more;
     }
-    if (has_more) progress_thread_->wake();
+    if (leaves) channel.leave(LEFT_CHANNEL);
+    return has_more;
+}
+
+void Queue::release() {
+    if (let_go()) progress_thread_->wake();
+}
+
+void Queue::leave_channel() {
+    {
+        const std::lock_guard hold(lock_);
+        is_leaving_ = true;
+        if (is_driven_ || !calls_.empty()) return;
+    }
+    channel.leave(LEFT_CHANNEL);
 }
 
 PendingCallPtr Queue::front() {

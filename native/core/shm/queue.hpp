@@ -92,9 +92,10 @@ using PendingCallPtr = std::shared_ptr<PendingCall>;
 
 class Queue {
 public:
+    // The queue keeps `memory`, which stays mapped as long as a thread may move a call. The thread
     // `progress_thread` drives the calls that no thread waits for. `notifier` gets the submitted
     // calls that fail or are watched.
-    Queue(void* memory, const Shape& shape, int rank, std::int64_t spin_ns,
+    Queue(std::shared_ptr<void> memory, const Shape& shape, int rank, std::int64_t spin_ns,
           std::shared_ptr<ProgressThread> progress_thread, std::shared_ptr<Notifier> notifier);
 
     Channel channel;
@@ -126,7 +127,10 @@ public:
     // answers mean that the same call is still under way. From any thread.
     std::int64_t ongoing();
     // This rank makes no more calls.
-    void leave() { channel.leave(); }
+    void leave() { channel.leave(LEFT_GROUP); }
+    // This rank makes no more calls on this channel, that of a sub-group. The other ranks see it
+    // when the calls under way have ended.
+    void leave_channel();
 
     const Stats& stats(Kind kind) const { return stats_[static_cast<std::size_t>(kind)]; }
     // Nanoseconds that callers were blocked.
@@ -134,6 +138,8 @@ public:
 
 private:
     bool try_acquire();
+    // No longer drive the channel; whether there are more calls.
+    bool let_go();
     void release();
     PendingCallPtr front();
     // Alternate steps of the call and `wait(condition)`, until the call ends or `wait` is not DONE.
@@ -144,10 +150,12 @@ private:
     void conclude(PendingCall& pending, Outcome outcome, std::int64_t now);
     void finish_front(const PendingCallPtr& pending, Outcome outcome);
 
+    const std::shared_ptr<void> memory_;
     std::shared_ptr<ProgressThread> progress_thread_;
     std::shared_ptr<Notifier> notifier_;
     std::mutex lock_;
     bool is_driven_ = false;
+    bool is_leaving_ = false;
     std::deque<PendingCallPtr> calls_;
     std::array<Stats, NUM_KINDS> stats_;
     Counter blocked_;

@@ -76,7 +76,8 @@ class Communicator(PointToPoint, Protocol):
         which no message of a script matches."""
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
-        """A communicator of ``ranks``; None on other ranks. A collective call."""
+        """A communicator of ``ranks``; None on other ranks. A collective call. Its ``close``, or
+        the last reference to it, releases what it holds, and touches no other group."""
 
     @property
     def error(self) -> BaseException | None:

@@ -101,6 +101,9 @@ class ExternalCommunicator:
             f"potluck-{library.name}-{len(resources.members)}", resources.fail
         )
         resources.members.append((library, self._executor))
+        self._release: weakref.finalize[..., ExternalCommunicator] | None = None
+        """Of a sub-group."""
+        self._is_left = False
 
     @classmethod
     def open(
@@ -192,7 +195,9 @@ class ExternalCommunicator:
             return None
         part = ExternalCommunicator(self.group, library, self._resources, timeout_s=self._timeout_s)
         # A sub-group has a thread and sockets of its own, released with the last reference to it.
-        weakref.finalize(part, self._resources.release, (library, part._executor)).atexit = False
+        member = (library, part._executor)
+        part._release = weakref.finalize(part, self._resources.release, member)
+        part._release.atexit = False
         return part
 
     # -- lifetime
@@ -212,6 +217,11 @@ class ExternalCommunicator:
 
     def close(self) -> None:
         if not self._shared.owner.is_here:
+            return
+        if self._release is not None:
+            if not self._is_left:
+                self._is_left = True
+                self._executor.submit(self._release)  # after the calls under way
             return
         resources = self._resources
         deadline = time.monotonic() + _CLOSE_S
@@ -288,6 +298,8 @@ class ExternalCommunicator:
         return work
 
     def _begin(self, call: str, result: Any, deadline: float) -> BoundedWork:
+        if self._is_left:
+            raise GroupClosed("this sub-group was closed here", epoch=self.group.epoch)
         work = BoundedWork(call, result, deadline, self._resources.fail)
         error = self._resources.begin(work)
         if error is not None:

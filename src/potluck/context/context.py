@@ -129,7 +129,8 @@ class DistributedContext(UnevenCollectives, Messages):
         Returns an object with the operations of a context for the ranks named, in that order, and
         None for the others; of no ranks None for all. ``potluck.torch.DDP`` trains on it; loops,
         trainers and services need the context itself, for a sub-group ends when the context
-        re-forms. ValueError for ranks that are not distinct or not in the group.
+        re-forms. What it holds is released by its ``close``, or with the last reference to it.
+        ValueError for ranks that are not distinct or not in the group.
         """
         communicator = self.communicator.subgroup(ranks)
         return None if communicator is None else SubGroup(communicator, self.timeout_s, self._waits)
@@ -365,6 +366,11 @@ class SubGroup(UnevenCollectives, Messages):
     def __init__(self, communicator: Communicator, timeout_s: float, waits: Waits) -> None:
         super().__init__(timeout_s, waits)
         self.communicator = communicator
+
+    def close(self) -> None:
+        """Leave the sub-group. Calls under way end, later ones raise GroupClosed; the context goes
+        on. Idempotent. Each rank may close it when it needs it no more: no message is sent."""
+        self.communicator.close()
 
 
 def check_whole(ctx: object, what: str) -> None:

@@ -7,22 +7,23 @@ pair of ranks; ``channel`` keeps their frames apart.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Sequence
-from typing import Any
+from functools import partial
 
 from potluck.collectives.plan import Algorithm, Operation
 from potluck.engine.arrays.layout import Array
-from potluck.engine.call import Call
+from potluck.engine.channel import Channel
 from potluck.engine.compiler import Compiler
 from potluck.engine.connector import Connector
 from potluck.engine.loop.mailbox import ANY_SOURCE, Receiving, sending
 from potluck.engine.loop.running import as_bytes
 from potluck.engine.request import FastPath, Request, checked_ranks
-from potluck.engine.resources import GroupResources, open_resources
+from potluck.engine.resources import ASIDE, GroupResources, open_resources
 from potluck.engine.shm.channel import NO_SHARED_MEMORY, ChannelMemory
 from potluck.engine.shm.group import SharedMemoryWork
 from potluck.engine.work import Work, deadline_after
-from potluck.errors import LinkError, PotluckError
+from potluck.errors import GroupClosed, LinkError, PotluckError
 from potluck.metrics import Metrics
 from potluck.types import Group
 from potluck.wire.dtypes import code_of
@@ -50,26 +51,23 @@ class Communicator:
         resources: GroupResources,
         channel: int,
         ranks: tuple[int, ...],
+        sequence: int = 0,
     ) -> None:
+        """``sequence`` is the number of the first call on ``channel``."""
         self.group = group
         self._shared = resources
-        self._channel = channel
+        self._channel = Channel(channel, sequence)
         self._ranks = ranks
         self._nodes = tuple(resources.nodes[rank] for rank in ranks)
         self._compiler = Compiler(group, channel, ranks, self._nodes, resources.loop.segment_bytes)
-        self._sequence = 0
+        self._aside: Communicator | None = None
+        self._finalizer: weakref.finalize[..., Communicator] | None = None
+        self._is_left = False
         self.rank = ranks.index(group.rank)
         self.world_size = len(ranks)
-        self._shm: ChannelMemory | None = None
         if resources.shm is not None and self.world_size > 1 and len(set(self._nodes)) == 1:
-            self._shm = ChannelMemory(
-                resources.shm,
-                self.rank,
-                ranks,
-                resources.lock,
-                self._exchange,
-                self._over_links_instead,
-                self._set_fast_path,
+            self._channel.memory = ChannelMemory(
+                resources.shm, self.rank, ranks, resources.lock, self, sequence
             )
 
     @classmethod
@@ -99,18 +97,18 @@ class Communicator:
 
     def run(self, request: Request) -> Work:
         """Begin a collective. TypeError or ValueError for what has no meaning."""
-        self._shared.owner.check()
-        wanted, encoding = request.algorithm, request.encoding
-        if self._shm is not None:
+        self._check_open()
+        wanted, encoding, memory = request.algorithm, request.encoding, self._channel.memory
+        if memory is not None:
             if wanted in (None, Algorithm.SHARED_MEMORY) and encoding is None:
                 request.check(self.world_size)
             else:
-                # Not for shared memory. It still goes through `_shm`, so that calls made during the
-                # setup keep their order; the name of an algorithm then keeps it on links. With a
-                # codec and ranks of one node, direct is what the compiler would choose.
+                # Not for shared memory. It still goes through `memory`, so that calls made during
+                # the setup keep their order; the name of an algorithm then keeps it on links. With
+                # a codec and ranks of one node, direct is what the compiler would choose.
                 self._compiler.compile(request)  # ValueError if there is no such plan
                 request.algorithm = wanted or Algorithm.DIRECT
-            work = self._shm.run(request)
+            work = memory.run(request)
             if work is not None:
                 return work
         elif wanted is Algorithm.SHARED_MEMORY:
@@ -121,11 +119,12 @@ class Communicator:
 
     def send(self, array: Array, peer: int, tag: int, *, timeout_s: float) -> Work:
         """Send ``array`` to ``peer``; done when its memory may be reused."""
+        self._check_open()
         self._check_peer(peer)
         work = Work(f"send({array.dtype}, shape {array.shape}, to rank {peer}, tag {tag})", array)
         item = sending(
             self._ranks[peer],
-            self._channel,
+            self._channel.number,
             tag,
             code_of(array.dtype),
             0,
@@ -141,13 +140,14 @@ class Communicator:
 
         The work's ``source`` is then the sender's rank in this communicator.
         """
+        self._check_open()
         if peer != ANY_SOURCE:
             self._check_peer(peer)
         whom = "any rank" if peer == ANY_SOURCE else f"rank {peer}"
         work = Work(f"recv({array.dtype}, shape {array.shape}, from {whom}, tag {tag})", array)
         item = Receiving(
             source=ANY_SOURCE if peer == ANY_SOURCE else self._ranks[peer],
-            channel=self._channel,
+            channel=self._channel.number,
             ranks=self._ranks,
             tag=tag,
             dtype=code_of(array.dtype),
@@ -166,27 +166,35 @@ class Communicator:
 
         Costs nothing on the wire. Without ``key`` every rank must call it, in the same order: the
         ranks count their calls alike. With ``key`` only the members need to, whenever they like:
-        the group is known by its key and ranks, and asking again gives the same communicator.
+        the group is known by its key and ranks, and asking again gives the same communicator, which
+        is then to be closed as often. Without ``key`` the last reference to it closes it.
         """
-        chosen = checked_ranks(ranks, self.world_size)
+        self._check_open()
+        chosen, shared = checked_ranks(ranks, self.world_size), self._shared
         members = tuple(self._ranks[rank] for rank in chosen)
         if key is not None:
             if self.rank not in chosen:
                 return None
-            return self._resources.named(
-                members, key, lambda at: Communicator(self.group, self._resources, at, members)
+            make = partial(Communicator, self.group, shared)
+            return shared.named(
+                members, key, lambda channel, sequence: make(channel, members, sequence)
             )
-        with self._resources.lock:
-            channel = next(self._resources.channels)
+        channel = shared.count()
         if self.rank not in chosen:
             return None
-        return Communicator(self.group, self._resources, channel, members)
+        made = Communicator(self.group, shared, channel, members)
+        made._finalizer = weakref.finalize(made, shared.dropped.append, made._channel)
+        made._finalizer.atexit = False
+        return made
 
     def aside(self) -> Communicator:
         """The same ranks on a channel of its own: no message there matches one of a script."""
-        communicator = self.subgroup(range(self.world_size), key="potluck aside")
-        assert communicator is not None
-        return communicator
+        self._check_open()
+        with self._shared.lock:
+            if self._aside is None:
+                channel = self._channel.number | ASIDE
+                self._aside = Communicator(self.group, self._shared, channel, self._ranks)
+            return self._aside
 
     # -- life
 
@@ -209,8 +217,15 @@ class Communicator:
             self._resources.loop.abort(error)
 
     def close(self) -> None:
-        """Leave in order, within about a second. Idempotent."""
+        """Leave in order, within about a second. Idempotent.
+
+        Of a sub-group: this rank makes no more calls on it, and those under way end, at the latest
+        by their deadlines. What it holds is released; other groups go on.
+        """
         if not self._shared.owner.is_here:
+            return
+        if self._channel.number:
+            self._leave()
             return
         shm = self._resources.shm
         if shm is not None:
@@ -219,7 +234,18 @@ class Communicator:
         if shm is not None:
             shm.close()
 
+    def _leave(self) -> None:
+        if not self._is_left and self._shared.leave(self._channel):
+            self._is_left, self._aside = True, None
+            if self._finalizer is not None:
+                self._finalizer.detach()
+
     # -- inside
+
+    def _check_open(self) -> None:
+        self._shared.owner.check()
+        if self._is_left:
+            raise GroupClosed("this sub-group was closed here", epoch=self.group.epoch)
 
     @property
     def _resources(self) -> GroupResources:
@@ -258,26 +284,17 @@ class Communicator:
         residual = request.encoding.residual if request.encoding is not None else None
         with self._resources.lock:  # to the loop in the order of their sequence numbers
             if sequence < 0:
-                sequence = self._take_sequence(compiled.call)
+                sequence = self._channel.take_sequence(compiled.call)
             self._resources.loop.start(compiled, buffers, work, sequence, deadline, residual)
         return work
 
-    def _take_sequence(self, call: Call) -> int:
-        """The sequence number of the next call of this channel, one that goes over links."""
-        if self._shm is not None:
-            sequence = self._shm.take_sequence()
-            self._shm.note_link_call(sequence, call.fingerprint)
-            return sequence
-        self._sequence += 1
-        return self._sequence - 1
-
     # -- shared memory
 
-    def _over_links_instead(self, request: Request, work: SharedMemoryWork) -> None:
-        """A call that waited for shared memory goes over links."""
+    def run_instead(self, request: Request, work: SharedMemoryWork) -> None:
+        """Run a call over links that has waited for shared memory."""
         self._run_over_links(request, sequence=request.sequence, work=work)
 
-    def _exchange(
+    def exchange(
         self, output: Array, mine: Array, call: str, sequence: int, timeout_s: float
     ) -> Work:
         """An all_gather over links, for setting up shared memory before ``call``."""
@@ -292,6 +309,3 @@ class Communicator:
             parent_call=call,
             sequence=sequence,
         )
-
-    def _set_fast_path(self, channel: Any) -> None:
-        self.fast_path = None if channel is None else channel.fast_path

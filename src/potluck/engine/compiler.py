@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -48,7 +47,7 @@ class Compiler:
         place = {rank: at for at, rank in enumerate(ranks)}
         self._cut = cut_of((place[a], place[b]) for a, b in group.cut if a in place and b in place)
         self._chooser = Chooser(group, ranks, self._nodes, self._cut)
-        self._kept = lru_cache(maxsize=_KEPT)(self._make)
+        self._kept: dict[tuple[Any, ...], CompiledPlan] = {}
 
     def compile(self, request: Request, parent_call: str = "") -> CompiledPlan:
         """The plan of ``request``; costs a microsecond when the same was asked before.
@@ -62,7 +61,7 @@ class Compiler:
         if encoding is not None:
             request.check_encoding()
             codec, residual = encoding
-        return self._kept(
+        key = (
             request.operation,
             request.algorithm,
             described.dtype,
@@ -75,6 +74,13 @@ class Compiler:
             residual is not None,
             parent_call,
         )
+        plan = self._kept.get(key)
+        if plan is None:
+            plan = self._make(*key)
+            if len(self._kept) >= _KEPT:
+                self._kept.pop(next(iter(self._kept)), None)
+            self._kept[key] = plan
+        return plan
 
     def _make(
         self,

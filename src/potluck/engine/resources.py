@@ -6,12 +6,14 @@ import contextlib
 import itertools
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, TypeVar
 
 from potluck.engine.call import Call
+from potluck.engine.channel import Channel
 from potluck.engine.connector import Connector
 from potluck.engine.loop.compiled import CompiledPlan
 from potluck.engine.loop.native import NativeLoop, engine_of
@@ -24,10 +26,22 @@ from potluck.types import Engine, Group
 Loop = ProgressLoop | NativeLoop
 """What runs a group's operations: the reference in Python, or its native twin."""
 
+_KEYED, ASIDE = 1 << 31, 1 << 30
+"""Channels with the first bit come from a key, those with the second are for the messages aside of
+another channel, and the others come from counting."""
+
+
 _T = TypeVar("_T")
 
-_KEYED = 1 << 31
-"""Channels with this bit come from a key, the others from counting."""
+
+@dataclass(slots=True)
+class _Keyed:
+    """A sub-group that has a key, which ``holders`` have asked for and not left."""
+
+    digest: int
+    name: str
+    communicator: Any
+    holders: int = 0
 
 
 _open: weakref.WeakSet[GroupResources] = weakref.WeakSet()
@@ -52,22 +66,60 @@ class GroupResources:
     owner: Owner = field(default_factory=lambda: Owner("this group"))
     lock: contextlib.AbstractContextManager[Any] = field(default_factory=threading.RLock)
     channels: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
-    keyed: dict[int, tuple[str, Any]] = field(default_factory=dict)
-    """By channel: the name of a sub-group that has a key, and its communicator."""
+    keyed: dict[int, _Keyed] = field(default_factory=dict)
+    """By channel: the sub-groups that have a key."""
+    sequences: dict[int, int] = field(default_factory=dict)
+    """By the digest of a sub-group that was left: the sequence number of its next call. A group of
+    the same key goes on there, since other members may not have left it, or be ahead."""
+    dropped: deque[Channel] = field(default_factory=deque)
+    """Of communicators that are gone without ``close``. The garbage collector adds to it, in the
+    midst of anything, so that no lock may be taken then."""
 
-    def named(self, members: tuple[int, ...], key: str, make: Callable[[int], _T]) -> _T:
-        """The communicator of ``members`` that ``key`` names; ``make(channel)`` makes it."""
+    def named(self, members: tuple[int, ...], key: str, make: Callable[[int, int], _T]) -> _T:
+        """The communicator of ``members`` that ``key`` names; ``make(channel, sequence)`` makes it.
+        For each call of this there is one of ``leave``."""
+        self.leave_dropped()
         name = f"{key} of {members}"
-        digest = blake2b(name.encode(), digest_size=4).digest()
-        channel = int.from_bytes(digest, "little") | _KEYED
+        digest = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
+        channel = digest % ASIDE | _KEYED
         with self.lock:
-            if channel not in self.keyed:
-                self.keyed[channel] = name, make(channel)
-            before, communicator = self.keyed[channel]
-        if before != name:
-            raise ValueError(f"the group {name} can't be told from {before}; choose another key")
-        made: _T = communicator
-        return made
+            entry = self.keyed.get(channel)
+            if entry is None:
+                sequence = self.sequences.pop(digest, 0)
+                entry = self.keyed[channel] = _Keyed(digest, name, make(channel, sequence))
+            elif entry.name != name:
+                raise ValueError(
+                    f"the group {name} can't be told from {entry.name}; choose another key"
+                )
+            entry.holders += 1
+            made: _T = entry.communicator
+            return made
+
+    def count(self) -> int:
+        """The next channel that all ranks count."""
+        self.leave_dropped()
+        with self.lock:
+            return next(self.channels)
+
+    def leave(self, channel: Channel) -> bool:
+        """Leave a sub-group. False, and nothing is done, if others here have asked for it, too."""
+        with self.lock:
+            entry = self.keyed.get(channel.number)
+            if entry is not None:
+                entry.holders -= 1
+                if entry.holders:
+                    return False
+                del self.keyed[channel.number]
+            sequence = channel.leave()
+            if entry is not None and sequence:
+                self.sequences[entry.digest] = sequence
+        self.loop.leave(channel.number, sequence)
+        return True
+
+    def leave_dropped(self) -> None:
+        """Leave the sub-groups whose communicators are gone."""
+        while self.dropped:
+            self.leave(self.dropped.popleft())
 
     def ongoing(self) -> list[Hashable]:
         """A name for each operation under way, the same for as long as it is. For any thread."""

@@ -232,6 +232,27 @@ def test_a_sub_group_is_given_back_with_its_last_reference(
     assert gate.closed == [True]
 
 
+def test_a_sub_group_that_is_closed_ends_its_calls_and_the_context_goes_on(
+    gate: Gate, ctx: DistributedContext
+) -> None:
+    group = ctx.new_group([1, 0])
+    assert group is not None
+    part: Any = group.communicator
+    part._library.open.clear()
+    work = group.all_reduce(np.ones(1), async_op=True)
+    group.close()
+    group.close()
+    with pytest.raises(GroupClosed, match="sub-group was closed here"):
+        group.barrier()
+    assert gate.closed == []
+    part._library.open.set()
+    work.wait()
+    assert gate.is_closed.wait(20)
+    assert gate.closed == [True]
+    gate.open.set()
+    ctx.barrier()
+
+
 def test_a_word_that_is_no_algorithm_is_refused(ctx: DistributedContext) -> None:
     with pytest.raises(ValueError, match="quick"):
         ctx.barrier(algorithm="quick")

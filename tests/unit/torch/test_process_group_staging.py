@@ -242,7 +242,7 @@ def test_tensors_are_left_whole_where_no_rank_has_an_accelerator_or_one_piece_is
 
     def body(ctx: DistributedContext) -> tuple[bool, bool]:
         def comms(has_devices: bool) -> Comms:
-            return Comms(ctx.communicator, ctx.communicator, Completions(), 10.0, has_devices)
+            return Comms(ctx.communicator, Completions(), 10.0, has_devices)
 
         large, small = torch.empty(LENGTH), torch.empty(1024)
         return staging.is_staged(comms(False), large), staging.is_staged(comms(True), small)

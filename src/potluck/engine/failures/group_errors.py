@@ -117,6 +117,11 @@ def desync(group: Group, peer: int, item: object, theirs: int) -> Desync:
     )
 
 
+def closed_before(group: Group, peer: int, item: object) -> Desync:
+    """``peer`` closed the sub-group on which this rank called ``item``."""
+    return _desync(group, peer, item, "closed the sub-group of this call without making it")
+
+
 def message_mismatch(group: Group, peer: int, item: object, nbytes: int, dtype: int) -> Desync:
     """``peer`` sent a message of other ``nbytes`` or another ``dtype`` than this rank expects."""
     known = dtype_of(dtype)

@@ -202,6 +202,11 @@ class Connections:
             flow = self._flows[rank] = FlowControl(self._max_early_bytes)
         return flow
 
+    def forget(self, channel: int) -> None:
+        """Forget what peers have begun on ``channel``."""
+        for flow in self._flows.values():
+            flow.forget(channel)
+
     def consume(self, rank: int, nbytes: int) -> None:
         """A frame of ``rank`` has been used: return its credit, if enough has gathered."""
         credit = self.flow(rank).consume(nbytes)

@@ -47,6 +47,10 @@ class FlowControl:
             if len(self._begun) > _MAX_CHANNELS:
                 raise ProtocolError(f"it uses more than {_MAX_CHANNELS} channels")
 
+    def forget(self, channel: int) -> None:
+        """No call of this channel is under way on this rank, and none is expected."""
+        self._begun.pop(channel, None)
+
     def may_send(self, channel: int, sequence: int, nbytes: int) -> bool:
         """Whether a frame of a collective may be sent now."""
         return sequence < self._begun.get(channel, 0) or self.has_credit(nbytes)

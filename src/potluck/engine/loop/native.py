@@ -202,6 +202,10 @@ class NativeLoop:
         if self._is_over:
             self.end_work(ident)
 
+    def leave(self, channel: int, next_sequence: int) -> None:
+        """Forget a channel that this rank has left, once its calls under way have ended."""
+        self._core.leave(channel, next_sequence)
+
     def abort(self, error: PotluckError) -> None:
         """End the group with ``error`` on every rank."""
         self._state.fail(error)

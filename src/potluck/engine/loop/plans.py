@@ -33,6 +33,9 @@ queries about calls that this rank has not made are kept."""
 _NUM_REMEMBERED = 16
 """How many ended calls of a channel are kept, to say what a late frame disagrees with."""
 
+_NUM_LEFT = 256
+"""How many channels that this rank has left are known, for queries and frames of peers that lag."""
+
 OnOperation = Callable[[CompiledPlan, float, BaseException | None, int], None]
 """Told of every collective that ended: the seconds it took, and its error."""
 
@@ -50,6 +53,8 @@ class Plans:
         self._running: dict[Key, RunningPlan] = {}
         self._next_sequence: dict[int, int] = {}
         """By channel: the number of the next call."""
+        self._left: dict[int, int] = {}
+        """The same of channels that this rank has left: the latest."""
         self._ended: dict[int, deque[tuple[int, Call]]] = {}
         self._early: dict[Key, dict[int, deque[tuple[Frame, bytearray]]]] = {}
         self._queries: dict[Key, dict[int, int]] = {}
@@ -60,6 +65,8 @@ class Plans:
         running.started = time.monotonic()
         key = (running.channel, running.sequence)
         self._running[key] = running
+        if running.sequence >= self._left.get(running.channel, running.sequence + 1):
+            del self._left[running.channel]  # entered again: calls from before have lower numbers
         self._next_sequence[running.channel] = running.sequence + 1
         self._connections.need((*running.send_peers, *running.receive_peers))
         # Frames of this call that came before the call: compared now, applied by _advance as the
@@ -79,6 +86,36 @@ class Plans:
             self._connections.check_departed(running)
         for peer in running.receive_peers:
             self.tell_begun(peer)
+
+    def leave(self, channel: int, next_sequence: int) -> None:
+        """This rank has left ``channel`` (of a sub-group), whose next call would have this number.
+        What is known of it goes when its calls under way have ended. A later call means that the
+        rank has entered it again."""
+        self._left.pop(channel, None)
+        self._left[channel] = next_sequence
+        if len(self._left) > _NUM_LEFT:
+            del self._left[next(iter(self._left))]
+        if not self._is_running(channel):
+            self._forget(channel)
+
+    def _is_running(self, channel: int) -> bool:
+        return any(running.channel == channel for running in self._running.values())
+
+    def _forget(self, channel: int) -> None:
+        self._next_sequence.pop(channel, None)
+        self._ended.pop(channel, None)
+        self._connections.forget(channel)
+
+    def _was_called(self, frame: Frame) -> bool:
+        """Whether this rank has made the call that ``frame`` names."""
+        next_sequence = self._next_sequence.get(frame.channel, 0)
+        return frame.sequence < max(next_sequence, self._left.get(frame.channel, 0))
+
+    def _note_begun(self, peer: int, frame: Frame) -> None:
+        """``peer`` has begun a call, which is of no use if this rank has made it and left."""
+        is_over = frame.sequence < self._left.get(frame.channel, 0)
+        if not is_over or self._is_running(frame.channel):
+            self._connections.flow(peer).has_begun(frame.channel, frame.sequence)
 
     def check_deadlines(self, now: float) -> None:
         """Ask about operations that stall, and end the group over one that is overdue."""
@@ -191,6 +228,8 @@ class Plans:
             self._ended.setdefault(running.channel, deque(maxlen=_NUM_REMEMBERED)).append(
                 (running.sequence, running.call)
             )
+            if running.channel in self._left and not self._is_running(running.channel):
+                self._forget(running.channel)
             running.conclude()
             seconds = time.monotonic() - running.started
             self._on_operation(running.compiled, seconds, None, running.num_beyond)
@@ -201,7 +240,7 @@ class Plans:
     def route(self, connection: Connection, frame: Frame) -> Sink:
         """Where the payload of a DATA frame goes."""
         # A peer that sends frames of a call has begun it, so frames of that call need no credit.
-        self._connections.flow(connection.rank).has_begun(frame.channel, frame.sequence)
+        self._note_begun(connection.rank, frame)
         running = self._running.get((frame.channel, frame.sequence))
         if running is None:
             if frame.sequence < self._next_sequence.get(frame.channel, 0):
@@ -311,7 +350,7 @@ class Plans:
 
     def on_begun(self, connection: Connection, frame: Frame, _: memoryview) -> None:
         """A peer has begun a call (BEGUN): that call's frames need no credit any more."""
-        self._connections.flow(connection.rank).has_begun(frame.channel, frame.sequence)
+        self._note_begun(connection.rank, frame)
         self._connections.dirty.add(connection.rank)
 
     # -- disagreements
@@ -374,7 +413,7 @@ class Plans:
             return
         key = (frame.channel, frame.sequence)
         running = self._running.get(key)
-        has_called = frame.sequence < self._next_sequence.get(frame.channel, 0)
+        has_called = self._was_called(frame)
         # The peer's call only stalls. _disagrees has compared it with this rank's call; if this
         # rank has not made it yet, the fingerprint is kept for begin(). No answer is sent.
         if not frame.segment:

@@ -155,6 +155,10 @@ class ProgressLoop:
         """Take the first message that matches."""
         self._post(lambda: self._begin(receiving.work, lambda: self._messages.receive(receiving)))
 
+    def leave(self, channel: int, next_sequence: int) -> None:
+        """Forget a channel that this rank has left, once its calls under way have ended."""
+        self._post(lambda: self._plans.leave(channel, next_sequence))
+
     def abort(self, error: PotluckError) -> None:
         """End the group with ``error`` on every rank."""
         self._post(lambda: self._state.fail(error))

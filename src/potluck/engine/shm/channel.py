@@ -18,11 +18,11 @@ import functools
 import logging
 import os
 import secrets
+import weakref
 from collections import deque
-from collections.abc import Callable
 from enum import Enum
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -31,7 +31,7 @@ from potluck import native
 from potluck.collectives.plan import Algorithm, Operation
 from potluck.collectives.shared_memory import NUM_SLOTS, Costs, credible, small_bytes, spin_s
 from potluck.engine.arrays.layout import Array
-from potluck.engine.request import Request, label, part_of_call
+from potluck.engine.request import FastPath, Request, label, part_of_call
 from potluck.engine.shm.group import MAX_BYTES, Failure, GroupMemory, SharedMemoryWork
 from potluck.engine.work import Work
 from potluck.system import usable_cpus
@@ -53,9 +53,6 @@ _SLOT_BYTES = (252 * 1024, 60 * 1024)
 
 State = Enum("State", ["NEW", "ASKING", "OPEN", "NONE"])
 
-Exchange = Callable[[Array, Array, str, int, float], Work]
-"""``exchange(output, mine, call, sequence, timeout_s)``: an all_gather over links."""
-
 
 class Offer(msgspec.Struct, frozen=True, array_like=True):
     """A rank's part of the first all_gather. ``is_able`` and ``cpus`` count of every rank, the
@@ -74,8 +71,18 @@ class Offer(msgspec.Struct, frozen=True, array_like=True):
     """The processors that the rank may use, one bit each."""
 
 
-Fallback = Callable[[Request, SharedMemoryWork], None]
-"""Runs a call over links that has waited for shared memory."""
+class Links(Protocol):
+    """The calls of the same channel that go over links: its communicator."""
+
+    fast_path: FastPath | None
+
+    def exchange(
+        self, output: Array, mine: Array, call: str, sequence: int, timeout_s: float
+    ) -> Work:
+        """An all_gather over links, for setting up shared memory before ``call``."""
+
+    def run_instead(self, request: Request, work: SharedMemoryWork) -> None:
+        """Run a call over links that has waited for shared memory."""
 
 
 class ChannelMemory:
@@ -88,26 +95,25 @@ class ChannelMemory:
         rank: int,
         ranks: tuple[int, ...],
         lock: Any,
-        exchange: Exchange,
-        fallback: Fallback,
-        changed: Callable[[Any], None],
+        links: Links,
+        sequence: int,
     ) -> None:
-        """``changed(channel)`` is called with the native channel, and with None when it is
-        closed."""
+        """``sequence`` is the number of the first call. ``links`` is kept only while the setup is
+        under way, and gets the fast path while there is one."""
         self.state = State.NEW
-        self.sequence = 0
-        """How many calls this channel has begun. The native channel counts once there is one."""
+        self.sequence = sequence
+        """The number of the next call. The native channel counts once there is one."""
         self._group = group
         self._rank = rank
         self._ranks = ranks
         self._lock = lock
-        self._exchange = exchange
-        self._fallback = fallback
-        self._changed = changed
+        self._links = weakref.ref(links)
+        self._is_left = False
         self._native: Any = None
         self._waiting: deque[tuple[Request, SharedMemoryWork]] = deque()
         self._fd = -1
         self._memory: Any = None
+        self._taken = 0
         self._timeout_s = 0.0
         self._label = ""
         self._second = 0
@@ -128,6 +134,16 @@ class ChannelMemory:
         return None
 
     # -- called with the lock held
+
+    def leave(self) -> int:
+        """This rank makes no more calls on this channel; those under way end, and then the memory
+        is released. Returns the sequence number that the next call would have."""
+        self._is_left = True
+        channel = self._native
+        if channel is not None:
+            self._on_close()
+            self._group.leave_channel(channel)
+        return self.sequence
 
     def take_sequence(self) -> int:
         """The sequence number of the next call of this channel, through shared memory or not."""
@@ -188,6 +204,8 @@ class ChannelMemory:
     # -- setting up
 
     def _ask(self, call: str, timeout_s: float, first: int, second: int) -> None:
+        links = self._links()
+        assert links is not None, "the call comes from there"
         self.state = State.ASKING
         self._timeout_s, self._label, self._second = timeout_s, call, second
         offer = self._offer()
@@ -197,8 +215,8 @@ class ChannelMemory:
             len(encoded).to_bytes(2, "little") + encoded, dtype=np.uint8
         )
         offers = np.zeros(_OFFER_BYTES * len(self._ranks), dtype=np.uint8)
-        work = self._exchange(offers, mine, call, first, timeout_s)
-        work.add_done_callback(lambda done: self._on_offers(done, offers))
+        work = links.exchange(offers, mine, call, first, timeout_s)
+        work.add_done_callback(lambda done: self._on_offers(done, offers, links))
 
     def _offer(self) -> Offer:
         if not native.available or not memory.boot_id():
@@ -218,10 +236,10 @@ class ChannelMemory:
         boot, pid = memory.boot_id(), os.getpid()
         return Offer(True, boot, pid, self._fd, token, slot_bytes, costs, cpus)
 
-    def _on_offers(self, work: Work, offers: Array) -> None:
+    def _on_offers(self, work: Work, offers: Array, links: Links) -> None:
         error = work.exception()
         if error is not None:
-            self._end(error)
+            self._end(error, links)
             return
         parts = [bytes(part) for part in offers.reshape(len(self._ranks), -1)]
         said = [
@@ -229,18 +247,22 @@ class ChannelMemory:
             for part in parts
         ]
         if not all(offer.is_able for offer in said):
-            self._end(None)
+            self._end(None, links)
             return
         mapped = np.array([self._map(said[0])], dtype=np.uint8)
         answers = np.zeros(len(self._ranks), dtype=np.uint8)
-        exchanged = self._exchange(answers, mapped, self._label, self._second, self._timeout_s)
+        exchanged = links.exchange(answers, mapped, self._label, self._second, self._timeout_s)
         cpus = functools.reduce(int.__or__, (int.from_bytes(each.cpus, "little") for each in said))
         cores = max(1, cpus.bit_count())
-        exchanged.add_done_callback(lambda done: self._on_answers(done, answers, said[0], cores))
+        exchanged.add_done_callback(
+            lambda done: self._on_answers(done, answers, said[0], cores, links)
+        )
 
     def _map(self, offer: Offer) -> bool:
-        if not self._group.take(NUM_SLOTS * offer.slot_bytes):
+        nbytes = NUM_SLOTS * offer.slot_bytes
+        if not self._group.take(nbytes):
             return False
+        self._taken = nbytes
         if self._rank == 0:
             return True
         try:
@@ -253,10 +275,12 @@ class ChannelMemory:
         self._memory = mapped
         return mapped[:40] == _MAGIC + offer.token
 
-    def _on_answers(self, work: Work, answers: Array, offer: Offer, cores: int) -> None:
+    def _on_answers(
+        self, work: Work, answers: Array, offer: Offer, cores: int, links: Links
+    ) -> None:
         error = work.exception()
         if error is not None or not answers.all():
-            self._end(error)
+            self._end(error, links)
             return
         self._drop_descriptor()
         world = len(self._ranks)
@@ -269,6 +293,7 @@ class ChannelMemory:
                 self._memory,
                 self._on_close,
                 self._ranks,
+                self._taken,
                 rank=self._rank,
                 world=world,
                 num_slots=NUM_SLOTS,
@@ -287,31 +312,35 @@ class ChannelMemory:
                 if self.takes(request):
                     self._start(request, waiting)
                 else:
-                    self._fall_back(request, waiting)
-            self._changed(channel)
+                    self._fall_back(request, waiting, links)
+            if self._is_left:
+                self.leave()
+            else:
+                links.fast_path = channel.fast_path
 
-    def _end(self, error: BaseException | None) -> None:
+    def _end(self, error: BaseException | None, links: Links) -> None:
         """There will be no shared memory: a rank can't have it, or the setup failed by
         ``error``."""
         self._drop_descriptor()
         with self._lock:
             self.state = State.NONE
             self._drop_memory()
+            self._group.give_back(self._taken)
             waiting, self._waiting = self._waiting, deque()
             for request, work in waiting:
                 if error is None:
-                    self._fall_back(request, work)
+                    self._fall_back(request, work, links)
         for _, work in waiting:
             if error is not None:
                 work.goes_over_links()
                 self._group.failed(work.call, error)
                 work.finish(error)
 
-    def _fall_back(self, request: Request, work: SharedMemoryWork) -> None:
+    def _fall_back(self, request: Request, work: SharedMemoryWork, links: Links) -> None:
         if request.algorithm is Algorithm.SHARED_MEMORY:
             work.finish(ValueError(NO_SHARED_MEMORY))
         else:
-            self._fallback(request, work)
+            links.run_instead(request, work)
         work.goes_over_links()
 
     def _on_close(self) -> None:
@@ -319,7 +348,9 @@ class ChannelMemory:
             if self._native is not None:
                 self.sequence = self._native.take_sequence()
             self.state, self._native = State.NONE, None
-            self._changed(None)
+            links = self._links()
+            if links is not None:
+                links.fast_path = None
 
     def _drop_descriptor(self) -> None:
         if self._fd >= 0:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 from potluck import native
 from potluck.background import start_thread, why
 from potluck.collectives.plan import Algorithm
-from potluck.engine.failures.group_errors import broke, desync, overdue, peer_lost
+from potluck.engine.failures.group_errors import broke, closed_before, desync, overdue, peer_lost
 from potluck.engine.fingerprint import OPERATIONS, REDUCTIONS
 from potluck.engine.work import Work, again
 from potluck.errors import GroupClosed, GroupError, LinkError, PeerLost, PotluckError
@@ -44,8 +44,8 @@ class Failure(NamedTuple):
     """What keeps a call through shared memory from ending well."""
 
     outcome: str
-    """``stopped`` with the group, ``timeout``, ``desync`` (the peer made another call) or ``left``
-    (the peer closed its context)."""
+    """``stopped`` with the group, ``timeout``, ``desync`` (the peer made another call), ``left``
+    (the peer closed its context) or ``closed`` (it closed the sub-group of this channel)."""
     peer: int
     """The rank of the group at fault; -1: none in particular."""
     has_begun: bool
@@ -70,6 +70,16 @@ class Loop(Protocol):
     def abort(self, error: PotluckError) -> None: ...
 
     def when_over(self, callback: Callable[[], None]) -> None: ...
+
+
+class _Open(NamedTuple):
+    """A channel in use."""
+
+    on_close: Callable[[], None]
+    counts: SharedMemoryCounts
+    peers: tuple[int, ...]
+    nbytes: int
+    """Of this worker's share."""
 
 
 class StalledCall:
@@ -98,7 +108,8 @@ class GroupMemory:
         self._is_closed = False
         self._engine: Any = None
         self._thread: threading.Thread | None = None
-        self._open: list[tuple[Any, Callable[[], None], SharedMemoryCounts, tuple[int, ...]]] = []
+        self._open: dict[Any, _Open] = {}
+        self._leaving: list[Any] = []
         self._left_bytes = MAX_BYTES
         self._inflight: dict[int, SharedMemoryWork] = {}
         self._ids = 0
@@ -107,11 +118,17 @@ class GroupMemory:
 
     def take(self, nbytes: int) -> bool:
         """Take ``nbytes`` of this worker's share; False if less is left."""
+        self._drop_left()
         with self._lock:
             if self._is_closed or nbytes > self._left_bytes:
                 return False
             self._left_bytes -= nbytes
             return True
+
+    def give_back(self, nbytes: int) -> None:
+        """Return ``nbytes`` to this worker's share, which no channel has used."""
+        with self._lock:
+            self._left_bytes += nbytes
 
     @property
     def left_bytes(self) -> int:
@@ -123,10 +140,11 @@ class GroupMemory:
         memory: Any,
         on_close: Callable[[], None],
         peers: tuple[int, ...],
+        nbytes: int,
         **shape: Any,
     ) -> Any:
         """A native channel over ``memory``. ``on_close()`` is called when the channel must not be
-        used any more. ``peers`` maps the channel's ranks to the group's.
+        used any more. ``peers`` maps the channel's ranks to the group's. ``nbytes`` were taken.
         """
         with self._lock:
             if self._engine is None:
@@ -140,18 +158,41 @@ class GroupMemory:
             counts = SharedMemoryCounts(
                 Algorithm.SHARED_MEMORY, OPERATIONS, channel.stats, channel.waited_s
             )
-            self._open.append((channel, on_close, counts, peers))
+            self._open[channel] = _Open(on_close, counts, peers, nbytes)
             self._metrics.count(counts)
             is_over = self._over.is_set() or self._is_closed
         if is_over:
             channel.stop(for_all=False)
         return channel
 
+    def leave_channel(self, channel: Any) -> None:
+        """This rank makes no more calls on ``channel``. When those under way have ended, or the
+        next time that memory is asked for or given up, its memory is released."""
+        channel.leave_channel()
+        with self._lock:
+            self._leaving.append(channel)
+        self._drop_left()
+
+    def _drop_left(self) -> None:
+        """Release the channels that this rank has left, and on which no call is under way."""
+        if not self._leaving:
+            return
+        with self._lock:
+            over = [channel for channel in self._leaving if channel.ongoing() < 0]
+            self._leaving = [each for each in self._leaving if each not in over]
+            # Those that are not there any more have been released by ``close``.
+            dropped = [(each, self._open.pop(each)) for each in over if each in self._open]
+            self._left_bytes += sum(opened.nbytes for _, opened in dropped)
+        for channel, opened in dropped:
+            self._metrics.keep(opened.counts)
+            self._tell_abandoned(channel, opened.peers)
+            channel.close()
+
     def ongoing(self) -> list[Hashable]:
         """A name for each channel's first call under way, the same for as long as it is."""
         with self._lock:
-            ended = [channel.ongoing() for channel, *_ in self._open]
-        return [("shm", index, count) for index, count in enumerate(ended) if count >= 0]
+            ended = [(id(channel), channel.ongoing()) for channel in self._open]
+        return [("shm", name, count) for name, count in ended if count >= 0]
 
     def start(self, work: SharedMemoryWork, begin: Callable[[int], Any]) -> None:
         """Start the native call of ``work`` by ``begin(id)``, and keep both while the call runs."""
@@ -201,6 +242,8 @@ class GroupMemory:
         item = StalledCall(call, peer)
         if failure.outcome == "desync":
             return desync(self._group, peer, call, failure.fingerprint)
+        if failure.outcome == "closed":
+            return closed_before(self._group, peer, call)
         if failure.outcome == "left":
             left = LinkError("it left the group (its context was closed)")
             return peer_lost(self._group, peer, left, item)
@@ -210,23 +253,23 @@ class GroupMemory:
         """This rank makes no more calls; those under way end. Idempotent."""
         with self._lock:
             self._is_closed = True
-            channels = list(self._open)
-        for channel, on_close, *_ in channels:
-            on_close()
+            channels = list(self._open.items())
+        for channel, opened in channels:
+            opened.on_close()
             channel.leave()
             channel.stop(for_all=False)
 
     def close(self) -> None:
         """Release the memory, once the group is over. Idempotent."""
         with self._lock:
-            channels, self._open = self._open, []
+            channels, self._open = self._open, {}
             engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
-        for channel, on_close, counts, _ in channels:
-            on_close()  # of a channel that was opened while this rank left
+        for channel, opened in channels.items():
+            opened.on_close()  # of a channel that was opened while this rank left
             channel.drain()
-            self._metrics.keep(counts)
+            self._metrics.keep(opened.counts)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         inflight, self._inflight = self._inflight, {}
@@ -238,7 +281,7 @@ class GroupMemory:
             channels = list(self._open)
             self._over.set()
         for_all = not isinstance(self._loop.error, GroupClosed)
-        for channel, *_ in channels:
+        for channel in channels:
             channel.stop(for_all=for_all)
 
     def _broke(self, cause: BaseException) -> None:
@@ -251,17 +294,17 @@ class GroupMemory:
             if work is not None:
                 work.done()
             else:
-                self._tell_abandoned()
+                with self._lock:
+                    channels = list(self._open.items())
+                for channel, opened in channels:
+                    self._tell_abandoned(channel, opened.peers)
 
-    def _tell_abandoned(self) -> None:
+    def _tell_abandoned(self, channel: Any, peers: tuple[int, ...]) -> None:
         """End the group over a blocking call that failed after a signal interrupted its caller."""
-        with self._lock:
-            channels = list(self._open)
-        for channel, _, _, peers in channels:
-            if (abandoned := channel.abandoned_failure()) is not None:
-                operation, failure = abandoned
-                call = f"{operation} (its caller was interrupted)"
-                self._loop.abort(self._error_of(Failure.of(peers, *failure), call))
+        if (abandoned := channel.abandoned_failure()) is not None:
+            operation, failure = abandoned
+            call = f"{operation} (its caller was interrupted)"
+            self._loop.abort(self._error_of(Failure.of(peers, *failure), call))
 
 
 class SharedMemoryWork(Work):

@@ -36,7 +36,7 @@ class ProcessGroupPotluck(_torchft.ProcessGroupWrapper):  # type: ignore[misc]
     def _create_pg(self, store: Any, rank: int, world_size: int) -> PotluckProcessGroup:
         self._aborted = None
         seconds = self._timeout.total_seconds()
-        world = meet(store, rank, world_size, name=_NAME, timeout_s=seconds)
+        world = meet(store, rank, world_size, timeout_s=seconds)
         return PotluckProcessGroup(
             world, world.communicator, name=_NAME, timeout=self._timeout, store=store
         )

@@ -23,11 +23,14 @@ class Comms:
     """
 
     communicator: Communicator
-    messages: Communicator
     completions: Completions
     timeout_s: float
     has_devices: bool = False
     self_messages: SelfMessages = field(default_factory=SelfMessages)
+
+    @property
+    def messages(self) -> Communicator:
+        return self.communicator.aside()
 
     @property
     def rank(self) -> int:

@@ -52,7 +52,6 @@ def create(options: Any, backend_options: Any) -> PotluckProcessGroup:
         options.store,
         options.group_rank,
         options.group_size,
-        name=name,
         timeout_s=timeout.total_seconds(),
     )
     return PotluckProcessGroup(

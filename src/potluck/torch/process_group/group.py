@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from potluck.engine.communicator import Communicator
-from potluck.errors import RemoteError
+from potluck.errors import GroupClosed, RemoteError
 from potluck.torch.process_group import messages, moving, reducing, sparse
 from potluck.torch.process_group.comms import Comms
 from potluck.torch.process_group.messages import MonitoredBarrier, single
@@ -66,12 +66,8 @@ class PotluckProcessGroup(dist.ProcessGroup):
         self._desc = "undefined"
         self._store = store
         self._timeout = timeout
-        ranks = tuple(range(communicator.world_size))
-        private = communicator.subgroup(ranks, key=f"{name}/messages")
-        assert private is not None
         self._comms = Comms(
             communicator,
-            private,
             world.completions,
             timeout.total_seconds(),
             world.has_devices,
@@ -82,6 +78,7 @@ class PotluckProcessGroup(dist.ProcessGroup):
         self._coalesced: list[GroupWork] | None = None
         self._num_splits = 0
         self._sequence = 0
+        self._is_left = False
 
     # -- identity
 
@@ -255,7 +252,7 @@ class PotluckProcessGroup(dist.ProcessGroup):
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
         """A barrier that names, on rank 0, the ranks that did not reach it within ``timeout``."""
-        self._world.owner.check()
+        self._check_open()
         timeout_s = self._comms.timeout_s if timeout is None else timeout.total_seconds()
         self._monitored(self._comms, timeout_s, wait_all_ranks)
 
@@ -344,14 +341,26 @@ class PotluckProcessGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Leave the group. Leaving the group that made the world closes the world's links, after
-        all sent data has arrived."""
-        self._world.leave(self._name)
+        all sent data has arrived. Of another group calls under way end, later ones raise
+        GroupClosed, and what it holds is released. Idempotent.
+        """
+        if self._comms.communicator is self._world.communicator:
+            self._world.close()
+        elif not self._is_left:
+            self._is_left = True
+            self._comms.communicator.close()
 
     # -- inside
 
+    def _check_open(self) -> None:
+        self._world.owner.check()
+        if self._is_left:
+            group = self._comms.communicator.group
+            raise GroupClosed(f"the process group {self._name} was destroyed", epoch=group.epoch)
+
     def _run(self, name: str, operation: Callable[..., GroupWork], *arguments: Any) -> GroupWork:
         """Start ``operation``, as an event for torch's profiler."""
-        self._world.owner.check()
+        self._check_open()
         record = None
         if torch._C._autograd._profiler_enabled():
             record = ProfileRecord(f"{self.name()}:{name}")

@@ -12,7 +12,7 @@ from potluck.settings import load_settings
 from potluck.torch.process_group.world import World
 
 
-def meet(store: Any, rank: int, world_size: int, *, name: str, timeout_s: float) -> World:
+def meet(store: Any, rank: int, world_size: int, *, timeout_s: float) -> World:
     """The world of all ranks that call this with one store; see ``backends.store_rendezvous``."""
     deadline = time.monotonic() + timeout_s
     base = TcpBase("", 0, load_settings())
@@ -29,7 +29,7 @@ def meet(store: Any, rank: int, world_size: int, *, name: str, timeout_s: float)
     except BaseException:
         base.close()
         raise
-    world = World(name, communicator, base)
+    world = World(communicator, base)
     try:
         world.meet(max(1.0, deadline - time.monotonic()))
     except BaseException:

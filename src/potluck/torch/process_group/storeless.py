@@ -29,9 +29,6 @@ from potluck.torch.process_group.store_client import StoreClient
 from potluck.torch.process_group.store_server import StoreServer
 from potluck.torch.process_group.world import World
 
-WORLD_NAME = "0"
-"""torch's name for the default group, the only group with a rendezvous."""
-
 Backend = AgentBackend | EnvironmentBackend | AutoDiscoveryBackend | LocalBackend
 
 
@@ -81,7 +78,7 @@ def rendezvous(
     except BaseException:
         backend.close()
         raise
-    world = World(WORLD_NAME, communicator, _Owner(backend, asker))
+    world = World(communicator, _Owner(backend, asker))
     try:
         world.meet(timeout.total_seconds())
     except BaseException:

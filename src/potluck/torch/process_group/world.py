@@ -21,10 +21,8 @@ class Closable(Protocol):
 class World:
     """The communicator of all ranks, with the resources that are closed with it."""
 
-    def __init__(self, name: str, communicator: Communicator, owner: Closable) -> None:
-        """``name`` is the name of the group that made the world; when that group is left, the world
-        is closed. ``owner`` is closed with the world."""
-        self.name = name
+    def __init__(self, communicator: Communicator, owner: Closable) -> None:
+        """``owner`` is closed with the world, which is when the group of all ranks is left."""
         self.communicator = communicator
         self.completions = Completions()
         self.has_devices = False
@@ -43,11 +41,6 @@ class World:
         request = Request(Operation.ALL_GATHER, mine, gathered, timeout_s=timeout_s)
         self.communicator.run(request).wait()
         self.has_devices = bool(gathered.any())
-
-    def leave(self, name: str) -> None:
-        """Leave the group ``name``; closes the world if that group made it."""
-        if name == self.name:
-            self.close()
 
     def close(self) -> None:
         """Close the links after all sent data has arrived. Idempotent. Nothing in a forked
