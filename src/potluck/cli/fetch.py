@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import datetime
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from potluck.cli.files import print_json
-from potluck.cli.terminal import console_on, say
+from potluck.cli.terminal import console_on, date, say
 from potluck.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -168,9 +167,7 @@ def _show(jobs: list[Found], *, json: bool) -> None:
     for title in ("job", "began", "machine", "files", "size", ""):
         table.add_column(title, justify="right" if title in ("files", "size") else "left")
     for found in jobs:
-        began = ""
-        if found.began:
-            began = f"{datetime.datetime.fromtimestamp(found.began):%Y-%m-%d %H:%M}"
+        began = date(found.began)
         for machine, files in found.here:
             state = files.gone or ("runs" if files.is_running else "")
             size = size_in_words(files.num_bytes)

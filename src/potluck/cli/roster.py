@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from potluck.cli.files import print_json
-from potluck.cli.terminal import console_on
+from potluck.cli.terminal import console_on, date
 from potluck.errors import PotluckError
 
 if TYPE_CHECKING:
@@ -131,12 +131,8 @@ def _show(rows: list[dict[str, Any]], me: str) -> None:
             *((row["site"] or "-",) if sites else ()),
             row["node"][:12],
             (row["role"] or "-") + reason,
-            _date(row["since"]),
-            _date(row["until"]),
-            seen or _date(row["last_seen"]),
+            date(row["since"]),
+            date(row["until"]),
+            seen or date(row["last_seen"]),
         )
     console_on().print(table)
-
-
-def _date(at: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(at)) if at else "-"

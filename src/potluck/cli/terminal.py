@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import logging
 import sys
 from typing import TYPE_CHECKING, Any, TextIO
@@ -17,6 +18,15 @@ if TYPE_CHECKING:
 def say(text: str, *, err: bool = False) -> None:
     """Write ``text`` and a line end to stdout, or to stderr; see ``paragraph``."""
     typer.echo(paragraph(text), err=err)
+
+
+def date(at: float) -> str:
+    """The Unix time ``at`` as a date; of 0 ``-``, and ``?`` of a time that no calendar has: other
+    machines may tell any."""
+    try:
+        return f"{datetime.datetime.fromtimestamp(at):%Y-%m-%d %H:%M}" if at else "-"
+    except (ValueError, OverflowError, OSError):
+        return "?"
 
 
 def console_on(file: TextIO | None = None) -> Console:
