@@ -222,3 +222,46 @@ def test_with_replicas_a_killed_server_costs_no_version(
         assert all(int(version) >= 30 for version in versions)
     for victim in victims:
         assert (tmp_path / f"killed {victim}").exists()
+
+
+BACK = """
+import os, pathlib, signal, sys, time
+import numpy as np
+import potluck
+from potluck.parameter_server import SGD, Asynchronous
+
+folder, me = pathlib.Path(sys.argv[1]), os.environ["POTLUCK_WORKER"]
+is_back = (folder / "closed 1").exists()
+ctx = potluck.init()
+
+def wait_for(name):
+    while not (folder / name).exists():
+        if ctx.reform_due:
+            ctx.reform(ctx.communicator.error)
+        time.sleep(0.01)
+
+if is_back and me == "1":
+    (folder / "back").touch()
+    wait_for("closed 2")
+    time.sleep(1.0)  # a server that does not wait ends now
+with potluck.ParameterServer(ctx, Asynchronous(), optimizer=SGD(1.0)) as ps:
+    ps.set_parameters("m", {"w": np.zeros(3)})
+    ps.get_parameters("m")
+    counted = ps.accumulate_gradient("m", {"w": np.ones(3)})
+    if me == "2":
+        wait_for("back")
+(folder / f"closed {me}").touch()
+if me == "1" and not is_back:
+    os.kill(os.getpid(), signal.SIGKILL)
+print("counted", counted)
+"""
+
+
+def test_a_worker_that_had_left_and_is_killed_is_waited_for_when_it_comes_back(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "back.py"
+    script.write_text(BACK)
+    with run_command("--workers", "3", str(script), str(tmp_path)) as run:
+        assert run.finish() == 0, run.text
+        assert "[1] counted True" in run.text

@@ -50,11 +50,12 @@ class Presence:
         return [each.worker for each in self._present().members if each.worker not in self._gone]
 
     def lost(self) -> list[str]:
-        """The workers that were in the group at the last call of this method, and are not now."""
+        """The workers that were in the group at the last call of this method, and are not now, or
+        were started again."""
         before, self._before = self._before, self._present()
         if before is None or before is self._before:
             return []
-        return [each.worker for each in before.members if self._before.rank_of(each.worker) < 0]
+        return _only_in(before, self._before)
 
     def is_there(self, worker: str) -> bool:
         return worker in self.workers() and self._is_heard(worker)
@@ -64,14 +65,21 @@ class Presence:
         return [each for each in self.workers() if each != worker and self._is_heard(each)]
 
     def _present(self) -> Group:
-        """The present group. A worker that was not in the one before counts as heard now."""
+        """The present group. A worker that was not in the one before, or was started again since,
+        counts as heard now; that it had left was its earlier life."""
         before, self._seen = self._seen, self._group()
         if before is not self._seen:
-            for each in self._seen.members:
-                if before.rank_of(each.worker) < 0:
-                    self._heard_at[each.worker] = time.monotonic()
+            for worker in _only_in(self._seen, before):
+                self._heard_at[worker] = time.monotonic()
+                self._gone.discard(worker)
         return self._seen
 
     def _is_heard(self, worker: str) -> bool:
         since = time.monotonic() - self._silence_s
         return self._heard_at.get(worker, self._began) > since
+
+
+def _only_in(group: Group, other: Group) -> list[str]:
+    """The workers of ``group`` whose processes, known by their ports, are not in ``other``."""
+    known = {(each.worker, each.port) for each in other.members}
+    return [each.worker for each in group.members if (each.worker, each.port) not in known]

@@ -46,3 +46,20 @@ def test_a_worker_that_is_in_the_group_no_more_is_lost_once() -> None:
     assert it.lost() == []
     groups.append(groups[0])
     assert it.lost() == ["3"]
+
+
+def test_a_worker_that_has_left_and_comes_back_is_there_again() -> None:
+    """Also if no group without it was seen between its lives; one that stays has left."""
+    groups = [Group(1, 0, (Member("0", port=5), Member("1", port=6), Member("2", port=7)))]
+    it = Presence(lambda: groups[-1], silence_s=10.0)
+    for worker in ("1", "2"):
+        it.leave(worker)
+    assert it.workers() == ["0"]
+    assert it.lost() == []
+    groups.append(Group(2, 0, (Member("0", port=5), Member("2", port=7), Member("1", port=8))))
+    assert it.others("0") == ["1"]
+    assert it.gone() == ["2"]
+    assert it.lost() == ["1"], "its first life"
+    groups.append(Group(3, 0, (Member("0", port=5), Member("1", port=8))))
+    groups.append(Group(4, 0, (Member("0", port=5), Member("1", port=8), Member("2", port=9))))
+    assert it.workers() == ["0", "1", "2"]
