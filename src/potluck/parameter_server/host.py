@@ -202,6 +202,7 @@ class Host:
                 if not model.may_pull(worker, self._presence.workers(), expires_at):
                     return None
             found = {"version": model.version, "incarnation": self.incarnation}
+            found["counted"] = dict(model.counted)
             if len(self._replica.servers) == 1:
                 return found | {"tensors": dict(self._shard.tensors(name)), "present": []}
             self._append(Grant(name, worker, model.version))

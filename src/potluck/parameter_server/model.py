@@ -65,6 +65,8 @@ class Model:
         self.version = 0
         self.counts: Counter[str] = Counter()
         """Gradients by what became of them."""
+        self.counted: Counter[str] = Counter()
+        """By worker, how many of its gradients are in this version, or were before it was set."""
         self._rate = rate
         self._decided: list[Entry] = []
         self._pending: dict[str, Gradient] = {}
@@ -86,6 +88,7 @@ class Model:
                 self.version = version
                 for worker, push in pushes:
                     self.counts["counted"] += 1
+                    self.counted[worker] += 1
                     self._outcomes[worker] = push, Outcome(True, version)
                 if staleness is not None:
                     self.counts["max staleness"] = max(self.counts["max staleness"], staleness)
@@ -314,6 +317,7 @@ class Model:
             "version": self.version,
             "outcomes": outcomes,
             "counts": dict(self.counts),
+            "counted": dict(self.counted),
             "layout": plain(self.layout),
         }
 
@@ -323,6 +327,7 @@ class Model:
         model = cls(name, of_plain(state["layout"]), mode, rate)
         model.version = state["version"]
         model.counts.update(state.get("counts", {}))
+        model.counted.update(state.get("counted", {}))
         model._outcomes = {
             worker: (push, Outcome(*outcome))
             for worker, (push, *outcome) in state["outcomes"].items()

@@ -134,6 +134,11 @@ class ParameterServer(Uncopied):
         """By model: version and incarnation of the last pull."""
         self._newest: dict[str, int] = {}
         """By model: the version of the last pull, also of one without ``wait``."""
+        self._counted: dict[str, dict[str, int]] = {}
+        """By model: how many gradients of each worker the newest one has."""
+        self._unfinished: dict[str, tuple[dict[str, Array], int, int, int]] = {}
+        """By model: a gradient of which it is unknown whether it counts, with its step, its number
+        and the server's incarnation."""
         self._where: dict[str, tuple[tuple[str, ...], list[str]]] = {}
         """By model: the several servers that were present, and the names of all tensors."""
         self._after: dict[str, tuple[int, int]] = {}
@@ -223,6 +228,7 @@ class ParameterServer(Uncopied):
         reply = self._await(pull, f"the parameters of {model!r}", timeout)
         version = int(reply["version"])
         self._note_version(model, version)
+        self._counted[model] = reply["counted"]
         if wait:
             self._pulled[model] = version, int(reply["incarnation"])
             self._where[model] = tuple(reply["present"]), reply.get("names", [])
@@ -258,6 +264,25 @@ class ParameterServer(Uncopied):
         if isinstance(self.mode, ElasticAveraging) and self.mode.of == "parameters":
             raise ValueError("elastic averaging of parameters takes average_parameters")
         return self._push(model, arrays_of(gradient, "a gradient"), step, timeout)
+
+    def finish_gradient(self, model: str, *, timeout: Duration | None = None) -> bool | None:
+        """Go on with a gradient whose ``accumulate_gradient`` has failed, as after the loss of a
+        group, if it is unknown whether it counts: whether it does now. None if there is none.
+
+        The server knows it by its number, so it counts once at most. It does not count if its step
+        is over.
+        """
+        if model not in self._unfinished:
+            return None
+        try:
+            return self._finish(model, timeout)
+        except ValueError as error:
+            _log.warning("an interrupted gradient of %r does not count: %s", model, error)
+            return False
+
+    def counted(self, model: str) -> dict[str, int]:
+        """By worker, how many of its gradients are in the parameters of the last pull."""
+        return dict(self._counted.get(model, {}))
 
     def average_parameters(
         self, model: str, parameters: Mapping[str, Any], *, timeout: Duration | None = None
@@ -366,7 +391,28 @@ class ParameterServer(Uncopied):
     ) -> bool:
         version, incarnation = self._known(model)
         step = version if step is None else step
-        push = next(self._pushes)
+        self._unfinished[model] = arrays, step, next(self._pushes), incarnation
+        return self._finish(model, timeout)
+
+    def _finish(self, model: str, timeout: Duration | None) -> bool:
+        arrays, step, push, incarnation = self._unfinished[model]
+        try:
+            counted = self._ask_to_count(model, arrays, step, push, incarnation, timeout)
+        except (ValueError, TypeError):  # a mistake: it counts never
+            del self._unfinished[model]
+            raise
+        del self._unfinished[model]
+        return counted
+
+    def _ask_to_count(
+        self,
+        model: str,
+        arrays: dict[str, Array],
+        step: int,
+        push: int,
+        incarnation: int,
+        timeout: Duration | None,
+    ) -> bool:
         at = step, push, incarnation
         if len(self._servers) == 1:
             reply = self._calls.ask("push", model, arrays, *at, {}, timeout=timeout)

@@ -102,6 +102,16 @@ class ParameterServerStrategy:
         gradients = {name: _gradient(each) for name, each in self._trained.items()}
         return self.ps.accumulate_gradient(self._name, gradients)
 
+    def finish(self) -> bool | None:
+        """Go on with a ``push`` that was interrupted: whether its gradients count. None if none
+        was."""
+        return self.ps.finish_gradient(self._name)
+
+    @property
+    def counted(self) -> dict[str, int]:
+        """By worker, how many of its pushes are in the parameters of the model."""
+        return self.ps.counted(self._name)
+
     def pull(self) -> None:
         """Pull the newest parameters into the model, before the first step and after each."""
         parameters, self.version = self.ps.get_parameters(self._name)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch.optim import Optimizer
 
 from potluck.parameter_server import Adam, ElasticAveraging, ParameterServer, Synchronous
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 _PATIENCE_S = 3600.0
 """How long the slowest rank is waited for at the end of an epoch, which it may still compute."""
 
+_MOST_DROPPED = 4
+
 _numbers: WeakKeyDictionary[DistributedContext, int] = WeakKeyDictionary()
 """By context: the number of the next parameter server of a trainer."""
 
@@ -34,8 +38,11 @@ class ByServer(Way):
     another one but in a synchronous step. At the end of the epoch all pull the same parameters.
 
     A lost rank ends the step early: the others form the next group, and go on with the epoch where
-    they were. If the lost one kept the parameters, rank 0 of the next group keeps them from then
-    on, as it pulled them last; the optimizer's moments begin anew.
+    they were. A push that this interrupts is finished first, under the number that it had. If the
+    lost rank kept the parameters, rank 0 of the next group keeps them from then on, in the newest
+    version that a rank has pulled; the optimizer's moments begin anew. Then what counts is what
+    that version contains, so ranks push again what it has not. (Elastic averaging of parameters has
+    no pushes to count: there the ranks go on from those of one rank.)
     """
 
     def __init__(self, recipe: Recipe, mode: Mode) -> None:
@@ -45,6 +52,7 @@ class ByServer(Way):
         if isinstance(mode, ElasticAveraging) and mode.of == "parameters":
             self.optimizer = recipe.optimizer(recipe.network)
         self._mode = mode
+        self._ps: ParameterServer | None = None
         self._server: ParameterServerStrategy | None = None
         self._number = -1  # of the server
         self._host = ""  # the worker that runs it
@@ -53,8 +61,12 @@ class ByServer(Way):
         # Of the present epoch:
         self._num_parts = 0  # 0 before it has begun
         self._first = 0  # the version at its begin
-        self._done = 0  # the parts that this rank has computed
+        self._has_tried = False  # to begin it with the others
+        self._done = 0  # the parts of this rank that count
+        self._before: int | None = None  # its pushes that counted before, once it has pulled
+        self._earlier: dict[str, int] = {}  # by worker, those that earlier servers counted
         self._sum, self._num = 0.0, 0
+        self._num_dropped = 0  # in a row
 
     def train(
         self,
@@ -89,25 +101,35 @@ class ByServer(Way):
         self._is_set = True
 
     def check_open(self) -> None:
-        if self._is_closed and self._server is not None:
-            self._server.ps.stats()
+        if self._is_closed and self._ps is not None:
+            self._ps.stats()
 
     def close(self) -> None:
         self._is_closed = True
-        if self._server is not None:
-            self._server.ps.reforms = True
-            self._server.ps.close()
+        if self._ps is not None:
+            self._ps.reforms = True
+            self._ps.close()
 
     # ------------------------------------------------------------ inside
 
     def _begin_epoch(self) -> None:
         self._num_parts = self._first = self._done = 0
+        self._before, self._has_tried = None, False
         self._sum, self._num = 0.0, 0
+
+    @property
+    def _counted(self) -> dict[str, int]:
+        """By worker, its pushes that are in this rank's parameters."""
+        counted = Counter(self._earlier)
+        if self._server is not None:
+            counted.update(self._server.counted)
+        return dict(counted)
 
     def _prepare(self, samples: TrainerSamples, schedule: Schedule) -> str:
         """The ranks of the group agree on the server, and on where they are in the epoch. Returns
         why the samples of a rank can't be trained on, empty if all can. Collective."""
         ctx, reason = self.recipe.ctx, ""
+        is_new, self._has_tried = not self._has_tried, True
         try:
             samples.check(self.recipe.sizes, ctx.rank)
         except (ValueError, TypeError) as error:
@@ -115,50 +137,62 @@ class ByServer(Way):
         mine = {
             "reason": reason,
             "is_set": self._is_set,
-            "hosts": self._server is not None and self._host == ctx.group.me.worker,
+            "hosts": self._ps is not None and self._host == ctx.group.me.worker,
             "number": self._number,
             "next": _numbers.get(ctx, 0),
             "num_parts": self._num_parts,
             "first": self._first,
             "done": self._done,
+            "before": self._before,
+            "counted": self._counted,
+            "earlier": self._earlier,
             "version": 0 if self._server is None else self._server.version,
         }
         rows: list[dict[str, Any]] = gather_states(ctx, mine)
         for rank, row in enumerate(rows):
             if row["reason"]:
                 return f"the samples of {ctx.group.describe(rank)}: {row['reason']}"
-        begun = [row for row in rows if row["num_parts"]]
+        begun = [rank for rank, row in enumerate(rows) if row["num_parts"]]
         hosts = [rank for rank, row in enumerate(rows) if row["hosts"]]
-        self._follow(rows, hosts)
+        newest = max(begun, key=lambda r: rows[r]["version"] - rows[r]["first"], default=0)
         if begun:  # else this is the first of its groups
-            self._num_parts = begun[0]["num_parts"]
-            self._first = begun[0]["first"]
-            if not hosts:
-                self._first = -max(row["version"] - row["first"] for row in begun)
-            if not mine["num_parts"]:
-                self._done = min(row["done"] for row in begun)
+            self._num_parts, self._first = rows[newest]["num_parts"], rows[newest]["first"]
+            if is_new:
+                self._done = min(rows[rank]["done"] for rank in begun)
         else:
             num = schedule.num_samples
             most = max(schedule.counts([(0, num)], ctx.world_size))
             self._num_parts = max(1, min(math.ceil(num / self.recipe.batch_size), most))
-            assert self._server is not None
-            self._first = self._server.version
+            # Not what this rank pulls, for others may have pushed by then.
+            self._first = rows[hosts[0]]["version"] if hosts else 0
+        self._follow(rows, hosts, newest)
         return ""
 
-    def _follow(self, rows: list[dict[str, Any]], hosts: list[int]) -> None:
-        """Use the server that a rank in ``hosts`` runs, or make one. Parameters that ranks have set
-        become all ranks'; of several such ranks the first counts."""
+    def _follow(self, rows: list[dict[str, Any]], hosts: list[int], newest: int) -> None:
+        """Use the server that a rank in ``hosts`` runs, or make one, of the parameters of rank
+        ``newest``. Parameters that ranks have set become all ranks', and the epoch begins with
+        them; of several such ranks the first counts."""
         recipe, ctx = self.recipe, self.recipe.ctx
         setters = [rank for rank, row in enumerate(rows) if row["is_set"]]
         if setters or not hosts:
-            network = recipe.network
-            roots = [*setters, 0]
-            broadcast_tensors(ctx, tensors_of(network), root=roots[0])
+            # By way of copies: if this is interrupted, a rank's parameters are those it speaks of.
+            own = tensors_of(recipe.network)
+            copies = {name: each.detach().clone() for name, each in own.items()}
+            broadcast_tensors(ctx, copies, root=[*setters, newest][0])
+            with torch.no_grad():
+                for name, each in own.items():
+                    each.copy_(copies[name])
+        if not hosts:  # from here on this rank speaks of these parameters
+            row, self._ps, self._server = rows[newest], None, None
+            self._first -= row["version"]
+            self._earlier = row["counted"]
+            if self._before is not None:
+                self._done = self._earlier.get(ctx.group.me.worker, 0) - self._before
         number = rows[hosts[0]]["number"] if hosts else max(row["next"] for row in rows)
-        if number != self._number or self._server is None:
+        if number != self._number or self._ps is None:
             host = ctx.members[hosts[0] if hosts else 0].worker
             _numbers[ctx] = number + 1
-            ps = ParameterServer(
+            self._ps = ParameterServer(
                 ctx,
                 self._mode,
                 optimizer=Adam(recipe.learning_rate),
@@ -166,13 +200,19 @@ class ByServer(Way):
                 name=f"trainer {number}",
                 reforms=False,  # the loop does
             )
-            self._server = ParameterServerStrategy(recipe.network, ps, optimizer=self.optimizer)
-            self._host, self._number = host, number
+            self._host, self._number, self._server = host, number, None
+            if hosts:
+                self._earlier = rows[hosts[0]]["earlier"]
+        if self._server is None:
+            network, optimizer = recipe.network, self.optimizer
+            self._server = ParameterServerStrategy(network, self._ps, optimizer=optimizer)
         elif setters:
             if ctx.rank == hosts[0]:
                 self._server.replace()
             ctx.barrier()
             self._server.look()
+            ctx.barrier()
+            self._first, self._done, self._before = self._server.version, 0, None
         self._is_set = False
 
     def _compute(self, samples: TrainerSamples, schedule: Schedule, epoch: int) -> None:
@@ -181,9 +221,13 @@ class ByServer(Way):
         assert server is not None
         self.model.train()
         is_synchronous = isinstance(self._mode, Synchronous)
+        if self.optimizer is None and server.finish():
+            self._done += 1
         while is_synchronous or self._done < self._num_parts:
             if self.optimizer is None:
                 server.pull()
+            if self._before is None:
+                self._before = self._counted.get(self.recipe.ctx.group.me.worker, 0) - self._done
             if is_synchronous:
                 self._done = server.version - self._first  # all ranks push in every step
                 if self._done >= self._num_parts:
@@ -209,10 +253,19 @@ class ByServer(Way):
             (loss * weight).backward()  # type: ignore[no-untyped-call]
             self._sum += loss.item() * share.num_samples
             self._num += share.num_samples
-        self._done += 1  # not after the push: if that is interrupted, the server has the gradient
         if self.optimizer is None:
-            server.push()
-        elif share.num_samples:
+            counted = server.push()
+            self._done += counted
+            self._num_dropped = 0 if counted else self._num_dropped + 1
+            if self._num_dropped >= _MOST_DROPPED and not isinstance(self._mode, Synchronous):
+                raise RuntimeError(
+                    f"{self._num_dropped} gradients of rank {recipe.ctx.rank} in a row came too "
+                    f"late to count: a step may take {recipe.ctx.timeout_s:g} s; pass potluck.init "
+                    "a longer timeout, or take a smaller batch_size"
+                )
+            return
+        self._done += 1
+        if share.num_samples:
             server.step()
 
     def _pull_together(self) -> None:
