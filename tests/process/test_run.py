@@ -297,6 +297,61 @@ def test_ctrl_c_leaves_a_checkpoint_of_the_last_step(script, tmp_path: Path, how
         assert run.finish() == 130
 
 
+ROUNDS = """
+import sys, time
+import torch
+import potluck
+from potluck.torch import DiLoCo, ElasticLoop, Gossip, LocalSGD
+
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+numbers = torch.arange(8000.0)[:, None]
+job = ElasticLoop(
+    *(model, optimizer, (numbers,)),
+    batch_size=8, strategy=eval(sys.argv[1]), checkpoint=sys.argv[2],
+)
+steps = 0
+for (x,) in job:
+    with job.step():
+        optimizer.zero_grad()
+        model(x).mean().backward()
+        optimizer.step()
+    steps += 1
+    if sys.argv[3] == "slow":
+        time.sleep(0.02)
+        if steps == 20:
+            print("at step 20", flush=True)
+print("ended with", job.committed, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "LocalSGD(every=400)",
+        "LocalSGD(every=7)",
+        "Gossip()",
+        "DiLoCo(every=12, fragments=2, delay=2)",
+    ],
+)
+def test_ctrl_c_ends_a_round_early_and_leaves_a_checkpoint(
+    script, tmp_path: Path, strategy: str
+) -> None:
+    words = ["--workers", "2", script(ROUNDS), strategy, str(tmp_path / "saved")]
+    with run_command(*words, "slow") as run:
+        run.wait_for("[0] at step 20")
+        run.signal(signal.SIGINT)
+        assert run.finish() == 130, run.text
+        kept = int(re.search(r"interrupted; the checkpoint of step (\d+) is kept", run.text)[1])
+        assert kept >= 20
+        said = [line for line in run.lines if "KeyboardInterrupt" in line]
+        assert len(said) == 2, run.text
+    with run_command(*words, "fast") as run:
+        assert run.finish() == 0
+        run.wait_for(f"resumed from the checkpoint of step {kept}")
+        run.wait_for("[1] ended with 8000")
+
+
 def test_a_second_ctrl_c_kills_workers_that_ignore_the_first(script) -> None:
     path = script(
         "import os, signal, time\n"

@@ -1,4 +1,4 @@
-"""PARAMETER_SERVER: workers and servers die amid pushes, and each gradient of the others counts once.
+"""PARAMETER_SERVER: workers die amid pushes, and each gradient of the others counts once.
 
 Parameter ``i`` is that of sample ``i``, whose gradient is 1 in it: so the parameters say how often
 each sample has counted.

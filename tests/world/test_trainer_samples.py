@@ -228,6 +228,29 @@ def test_equal_samples_on_all_ranks_are_warned_of_unless_they_are_meant(
         assert 'samples="all"' in text
 
 
+@pytest.mark.parametrize("name", ["kmeans", "classes", "values"])
+def test_equal_shards_of_clusters_and_forests_are_warned_of_once(name: str) -> None:
+    def train(ctx: DistributedContext, part: int) -> None:
+        X_own, Y_own = X[part:][:60], Y[part:][:60]
+        trainer: Any
+        if name == "kmeans":
+            trainer = potluck.DistributedKMeansTrainer(ctx, 4, random_state=0)
+        else:
+            task = "classification" if name == "classes" else "regression"
+            trainer = potluck.DistributedRandomForestTrainer(ctx, 4, task=task, random_state=0)
+        for _ in range(2):
+            trainer.train_epoch(X_own, Y_own)
+
+    run_world(2, lambda ctx: train(ctx, 60 * ctx.rank))  # warnings are errors
+    run_world(1, lambda ctx: train(ctx, 0))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_world(2, lambda ctx: train(ctx, 0))
+    [text] = [str(each.message) for each in caught if each.category is UserWarning]
+    assert "all 2 workers pass the same 60 samples as their own" in text
+    assert text.endswith("pass each worker its part (potluck.DataPartitioner)")
+
+
 def test_parts_that_differ_in_one_label_are_no_equal_samples() -> None:
     def train(ctx: DistributedContext) -> None:
         mine = Y[:60].copy()

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from sklearn.utils import check_array, check_random_state
 
 from potluck.context import DistributedContext
+from potluck.training.own_samples import held, warn_of_equal_samples
+from potluck.training.sampler import Holding
 from potluck.training.transfer import gather_states
 
 Array = NDArray[Any]
@@ -54,11 +56,12 @@ class Shard:
 @dataclass
 class Checked:
     """The result of the checks on this rank: a shard, or the error that they raised. ``parameters``
-    are those of the estimator that must be equal on all ranks."""
+    are those of the estimator that must be equal on all ranks. ``warns``: if shards are equal."""
 
     shard: Shard | None
     parameters: dict[str, str]
     error: Exception | None = None
+    warns: bool = False
 
 
 def check(ctx: DistributedContext, model: Any, make: Callable[[], Shard]) -> Checked:
@@ -72,7 +75,7 @@ def check(ctx: DistributedContext, model: Any, make: Callable[[], Shard]) -> Che
     try:
         shard = make()
         _check_values(model)
-        return Checked(shard, parameters)
+        return Checked(shard, parameters, warns=getattr(model, "warns_of_equal_shards", False))
     except Exception as error:
         if ctx.world_size == 1:
             raise
@@ -129,6 +132,8 @@ def compare(
     """
     rows = gather_states(ctx, _facts(checked))
     problem = _error_of_a_rank(ctx, rows) or _difference(ctx, rows)
+    if checked.warns and problem is None and ctx.is_master:
+        warn_of_equal_samples([Holding.of(row["held"]) for row in rows], "")
     total = sum(row["num"] for row in rows) if problem is None else 0
     if problem is None and total < min_samples:
         shape = (total, rows[0]["features"])
@@ -174,6 +179,7 @@ def _facts(checked: Checked) -> dict[str, Any]:
         return {"error": ["ValueError", f"{type(error).__name__}: {error}"]}
     shard = checked.shard
     num, features = shard.X.shape
+    columns = [each for each in (shard.X, shard.y) if each is not None]
     return {
         "error": None,
         "num": num,
@@ -181,6 +187,7 @@ def _facts(checked: Checked) -> dict[str, Any]:
         "dtype": shard.X.dtype.name,
         "weight": float(num if shard.weights is None else shard.weights.sum()),
         "parameters": checked.parameters,
+        "held": held(num, columns).row if checked.warns else None,
         **shard.facts,
     }
 

@@ -49,6 +49,7 @@ class DistributedKMeansTrainer(DistributedTrainer):
         far; returns the mean squared distance from them. ``X`` is this rank's shard."""
         if hasattr(self.model, "cluster_centers_"):
             self.model.set_params(init=self.model.cluster_centers_)
+        self.model.warns_of_equal_shards = not self.epochs
         self.model.fit(X)
         num = len(self.model.labels_)
         return self._end_epoch(-float(self.model.score(X)) / num if num else np.nan, num)
@@ -104,6 +105,7 @@ class DistributedRandomForestTrainer(DistributedTrainer):
     def train_epoch(self, X: Any, y: Any = None) -> float:
         """Grow a new forest on all ranks' samples; returns the fraction of wrong predictions, or
         the mean squared error. ``X`` and ``y`` are this rank's shard."""
+        self.model.warns_of_equal_shards = not self.epochs
         self.model.fit(X, y)
         loss = np.nan
         if len(X):

@@ -201,8 +201,11 @@ class Host:
                 expires_at = time.monotonic() + self._worker_timeout_s
                 if not model.may_pull(worker, self._presence.workers(), expires_at):
                     return None
-            found = {"version": model.version, "incarnation": self.incarnation}
-            found["counted"] = dict(model.counted)
+            found: dict[str, Any] = {
+                "version": model.version,
+                "incarnation": self.incarnation,
+                "counted": dict(model.counted),
+            }
             if len(self._replica.servers) == 1:
                 return found | {"tensors": dict(self._shard.tensors(name)), "present": []}
             self._append(Grant(name, worker, model.version))

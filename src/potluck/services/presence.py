@@ -25,6 +25,8 @@ class Presence:
         self._gone: set[str] = set()
         self._before: Group | None = None
         self._seen = group()
+        self._ports = {each.worker: each.port for each in self._seen.members}
+        """By worker: the last one of its listener, by which its process is known."""
         self._began = time.monotonic()
 
     def hear(self, call: Call) -> None:
@@ -65,13 +67,16 @@ class Presence:
         return [each for each in self.workers() if each != worker and self._is_heard(each)]
 
     def _present(self) -> Group:
-        """The present group. A worker that was not in the one before, or was started again since,
-        counts as heard now; that it had left was its earlier life."""
+        """The present group. A worker that was not in the one before, or was started again, counts
+        as heard now. That it had left was its earlier life, if its process is another one."""
         before, self._seen = self._seen, self._group()
         if before is not self._seen:
             for worker in _only_in(self._seen, before):
                 self._heard_at[worker] = time.monotonic()
-                self._gone.discard(worker)
+            for each in self._seen.members:
+                if self._ports.setdefault(each.worker, each.port) != each.port:
+                    self._ports[each.worker] = each.port
+                    self._gone.discard(each.worker)
         return self._seen
 
     def _is_heard(self, worker: str) -> bool:
@@ -80,6 +85,6 @@ class Presence:
 
 
 def _only_in(group: Group, other: Group) -> list[str]:
-    """The workers of ``group`` whose processes, known by their ports, are not in ``other``."""
+    """The workers of ``group`` whose processes are not in ``other``."""
     known = {(each.worker, each.port) for each in other.members}
     return [each.worker for each in group.members if (each.worker, each.port) not in known]

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 from torch.utils.data import TensorDataset
 
-from potluck.checkpoint.state import fingerprint
 from potluck.data.shards import ShardedDataset
-from potluck.training.own_samples import OwnSchedule
+from potluck.training.own_samples import OwnSchedule, hashed, held
 from potluck.training.sampler import Holding, Schedule
 from potluck.training.shard_order import ShardOrder
 
@@ -47,19 +46,9 @@ def _held(dataset: Any) -> Holding:
         return Holding(0)
     if isinstance(dataset, TensorDataset):
         text = ", ".join(f"{each.dtype} {list(each.shape[1:])}" for each in dataset.tensors)
-        rows = np.unique(np.linspace(0, num - 1, _MOST_ROWS).astype(np.int64))
-        some: Any = [num, *(each[rows] for each in dataset.tensors)]
-        return Holding(num, _number(some), _number(text), text.replace("torch.", ""))
+        return held(num, dataset.tensors, text.replace("torch.", ""))
     if isinstance(dataset, ShardedDataset):
         shard = int(np.argmax(np.array(dataset.sizes) > 0))
         first = dataset.load(shard).take(np.arange(min(dataset.sizes[shard], _MOST_ROWS)))
-        return Holding(num, _number([list(dataset.sizes), first]))
-    return Holding(num, _number([num, *(dataset[row] for row in sorted({0, num // 2, num - 1}))]))
-
-
-def _number(state: Any) -> int:
-    """A hash that a float64 holds; 0 for what can't be hashed."""
-    try:
-        return int(fingerprint(state)[:12], 16)
-    except TypeError:
-        return 0
+        return Holding(num, hashed([list(dataset.sizes), first]))
+    return Holding(num, hashed([num, *(dataset[row] for row in sorted({0, num // 2, num - 1}))]))

@@ -79,7 +79,7 @@ class ElasticLoop(Record, Uncopied):
     lost all workers, or was interrupted: Ctrl-C ends it after the present step, with a checkpoint
     (a second Ctrl-C at once). ``callbacks`` are objects with methods such as ``on_epoch_end(epoch,
     loss)``, or functions ``f(epoch, loss)``. With a ``strategy`` ranks train alone for the steps of
-    a round, and its exchange commits them; Ctrl-C then saves nothing.
+    a round, and its exchange commits them; Ctrl-C then ends the round early.
 
     ``losses`` are the global losses of the steps committed while this worker was a member (NaN if
     none was given, or if it was lost with a rank). ``recoveries`` are the seconds from each lost
@@ -162,7 +162,7 @@ class ElasticLoop(Record, Uncopied):
         return self._agreement.has_state and self._progress.done
 
     def __iter__(self) -> Iterator[Share]:
-        if self._rounds is None and self._agreement.has_store:
+        if self._agreement.has_store:
             with self._interrupt:
                 yield from self._shares()
         else:
@@ -171,7 +171,8 @@ class ElasticLoop(Record, Uncopied):
     def _shares(self) -> Iterator[Share]:
         while True:
             self._settle(at_step=True)
-            if self._interrupt.is_agreed:
+            is_busy = self._rounds is not None and self._rounds.is_busy
+            if self._interrupt.is_agreed and not is_busy:
                 self._agreement.finish_saving()
                 if self.ctx.is_master:
                     text = f"interrupted; the checkpoint of step {self.step_number} is kept"
@@ -180,7 +181,7 @@ class ElasticLoop(Record, Uncopied):
             if not self._begun:
                 self._begun = True
                 self._notify("on_train_begin", self)
-            if self.done and not (self._rounds and self._rounds.is_busy):
+            if self.done and not is_busy:
                 break
             if self._rounds is not None:
                 yield from self._round(self._rounds)

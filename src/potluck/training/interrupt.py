@@ -17,6 +17,11 @@ class Interrupt:
         self.is_agreed = False
         self._is_set = False
 
+    @property
+    def is_due(self) -> bool:
+        """Whether this rank begins no further step of a round."""
+        return self.is_asked or self.is_agreed
+
     def __enter__(self) -> None:
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:

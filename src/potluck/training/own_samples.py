@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from potluck.checkpoint.state import fingerprint
 from potluck.errors import ConfigurationError
 from potluck.training.ledger import Deal, Span
 from potluck.training.sampler import Batch, Holding, Schedule, Share, Taken
@@ -160,14 +161,36 @@ class OwnSchedule(Schedule):
         return Schedule(self.mine, *options).indices(Batch(epoch, start, stop - start))
 
 
-def warn_of_equal_samples(holdings: Sequence[Holding]) -> None:
-    """A warning if all ranks have passed the same samples as their own."""
+_MOST_ROWS = 1024
+
+
+def held(num: int, columns: Sequence[Any], text: str = "") -> Holding:
+    """What a rank says of ``num`` samples of its own, arrays or tensors along their first axis:
+    hashes of up to 1,024 of them, and of what ``text`` says of their kind."""
+    rows = np.unique(np.linspace(0, num - 1, min(num, _MOST_ROWS)).astype(np.int64))
+    return Holding(num, hashed([num, *(each[rows] for each in columns)]), hashed(text), text)
+
+
+def hashed(state: Any) -> int:
+    """A hash that a float64 holds; 0 for what can't be hashed."""
+    try:
+        return int(fingerprint(state)[:12], 16)
+    except TypeError:
+        return 0
+
+
+CUT = ', or samples="all" to have the samples cut'
+
+
+def warn_of_equal_samples(holdings: Sequence[Holding], otherwise: str = CUT) -> None:
+    """A warning if all ranks have passed the same samples as their own. ``otherwise``: what they
+    may do if these are meant."""
     first = holdings[0]
     if len(holdings) > 1 and first.fingerprint and set(holdings) == {first} and first.is_own:
         warnings.warn(
             f"all {len(holdings)} workers pass the same {first.num} samples as their own, so each "
             f"sample counts {len(holdings)} times per epoch: pass each worker its part "
-            '(potluck.DataPartitioner), or samples="all" to have the samples cut',
+            f"(potluck.DataPartitioner){otherwise}",
             UserWarning,
             stacklevel=2,
         )

@@ -18,8 +18,9 @@ from potluck.training.ledger import Deal, Span
 class Report:
     """What one rank did in a round: ``num_samples`` from offset ``start`` in ``num_steps``.
 
-    ``num_recent``: of a round without samples, which reduces all fragments, how many this rank has
-    computed in the rounds whose changes are in it.
+    ``ends``: Ctrl-C ends the training, with a checkpoint. ``num_recent``: of a round without
+    samples, which reduces all fragments, how many this rank has computed in the rounds whose
+    changes are in it.
     """
 
     number: int
@@ -30,13 +31,14 @@ class Report:
     inner_hash: int
     saves: bool
     stops: bool
+    ends: bool = False
     num_recent: int = 0
 
     def row(self) -> NDArray[np.float64]:
         return np.array(
             [
                 *(self.number, self.start, self.num_samples, self.num_steps, self.seconds),
-                *(self.inner_hash, self.saves, self.stops, self.num_recent),
+                *(self.inner_hash, self.saves, self.stops, self.ends, self.num_recent),
             ],
             np.float64,
         )
@@ -44,10 +46,10 @@ class Report:
     @classmethod
     def of(cls, row: Any) -> Report:
         number, start, num_samples, num_steps, seconds, inner_hash, *rest = row.tolist()
-        saves, stops, num_recent = rest
+        saves, stops, ends, num_recent = rest
         return cls(
             *(int(number), int(start), int(num_samples), int(num_steps), seconds),
-            *(int(inner_hash), bool(saves), bool(stops), int(num_recent)),
+            *(int(inner_hash), bool(saves), bool(stops), bool(ends), int(num_recent)),
         )
 
     @property
@@ -81,6 +83,7 @@ class Work:
     inner_hash: int = 0
     saves: bool = False
     stops: bool = False
+    ends: bool = False
     epoch: int = 0
     dealt_in: int = 0
     num_dealt: int = 0
@@ -103,5 +106,5 @@ class Work:
         start = self.batches[0][0] if self.batches else 0
         return Report(
             *(self.number, start, self.num_samples, self.num_steps, self.seconds),
-            *(self.inner_hash, self.saves, self.stops, self.num_recent),
+            *(self.inner_hash, self.saves, self.stops, self.ends, self.num_recent),
         )

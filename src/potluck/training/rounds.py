@@ -25,6 +25,7 @@ import numpy as np
 from potluck.checkpoint.state import State
 from potluck.errors import Diverged, GroupError
 from potluck.training.agreement import LOST, Agreement
+from potluck.training.interrupt import Interrupt
 from potluck.training.ledger import Span, cut
 from potluck.training.nearly import nearly_equal
 from potluck.training.pace import Pace
@@ -98,6 +99,7 @@ class Loop(Protocol):
     _progress: Progress
     _agreement: Agreement
     _pace: Pace
+    _interrupt: Interrupt
     _interrupted: GroupError | None
     _attempts: int
     recoveries: list[float]
@@ -132,7 +134,7 @@ class Rounds:
     def run(self) -> Iterator[Share]:
         """One round: its steps, then its exchange, which may go on during the next round's."""
         flying = self._works[0] if self._works and self._works[0].is_closed else None
-        if flying is not None and flying.is_urgent:
+        if flying is not None and (flying.is_urgent or self._job._interrupt.is_agreed):
             self._finish(flying)
             return
         open_ = [work for work in self._works if not work.is_closed]
@@ -156,7 +158,8 @@ class Rounds:
             work.num_samples += stop - start
             work.num_steps += 1
             self._look()
-            if self._is_over(work) or (limit is not None and work.seconds > limit):
+            is_late = limit is not None and work.seconds > limit
+            if self._is_over(work) or is_late or self._job._interrupt.is_due:
                 break
         if flying is not None:
             self._land(flying)
@@ -272,6 +275,7 @@ class Rounds:
             or not work.deal.size
             or progress.is_epoch_dealt
             or progress.is_stopped
+            or job._interrupt.is_agreed
             or job._agreement.newcomers
             or job._agreement.will_save(self._num_steps_of(work))
         )
@@ -340,6 +344,7 @@ class Rounds:
     def _close(self, work: Work) -> None:
         if not work.is_closed:
             work.is_closed = True
+            work.ends = self._job._interrupt.is_asked
             work.inner_hash = self.strategy.inner_hash()
             self.strategy.close(work.number, whole=not work.deal.size)
 
@@ -483,7 +488,9 @@ class Rounds:
         self._arrivals.add(report.seconds for report in work.reports)
         job._agreement.longest_s = self._arrivals.longest_s
         asked = any(report.saves for report in work.reports)
-        job._agreement.save_due |= asked or (not size and job._agreement.has_store)
+        ends = any(report.ends for report in work.reports)
+        job._interrupt.is_agreed |= ends
+        job._agreement.save_due |= asked or ends or (not size and job._agreement.has_store)
         progress.is_stopped |= any(report.stops for report in work.reports)
         if num_samples and work.epoch == job.ctx.epoch:
             times = [(report.num_samples, report.seconds) for report in work.reports]

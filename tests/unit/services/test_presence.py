@@ -60,6 +60,8 @@ def test_a_worker_that_has_left_and_comes_back_is_there_again() -> None:
     assert it.others("0") == ["1"]
     assert it.gone() == ["2"]
     assert it.lost() == ["1"], "its first life"
-    groups.append(Group(3, 0, (Member("0", port=5), Member("1", port=8))))
-    groups.append(Group(4, 0, (Member("0", port=5), Member("1", port=8), Member("2", port=9))))
-    assert it.workers() == ["0", "1", "2"]
+    for port, there in ((7, ["0", "1"]), (9, ["0", "1", "2"])):  # cut off; started again
+        groups.append(Group(3, 0, (Member("0", port=5), Member("1", port=8))))
+        assert it.workers() == ["0", "1"]
+        groups.append(Group(4, 0, (*groups[-1].members, Member("2", port=port))))
+        assert it.workers() == there
