@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -70,7 +71,11 @@ def smooth(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(found, wanted.long(), label_smoothing=0.1)
 
 
-@pytest.mark.parametrize("sizes", UNEQUAL)
+CORNERS = [[23], [0, 23], [1, 22], [1, 1, 1], [0, 1, 14], [1, 0, 0, 0], [0, 0, 0, 2], [9, 2, 1, 4]]
+"""Ranks without a sample, with one, and with fewer than a step has."""
+
+
+@pytest.mark.parametrize("sizes", [*UNEQUAL, *CORNERS], ids=str)
 @pytest.mark.parametrize("strategy", [KINDS.DATA_PARALLEL, KINDS.PARAMETER_SERVER])
 def test_the_gradient_of_a_step_is_the_mean_over_the_samples_of_all_ranks(
     strategy: TrainingStrategy, sizes: list[int]
@@ -109,6 +114,55 @@ def test_the_gradient_of_a_step_is_the_mean_over_the_samples_of_all_ranks(
     for found in run_world(len(sizes), train):
         for mine, theirs in zip(found, expected, strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("sizes", [*UNEQUAL, *CORNERS], ids=str)
+def test_federated_parameters_are_the_mean_over_samples_of_epochs_at_home(sizes: list[int]) -> None:
+    def train(ctx: DistributedContext) -> Any:
+        trainer = potluck.DistributedNeuralNetTrainer(
+            ctx, KINDS.FEDERATED, model=own_model(), loss=smooth, batch_size=16
+        )
+        for _ in range(2):
+            trainer.train_epoch(*part(sizes, ctx.rank))
+        return trainer.get_parameters()
+
+    expected = own_model().state_dict()
+    for epoch in range(2):
+        mean = {name: torch.zeros_like(each) for name, each in expected.items()}
+        for rank, num in enumerate(sizes):
+            x, y = map(torch.from_numpy, part(sizes, rank))
+            model = own_model()
+            model.load_state_dict(expected)
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+            mixed, size = order(epoch, 0, num), 16 // len(sizes)
+            for start in range(0, num, size):
+                rows = torch.from_numpy(mixed[start : start + size].copy())
+                optimizer.zero_grad()
+                smooth(model(x[rows]), y[rows]).backward()
+                optimizer.step()
+            for name, each in model.state_dict().items():
+                mean[name] += each * (num / sum(sizes))
+        expected = mean
+    for found in run_world(len(sizes), train):
+        for name, each in found.items():
+            np.testing.assert_allclose(each, expected[name], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("sizes", CORNERS, ids=str)
+@pytest.mark.parametrize("strategy", [KINDS.DECENTRALIZED, KINDS.MODEL_PARALLEL])
+def test_corners_of_shards_leave_all_ranks_alike_under_every_strategy(
+    strategy: TrainingStrategy, sizes: list[int]
+) -> None:
+    def train(ctx: DistributedContext) -> Any:
+        trainer = potluck.DistributedNeuralNetTrainer(ctx, strategy, batch_size=2, **SIZES)
+        losses = [trainer.train_epoch(*part(sizes, ctx.rank)) for _ in range(3)]
+        return losses, list(trainer.get_parameters().values())
+
+    found = run_world(len(sizes), train)
+    assert found[0][0][-1] < found[0][0][0]
+    for losses, parameters in found:
+        assert losses == found[0][0]
+        assert all(map(np.array_equal, parameters, found[0][1]))
 
 
 @pytest.mark.parametrize("sizes", UNEQUAL)
@@ -432,6 +486,43 @@ def test_samples_in_files_train_as_those_in_memory(
 
     one, two = run_world(2, train)
     assert all(np.array_equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.parametrize("strategy", KINDS)
+def test_files_are_read_ahead_of_the_steps(
+    strategy: TrainingStrategy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its first step a rank waits for a third shard: it needs one, and has hashed the first."""
+    loaded: set[int] = set()
+    third = threading.Event()
+    waited: list[bool] = []
+    load = NumpyFiles.load
+
+    def noted(self: NumpyFiles, shard: int) -> Any:
+        found = load(self, shard)
+        loaded.add(shard)
+        if len(loaded) == 3:
+            third.set()
+        return found
+
+    def loss(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        if not waited:
+            waited.append(third.wait(20))
+        return F.cross_entropy(found, wanted)
+
+    def train(ctx: DistributedContext) -> None:
+        np.save(tmp_path / "x.npy", X[:100])
+        np.save(tmp_path / "y.npy", Y[:100])
+        files = {"x": tmp_path / "x.npy", "y": tmp_path / "y.npy"}
+        source = NumpyFiles(files, rows_per_shard=10, lanes=1)
+        with potluck.DistributedNeuralNetTrainer(
+            ctx, strategy, batch_size=10, loss=loss, **SIZES
+        ) as trainer:
+            trainer.train_epoch(source)
+
+    monkeypatch.setattr(NumpyFiles, "load", noted)
+    run_world(1, train)
+    assert waited == [True]
 
 
 def test_each_row_of_the_files_is_read_once_per_epoch(tmp_path: Path) -> None:

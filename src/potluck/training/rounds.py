@@ -26,12 +26,12 @@ from potluck.checkpoint.state import State
 from potluck.errors import Diverged, GroupError
 from potluck.training.agreement import LOST, Agreement
 from potluck.training.interrupt import Interrupt
-from potluck.training.ledger import Span, cut
+from potluck.training.ledger import Deal, Span, cut
 from potluck.training.nearly import nearly_equal
 from potluck.training.pace import Pace
 from potluck.training.progress import Progress
 from potluck.training.round_report import Report, Work
-from potluck.training.sampler import Share
+from potluck.training.sampler import Share, Taken
 from potluck.training.strategies.deadline import Arrivals
 from potluck.training.transfer import broadcast_state
 
@@ -151,7 +151,7 @@ class Rounds:
             if self._is_over(work):
                 break
             began = time.monotonic()
-            yield self._share(work, (start, stop))
+            yield self._share(work.deal, (start, stop))
             if limit is not None or stop == work.batches[-1][1]:
                 self.strategy.synchronize()
             work.seconds += time.monotonic() - began  # without waits for other ranks
@@ -178,15 +178,28 @@ class Rounds:
         return bool(self._job._progress.deals) or self._is_flush_due
 
     def upcoming(self) -> Iterator[Share]:
-        """The shares of the round's steps after the present one."""
-        work = self._present
+        """The shares after the present step to the end of the epoch, if nothing changes."""
+        work, progress = self._present, self._job._progress
         if work is None:
-            return iter(())
-        return (self._share(work, batch) for batch in work.batches[work.num_steps + 1 :])
+            return
+        yield from (self._share(work.deal, batch) for batch in work.batches[work.num_steps + 1 :])
+        if progress.owed or not work.batches:
+            return
+        schedule, rank = progress.schedule, self._job.ctx.rank
+        size = self.strategy.num_steps * schedule.batch_size
+        taken = list(progress.taken)
+        at, mine = progress.frontier, work.batches[-1][1]
+        while at < schedule.num_samples:
+            deal = Deal(work.deal.epoch, ((at, min(at + size, schedule.num_samples)),))
+            if taken:
+                taken[rank] = mine, taken[rank][1]
+            batches = self._cut(deal, taken)
+            yield from (self._share(deal, batch) for batch in batches)
+            at, mine = deal.spans[0][1], batches[-1][1] if batches else mine
 
-    def _share(self, work: Work, batch: Span) -> Share:
+    def _share(self, deal: Deal, batch: Span) -> Share:
         schedule = self._job._progress.schedule
-        return Share(work.deal.epoch, schedule.pick_dealt(work.deal, batch), 1.0)
+        return Share(deal.epoch, schedule.pick_dealt(deal, batch), 1.0)
 
     def add_loss(self, loss: float, num_samples: int) -> None:
         """Note the loss of a step of this rank."""
@@ -277,7 +290,7 @@ class Rounds:
             or progress.is_stopped
             or job._interrupt.is_agreed
             or job._agreement.newcomers
-            or job._agreement.will_save(self._num_steps_of(work))
+            or job._agreement.will_save(self._num_steps_of(work.deal))
         )
 
     def _land(self, flying: Work) -> None:
@@ -311,18 +324,23 @@ class Rounds:
 
     def _fill(self, work: Work) -> None:
         """Cut what this rank has of a round, the last one that it was dealt, into steps."""
-        job, schedule = self._job, self._job._progress.schedule
-        rank, world = job.ctx.rank, job.ctx.world_size
-        taken = list(job._progress.taken)
+        rank = self._job.ctx.rank
+        taken = list(self._job._progress.taken)
         if taken:  # and in rounds that are not committed yet
             at, num = taken[rank]
             taken[rank] = at + sum(each.num_samples for each in self._works), num
-        start, stop = schedule.dealt(work.deal, taken, world, job._pace.costs)[rank]
-        num_steps, usual = self._num_steps_of(work), schedule.usual(work.deal.size, world)
+        work.batches = self._cut(work.deal, taken)
+        work.dealt_in = self._job.ctx.epoch
+
+    def _cut(self, deal: Deal, taken: Sequence[Taken]) -> list[Span]:
+        """The steps of this rank in a round."""
+        job, schedule = self._job, self._job._progress.schedule
+        world = job.ctx.world_size
+        start, stop = schedule.dealt(deal, taken, world, job._pace.costs)[job.ctx.rank]
+        num_steps, usual = self._num_steps_of(deal), schedule.usual(deal.size, world)
         if abs(stop - start - usual) >= 1:
             num_steps = max(1, round(num_steps * (stop - start) / usual))
-        work.batches = list(cut(start, stop, num_steps))
-        work.dealt_in = job.ctx.epoch
+        return list(cut(start, stop, num_steps))
 
     def _look(self) -> None:
         """Between two steps: form the next group at once if the present one is over, or a worker
@@ -364,7 +382,7 @@ class Rounds:
                 pending = job.ctx.epoch
                 outcome = job.ctx.commit(
                     work.number,
-                    state_hash=job._state_hash(num_steps=self._num_steps_of(work)),
+                    state_hash=job._state_hash(num_steps=self._num_steps_of(work.deal)),
                     loss=work.loss,
                     weight=float(work.num_samples),
                     timeout=self._patience_s(work),
@@ -462,8 +480,8 @@ class Rounds:
             mine = self.strategy.capture_inner() if ctx.rank == lead else None
             work.inner = broadcast_state(ctx, mine, lead, wanted=True)
 
-    def _num_steps_of(self, work: Work) -> int:
-        return math.ceil(work.deal.size / self._job._progress.schedule.batch_size)
+    def _num_steps_of(self, deal: Deal) -> int:
+        return math.ceil(deal.size / self._job._progress.schedule.batch_size)
 
     def _count(self, work: Work, loss: float) -> None:
         """The round counts: apply it, and note what was computed of it."""
@@ -472,7 +490,7 @@ class Rounds:
         done = [report.span for report in work.reports]
         before = progress.committed
         num_samples = sum(report.num_samples for report in work.reports)
-        progress.settle(done, self._num_steps_of(work), loss)
+        progress.settle(done, self._num_steps_of(work.deal), loss)
         size = work.deal.size
         is_whole = not size or (work.is_weighed and num_samples > 0)
         fraction = 1.0 if is_whole else num_samples / max(work.num_dealt, 1)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import islice
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from potluck.torch.ddp import DistributedDataParallel
 from potluck.torch.ways.epochs import epoch_loop
-from potluck.torch.ways.samples import TrainerSamples
+from potluck.torch.ways.samples import Part, TrainerSamples
 from potluck.torch.ways.way import EpochEnd, Recipe, Way
 from potluck.training.sampler import Schedule, Share
 
@@ -67,10 +71,18 @@ class AtHome(Way):
         optimizer = recipe.optimizer(model)
         model.train()
         size = max(1, recipe.batch_size // recipe.ctx.world_size)
-        parts = schedule.epoch_parts(share.epoch, recipe.ctx.rank, recipe.ctx.world_size, size)
+
+        def parts(epoch: int) -> Iterator[NDArray[np.int64]]:
+            return schedule.epoch_parts(epoch, recipe.ctx.rank, recipe.ctx.world_size, size)
+
+        def after(number: int) -> Iterator[Part]:
+            yield from ((share.epoch, each) for each in islice(parts(share.epoch), number, None))
+            for epoch in range(share.epoch + 1, schedule.epochs):
+                yield from ((epoch, each) for each in parts(epoch))
+
         total = 0.0
-        for part in parts:
-            inputs, targets = samples.load(part, share.epoch)
+        for number, part in enumerate(parts(share.epoch), 1):
+            inputs, targets = samples.load(part, share.epoch, partial(after, number))
             optimizer.zero_grad()
             with recipe.precision():
                 loss = recipe.loss(model(inputs), targets)

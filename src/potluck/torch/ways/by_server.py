@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -16,7 +17,7 @@ from potluck.parameter_server.modes import Mode
 from potluck.torch.parameter_server import ParameterServerStrategy
 from potluck.torch.structure import broadcast_tensors, tensors_of
 from potluck.torch.ways.epochs import epoch_loop, part_of_epoch
-from potluck.torch.ways.samples import TrainerSamples
+from potluck.torch.ways.samples import Part, TrainerSamples
 from potluck.torch.ways.way import EpochEnd, Recipe, Way
 from potluck.training.sampler import Batch, Schedule, Share
 from potluck.training.transfer import gather_states
@@ -232,19 +233,31 @@ class ByServer(Way):
                 self._done = server.version - self._first  # all ranks push in every step
                 if self._done >= self._num_parts:
                     break
-            start, stop = part_of_epoch(schedule, self._done, self._num_parts)
-            ctx = self.recipe.ctx
-            share = schedule.share(Batch(epoch, start, stop - start), ctx.rank, ctx.world_size)
-            self._push(samples, share)
+            upcoming = partial(self._after, schedule, epoch, self._done)
+            self._push(samples, self._share(schedule, epoch, self._done), upcoming)
 
-    def _push(self, samples: TrainerSamples, share: Share) -> None:
+    def _share(self, schedule: Schedule, epoch: int, number: int) -> Share:
+        """This rank's share of a part of an epoch."""
+        start, stop = part_of_epoch(schedule, number, self._num_parts)
+        ctx = self.recipe.ctx
+        return schedule.share(Batch(epoch, start, stop - start), ctx.rank, ctx.world_size)
+
+    def _after(self, schedule: Schedule, epoch: int, number: int) -> Iterator[Part]:
+        """This rank's samples after those of a part, if nothing changes."""
+        for each in range(epoch * self._num_parts + number + 1, schedule.epochs * self._num_parts):
+            share = self._share(schedule, *divmod(each, self._num_parts))
+            yield share.epoch, share.indices[: share.num_samples]
+
+    def _push(
+        self, samples: TrainerSamples, share: Share, upcoming: Callable[[], Iterator[Part]]
+    ) -> None:
         """Compute on the samples of ``share``, and push the gradient, with a weight that is 1 on
         average over the ranks."""
         server, recipe = self._server, self.recipe
         assert server is not None
         server.zero_grad()
         if share.num_samples:
-            inputs, targets = samples.load(share.indices, share.epoch)
+            inputs, targets = samples.load(share.indices, share.epoch, upcoming)
             with recipe.precision():
                 loss = recipe.loss(self.model(inputs), targets)
             where = f"step {self._done} of epoch {share.epoch}"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from potluck.context.structure import compare, hash_of
@@ -13,7 +15,7 @@ from potluck.errors import DataError
 from potluck.torch.layer_pipeline import LayerPipeline
 from potluck.torch.schedules import schedule_of
 from potluck.torch.structure import SAME_MODEL
-from potluck.torch.ways.samples import TrainerSamples
+from potluck.torch.ways.samples import Part, TrainerSamples
 from potluck.torch.ways.way import EpochEnd, Recipe, Way
 from potluck.training.agreement import telling_others
 from potluck.training.callbacks import Callbacks
@@ -92,13 +94,25 @@ class InLayers(Way):
     ) -> tuple[Tensor, Tensor]:
         """What this rank gives to a step: its own samples; where all have the same, all that the
         first and the last rank of the pipeline need."""
+        wanted = self._wanted(schedule, batch)
+        if not len(wanted):
+            return empty
+
+        def upcoming() -> Iterator[Part]:
+            at = batch.start + batch.size
+            while at < schedule.num_samples:
+                after = schedule.batch(at)
+                yield after.epoch, self._wanted(schedule, after)
+                at += after.size
+
+        return samples.load(wanted, batch.epoch, upcoming)
+
+    def _wanted(self, schedule: Schedule, batch: Batch) -> NDArray[np.int64]:
         ctx, last = self.recipe.ctx, self._pipeline.last
         if self.recipe.samples == "own":
             share = schedule.share(batch, ctx.rank, ctx.world_size)
-            wanted = share.indices[: share.num_samples]
-        else:
-            wanted = schedule.indices(batch)[: batch.size if ctx.rank in (0, last) else 0]
-        return samples.load(wanted, batch.epoch) if len(wanted) else empty
+            return share.indices[: share.num_samples]
+        return schedule.indices(batch)[: batch.size if ctx.rank in (0, last) else 0]
 
     def _train_epoch(
         self, samples: TrainerSamples, schedule: Schedule, empty: tuple[Tensor, Tensor]

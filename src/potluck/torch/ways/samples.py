@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,9 @@ from torch.utils.data import TensorDataset, default_collate
 from potluck.data.shards import ShardedDataset
 from potluck.torch.loading import Loader
 from potluck.training.sampler import Share
+
+Part = tuple[int, NDArray[np.int64]]
+"""Samples of an epoch, by their indices."""
 
 
 class TrainerSamples:
@@ -97,11 +101,22 @@ class TrainerSamples:
             self._targets(_tensor(targets)).to(self._device),
         )
 
-    def load(self, indices: NDArray[np.int64], epoch: int) -> tuple[Tensor, Tensor]:
-        """The inputs and targets of some samples, at least one. DataError if they can't be read."""
+    def load(
+        self,
+        indices: NDArray[np.int64],
+        epoch: int,
+        upcoming: Callable[[], Iterator[Part]] = lambda: iter(()),
+    ) -> tuple[Tensor, Tensor]:
+        """The inputs and targets of some samples, at least one. ``upcoming()`` are those after
+        them, epoch and indices, which are read ahead; empty ones are left out. DataError if they
+        can't be read."""
         if self._loader is None:
             self._loader = Loader(self.dataset, default_collate, num_workers=0, prefetch=1, seed=0)
-        return self.pair(self._loader.load(Share(epoch, indices, 1.0), lambda: iter(())))
+
+        def ahead() -> Iterator[Share]:
+            return (Share(epoch, each, 1.0) for epoch, each in upcoming() if len(each))
+
+        return self.pair(self._loader.load(Share(epoch, indices, 1.0), ahead))
 
     def empty(self) -> list[Tensor] | None:
         """Inputs and targets of no samples, with the shapes and dtypes of this rank's; None if it
