@@ -14,7 +14,7 @@ from potluck.errors import FederationError
 from potluck.federated import SecureAggregation
 from potluck.federated.secure.client import MaskingClient
 from potluck.federated.secure.masking import NUM_EXTRA, Scale, mask
-from potluck.federated.secure.server import MaskingServer
+from potluck.federated.secure.server import MaskingServer, Spoiled
 
 SESSION = b"round 1"
 
@@ -215,4 +215,47 @@ def test_no_weight_is_an_error() -> None:
     scale = Scale(limit=1.0, max_samples=1e30, num_clients=3)
     words = scale.encode(np.zeros(1), 1, np.random.default_rng(0))
     with pytest.raises(ValueError, match="max_samples is far too large"):
+        scale.decode(words, 1)
+
+
+def test_a_client_with_shares_of_another_key_than_its_own_is_named() -> None:
+    """It leaves before its masked words, so that the others' shares of its key are needed."""
+    run = Run(5, 3)
+    keys = {name: run.clients[name].keys() for name in run.names}
+    told = {**keys, "0": {**keys["0"], "mask": MaskingClient("0", SESSION).keys()["mask"]}}
+    run.server.take_keys(told)
+    run.server.take_shares(
+        {n: run.clients[n].shares(keys if n == "0" else told, 3) for n in run.names}
+    )
+    rest = run.names[1:]
+    run.server.take_masked(
+        {n: run.clients[n].masked(run.server.shares_for(n), run.words[n]) for n in rest}
+    )
+    opened = {n: run.server.checked(n, run.clients[n].unmask(rest)) for n in rest}
+    with pytest.raises(Spoiled, match="client 0 made shares of another key than its own"):
+        run.server.total(opened)
+
+
+@pytest.mark.parametrize(("num_accusers", "error"), [(2, FederationError), (3, Spoiled)])
+def test_only_more_accusers_than_may_be_dishonest_make_a_client_guilty(
+    num_accusers: int, error: type[Exception]
+) -> None:
+    run = Run(5, 3)
+    keys = {name: run.clients[name].keys() for name in run.names}
+    run.server.take_keys(keys)
+    run.server.take_shares({name: run.clients[name].shares(keys, 3) for name in run.names})
+    for name in run.names[-num_accusers:]:
+        with pytest.raises(ValueError, match="it can't read the shares that client 0 has made"):
+            run.server.checked(name, {"unread": ["0"]})
+    with pytest.raises((FederationError, Spoiled)) as caught:
+        run.server.total({})
+    assert isinstance(caught.value, error)
+
+
+def test_values_above_all_weights_are_no_sum() -> None:
+    scale, random = Scale(1.0, 10.0, 4), np.random.default_rng(0)
+    words = scale.encode(np.full(6, 0.1), 1, random)
+    scale.decode(words, 1)
+    words[2] = scale.levels  # more than a client of this weight can send
+    with pytest.raises(ValueError, match="this is no sum of clients' changes"):
         scale.decode(words, 1)
