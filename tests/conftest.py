@@ -32,7 +32,8 @@ import pytest
 
 from support.figures import Figures
 from support.jitter import dawdle
-from support.quiet_imports import VARIABLE
+from support.quiet_imports import VARIABLE, ZYGOTE
+from support.zygote import Zygote
 
 ALWAYS = 1
 SEED = int(os.environ.get("POTLUCK_TEST_SEED") or ALWAYS)
@@ -175,6 +176,16 @@ def homes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("homes")
 
 
+@pytest.fixture(scope="session")
+def zygote(homes: Path) -> Iterator[Zygote]:
+    """A process from which the workers of this process's tests are forked."""
+    global _zygote
+    process = Zygote(homes / "zygote")
+    _zygote = process.pid
+    yield process
+    process.close()
+
+
 @pytest.fixture(autouse=True)
 def own_environment(
     request: pytest.FixtureRequest, homes: Path, monkeypatch: pytest.MonkeyPatch
@@ -189,8 +200,16 @@ def own_environment(
     monkeypatch.setenv("OMPI_MCA_orte_tmpdir_base", str(homes))
     # Else in /dev/shm, where a test beside this one would take it for a leak of its own.
     monkeypatch.setenv("JOBLIB_TEMP_FOLDER", str(homes))
+    if HAS_TORCH and starts_workers(request.node):
+        monkeypatch.setenv(ZYGOTE, str(request.getfixturevalue("zygote").path))
     random.seed(SEED)
     return home
+
+
+def starts_workers(test: pytest.Item) -> bool:
+    """Whether agents of this test may have its workers forked."""
+    folder = Path(os.path.relpath(test.path, Path(__file__).parent)).parts[0]
+    return folder in ("net", "process") and not test.get_closest_marker("real_exec")
 
 
 @pytest.fixture(autouse=True)
@@ -226,6 +245,7 @@ def nothing_is_left(own_environment: Path) -> Iterator[None]:
 
 _spawned = False
 _began = 0.0
+_zygote = -1
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -288,12 +308,12 @@ def processes(home: Path) -> dict[int, str]:
     mark = f"POTLUCK_HOME={home}\0".encode()
     found = {}
     for entry in listing("/proc"):
-        if not entry.isdigit() or int(entry) == os.getpid():
+        if not entry.isdigit() or int(entry) in (os.getpid(), _zygote):
             continue
         try:
             stat = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
             state, parent, started = stat[0], int(stat[1]), int(stat[19])
-            if (parent == os.getpid() and started >= int(_began * _TICKS)) or (
+            if (parent in (os.getpid(), _zygote) and started >= int(_began * _TICKS)) or (
                 state != "Z" and mark in Path(f"/proc/{entry}/environ").read_bytes() + b"\0"
             ):
                 line = Path(f"/proc/{entry}/cmdline").read_bytes().replace(b"\0", b" ").decode()

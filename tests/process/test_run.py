@@ -16,6 +16,8 @@ import pytest
 
 from support.commands import Command, potluck_command, process_ends, run_command
 
+pytestmark = pytest.mark.real_exec
+
 
 @pytest.fixture
 def script(tmp_path: Path):

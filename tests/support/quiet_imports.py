@@ -14,6 +14,7 @@ calls ``install`` at their start. Benchmarks and scripts run by hand are left al
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
@@ -71,6 +72,37 @@ def is_at_top_level(frame: FrameType | None) -> bool:
     return True
 
 
+ZYGOTE = "PYTHON_ZYGOTE"
+"""The variable with the socket of the process that forks workers (``zygote.py``)."""
+
+SEAM = "potluck.cluster.jobs.process"
+
+
+class StartsWorkers(MetaPathFinder):
+    """Finds the module ``SEAM`` as Python does, and has it start workers by ``zygote.popen``."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(fullname, path, target) if fullname == SEAM else None
+        if spec is None or spec.loader is None:
+            return None
+        load = spec.loader.exec_module
+
+        def load_and_replace(module: ModuleType) -> None:
+            from support import zygote
+
+            load(module)
+            own = ModuleType("subprocess")
+            vars(own).update(vars(module)["subprocess"].__dict__, Popen=zygote.popen)
+            vars(module)["subprocess"] = own
+
+        vars(spec.loader)["exec_module"] = load_and_replace
+        return spec
+
+
 def install() -> None:
-    """Make the imports of this process quiet."""
+    """Make the imports of this process quiet, and an agent's starts of workers quick."""
     sys.meta_path.insert(0, QuietImports())
+    if os.environ.get(ZYGOTE):
+        sys.meta_path.insert(0, StartsWorkers())
