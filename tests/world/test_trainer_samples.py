@@ -244,13 +244,15 @@ def test_the_documents_first_example_learns_alike_on_one_two_and_four_workers(
 )
 def test_a_parameter_server_aggregates_as_it_is_told(aggregation: Any) -> None:
     sizes = [800, 600]
+    # Where no worker waits for the other, a busy machine lets one lead by much: more epochs.
+    epochs = 6 if aggregation is AggregationMethod.SYNCHRONOUS else 15
 
     def train(ctx: DistributedContext) -> Any:
         with potluck.DistributedNeuralNetTrainer(
             ctx, KINDS.PARAMETER_SERVER, aggregation=aggregation, **SIZES
         ) as trainer:
             first = trainer.train_epoch(*part(sizes, ctx.rank))
-            assert trainer.train(*part(sizes, ctx.rank), epochs=6) < first
+            assert trainer.train(*part(sizes, ctx.rank), epochs=epochs) < first
             accuracy = (trainer.predict(X[1400:]).argmax(axis=1) == Y[1400:]).mean()
             return float(accuracy), trainer.get_parameters()
 
