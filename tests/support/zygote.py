@@ -23,7 +23,6 @@ import signal
 import socket
 import subprocess
 import sys
-import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -275,7 +274,6 @@ def run(command: list[str]) -> None:
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     known = [path for path in sys.path if path not in _OWN_PATHS]
     sys.path[:] = paths + known
-    del sys.modules["__main__"]
     if command[0] == "-m":
         sys.argv = command[1:]
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
@@ -284,13 +282,7 @@ def run(command: list[str]) -> None:
     script = command[0]
     if not is_safe:
         sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
-    main = types.ModuleType("__main__")
-    main.__file__ = script
-    main.__builtins__ = __builtins__  # type: ignore[attr-defined]
-    sys.modules["__main__"] = main
-    with open(script, "rb") as file:
-        code = compile(file.read(), script, "exec")
-    exec(code, vars(main))
+    runpy.run_path(script, run_name="__main__")
 
 
 _OWN_PATHS = {path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path}
