@@ -71,7 +71,6 @@ OPERATIONS = {
     "communicationstats": 'ctx.stats()["links"], by peer, with "bytes_sent" and "messages_sent"',
     "synchronize": "work.wait() of the Work that async_op=True gives",
     **dict.fromkeys(("shutdown", "finalize", "destroyprocessgroup"), _CLOSE),
-    "close": "nothing: a sub-group ends with the context that made it",
     "newgroup": "ctx.new_group(ranks), a call of the whole context",
     "clone": "the context itself, wherever it is passed",
 }
