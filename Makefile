@@ -148,6 +148,6 @@ test-oldest-torch: ## The tests of torch's part on the oldest torch declared, in
 clean: ## Remove .venv and everything else that these commands made
 	rm -rf .venv build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
 		.import_linter_cache
-	rm -f src/potluck/_native.*.so src/potluck/_native_testing.*.so src/potluck/_native.*.pyd
+	rm -f src/potluck/_core/_native.*.so src/potluck/_core/_native_testing.*.so src/potluck/_core/_native.*.pyd
 	find native/build -mindepth 1 ! -name CMakeLists.txt -delete
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -27,12 +27,12 @@ from common.claims import Claim
 from common.placements import InHosts
 
 import potluck
-from potluck.bench.channel import Channel
-from potluck.bench.crew import Crew
-from potluck.bench.machine import machine
-from potluck.bench.peers import PEERS, Competitor
-from potluck.bench.placement import Here
-from potluck.system import usable_cpus
+from potluck._core.system import usable_cpus
+from potluck.cli.bench.channel import Channel
+from potluck.cli.bench.crew import Crew
+from potluck.cli.bench.machine import machine
+from potluck.cli.bench.peers import PEERS, Competitor
+from potluck.cli.bench.placement import Here
 from support import hosts
 
 BUCKET_BYTES = 25 << 20
@@ -92,8 +92,8 @@ def compare(peer: Competitor, placement: Here, rounds: int, calls: int) -> dict[
 
 
 def worker() -> int:
-    """One rank; see ``potluck.bench.worker``."""
-    from potluck.bench.libraries.ours import Ours
+    """One rank; see ``potluck.cli.bench.worker``."""
+    from potluck.cli.bench.libraries.ours import Ours
 
     library = Ours({})
     ctx = library.ctx

@@ -19,9 +19,9 @@ from typing import Any
 from common import claims, pages, results, script
 from common.claims import Claim
 
-from potluck.bench import compression
-from potluck.bench.machine import heading, load, machine
-from potluck.bench.sizes import show_seconds
+from potluck.cli.bench import compression
+from potluck.cli.bench.machine import heading, load, machine
+from potluck.cli.bench.sizes import show_seconds
 
 DOCS = Path(__file__).parents[1] / "docs" / "compression.md"
 _QUICK_COUNT = 1 << 18

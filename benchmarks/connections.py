@@ -27,16 +27,16 @@ from typing import Any
 from common import script
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from potluck.bench.machine import machine
-from potluck.cluster.trust.credentials import load_admissions, load_credentials
-from potluck.cluster.trust.identity import load_or_create_identity
-from potluck.settings import Settings
-from potluck.transport.credentials import Credentials
-from potluck.transport.delegation import delegate
-from potluck.transport.handshake import connect
-from potluck.transport.link import Link
-from potluck.transport.listener import Admission, Listener
-from potluck.wire.greeting import Hello, Welcome
+from potluck._core.cluster.trust.credentials import load_admissions, load_credentials
+from potluck._core.cluster.trust.identity import load_or_create_identity
+from potluck._core.settings import Settings
+from potluck._core.transport.credentials import Credentials
+from potluck._core.transport.delegation import delegate
+from potluck._core.transport.handshake import connect
+from potluck._core.transport.link import Link
+from potluck._core.transport.listener import Admission, Listener
+from potluck._core.wire.greeting import Hello, Welcome
+from potluck.cli.bench.machine import machine
 from support.clusters import found_cluster
 
 ROUNDS, CALLS = 9, 60

@@ -40,14 +40,14 @@ import numpy as np
 from common.placements import InHosts
 
 import potluck
-from potluck.bench.machine import heading, machine
-from potluck.bench.sizes import show
-from potluck.collectives import doubling
-from potluck.collectives.choose import choose, estimate
-from potluck.collectives.links import LINKS, LinkModel
-from potluck.collectives.plan import Algorithm, Operation
-from potluck.collectives.registry import algorithms_for, build_plan
-from potluck.types import Engine, ReduceOp
+from potluck._core.collectives import doubling
+from potluck._core.collectives.choose import choose, estimate
+from potluck._core.collectives.links import LINKS, LinkModel
+from potluck._core.collectives.plan import Algorithm, Operation
+from potluck._core.collectives.registry import algorithms_for, build_plan
+from potluck._core.types import Engine, ReduceOp
+from potluck.cli.bench.machine import heading, machine
+from potluck.cli.bench.sizes import show
 from support import hosts
 
 OPERATIONS = tuple(operation for operation in Operation if operation is not Operation.BARRIER)

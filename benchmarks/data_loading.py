@@ -32,7 +32,7 @@ from common.script import Page
 from torch import nn
 from torch.nn import functional as F
 
-from potluck.bench.machine import heading, machine
+from potluck.cli.bench.machine import heading, machine
 from potluck.data import ParquetFiles
 from potluck.torch import ElasticLoop
 

@@ -35,10 +35,10 @@ from common.script import Page
 
 import potluck
 from potluck import estimators
-from potluck.bench.channel import Channel
-from potluck.bench.crew import Crew
-from potluck.bench.machine import heading, machine
-from potluck.bench.peers import PEERS
+from potluck.cli.bench.channel import Channel
+from potluck.cli.bench.crew import Crew
+from potluck.cli.bench.machine import heading, machine
+from potluck.cli.bench.peers import PEERS
 from support.hosts import Network
 
 FEATURES = 20

@@ -28,7 +28,7 @@ from common import script
 from common.claims import at_most
 
 from potluck import federated
-from potluck.bench.machine import machine
+from potluck.cli.bench.machine import machine
 from potluck.federated import FedAvg, Federation, Patience, Update
 
 CLIENTS, ROUNDS, TURNS = (10, 100), 20, 2

@@ -18,9 +18,9 @@ from common import claims, script, wire
 from common.claims import Claim
 from common.placements import InHosts
 
-from potluck.bench.comparison import ComparisonPlan
-from potluck.bench.machine import machine
-from potluck.bench.sizes import show
+from potluck.cli.bench.comparison import ComparisonPlan
+from potluck.cli.bench.machine import machine
+from potluck.cli.bench.sizes import show
 from support import hosts
 
 SMALL, LARGE = 4 << 10, 100 << 20

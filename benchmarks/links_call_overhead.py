@@ -23,10 +23,10 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 import potluck
-from potluck.backends.ring import RingBackend
-from potluck.settings import load_settings
-from potluck.system import need_posix
-from potluck.transport.acceptor import listening_socket
+from potluck._core.backends.ring import RingBackend
+from potluck._core.settings import load_settings
+from potluck._core.system import need_posix
+from potluck._core.transport.acceptor import listening_socket
 
 NUM_BYTES = 4096
 CALLS = 3000

@@ -25,7 +25,7 @@ from typing import Any
 from common import results
 from common.script import Page
 
-from potluck.bench.machine import heading, machine
+from potluck.cli.bench.machine import heading, machine
 
 FAST_S, SLOW_S = 0.040, 0.160
 WORKERS = 4

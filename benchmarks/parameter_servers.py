@@ -23,10 +23,10 @@ import numpy as np
 from common.placements import InHosts
 
 import potluck
-from potluck.bench.channel import Channel
-from potluck.bench.crew import Crew
-from potluck.bench.machine import load
-from potluck.bench.peers import PEERS
+from potluck.cli.bench.channel import Channel
+from potluck.cli.bench.crew import Crew
+from potluck.cli.bench.machine import load
+from potluck.cli.bench.peers import PEERS
 from potluck.parameter_server import SGD, ParameterServer
 from support.hosts import Network
 

@@ -26,11 +26,11 @@ import torch
 import torch.distributed as dist
 
 import potluck.torch.process_group.creation  # noqa: F401  (before the forks)
-from potluck.collectives.plan import Operation
-from potluck.engine.request import Request
-from potluck.system import need_posix
+from potluck._core.collectives.plan import Operation
+from potluck._core.engine.request import Request
+from potluck._core.system import need_posix
+from potluck._core.types import ReduceOp
 from potluck.torch.process_group.group import PotluckProcessGroup
-from potluck.types import ReduceOp
 
 NUM_BYTES = 4096
 ROUNDS = 15

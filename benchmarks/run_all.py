@@ -26,7 +26,7 @@ import torch_ddp
 from common import claims, pages, script
 from common.claims import Claim
 
-from potluck.bench.machine import load, machine
+from potluck.cli.bench.machine import load, machine
 
 DOCS = Path(__file__).parents[1] / "docs" / "performance.md"
 

@@ -24,12 +24,12 @@ import numpy as np
 from common import results
 from common.script import Page
 
-from potluck.backends.doors import TcpDoor
-from potluck.backends.tcp import TcpBase
-from potluck.bench.machine import heading, machine
+from potluck._core.backends.doors import TcpDoor
+from potluck._core.backends.tcp import TcpBase
+from potluck._core.settings import Settings
+from potluck._core.types import Group, Member
+from potluck.cli.bench.machine import heading, machine
 from potluck.services import Call, Services, service
-from potluck.settings import Settings
-from potluck.types import Group, Member
 
 NUM_BYTES = 1024
 

@@ -19,7 +19,7 @@ from common import results
 from common.script import Page
 
 import potluck
-from potluck.bench.machine import heading, machine
+from potluck.cli.bench.machine import heading, machine
 from potluck.services import Call, service
 
 TAG_ANSWER = 7

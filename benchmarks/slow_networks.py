@@ -47,9 +47,9 @@ from common.networks import KINDS, Kind, settle, slowed
 from common.placements import InHosts
 from common.slow_results import Place, Row, at, per_host, place, plan_of, predicted
 
-from potluck.bench.crew import ANSWER_S, Crew
-from potluck.bench.machine import heading, load, machine
-from potluck.bench.peers import PEERS
+from potluck.cli.bench.crew import ANSWER_S, Crew
+from potluck.cli.bench.machine import heading, load, machine
+from potluck.cli.bench.peers import PEERS
 from potluck.training.planner import Plan
 from potluck.training.planner.candidates import candidates_for
 from potluck.training.planner.measured import Measured

@@ -30,7 +30,7 @@ from typing import Any
 from common import claims, results, script
 from common.claims import Claim
 
-from potluck.bench.machine import heading, load, machine
+from potluck.cli.bench.machine import heading, load, machine
 from support import hosts
 from support.commands import Command
 from support.machines import Machine, form, machines

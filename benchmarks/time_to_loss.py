@@ -35,9 +35,9 @@ from common.loss_worker import GLOO, LOOK_EVERY, OURS, SERIAL, worker
 from common.networks import KINDS, settle, slowed
 from common.placements import InHosts
 
-from potluck.bench.crew import Crew
-from potluck.bench.machine import heading, load, machine
-from potluck.bench.peers import PEERS
+from potluck.cli.bench.crew import Crew
+from potluck.cli.bench.machine import heading, load, machine
+from potluck.cli.bench.peers import PEERS
 from support import hosts
 
 ASKED = {"1gbit": 3.0, "100mbit": 10.0, "20mbit": 25.0}

@@ -22,7 +22,7 @@ from typing import Any
 
 from common import claims, script
 
-from potluck.bench.machine import machine
+from potluck.cli.bench.machine import machine
 from support import hosts
 
 SOURCE = Path(__file__).parents[1] / "native" / "build"

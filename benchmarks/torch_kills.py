@@ -29,7 +29,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import potluck.torch.process_group.creation  # noqa: F401  (before the forks, not in each)
-from potluck.system import need_posix
+from potluck._core.system import need_posix
 
 WORLD_SIZE = 3
 HANG_S = 30.0

@@ -32,8 +32,8 @@ from typing import Any
 
 from common import results, throttle
 
-from potluck.bench.machine import heading, machine
-from potluck.bench.placement import reserved_ports
+from potluck.cli.bench.machine import heading, machine
+from potluck.cli.bench.placement import reserved_ports
 
 REACH = 1.15
 WAYS = ("equal", "by speed", "ideal")

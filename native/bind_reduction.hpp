@@ -1,4 +1,4 @@
-// Reductions by the names that Python passes (potluck.types.ReduceOp).
+// Reductions by the names that Python passes (potluck._core.types.ReduceOp).
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -13,7 +13,7 @@ struct Reduction {
     bool is_mean = false;  // a sum that is divided by the number of ranks at the end
 };
 
-// Numbered as in fingerprints: REDUCTIONS in src/potluck/engine/fingerprint.py. ShmEngine compares
+// Numbered as in fingerprints: REDUCTIONS in src/potluck/_core/engine/fingerprint.py. ShmEngine compares
 // the two when it is made.
 constexpr Reduction reductions[] = {
     {"sum", Op::sum},         {"mean", Op::sum, true}, {"min", Op::min},

@@ -1,4 +1,4 @@
-// Python binding of the shared-memory engine, for src/potluck/engine/shm. It checks the arrays of a
+// Python binding of the shared-memory engine, for src/potluck/_core/engine/shm. It checks the arrays of a
 // call, makes the call's fingerprint, and decides when the interpreter lock (GIL) is released.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
@@ -453,7 +453,7 @@ private:
         return call;
     }
 
-    // The upper bits of the fingerprint, as src/potluck/engine/fingerprint.py lays them out.
+    // The upper bits of the fingerprint, as src/potluck/_core/engine/fingerprint.py lays them out.
     static std::uint64_t description(Kind kind, int dtype, int op, std::size_t count) {
         constexpr std::uint64_t algorithm = 7;  // shared memory
         const auto operation = static_cast<std::uint64_t>(kind) + 1;

@@ -1,4 +1,4 @@
-// The extension module potluck._native. Only this file and its parts (bind_*.cpp) know Python; the
+// The extension module potluck._core._native. Only this file and its parts (bind_*.cpp) know Python; the
 // core does not.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
@@ -13,9 +13,9 @@ NB_MODULE(_native, m) {
     // A process may end without close(). Objects that its daemon threads hold are then alive at
     // exit, and nanobind would print them as leaks.
     nb::set_leak_warnings(false);
-    m.doc() = "potluck's native core; src/potluck/native.py is the only file that imports it";
+    m.doc() = "potluck's native core; src/potluck/_core/native.py is the only file that imports it";
     m.attr("version") = POTLUCK_VERSION;
-    m.attr("interface") = POTLUCK_INTERFACE;  // src/potluck/native.py compares it
+    m.attr("interface") = POTLUCK_INTERFACE;  // src/potluck/_core/native.py compares it
 #ifdef POTLUCK_OPENSSL
     m.attr("has_openssl") = true;
 #else

@@ -1,1 +1,1 @@
-"""What the benchmarks share besides ``potluck.bench``: training steps, slow CPUs, result files."""
+"""What benchmarks share beside ``potluck.cli.bench``: training steps, slow CPUs, result files."""

@@ -9,7 +9,7 @@ from typing import Any
 from common.loss_tasks import TASKS
 from common.loss_worker import GLOO
 from common.networks import KINDS
-from potluck.bench.machine import heading
+from potluck.cli.bench.machine import heading
 
 _GLOO_COLOR = "#1d4ed8"
 _COLORS = ("#c2410c", "#15803d", "#7c3aed", "#b45309", "#0e7490")

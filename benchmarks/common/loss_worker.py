@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import potluck
 import potluck.torch as pt
 from common.loss_tasks import TASKS, Task, whole
-from potluck.bench.channel import Channel
+from potluck.cli.bench.channel import Channel
 from potluck.compressors import Int, TopK
 
 _TIMEOUT_S = 290.0

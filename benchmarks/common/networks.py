@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from potluck.bench.crew import Crew
+from potluck.cli.bench.crew import Crew
 from support import hosts
 from support.delay import Delay
 

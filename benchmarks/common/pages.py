@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from potluck.bench.machine import heading
+from potluck.cli.bench.machine import heading
 
 
 def fill(page: Path, machine: dict[str, Any], body: str, *, name: str = "") -> None:

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from potluck.bench.placement import Here
+from potluck.cli.bench.placement import Here
 from support.hosts import INTERFACE, Network
 
 _AS_ITS_OWN = 'mount --bind "$0" /proc/sys/kernel/random/boot_id && exec "$@"'

@@ -10,11 +10,11 @@ from typing import Any
 
 from common import claims, results
 from common.claims import Claim
-from potluck.bench.comparison import ComparisonPlan, compare
-from potluck.bench.machine import heading, machine
-from potluck.bench.peers import PEERS, missing
-from potluck.bench.placement import Here
-from potluck.bench.table import Table
+from potluck.cli.bench.comparison import ComparisonPlan, compare
+from potluck.cli.bench.machine import heading, machine
+from potluck.cli.bench.peers import PEERS, missing
+from potluck.cli.bench.placement import Here
+from potluck.cli.bench.table import Table
 
 Say = Callable[[str], None]
 Measured = tuple[dict[str, Any], list[Claim]]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from common.timed import GLOO, OURS
-from potluck.bench.machine import heading
+from potluck.cli.bench.machine import heading
 
 EVERY_STEP, ROUNDS, GLOO_BLUE = ("#7a5c3e", "#a67c52", "#c8a27c"), "#c2410c", "#1d4ed8"
 HIERARCHICAL = "#3f7d4e"

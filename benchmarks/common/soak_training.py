@@ -22,8 +22,8 @@ from torch.nn import functional as F
 import potluck
 import potluck.torch as pt
 from common.loss_tasks import SOAK, whole
+from potluck._core.context import compressed
 from potluck.compressors import TopK
-from potluck.context import compressed
 from potluck.torch import outer
 
 EVERY, SHOWN_EVERY = 20, 10

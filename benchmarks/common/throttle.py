@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from potluck.system import SIGCONT, SIGSTOP
+from potluck._core.system import SIGCONT, SIGSTOP
 
 PERIOD_S = 0.010
 GROUPS = Path("/sys/fs/cgroup")

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import potluck
 import potluck.torch as pt
-from potluck.bench.channel import Channel
+from potluck.cli.bench.channel import Channel
 from potluck.training.plan_file import FACT, VARIABLE
 from potluck.training.planner import CANDIDATES, Candidate, named
 

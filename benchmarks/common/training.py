@@ -1,6 +1,6 @@
 """Training steps of a model over one backend against another, in turns.
 
-Each peer's ranks are processes of their own (``potluck.bench.crew``), told what to do over a
+Each peer's ranks are processes of their own (``potluck.cli.bench.crew``), told what to do over a
 channel (see ``worker``): ``time`` answers the seconds of some steps, ``alone`` those of steps that
 communicate nothing, ``digest`` a hash of the parameters as they are now.
 """
@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 
 from common import results
 from common.script import Page, Say
-from potluck.bench.channel import Channel
-from potluck.bench.crew import Crew
-from potluck.bench.machine import heading, load, machine
-from potluck.bench.peers import PEERS as ALL_PEERS
+from potluck.cli.bench.channel import Channel
+from potluck.cli.bench.crew import Crew
+from potluck.cli.bench.machine import heading, load, machine
+from potluck.cli.bench.peers import PEERS as ALL_PEERS
 
 NO_PEERS = ("hollow", "alone", "single")
 PEERS = ("potluck", "gloo", "potluck-tls", "potluck-python")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from common.placements import InHosts
-from potluck.bench.comparison import crews
+from potluck.cli.bench.comparison import crews
 from support.hosts import INTERFACE, Host, Network
 
 

@@ -36,8 +36,8 @@ inline Frame to_frame(nb::handle object) {
 }
 
 inline nb::object from_frame(const Frame& frame) {
-    const nb::object kind = python("potluck.wire.frames", "Kind")(static_cast<int>(frame.kind));
-    return python("potluck.wire.frames", "Frame")(
+    const nb::object kind = python("potluck._core.wire.frames", "Kind")(static_cast<int>(frame.kind));
+    return python("potluck._core.wire.frames", "Frame")(
         kind, frame.epoch, frame.channel, frame.chunk, frame.sequence, frame.segment, frame.length,
         frame.fingerprint, frame.source, frame.dtype, frame.flags, frame.tag);
 }

@@ -1,4 +1,4 @@
-// A stream over a link of a test: a Python object with the methods of potluck.transport.link.Link.
+// A stream over a link of a test: a Python object with the methods of potluck._core.transport.link.Link.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -9,19 +9,40 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from potluck.version import VERSION
+from potluck._core.version import VERSION
 
 if TYPE_CHECKING:
+    from potluck import checkpoint as checkpoint
+    from potluck import codecs as codecs
+    from potluck import collectives as collectives
+    from potluck import compressors as compressors
+    from potluck import data as data
     from potluck import errors as errors
+    from potluck import estimators as estimators
     from potluck import federated as federated
+    from potluck import graphs as graphs
+    from potluck import parameter_server as parameter_server
+    from potluck import services as services
+    from potluck import testing as testing
     from potluck import torch as torch
-    from potluck.backends.discovery import AutoDiscoveryBackend as AutoDiscoveryBackend
-    from potluck.backends.inprocess import InProcessBackend as InProcessBackend
-    from potluck.backends.local import LocalBackend as LocalBackend
-    from potluck.backends.mpi import MpiBackend as MpiBackend
-    from potluck.backends.ring import RingBackend as RingBackend
-    from potluck.backends.torchdist import GlooBackend as GlooBackend
-    from potluck.backends.torchdist import NcclBackend as NcclBackend
+    from potluck import training as training
+    from potluck._core.backends.discovery import AutoDiscoveryBackend as AutoDiscoveryBackend
+    from potluck._core.backends.inprocess import InProcessBackend as InProcessBackend
+    from potluck._core.backends.local import LocalBackend as LocalBackend
+    from potluck._core.backends.mpi import MpiBackend as MpiBackend
+    from potluck._core.backends.ring import RingBackend as RingBackend
+    from potluck._core.backends.torchdist import GlooBackend as GlooBackend
+    from potluck._core.backends.torchdist import NcclBackend as NcclBackend
+    from potluck._core.context import Commit as Commit
+    from potluck._core.context import DistributedContext as DistributedContext
+    from potluck._core.context import Message as Message
+    from potluck._core.context import all_reduce_mean as all_reduce_mean
+    from potluck._core.context import all_reduce_sum as all_reduce_sum
+    from potluck._core.context import init as init
+    from potluck._core.engine.work import Work as Work
+    from potluck._core.types import Group as Group
+    from potluck._core.types import Member as Member
+    from potluck._core.types import ReduceOp as ReduceOp
     from potluck.compressors import BF16 as BF16
     from potluck.compressors import FP16 as FP16
     from potluck.compressors import Compressed as Compressed
@@ -32,13 +53,6 @@ if TYPE_CHECKING:
     from potluck.compressors import TopK as TopK
     from potluck.compressors import quantize_gradients as quantize_gradients
     from potluck.compressors import sparsify_gradients as sparsify_gradients
-    from potluck.context import Commit as Commit
-    from potluck.context import DistributedContext as DistributedContext
-    from potluck.context import Message as Message
-    from potluck.context import all_reduce_mean as all_reduce_mean
-    from potluck.context import all_reduce_sum as all_reduce_sum
-    from potluck.context import init as init
-    from potluck.engine.work import Work as Work
     from potluck.estimators.trainers import DistributedKMeansTrainer as DistributedKMeansTrainer
     from potluck.estimators.trainers import (
         DistributedRandomForestTrainer as DistributedRandomForestTrainer,
@@ -55,27 +69,24 @@ if TYPE_CHECKING:
     from potluck.training.trainer import DistributedTrainer as DistributedTrainer
     from potluck.training.trainer import TrainingStrategy as TrainingStrategy
     from potluck.training.work_queue import WorkQueue as WorkQueue
-    from potluck.types import Group as Group
-    from potluck.types import Member as Member
-    from potluck.types import ReduceOp as ReduceOp
 
 __version__ = VERSION
 
 _HOMES = {
-    "potluck.backends.discovery": ("AutoDiscoveryBackend",),
-    "potluck.backends.inprocess": ("InProcessBackend",),
-    "potluck.backends.local": ("LocalBackend",),
-    "potluck.backends.mpi": ("MpiBackend",),
-    "potluck.backends.ring": ("RingBackend",),
-    "potluck.backends.torchdist": ("GlooBackend", "NcclBackend"),
+    "potluck._core.backends.discovery": ("AutoDiscoveryBackend",),
+    "potluck._core.backends.inprocess": ("InProcessBackend",),
+    "potluck._core.backends.local": ("LocalBackend",),
+    "potluck._core.backends.mpi": ("MpiBackend",),
+    "potluck._core.backends.ring": ("RingBackend",),
+    "potluck._core.backends.torchdist": ("GlooBackend", "NcclBackend"),
     "potluck.compressors": (
         *("BF16", "FP16", "Compressed", "GradientCompressor", "Int", "PowerSGD", "Random"),
         *("TopK", "quantize_gradients", "sparsify_gradients"),
     ),
-    "potluck.context": (
+    "potluck._core.context": (
         *("Commit", "DistributedContext", "Message", "all_reduce_mean", "all_reduce_sum", "init"),
     ),
-    "potluck.engine.work": ("Work",),
+    "potluck._core.engine.work": ("Work",),
     "potluck.estimators.trainers": (
         *("DistributedKMeansTrainer", "DistributedRandomForestTrainer"),
     ),
@@ -86,11 +97,26 @@ _HOMES = {
     "potluck.training.trainer": ("DistributedTrainer", "TrainingStrategy"),
     "potluck.training.work_queue": ("WorkQueue",),
     "potluck.services": ("Call", "NodeServices", "Remote", "service"),
-    "potluck.types": ("Group", "Member", "ReduceOp"),
+    "potluck._core.types": ("Group", "Member", "ReduceOp"),
 }
 """The module of each public name. The block above is for type checkers; a test compares the two."""
 
-_MODULES = ("errors", "federated", "torch")
+_MODULES = (
+    "checkpoint",
+    "codecs",
+    "collectives",
+    "compressors",
+    "data",
+    "errors",
+    "estimators",
+    "federated",
+    "graphs",
+    "parameter_server",
+    "services",
+    "testing",
+    "torch",
+    "training",
+)
 """Submodules that are attributes without an import statement of the script. Not in ``__all__``: a
 star import would replace torch by potluck.torch."""
 
@@ -106,7 +132,7 @@ def __getattr__(name: str) -> Any:
         value = importlib.import_module(f"potluck.{name}")
     else:
         # Not `from potluck import hints`, which would call this function again.
-        hints = importlib.import_module("potluck.hints")
+        hints = importlib.import_module("potluck._core.hints")
         raise hints.of_module(__name__, name)
     globals()[name] = value
     return value

@@ -35,7 +35,7 @@ Caller's mistakes (a wrong dtype, a rank out of range) are ``TypeError`` and ``V
 
 from __future__ import annotations
 
-from potluck.printable import lines_of
+from potluck._core.printable import lines_of
 
 
 class PotluckError(Exception):

@@ -16,8 +16,8 @@ from typer.main import get_command
 
 import potluck
 import potluck.errors
+from potluck._core.settings import describe_settings
 from potluck.cli.main import app
-from potluck.settings import describe_settings
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs" / "reference"
@@ -103,7 +103,9 @@ def test_the_walk_of_a_run_counts_its_files() -> None:
     for row in re.findall(r"^\| \d+ \|.*$", walk, re.MULTILINE):
         hop, folder = int(row.split("|")[1]), source
         for name in re.findall(r"`([\w/]+\.py)`", row.split("|")[3]):
-            places = (base / name for base in (folder, source, source / "cluster"))
+            places = (
+                base / name for base in (folder, source, source / "_core", source / "_core/cluster")
+            )
             path = next((place for place in places if place.is_file()), None)
             assert path is not None, f"{name} is no file, in: {row}"
             first_hop.setdefault(path, hop)

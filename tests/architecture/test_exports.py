@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import potluck
-from potluck.backends.base import Backend
+from potluck._core.backends.base import Backend
 from potluck.training import Replica
 from support.sources import PACKAGE, SUPPORT, offences
 

@@ -36,25 +36,27 @@ def test_nothing_imports_upwards() -> None:
 
 BREACHES = {
     "Nothing imports upwards": {
-        "transport/breach.py": "import potluck.engine",
-        "transport/other_breach.py": "import potluck.metrics",
-        "engine/breach.py": "import potluck.cluster",
+        "_core/transport/breach.py": "import potluck._core.engine",
+        "_core/transport/other_breach.py": "import potluck._core.metrics",
+        "_core/engine/breach.py": "import potluck._core.cluster",
     },
     "The folders of the control plane": {
-        "cluster/membership/breach.py": "import potluck.cluster.home",
+        "_core/cluster/membership/breach.py": "import potluck._core.cluster.home",
     },
-    "The control plane, commits": {"cluster/jobs/groups/breach.py": "import time"},
+    "The control plane, commits": {"_core/cluster/jobs/groups/breach.py": "import time"},
     "A job's groups are decided below": {
-        "cluster/jobs/groups/other_breach.py": "import potluck.cluster.jobs.controller",
+        "_core/cluster/jobs/groups/other_breach.py": "import potluck._core.cluster.jobs.controller",
     },
-    "The folders of the data plane": {"engine/arrays/breach.py": "import potluck.engine.loop"},
-    "Nothing outside potluck.testing": {"engine/other_breach.py": "import potluck.testing"},
+    "The folders of the data plane": {
+        "_core/engine/arrays/breach.py": "import potluck._core.engine.loop"
+    },
+    "Nothing outside potluck.testing": {"_core/engine/other_breach.py": "import potluck.testing"},
     "The package runs without": {"testing/breach.py": "import support.hosts"},
     "PyTorch is imported only by": {"training/breach.py": "import torch"},
     "scikit-learn is imported only by": {"data/breach.py": "import sklearn"},
     "Plans, codecs and messages": {
-        "collectives/breach.py": "import time",
-        "wire/breach.py": "from socket import socket",
+        "_core/collectives/breach.py": "import time",
+        "_core/wire/breach.py": "from socket import socket",
     },
 }
 """By contract, files that break it."""

@@ -28,7 +28,7 @@ FORBIDDEN_CALLS = {
 FORBIDDEN_ENDINGS = ("_object", "_object_list")
 
 MAY_START_THREADS = {
-    "src/potluck/background.py": "the one way: each start says what follows if the thread breaks",
+    "src/potluck/_core/background.py": "each start says what follows if the thread breaks",
     "src/potluck/checkpoint/writer.py": "raises at the next call what its thread raised",
 }
 
@@ -92,7 +92,7 @@ def threads(tree: ast.AST) -> Iterator[str]:
     """Threads that may end by an exception without anybody being told."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and dotted(node.func).endswith("Thread"):
-            yield f"line {node.lineno}: calls {dotted(node.func)}; see potluck.background"
+            yield f"line {node.lineno}: calls {dotted(node.func)}; see potluck._core.background"
 
 
 def test_no_pickle_and_no_eval_anywhere_in_the_source() -> None:

@@ -82,7 +82,7 @@ print(run.exit_code)
 
 def test_waiting_for_a_socket_works_with_select_alone() -> None:
     asked = """
-from potluck.system import wait_ready
+from potluck._core.system import wait_ready
 one, other = socket.socketpair(socket.AddressFamily(1))  # AF_UNIX, hidden above
 assert not wait_ready(one.fileno(), write=False, timeout_s=0.01)
 assert wait_ready(one.fileno(), write=True, timeout_s=10.0)
@@ -96,7 +96,7 @@ assert wait_ready(one.fileno(), write=False, timeout_s=10.0)
 def test_a_key_is_not_read_where_its_owner_is_not_known(tmp_path: Path) -> None:
     asked = f"""
 import pathlib
-from potluck.cluster.home.keyfile import read_private
+from potluck._core.cluster.home.keyfile import read_private
 read_private(pathlib.Path({str(tmp_path)!r}, "key"), "the key")
 """
     run = on("win32", asked)

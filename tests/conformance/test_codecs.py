@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from potluck.codecs import NAMES, Codec, codec_of
-from potluck.context import DistributedContext
+from potluck._core.codecs import NAMES, Codec, codec_of
+from potluck._core.context import DistributedContext
 from potluck.errors import Desync
 from potluck.testing.world import WorldError
 from support.worlds import WORLD_KINDS, World, open_world

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 
 from potluck import graphs
-from potluck.collectives import doubling
-from potluck.collectives.plan import Algorithm, Operation
-from potluck.collectives.registry import algorithms_for
-from potluck.context import DistributedContext, all_reduce_mean, all_reduce_sum
+from potluck._core.collectives import doubling
+from potluck._core.collectives.plan import Algorithm, Operation
+from potluck._core.collectives.registry import algorithms_for
+from potluck._core.context import DistributedContext, all_reduce_mean, all_reduce_sum
 from support.worlds import SIGNED_KINDS, WORLD_KINDS, World, join_world, open_world
 
 DTYPES = [

@@ -15,7 +15,7 @@ import pytest
 from zeroconf import DNSOutgoing, DNSPointer, DNSService, DNSText
 from zeroconf.const import _CLASS_IN, _FLAGS_AA, _FLAGS_QR_RESPONSE
 
-from potluck.cluster.discovery.advert import (
+from potluck._core.cluster.discovery.advert import (
     WINDOW_S,
     Advert,
     Hint,
@@ -23,12 +23,12 @@ from potluck.cluster.discovery.advert import (
     make_advert,
     new_instance,
 )
-from potluck.cluster.discovery.beacon import GROUP4, Beacon
-from potluck.cluster.discovery.finder import Finder
-from potluck.cluster.discovery.interfaces import Interface, usable_interfaces
-from potluck.cluster.discovery.mdns import SERVICE, Mdns
-from potluck.cluster.discovery.presence import Presence
-from potluck.cluster.discovery.static import StaticPeers
+from potluck._core.cluster.discovery.beacon import GROUP4, Beacon
+from potluck._core.cluster.discovery.finder import Finder
+from potluck._core.cluster.discovery.interfaces import Interface, usable_interfaces
+from potluck._core.cluster.discovery.mdns import SERVICE, Mdns
+from potluck._core.cluster.discovery.presence import Presence
+from potluck._core.cluster.discovery.static import StaticPeers
 
 KEY, OTHER = os.urandom(32), os.urandom(32)
 """Of this process alone: other runs of tests on this machine speak by the same multicast."""

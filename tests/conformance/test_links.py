@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from potluck._core.transport.link import Link
 from potluck.errors import LinkError
-from potluck.transport.link import Link
 from support.links import LINK_KINDS, Blocking
 
 Ends = tuple[Link, Link]

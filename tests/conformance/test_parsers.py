@@ -26,14 +26,14 @@ import numpy as np
 import pytest
 
 import potluck
+from potluck._core.cluster.code_store.package import PackageManifest, decode_manifest
+from potluck._core.transport.delegation import Delegation, decode_delegation
+from potluck._core.wire import broker, frames, services
+from potluck._core.wire.format import MessageFormat, decoded
+from potluck._core.wire.payload import pack, unpack
 from potluck.checkpoint import manifest, state
-from potluck.cluster.code_store.package import PackageManifest, decode_manifest
 from potluck.errors import CheckpointError, ProtocolError, SecurityError
 from potluck.parameter_server import entries
-from potluck.transport.delegation import Delegation, decode_delegation
-from potluck.wire import broker, frames, services
-from potluck.wire.format import MessageFormat, decoded
-from potluck.wire.payload import pack, unpack
 
 MOST = 20
 SIZE = 64 << 10
@@ -58,7 +58,9 @@ def formats() -> Iterator[Parser]:
     """All instances of ``MessageFormat`` in potluck."""
     seen = set()
     for found in pkgutil.walk_packages(potluck.__path__, "potluck."):
-        if not found.name.startswith(("potluck.wire.", "potluck.torch.process_group.store_m")):
+        if not found.name.startswith(
+            ("potluck._core.wire.", "potluck.torch.process_group.store_m")
+        ):
             continue
         for name, value in vars(importlib.import_module(found.name)).items():
             if isinstance(value, MessageFormat) and id(value) not in seen:
@@ -378,8 +380,8 @@ def test_no_shape_takes_much_longer_than_an_honest_text(parser: Parser) -> None:
 OWN = "a file that only this user writes, or what this process wrote"
 ELSEWHERE = {
     "backends/mpi.py": "messages of MPI's own network, which has no strangers",
-    "bench/channel.py": "its own child's lines",
-    "bench/placement.py": "facts of a benchmark's ranks",
+    "cli/bench/channel.py": "its own child's lines",
+    "cli/bench/placement.py": "facts of a benchmark's ranks",
     "cluster/code_store/job_folders.py": OWN,
     "cluster/code_store/origins.py": OWN,
     "cluster/code_store/started.py": OWN,
@@ -431,5 +433,9 @@ def decodes(source: Path) -> bool:
 
 def test_each_file_with_a_decoder_is_searched_or_says_why_not() -> None:
     root = Path(potluck.__file__).parent
-    found = {path.relative_to(root).as_posix() for path in root.rglob("*.py") if decodes(path)}
+    found = {
+        path.relative_to(root).as_posix().removeprefix("_core/")
+        for path in root.rglob("*.py")
+        if decodes(path)
+    }
     assert found == SEARCHED | set(ELSEWHERE)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
-from potluck.context import DistributedContext
+from potluck._core.context import DistributedContext
 from potluck.torch.process_group.group import PotluckProcessGroup
 from support.process_groups import process_group
 from support.worlds import SIGNED_KINDS, WORLD_KINDS, World, open_world

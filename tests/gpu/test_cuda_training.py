@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import potluck
 from potluck import BF16, FP16, Int, PowerSGD, Random, TopK
-from potluck.context import DistributedContext
+from potluck._core.context import DistributedContext
 from potluck.parameter_server import SGD, Synchronous
 from potluck.testing.elastic import ElasticWorld
 from potluck.testing.world import WorldError, run_world

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from potluck.bench.machine import heading, machine
+from potluck.cli.bench.machine import heading, machine
 from support.figures import Figure, markdown, read_figures
 
 ROOT = Path(__file__).parents[2]

@@ -23,8 +23,8 @@ BUSY_S = 20.0
 WORKER = """
 import json, sys, time
 import numpy as np
-from potluck.backends.ring import RingBackend
-from potluck.context import DistributedContext
+from potluck._core.backends.ring import RingBackend
+from potluck._core.context import DistributedContext
 from potluck.errors import GroupError
 
 rank, peers, deadline = int(sys.argv[1]), sys.argv[2].split(","), float(sys.argv[3])

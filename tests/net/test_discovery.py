@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from potluck.cluster.trust.identity import load_or_create_identity
-from potluck.transport.credentials import node_id_of
+from potluck._core.cluster.trust.identity import load_or_create_identity
+from potluck._core.transport.credentials import node_id_of
 from support.clusters import lock
 from support.figures import Figures
 from support.hosts import Host, Network
@@ -27,8 +27,8 @@ WAIT_S = 120.0
 SCRIPT = """
 import json, sys, time
 import numpy as np
-from potluck.backends.discovery import AutoDiscoveryBackend
-from potluck.context import DistributedContext
+from potluck._core.backends.discovery import AutoDiscoveryBackend
+from potluck._core.context import DistributedContext
 from potluck.errors import PotluckError
 
 world, patience = int(sys.argv[1]), float(sys.argv[2])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from potluck.cluster.code_store.package import unpacked_manifest
+from potluck._core.cluster.code_store.package import unpacked_manifest
 from support.commands import Command, potluck_command
 from support.machines import cluster_of, form
 from support.sniffer import Sniffer

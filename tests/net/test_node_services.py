@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from potluck.system import SIGKILL
+from potluck._core.system import SIGKILL
 from support.clusters import found_cluster
 from support.commands import Command
 from support.machines import PSK, WAIT_S, Machine, cluster_of, form

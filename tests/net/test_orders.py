@@ -23,11 +23,11 @@ import asyncio, os
 from pathlib import Path
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from potluck.cluster.jobs.dispatcher import JobDispatcher
-from potluck.cluster.trust.identity import load_or_create_identity
-from potluck.cluster.trust.signed_jobs import signed
-from potluck.transport.credentials import node_id_of
-from potluck.wire import jobs
+from potluck._core.cluster.jobs.dispatcher import JobDispatcher
+from potluck._core.cluster.trust.identity import load_or_create_identity
+from potluck._core.cluster.trust.signed_jobs import signed
+from potluck._core.transport.credentials import node_id_of
+from potluck._core.wire import jobs
 
 leads, hears = JobDispatcher._submitted, JobDispatcher.received
 seen, answers = {}, asyncio.Queue()

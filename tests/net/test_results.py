@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from potluck.cluster.code_store.job_folders import KEPT_JOBS
+from potluck._core.cluster.code_store.job_folders import KEPT_JOBS
 from support.commands import Command, comes_true, potluck_command
 from support.hosts import Network
 from support.machines import Machine, cluster_of, form, machines

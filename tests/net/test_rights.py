@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from potluck.system import SIGKILL
+from potluck._core.system import SIGKILL
 from support.clusters import found_cluster
 from support.commands import Command
 from support.machines import PSK, Machine, cluster_of, form, leader_of
@@ -172,12 +172,12 @@ def test_a_job_that_runs_on_a_paused_machine_only_waits_for_it(tmp_path: Path) -
 
 ORDERS = """
 import asyncio, os
-from potluck.backends.agent_link import agent_address
-from potluck.cluster.trust.credentials import load_credentials
+from potluck._core.backends.agent_link import agent_address
+from potluck._core.cluster.trust.credentials import load_credentials
 from potluck.errors import Refused
-from potluck.settings import load_settings
-from potluck.transport import aio
-from potluck.wire.greeting import Hello
+from potluck._core.settings import load_settings
+from potluck._core.transport import aio
+from potluck._core.wire.greeting import Hello
 
 async def main():
     mine, job = load_credentials(load_settings()), os.environ["POTLUCK_JOB"]
@@ -274,8 +274,8 @@ def test_a_script_in_the_sandbox_finds_its_own_folder_and_little_else(tmp_path: 
 CALLER = """
 import errno, os, socket
 import potluck
-from potluck.transport import broker
-from potluck.transport.acceptor import listening_socket
+from potluck._core.transport import broker
+from potluck._core.transport.acceptor import listening_socket
 
 def reached(connect, *where):
     try:

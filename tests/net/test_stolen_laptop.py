@@ -29,13 +29,13 @@ import asyncio, json, sys
 from contextlib import ExitStack
 from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from potluck.cluster.topology.versions import own_versions
-from potluck.cluster.trust.identity import load_or_create_identity
+from potluck._core.cluster.topology.versions import own_versions
+from potluck._core.cluster.trust.identity import load_or_create_identity
 from potluck.errors import PotluckError
-from potluck.transport import aio
-from potluck.transport.credentials import make_credentials
-from potluck.wire import admissions, peers
-from potluck.wire.greeting import Hello
+from potluck._core.transport import aio
+from potluck._core.transport.credentials import make_credentials
+from potluck._core.wire import admissions, peers
+from potluck._core.wire.greeting import Hello
 
 home, psk, hosts = Path(sys.argv[1]), bytes.fromhex(sys.argv[2]), sys.argv[3:]
 keys = {"its own key": load_or_create_identity(home), "a new key": Ed25519PrivateKey.generate()}

@@ -8,13 +8,13 @@ import sys
 
 import pytest
 
-from potluck import native
+from potluck._core import native
 
 PATIENCE_S = 200.0
 
 LATE = """
 import sys, threading, time
-from potluck import native
+from potluck._core import native
 
 {prepare}
 
@@ -56,9 +56,9 @@ def test_a_thread_in_a_native_call_does_not_abort_an_interpreter_that_ends(which
 PAIR = """
 import os, signal, sys, threading, time
 import numpy as np
-from potluck.backends.discovery import AutoDiscoveryBackend
-from potluck.cluster.discovery.static import StaticPeers
-from potluck.context import DistributedContext
+from potluck._core.backends.discovery import AutoDiscoveryBackend
+from potluck._core.cluster.discovery.static import StaticPeers
+from potluck._core.context import DistributedContext
 from potluck.errors import PotluckError
 
 kind, port = sys.argv[1], int(sys.argv[2])

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from potluck import native
-from potluck.system import SIGKILL
+from potluck._core import native
+from potluck._core.system import SIGKILL
 from support.pages import snippets
 from support.ports import reserved_ports
 

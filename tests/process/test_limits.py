@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from potluck.cluster.jobs import shim
-from potluck.cluster.sharing import cgroups
+from potluck._core.cluster.jobs import shim
+from potluck._core.cluster.sharing import cgroups
 from support.commands import Command, potluck_command, run_command
 
 SEE = """

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from potluck import native
+from potluck._core import native
 from support.ports import reserved_ports
 
 needs_native = pytest.mark.skipif(
@@ -30,8 +30,8 @@ DEADLINE_S = 8.0
 WORKER = """
 import json, os, sys, time
 import numpy as np
-from potluck.backends.ring import RingBackend
-from potluck.context import DistributedContext, init
+from potluck._core.backends.ring import RingBackend
+from potluck._core.context import DistributedContext, init
 from potluck.errors import GroupError
 
 rank, peers, algorithm = int(sys.argv[1]), sys.argv[2].split(","), sys.argv[3]

@@ -15,7 +15,7 @@ SCRIPT = str(Path(__file__).parent / "scripts" / "mixed_engines.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 MIXED = "native,python python [3.0, 3.0, 3.0]"
 
-pytest.importorskip("potluck._native")
+pytest.importorskip("potluck._core._native")
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,13 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 import potluck
-from potluck.backends.doors import TcpDoor
-from potluck.backends.tcp import TcpBase
+from potluck._core.backends.doors import TcpDoor
+from potluck._core.backends.tcp import TcpBase
+from potluck._core.settings import Settings
+from potluck._core.transport.credentials import make_credentials
+from potluck._core.types import Group, Member
 from potluck.errors import PotluckError, ServiceLost
 from potluck.services import Services
-from potluck.settings import Settings
-from potluck.transport.credentials import make_credentials
-from potluck.types import Group, Member
 from support.commands import Command
 from support.links import psk
 

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from potluck.wire.dtypes import NAMES
+from potluck._core.wire.dtypes import NAMES
 
 Array = NDArray[Any]
 

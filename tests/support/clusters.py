@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from potluck.cluster.trust import keyring, operator
-from potluck.cluster.trust.admission_file import AdmissionFile
-from potluck.cluster.trust.credentials import load_admissions
-from potluck.cluster.trust.identity import load_or_create_identity
-from potluck.settings import Settings
-from potluck.transport.credentials import node_id_of
+from potluck._core.cluster.trust import keyring, operator
+from potluck._core.cluster.trust.admission_file import AdmissionFile
+from potluck._core.cluster.trust.credentials import load_admissions
+from potluck._core.cluster.trust.identity import load_or_create_identity
+from potluck._core.settings import Settings
+from potluck._core.transport.credentials import node_id_of
 
 
 def found_cluster(*homes: Path, psk: bytes = b"o" * 32) -> list[str]:

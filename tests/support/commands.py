@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from potluck.system import SIGKILL, need_posix
+from potluck._core.system import SIGKILL, need_posix
 
 START_S = 150.0
 

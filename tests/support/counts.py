@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from potluck._core.context import DistributedContext
 from potluck.checkpoint.store import CheckpointStore
-from potluck.context import DistributedContext
 from potluck.training.elastic import ElasticLoop, Policy
 from potluck.training.nearly import two_grids
 from potluck.training.replica import StateReplica

@@ -37,7 +37,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, overload
 
-from potluck.system import SIGKILL
+from potluck._core.system import SIGKILL
 
 INTERFACE = "eth0"
 """Every host's interface to its network."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from potluck.transport.inproc import InprocLink
+from potluck._core.transport.inproc import InprocLink
 
 SHARE = 0.02
 """Of all calls, how many wait."""

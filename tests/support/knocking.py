@@ -8,9 +8,9 @@ import socket
 import ssl
 import time
 
-from potluck.transport.credentials import Credentials
-from potluck.transport.handshake import drive, hear_knock, knock
-from potluck.transport.knock import ANSWER_BYTES, Knock
+from potluck._core.transport.credentials import Credentials
+from potluck._core.transport.handshake import drive, hear_knock, knock
+from potluck._core.transport.knock import ANSWER_BYTES, Knock
 from support.links import new_credentials
 
 

@@ -14,18 +14,18 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from potluck.system import wait_ready
-from potluck.transport import native_tls
-from potluck.transport.credentials import Credentials, make_credentials
-from potluck.transport.handshake import connect
-from potluck.transport.inproc import inproc_pair
-from potluck.transport.link import Link
-from potluck.transport.link_memory import NUM_SLOTS, SLOT_BYTES
-from potluck.transport.listener import Admission, Listener
-from potluck.transport.record_tags import KEY_BYTES, Keys
-from potluck.transport.signed import NativeSignedLink, SignedLink
-from potluck.transport.tcp import TcpLink
-from potluck.wire.greeting import SEALED, SIGNED, Hello, Welcome
+from potluck._core.system import wait_ready
+from potluck._core.transport import native_tls
+from potluck._core.transport.credentials import Credentials, make_credentials
+from potluck._core.transport.handshake import connect
+from potluck._core.transport.inproc import inproc_pair
+from potluck._core.transport.link import Link
+from potluck._core.transport.link_memory import NUM_SLOTS, SLOT_BYTES
+from potluck._core.transport.listener import Admission, Listener
+from potluck._core.transport.record_tags import KEY_BYTES, Keys
+from potluck._core.transport.signed import NativeSignedLink, SignedLink
+from potluck._core.transport.tcp import TcpLink
+from potluck._core.wire.greeting import SEALED, SIGNED, Hello, Welcome
 
 
 def psk(cluster: str = "ours") -> bytes:

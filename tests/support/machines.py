@@ -26,11 +26,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from potluck.cluster.sharing.rules import Kept
-from potluck.cluster.sharing.store import SharingStore
-from potluck.cluster.trust.identity import load_or_create_identity
-from potluck.system import SIGCONT, SIGKILL
-from potluck.transport.credentials import node_id_of
+from potluck._core.cluster.sharing.rules import Kept
+from potluck._core.cluster.sharing.store import SharingStore
+from potluck._core.cluster.trust.identity import load_or_create_identity
+from potluck._core.system import SIGCONT, SIGKILL
+from potluck._core.transport.credentials import node_id_of
 from support.commands import Command, potluck_command
 from support.hosts import Host, Network
 

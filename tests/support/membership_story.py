@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from potluck.cluster.membership import events
-from potluck.cluster.membership.claims import digest_of
-from potluck.cluster.membership.events import Install, Received, Save, Saved, Send
-from potluck.cluster.membership.protocol import MembershipProtocol
-from potluck.wire import nodes as wire
-from potluck.wire.nodes import JobGroup, StableRecord, View, ViewMember
+from potluck._core.cluster.membership import events
+from potluck._core.cluster.membership.claims import digest_of
+from potluck._core.cluster.membership.events import Install, Received, Save, Saved, Send
+from potluck._core.cluster.membership.protocol import MembershipProtocol
+from potluck._core.wire import nodes as wire
+from potluck._core.wire.nodes import JobGroup, StableRecord, View, ViewMember
 
 
 class Story:

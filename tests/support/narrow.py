@@ -9,9 +9,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
-from potluck.context import DistributedContext
-from potluck.settings import Settings
-from potluck.types import Group
+from potluck._core.context import DistributedContext
+from potluck._core.settings import Settings
+from potluck._core.types import Group
 from support.proxy import RecordingProxy
 from support.worlds import World, tcp_backends
 

@@ -25,11 +25,11 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
-from potluck.cluster.membership.agreement import ViewAgreement
-from potluck.cluster.membership.election import has_majority
-from potluck.cluster.membership.events import Install, Save, Send
-from potluck.wire import nodes as wire
-from potluck.wire.nodes import HistoryRecord, StableRecord, View, ViewMember
+from potluck._core.cluster.membership.agreement import ViewAgreement
+from potluck._core.cluster.membership.election import has_majority
+from potluck._core.cluster.membership.events import Install, Save, Send
+from potluck._core.wire import nodes as wire
+from potluck._core.wire.nodes import HistoryRecord, StableRecord, View, ViewMember
 from support.paxos_node import HISTORY, Local, Wish, freeze, start, thaw
 
 State = tuple[int, ...]

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from potluck.cluster.membership.agreement import ViewAgreement
-from potluck.cluster.membership.outbox import Outbox
-from potluck.cluster.membership.paxos import PaxosInstance
-from potluck.cluster.membership.proposer import Round
-from potluck.cluster.membership.recovery import Evidence
-from potluck.cluster.membership.stable_storage import StableStorage
-from potluck.cluster.membership.view import following
-from potluck.wire.nodes import StableRecord, View, ViewMember
+from potluck._core.cluster.membership.agreement import ViewAgreement
+from potluck._core.cluster.membership.outbox import Outbox
+from potluck._core.cluster.membership.paxos import PaxosInstance
+from potluck._core.cluster.membership.proposer import Round
+from potluck._core.cluster.membership.recovery import Evidence
+from potluck._core.cluster.membership.stable_storage import StableStorage
+from potluck._core.cluster.membership.view import following
+from potluck._core.wire.nodes import StableRecord, View, ViewMember
 
 HISTORY = "h"
 

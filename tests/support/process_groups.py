@@ -6,8 +6,8 @@ import contextlib
 import datetime
 from collections.abc import Iterator
 
-from potluck.context import DistributedContext
-from potluck.engine.communicator import Communicator
+from potluck._core.context import DistributedContext
+from potluck._core.engine.communicator import Communicator
 from potluck.torch.process_group.group import PotluckProcessGroup
 from potluck.torch.process_group.world import World
 

@@ -75,7 +75,7 @@ def is_at_top_level(frame: FrameType | None) -> bool:
 ZYGOTE = "PYTHON_ZYGOTE"
 """The variable with the socket of the process that forks workers (``zygote.py``)."""
 
-SEAM = "potluck.cluster.jobs.process"
+SEAM = "potluck._core.cluster.jobs.process"
 
 
 class StartsWorkers(MetaPathFinder):

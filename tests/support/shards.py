@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from potluck.context import DistributedContext
+from potluck._core.context import DistributedContext
 from potluck.testing.world import run_world
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-from potluck.transport.knock import CALL_BYTES
+from potluck._core.transport.knock import CALL_BYTES
 from support.bridge import BridgeProgram
 from support.hosts import Host
 

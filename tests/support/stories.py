@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from potluck.cluster.jobs.groups import membership
-from potluck.cluster.jobs.groups.events import Action, Announce, Event, Start
-from potluck.cluster.jobs.groups.roster import JobPolicy, Phase
+from potluck._core.cluster.jobs.groups import membership
+from potluck._core.cluster.jobs.groups.events import Action, Announce, Event, Start
+from potluck._core.cluster.jobs.groups.roster import JobPolicy, Phase
 
 A = TypeVar("A", bound=Action)
 

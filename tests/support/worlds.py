@@ -12,17 +12,17 @@ import msgspec
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from potluck.backends.base import StaticBackend
-from potluck.backends.inprocess import InProcessBackend
-from potluck.backends.tcp import TcpBase
-from potluck.context import DistributedContext, init
-from potluck.engine.communicator import Communicator
-from potluck.engine.loop.native import is_available
+from potluck._core.backends.base import StaticBackend
+from potluck._core.backends.inprocess import InProcessBackend
+from potluck._core.backends.tcp import TcpBase
+from potluck._core.context import DistributedContext, init
+from potluck._core.engine.communicator import Communicator
+from potluck._core.engine.loop.native import is_available
+from potluck._core.settings import Settings
+from potluck._core.transport.credentials import Credentials, make_credentials
+from potluck._core.types import Group, MeasuredPath, Member
 from potluck.errors import ConfigurationError, GroupError
-from potluck.settings import Settings
 from potluck.testing.world import run_all
-from potluck.transport.credentials import Credentials, make_credentials
-from potluck.types import Group, MeasuredPath, Member
 from support.links import psk
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ import queue
 
 import pytest
 
-from potluck.background import Alarm, Tasks, start_task, start_thread, stop, why
+from potluck._core.background import Alarm, Tasks, start_task, start_thread, stop, why
 
 WAIT_S = 20.0
 

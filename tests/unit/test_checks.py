@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 import potluck
+from potluck._core.checks import checked_rank, checked_seconds, checked_tag
+from potluck._core.context import DistributedContext
+from potluck._core.settings import load_settings
 from potluck.checkpoint import CheckpointStore
-from potluck.checks import checked_rank, checked_seconds, checked_tag
-from potluck.context import DistributedContext
 from potluck.errors import ConfigurationError, OperationTimeout
 from potluck.federated.patience import Patience
-from potluck.settings import load_settings
 from potluck.testing.world import run_world
 from potluck.training.policy import Policy
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from potluck import forks
+from potluck._core import forks
 from potluck.checkpoint import files
 from potluck.errors import CheckpointError, ForkedProcess
 
@@ -105,7 +105,7 @@ def test_a_lock_on_checkpoints_ends_with_its_writer_though_a_child_lives(tmp_pat
 
 SCRIPT = """
 import os, sys
-from potluck import forks
+from potluck._core import forks
 
 def said(): print("called in", "the parent" if os.getpid() == parent else "the child", flush=True)
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from potluck import graphs
-from potluck.collectives.neighbors import plans_for, verify_on
-from potluck.collectives.plan import Action
-from potluck.collectives.verify import VerificationError
+from potluck._core.collectives.neighbors import plans_for, verify_on
+from potluck._core.collectives.plan import Action
+from potluck._core.collectives.verify import VerificationError
 from potluck.graphs import Graph
 from potluck.training.strategies import Gossip
 

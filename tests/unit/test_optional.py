@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from potluck._core.optional import require
 from potluck.errors import MissingDependency
-from potluck.optional import require
 
 
 def test_an_installed_module_is_returned() -> None:

@@ -12,12 +12,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from potluck._core.printable import (
+    PRINTABLE,
+    coloured,
+    json_text,
+    lines_of,
+    name_of,
+    paragraph,
+    plain,
+)
+from potluck._core.settings import load_settings
+from potluck._core.wire import peers
+from potluck._core.wire.names import Versions
+from potluck._core.wire.pairing import Newcomer
 from potluck.errors import ConfigurationError, LinkError, ProtocolError
-from potluck.printable import PRINTABLE, coloured, json_text, lines_of, name_of, paragraph, plain
-from potluck.settings import load_settings
-from potluck.wire import peers
-from potluck.wire.names import Versions
-from potluck.wire.pairing import Newcomer
 
 ATTACKS = {
     "clipboard": "\x1b]52;c;cm0gLXJmIH4=\x07",

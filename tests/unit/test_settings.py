@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from potluck._core.settings import Settings, describe_settings, environment_name, load_settings
 from potluck.errors import ConfigurationError
-from potluck.settings import Settings, describe_settings, environment_name, load_settings
 
 HEX = "0123456789abcdef" * 4
 
@@ -132,8 +132,8 @@ def test_the_page_of_settings_says_what_the_source_says() -> None:
 
 def test_settings_load_nothing_heavy() -> None:
     script = (
-        "import sys, potluck.settings\n"
-        "potluck.settings.load_settings()\n"
+        "import sys, potluck._core.settings\n"
+        "potluck._core.settings.load_settings()\n"
         "heavy = {'numpy', 'cryptography', 'asyncio', 'ssl', 'pydantic'}\n"
         "assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()\n"
     )

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from potluck.shamir import SHORT, WITH_CHECK, BinaryField, Field, join, share_bytes, split
+from potluck._core.shamir import SHORT, WITH_CHECK, BinaryField, Field, join, share_bytes, split
 
 FIELDS = pytest.mark.parametrize(
     "field", [WITH_CHECK, SHORT], ids=["of whole numbers", "of polynomials"]

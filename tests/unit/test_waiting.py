@@ -6,7 +6,7 @@ import queue
 
 import pytest
 
-from potluck.waiting import EVERY_S, FIRST_S, Reminder, reminding, to_stderr
+from potluck._core.waiting import EVERY_S, FIRST_S, Reminder, reminding, to_stderr
 
 WAIT_S = 20.0
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from potluck.backends.local import LocalBackend
-from potluck.context import DistributedContext
+from potluck._core.backends.local import LocalBackend
+from potluck._core.context import DistributedContext
 from potluck.testing.elastic import ElasticWorld, MortalContext
 from potluck.testing.world import run_world
 from potluck.torch import DDP, ElasticLoop, NoiseBatching, Policy, ProportionalShares

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from potluck._core.context import DistributedContext
 from potluck.checkpoint.store import CheckpointStore
-from potluck.context import DistributedContext
 from potluck.errors import Diverged, Evicted, PeerLost
 from potluck.testing.elastic import ElasticWorld, Killed, MortalContext
 from potluck.testing.world import WorldError, run_world

@@ -8,12 +8,12 @@ import threading
 import numpy as np
 import pytest
 
-from potluck.collectives.plan import Operation
-from potluck.engine.loop.native import NativeLoop
-from potluck.engine.loop.progress import ProgressLoop
-from potluck.engine.request import Request
+from potluck._core.collectives.plan import Operation
+from potluck._core.engine.loop.native import NativeLoop
+from potluck._core.engine.loop.progress import ProgressLoop
+from potluck._core.engine.request import Request
+from potluck._core.types import ReduceOp
 from potluck.errors import GroupError, PeerLost
-from potluck.types import ReduceOp
 from support.worlds import NATIVE_KINDS, open_world
 
 WAIT_S = 30.0

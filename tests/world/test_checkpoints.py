@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
 
-from potluck.backends.local import LocalBackend
+from potluck._core.backends.local import LocalBackend
+from potluck._core.context import DistributedContext
 from potluck.checkpoint import files as files_module
 from potluck.checkpoint import fingerprint
 from potluck.checkpoint.store import CheckpointStore
-from potluck.context import DistributedContext
 from potluck.errors import CheckpointError, RemoteError
 from potluck.testing.elastic import ElasticWorld, MortalContext
 from potluck.testing.world import WorldError, run_world

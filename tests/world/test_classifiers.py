@@ -15,7 +15,7 @@ from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits
 from sklearn.preprocessing import scale
 
 from potluck import estimators
-from potluck.context import DistributedContext
+from potluck._core.context import DistributedContext
 from support.shards import on_shards, refusal
 
 DIGITS, CANCER, DIABETES = (load() for load in (load_digits, load_breast_cancer, load_diabetes))

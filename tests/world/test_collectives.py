@@ -9,7 +9,7 @@ from datetime import timedelta
 import numpy as np
 import pytest
 
-from potluck.context import DistributedContext
+from potluck._core.context import DistributedContext
 from potluck.errors import OperationTimeout
 from support.worlds import WORLD_KINDS, open_world
 

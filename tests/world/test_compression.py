@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from potluck import BF16, FP16, Int, PowerSGD, Random, TopK
+from potluck._core.context import DistributedContext
 from potluck.compressors import Strategy
-from potluck.context import DistributedContext
 from potluck.errors import CheckpointError, Desync
 from potluck.testing.elastic import ElasticWorld
 from potluck.testing.world import run_world

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from potluck import PowerSGD, Random, TopK
+from potluck._core.context import DistributedContext
 from potluck.compressors import Strategy
-from potluck.context import DistributedContext
 from potluck.testing.world import run_world
 from potluck.torch import DDP, ElasticLoop, GradScaler, LossScale
 from potluck.torch.encoding import Encoder

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from potluck import graphs
-from potluck.backends.inprocess import InProcessBackend
-from potluck.context import DistributedContext
+from potluck._core.backends.inprocess import InProcessBackend
+from potluck._core.context import DistributedContext
 from potluck.errors import LinkError, PeerLost
 from potluck.testing.world import run_all, run_world
 from potluck.torch import DDP, DataParallel, ElasticLoop, Gossip

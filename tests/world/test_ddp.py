@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from potluck.backends.inprocess import InProcessBackend
-from potluck.context import DistributedContext
+from potluck._core.backends.inprocess import InProcessBackend
+from potluck._core.context import DistributedContext
 from potluck.errors import Desync, PeerLost
 from potluck.testing.world import WorldError, run_world
 from potluck.torch import DDP, DistributedDataParallel, ElasticLoop

@@ -15,8 +15,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from potluck.backends.local import LocalBackend
-from potluck.context import DistributedContext
+from potluck._core.backends.local import LocalBackend
+from potluck._core.context import DistributedContext
 
 if importlib.util.find_spec("sklearn") is None:  # it isn't imported: that takes a second
     pytest.skip("the digits come with scikit-learn", allow_module_level=True)

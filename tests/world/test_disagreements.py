@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from potluck.context import DistributedContext
+from potluck._core.context import DistributedContext
 from potluck.errors import Desync
 from support.process_groups import process_group
 from support.worlds import SIGNED_KINDS, WORLD_KINDS, open_world

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import Dataset
 
-from potluck.backends.local import LocalBackend
+from potluck._core.backends.local import LocalBackend
+from potluck._core.context import DistributedContext
 from potluck.checkpoint.store import CheckpointStore
-from potluck.context import DistributedContext
 from potluck.errors import Desync, RemoteError
 from potluck.testing.elastic import ElasticWorld, MortalContext
 from potluck.testing.world import WorldError, run_world

@@ -9,8 +9,8 @@ import resource
 import numpy as np
 import pytest
 
+from potluck._core.context import DistributedContext
 from potluck.checkpoint.state import digest, encode, head_bytes, specs, specs_in
-from potluck.context import DistributedContext
 from potluck.errors import CheckpointError
 from potluck.testing.world import WorldError, run_world
 from potluck.training.transfer import (

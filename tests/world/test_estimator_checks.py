@@ -18,7 +18,7 @@ from sklearn.utils.estimator_checks import check_estimator
 from sklearn.utils.validation import has_fit_parameter
 
 from potluck import estimators
-from potluck.context import DistributedContext
+from potluck._core.context import DistributedContext
 from potluck.testing.world import WorldError, run_world
 
 ESTIMATORS = [

@@ -18,7 +18,7 @@ from sklearn.exceptions import ConvergenceWarning
 
 import potluck
 from potluck import estimators
-from potluck.context import DistributedContext
+from potluck._core.context import DistributedContext
 from potluck.estimators import rounds, seeding
 from potluck.testing.world import WorldError, run_world
 from support.shards import on_shards, refusal

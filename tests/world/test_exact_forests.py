@@ -14,7 +14,7 @@ from sklearn import ensemble, tree
 from sklearn.datasets import load_diabetes, load_digits
 
 from potluck import estimators
-from potluck.context import DistributedContext
+from potluck._core.context import DistributedContext
 from support.shards import on_shards, refusal
 
 DIGITS, DIABETES = load_digits(), load_diabetes()

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from potluck.codecs import NAMES, codec_of
+from potluck._core.codecs import NAMES, codec_of
+from potluck._core.context import DistributedContext
+from potluck._core.context.compressed import start_compressed
 from potluck.compressors import Random, Strategy, TopK
-from potluck.context import DistributedContext
-from potluck.context.compressed import start_compressed
 from support.worlds import NATIVE_KINDS, open_world
 
 Array = NDArray[Any]

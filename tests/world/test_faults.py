@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from potluck.backends.inprocess import InProcessBackend
-from potluck.context import DistributedContext
+from potluck._core.backends.inprocess import InProcessBackend
+from potluck._core.context import DistributedContext
 from potluck.errors import (
     Desync,
     Evicted,

@@ -11,18 +11,18 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from potluck.collectives.plan import Operation
-from potluck.engine.communicator import Communicator
-from potluck.engine.connector import Deliver, Fail
-from potluck.engine.request import Request
-from potluck.engine.work import Work
+from potluck._core.collectives.plan import Operation
+from potluck._core.engine.communicator import Communicator
+from potluck._core.engine.connector import Deliver, Fail
+from potluck._core.engine.request import Request
+from potluck._core.engine.work import Work
+from potluck._core.transport.link import Link
+from potluck._core.transport.tcp import TcpLink
+from potluck._core.types import Group, Member, ReduceOp
+from potluck._core.wire import frames
+from potluck._core.wire.dtypes import code_of
+from potluck._core.wire.frames import FRAME_BYTES, IN_LINK_MEMORY, Frame, Kind
 from potluck.errors import Desync, GroupError, LinkError, OperationTimeout, PeerLost
-from potluck.transport.link import Link
-from potluck.transport.tcp import TcpLink
-from potluck.types import Group, Member, ReduceOp
-from potluck.wire import frames
-from potluck.wire.dtypes import code_of
-from potluck.wire.frames import FRAME_BYTES, IN_LINK_MEMORY, Frame, Kind
 from support.links import LINK_KINDS, Blocking, inproc_ends
 
 EPOCH = 3

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from potluck.context import DistributedContext
+from potluck._core.context import DistributedContext
 from potluck.errors import HandlerError
 from potluck.federated import Federation, History, Patience, SecureAggregation, Site, Update
 from potluck.federated.participant import Participant

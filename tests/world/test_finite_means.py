@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from potluck import native
-from potluck.context import DistributedContext
-from potluck.engine.arrays import reduction
-from potluck.wire.dtypes import code_of
+from potluck._core import native
+from potluck._core.context import DistributedContext
+from potluck._core.engine.arrays import reduction
+from potluck._core.wire.dtypes import code_of
 from support.process_groups import process_group
 from support.worlds import NATIVE_KINDS, open_world
 

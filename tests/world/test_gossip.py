@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from potluck import graphs
-from potluck.context import DistributedContext
+from potluck._core.context import DistributedContext
 from potluck.errors import CheckpointError
 from potluck.testing.elastic import ElasticWorld, MortalContext
 from potluck.testing.world import WorldError, run_world

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from potluck.backends.local import LocalBackend
-from potluck.context import DistributedContext
+from potluck._core.backends.local import LocalBackend
+from potluck._core.context import DistributedContext
 from potluck.testing.world import WorldError, run_world
 from potluck.torch import DDP, ElasticLoop, GradientInterceptor, Policy, clip_grad_norm_
 from potluck.torch.intercept import Capture

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from potluck.context import DistributedContext
+from potluck._core.context import DistributedContext
 from potluck.errors import Desync, OperationTimeout, PeerLost
 from support.worlds import NATIVE_KINDS, open_world
 

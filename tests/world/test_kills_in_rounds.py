@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from potluck import TopK
-from potluck.context import DistributedContext
+from potluck._core.context import DistributedContext
 from potluck.testing.elastic import ElasticWorld
 from potluck.testing.world import run_world
 from potluck.torch import SGD, DiLoCo, ElasticLoop, Policy, loop

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from potluck.backends.local import LocalBackend
+from potluck._core.backends.local import LocalBackend
+from potluck._core.context import DistributedContext
 from potluck.checkpoint.store import CheckpointStore
-from potluck.context import DistributedContext
 from potluck.data import ParquetFiles, ShardedDataset
 from potluck.errors import ConfigurationError, DataError, RemoteError
 from potluck.testing.elastic import ElasticWorld, MortalContext

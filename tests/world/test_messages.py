@@ -7,9 +7,9 @@ import threading
 import numpy as np
 import pytest
 
-from potluck.context import DistributedContext
+from potluck._core.context import DistributedContext
+from potluck._core.wire.payload import Packed
 from potluck.errors import Desync, OperationTimeout, PeerLost
-from potluck.wire.payload import Packed
 from support.worlds import WORLD_KINDS, open_world
 
 
@@ -48,7 +48,9 @@ def test_a_header_of_more_values_than_the_bound_is_not_decoded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hostile = b"\xdd" + (2 << 20).to_bytes(4, "big") + b"\x80" * (2 << 20)
-    monkeypatch.setattr("potluck.context.messages.pack", lambda payload: Packed(hostile, [], 0))
+    monkeypatch.setattr(
+        "potluck._core.context.messages.pack", lambda payload: Packed(hostile, [], 0)
+    )
 
     def act(ctx: DistributedContext) -> None:
         with pytest.raises(Desync, match=r"can't be read: .*has more than 1048576 values"):

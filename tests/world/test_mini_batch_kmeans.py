@@ -13,7 +13,7 @@ from sklearn import cluster
 from sklearn.datasets import load_digits
 
 from potluck import estimators
-from potluck.context import DistributedContext
+from potluck._core.context import DistributedContext
 from support.shards import on_shards, refusal
 
 RANDOM = np.random.default_rng(0)

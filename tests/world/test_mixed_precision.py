@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from potluck.backends.local import LocalBackend
-from potluck.context import DistributedContext
+from potluck._core.backends.local import LocalBackend
+from potluck._core.context import DistributedContext
 from potluck.testing.elastic import ElasticWorld, MortalContext
 from potluck.testing.world import WorldError, run_world
 from potluck.torch import DDP, ElasticLoop, GradScaler, LossScale, Policy, clip_grad_norm_

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from potluck import DistributedNeuralNetTrainer, TrainingStrategy
-from potluck.context import DistributedContext
-from potluck.context.structure import compare, hash_of
+from potluck._core.context import DistributedContext
+from potluck._core.context.structure import compare, hash_of
 from potluck.errors import Desync
 from potluck.testing.elastic import ElasticWorld
 from potluck.testing.world import WorldError, run_world

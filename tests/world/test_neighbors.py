@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from potluck import graphs
-from potluck.context import DistributedContext
+from potluck._core.context import DistributedContext
 from potluck.errors import Desync, OperationTimeout
 from potluck.testing import WorldError
 from support.worlds import open_world

@@ -13,11 +13,17 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from potluck.background import start_thread, stop
-from potluck.cluster.discovery.static import StaticPeers
-from potluck.cluster.node_agent import NodeAgent
-from potluck.cluster.trust.credentials import load_node_credentials
-from potluck.cluster.trust.identity import load_or_create_identity
+from potluck._core.background import start_thread, stop
+from potluck._core.cluster.discovery.static import StaticPeers
+from potluck._core.cluster.node_agent import NodeAgent
+from potluck._core.cluster.trust.credentials import load_node_credentials
+from potluck._core.cluster.trust.identity import load_or_create_identity
+from potluck._core.settings import Settings
+from potluck._core.transport.credentials import Credentials
+from potluck._core.transport.delegation import delegate
+from potluck._core.transport.handshake import connect
+from potluck._core.wire.greeting import WORKER, Hello
+from potluck._core.wire.services import KIND
 from potluck.errors import (
     ConfigurationError,
     HandlerError,
@@ -29,12 +35,6 @@ from potluck.errors import (
 )
 from potluck.services import Call, NodeServices, service
 from potluck.services.holders import FILE
-from potluck.settings import Settings
-from potluck.transport.credentials import Credentials
-from potluck.transport.delegation import delegate
-from potluck.transport.handshake import connect
-from potluck.wire.greeting import WORKER, Hello
-from potluck.wire.services import KIND
 from support.clusters import ban, found_cluster
 
 WAIT_S = 60.0

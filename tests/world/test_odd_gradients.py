@@ -18,7 +18,7 @@ from potluck import (
     TopK,
     TrainingStrategy,
 )
-from potluck.context import DistributedContext
+from potluck._core.context import DistributedContext
 from potluck.parameter_server import Adam
 from potluck.testing.world import run_world
 from potluck.torch import DDP, DiLoCo, ElasticLoop, Gossip, LocalSGD, ParameterServerStrategy

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.masked import masked_tensor
 
+from potluck._core.context import DistributedContext
 from potluck.checkpoint.state import encode
-from potluck.context import DistributedContext
 from support.process_groups import process_group
 from support.worlds import open_world
 

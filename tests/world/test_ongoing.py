@@ -8,7 +8,7 @@ from collections.abc import Hashable
 import numpy as np
 import pytest
 
-from potluck.context import DistributedContext
+from potluck._core.context import DistributedContext
 from support.worlds import WORLD_KINDS, open_world
 
 WAIT_S = 20.0

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from potluck import native
-from potluck.context import DistributedContext
+from potluck._core import native
+from potluck._core.context import DistributedContext
 from potluck.testing.world import WorldError
 from support.worlds import World, open_world
 

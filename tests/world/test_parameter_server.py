@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import potluck
-from potluck.backends.inprocess import InProcessBackend
-from potluck.context import DistributedContext
+from potluck._core.backends.inprocess import InProcessBackend
+from potluck._core.context import DistributedContext
 from potluck.errors import CheckpointError, ServiceTimeout, UnknownService
 from potluck.parameter_server import (
     SGD,
@@ -30,7 +30,7 @@ from potluck.testing.elastic import ElasticWorld, MortalContext
 from potluck.testing.world import run_world
 from support.worlds import open_world
 
-KINDS = ("inproc", "tls", *(("native",) if potluck.native.available else ()))
+KINDS = ("inproc", "tls", *(("native",) if potluck._core.native.available else ()))
 
 
 def in_tensors(values: Any) -> dict[str, Any]:

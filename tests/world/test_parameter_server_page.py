@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from potluck.context import DistributedContext
+from potluck._core.context import DistributedContext
 from potluck.testing.world import run_world
 from support.pages import script_without_context, snippets
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from potluck.context import DistributedContext
+from potluck._core.context import DistributedContext
 from potluck.parameter_server import SGD, Asynchronous, ElasticAveraging, ParameterServer
 from potluck.testing.world import run_world
 from potluck.torch import ParameterServerStrategy

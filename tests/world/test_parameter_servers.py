@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from potluck.backends.inprocess import InProcessBackend
-from potluck.context import DistributedContext
+from potluck._core.backends.inprocess import InProcessBackend
+from potluck._core.context import DistributedContext
 from potluck.errors import CheckpointError, ServiceTimeout
 from potluck.parameter_server import SGD, Asynchronous, ParameterServer, Synchronous
 from potluck.parameter_server.modes import Mode

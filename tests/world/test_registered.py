@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from potluck import codecs, collectives
-from potluck.codecs import Codec
-from potluck.collectives import Action, Draft, Rank, Step
-from potluck.collectives.registry import digest
+from potluck._core import codecs, collectives
+from potluck._core.codecs import Codec
+from potluck._core.collectives import Action, Draft, Rank, Step
+from potluck._core.collectives.registry import digest
+from potluck._core.context import DistributedContext
 from potluck.compressors.encoded import Encoded
-from potluck.context import DistributedContext
 from potluck.errors import Desync
 from potluck.testing.world import WorldError, run_world
 from potluck.torch import DDP
@@ -145,7 +145,7 @@ def test_a_wrong_plan_is_an_error_of_the_call_on_every_rank() -> None:
 
 
 def test_ranks_whose_plans_differ_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    from potluck.engine import compiler
+    from potluck._core.engine import compiler
 
     collectives.register("chain", "all_reduce", chain)
     seen = iter("ab")
@@ -225,7 +225,7 @@ class Other(Eighths):
         (Changes(), ValueError, "changes the array that it encodes"),
         (Builtin(), ValueError, "'int8' can't be the name of a codec"),
         (Other(), ValueError, "there is another codec 'eighths' already"),
-        ("int8", TypeError, "make a subclass of potluck.codecs.Codec"),
+        ("int8", TypeError, "make a subclass of potluck._core.codecs.Codec"),
     ],
 )
 def test_codecs_that_are_refused(codec: Any, error: type[Exception], message: str) -> None:

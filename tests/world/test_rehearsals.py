@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
+from potluck._core.context import DistributedContext
 from potluck.compressors import BF16
-from potluck.context import DistributedContext
 from potluck.testing.world import run_world
 from potluck.torch import DDP, DataParallel, ElasticLoop
 from potluck.torch.measuring import measure

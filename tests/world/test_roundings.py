@@ -9,9 +9,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from potluck import native
-from potluck.context import DistributedContext
-from potluck.engine.arrays import kernels
+from potluck._core import native
+from potluck._core.context import DistributedContext
+from potluck._core.engine.arrays import kernels
 from support.worlds import open_world
 
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()

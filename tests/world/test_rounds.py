@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from potluck._core.context import DistributedContext
 from potluck.checkpoint.store import CheckpointStore
-from potluck.context import DistributedContext
 from potluck.errors import Diverged, PeerLost
 from potluck.testing.elastic import ElasticWorld, MortalContext
 from potluck.testing.world import WorldError, run_world

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from potluck.context import DistributedContext
+from potluck._core.context import DistributedContext
 from potluck.testing.world import run_world
 from potluck.torch import DDP, clip_grad_norm_
 from potluck.torch.structure import broadcast_tensors

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import potluck
-from potluck.context import DistributedContext
+from potluck._core.context import DistributedContext
 from potluck.testing.world import run_world
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 4])

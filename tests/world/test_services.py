@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import potluck
-from potluck.context import DistributedContext
+from potluck._core.context import DistributedContext
+from potluck._core.wire.payload import Packed
 from potluck.errors import (
     ConfigurationError,
     GroupClosed,
@@ -21,10 +22,9 @@ from potluck.errors import (
     UnknownService,
 )
 from potluck.testing.world import run_world
-from potluck.wire.payload import Packed
 from support.worlds import open_world
 
-KINDS = ("inproc", "tls", *(("native",) if potluck.native.available else ()))
+KINDS = ("inproc", "tls", *(("native",) if potluck._core.native.available else ()))
 
 
 @potluck.service("counter")
@@ -304,7 +304,7 @@ def test_what_can_not_be_served() -> None:
 
 
 def test_links_of_other_libraries_have_no_services(monkeypatch: pytest.MonkeyPatch) -> None:
-    from potluck.backends.local import LocalBackend
+    from potluck._core.backends.local import LocalBackend
 
     monkeypatch.setattr(LocalBackend, "door", None)
     with potluck.init("local") as ctx, pytest.raises(ConfigurationError, match="own links"):

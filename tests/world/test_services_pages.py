@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from potluck.context import DistributedContext
+from potluck._core.context import DistributedContext
 from potluck.testing.world import run_world
 from support.pages import DOCS, script_without_context, snippets
 

@@ -15,7 +15,7 @@ from sklearn.datasets import load_digits
 from sklearn.exceptions import ConvergenceWarning
 
 from potluck import estimators
-from potluck.context import DistributedContext
+from potluck._core.context import DistributedContext
 from potluck.estimators.sgd import LOSSES
 from support.shards import on_shards, refusal
 

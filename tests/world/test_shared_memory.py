@@ -18,10 +18,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from potluck import native
-from potluck.collectives.plan import Operation
-from potluck.context import DistributedContext
-from potluck.engine.shm.group import GroupMemory
+from potluck._core import native
+from potluck._core.collectives.plan import Operation
+from potluck._core.context import DistributedContext
+from potluck._core.engine.shm.group import GroupMemory
 from potluck.errors import Desync, OperationTimeout
 from potluck.testing.world import WorldError
 from support.worlds import World, open_world

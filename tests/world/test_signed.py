@@ -12,16 +12,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from potluck.context import DistributedContext
+from potluck._core.context import DistributedContext
+from potluck._core.settings import Settings
+from potluck._core.transport.credentials import namespace_of
+from potluck._core.transport.record_tags import TAG_BYTES
+from potluck._core.transport.signed import RECORD_BYTES
+from potluck._core.types import Group, Member
+from potluck._core.wire.frames import FRAME_BYTES, Kind
+from potluck._core.wire.greeting import PROTOCOL_VERSION
 from potluck.errors import PeerLost
-from potluck.settings import Settings
 from potluck.testing.world import WorldError
-from potluck.transport.credentials import namespace_of
-from potluck.transport.record_tags import TAG_BYTES
-from potluck.transport.signed import RECORD_BYTES
-from potluck.types import Group, Member
-from potluck.wire.frames import FRAME_BYTES, Kind
-from potluck.wire.greeting import PROTOCOL_VERSION
 from support.links import psk
 from support.proxy import Alter, RecordingProxy
 from support.worlds import SIGNED_KINDS, World, tcp_backends

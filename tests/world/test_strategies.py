@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from potluck import Int, PowerSGD, Random, TopK
-from potluck.backends.local import LocalBackend
+from potluck._core.backends.local import LocalBackend
+from potluck._core.context import DistributedContext
+from potluck._core.context.compressed import start_compressed
 from potluck.checkpoint.store import CheckpointStore
-from potluck.context import DistributedContext
-from potluck.context.compressed import start_compressed
 from potluck.errors import CheckpointError, Diverged
 from potluck.testing.elastic import ElasticWorld, MortalContext
 from potluck.testing.world import WorldError, run_world

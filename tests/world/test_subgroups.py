@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from potluck import native
-from potluck.collectives.plan import Operation
-from potluck.context import DistributedContext
-from potluck.engine.communicator import Communicator
-from potluck.engine.loop.progress import ProgressLoop
-from potluck.engine.request import Request
-from potluck.engine.shm.group import MAX_BYTES
+from potluck._core import native
+from potluck._core.collectives.plan import Operation
+from potluck._core.context import DistributedContext
+from potluck._core.engine.communicator import Communicator
+from potluck._core.engine.loop.progress import ProgressLoop
+from potluck._core.engine.request import Request
+from potluck._core.engine.shm.group import MAX_BYTES
 from potluck.errors import Desync, GroupClosed, OperationTimeout, PeerLost
 from support.worlds import WORLD_KINDS, open_world
 

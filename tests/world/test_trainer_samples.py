@@ -22,7 +22,7 @@ from sklearn.datasets import load_digits
 
 import potluck
 from potluck import AggregationMethod, TrainingStrategy
-from potluck.context import DistributedContext
+from potluck._core.context import DistributedContext
 from potluck.data import NumpyFiles, ParquetFiles
 from potluck.errors import RemoteError
 from potluck.parameter_server import Asynchronous, ElasticAveraging, Synchronous

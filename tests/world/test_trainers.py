@@ -14,7 +14,7 @@ from sklearn.datasets import load_diabetes, load_digits
 from sklearn.exceptions import NotFittedError
 
 import potluck
-from potluck.context import DistributedContext
+from potluck._core.context import DistributedContext
 from potluck.errors import CallbackError, RemoteError
 from potluck.testing.elastic import ElasticWorld, MortalContext
 from potluck.testing.world import WorldError, run_world

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from potluck.context import DistributedContext
+from potluck._core.context import DistributedContext
 from potluck.testing.world import run_world
 
 if importlib.util.find_spec("sklearn") is None:  # it isn't imported: that takes a second

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from potluck.backends.local import LocalBackend
-from potluck.context import DistributedContext
+from potluck._core.backends.local import LocalBackend
+from potluck._core.context import DistributedContext
 from potluck.torch import (
     DDP,
     CheckpointStore,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from potluck.context import DistributedContext
+from potluck._core.context import DistributedContext
 from potluck.testing.world import run_world
 from support.pages import snippets
 

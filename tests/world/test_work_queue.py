@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import potluck
-from potluck.context import DistributedContext
+from potluck._core.context import DistributedContext
 from potluck.errors import ServiceTimeout, UnknownService
 from potluck.testing.world import run_world
 from potluck.training.work_queue import Task

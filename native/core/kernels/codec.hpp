@@ -1,5 +1,5 @@
 // Codecs: lossy encodings of float32 on the wire. The twins, and the formats, are in
-// src/potluck/codecs/.
+// src/potluck/_core/codecs/.
 //
 // A finite value, or a sum of finite values, beyond the range becomes the largest number of its sign.
 // Infinities and NaN stay what they are: in an integer codec their whole block decodes to NaN.
@@ -13,7 +13,7 @@
 
 namespace potluck {
 
-// Numbered as in src/potluck/codecs/.
+// Numbered as in src/potluck/_core/codecs/.
 enum class Codec : std::uint8_t { fp16 = 1, bf16 = 2, int8 = 3, int4 = 4, int2 = 5 };
 constexpr int num_codecs = 6;  // code 0 is none
 

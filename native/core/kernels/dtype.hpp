@@ -1,4 +1,4 @@
-// Element types and operations, numbered as on the wire (src/potluck/wire/dtypes.py).
+// Element types and operations, numbered as on the wire (src/potluck/_core/wire/dtypes.py).
 #pragma once
 
 #include <cstddef>

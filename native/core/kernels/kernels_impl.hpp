@@ -455,7 +455,7 @@ float encode_block(void* codes, const void* source, std::size_t count, float lev
         largest = magnitude > largest ? magnitude : largest;
     }
     // Not finite, or below 2^-100: a bound well above the magnitudes for which `inverse` overflows
-    // or the scale is subnormal. See src/potluck/codecs/integers.py.
+    // or the scale is subnormal. See src/potluck/_core/codecs/integers.py.
     if (largest >= 0x7f800000u || largest < 0x0d800000u) {
         __builtin_memset(codes, 0, count);
         return largest >= 0x7f800000u ? from_bits(0x7fc00000u) : 0.0f;

@@ -1,4 +1,4 @@
-// Element-wise reduction of contributions. The twin: src/potluck/engine/arrays/reduction.py.
+// Element-wise reduction of contributions. The twin: src/potluck/_core/engine/arrays/reduction.py.
 //
 // Pointers need no alignment. Results equal those of NumPy (of ml_dtypes for bfloat16) bit for bit,
 // with two exceptions: the sign and payload of a NaN, in which NumPy itself varies, and the last

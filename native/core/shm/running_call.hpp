@@ -42,7 +42,7 @@ enum class Kind : std::uint8_t {
     BARRIER,
 };
 constexpr int NUM_KINDS = 9;
-// Numbered as in fingerprints: OPERATIONS in src/potluck/engine/fingerprint.py.
+// Numbered as in fingerprints: OPERATIONS in src/potluck/_core/engine/fingerprint.py.
 constexpr const char* KIND_NAMES[NUM_KINDS] = {
     "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce",
     "scatter",    "gather",         "all_to_all", "barrier",

@@ -22,7 +22,7 @@ private:
     std::atomic<std::uint64_t> value_{0};
 };
 
-// The bounds are those of potluck.metrics: seconds from 10 us, each bound twice the one before;
+// The bounds are those of potluck._core.metrics: seconds from 10 us, each bound twice the one before;
 // bytes from 64, each bound four times the one before; the last bucket is open.
 struct Stats {
     static constexpr int SECONDS = 25;

@@ -1,4 +1,4 @@
-// The check of a payload's header before it is decoded; the twin of src/potluck/wire/msgpack_values.py,
+// The check of a payload's header before it is decoded; the twin of src/potluck/_core/wire/msgpack_values.py,
 // which says what is checked and why.
 #pragma once
 

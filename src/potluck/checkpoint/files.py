@@ -15,7 +15,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from potluck import forks, system
+from potluck._core import forks, system
 from potluck.errors import CheckpointError
 
 _TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.writing\Z")

@@ -23,9 +23,9 @@ import numpy as np
 import safetensors
 from numpy.typing import NDArray
 
+from potluck._core.optional import require
+from potluck._core.wire.tensors import check_plain, host_bytes
 from potluck.errors import CheckpointError
-from potluck.optional import require
-from potluck.wire.tensors import check_plain, host_bytes
 
 State = Any
 """A nesting of dict, list and tuple over tensors, arrays and scalars."""

@@ -30,6 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from potluck._core.checks import Duration, checked_seconds
 from potluck.checkpoint import files, manifest
 from potluck.checkpoint.manifest import File, Manifest
 from potluck.checkpoint.shards import assign
@@ -43,7 +44,6 @@ from potluck.checkpoint.state import (
     unflatten,
 )
 from potluck.checkpoint.writer import BackgroundWriter
-from potluck.checks import Duration, checked_seconds
 from potluck.errors import CheckpointError
 
 _log = logging.getLogger(__name__)

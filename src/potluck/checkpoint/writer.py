@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from potluck.forks import Owner
+from potluck._core.forks import Owner
 
 
 class BackgroundWriter:

@@ -10,7 +10,7 @@ import typer
 from potluck.cli.terminal import say
 
 if TYPE_CHECKING:
-    from potluck.wire.local import Request
+    from potluck._core.wire.local import Request
 
 _ANSWER_S = 30.0
 
@@ -26,7 +26,7 @@ def continue_(
     --alone the minority continues as a fork: when the machines meet again, the work of one part
     since the fork is dropped, never merged.
     """
-    from potluck.wire.local import ContinueRequest
+    from potluck._core.wire.local import ContinueRequest
 
     if not alone:
         typer.echo("potluck: this makes a fork; to confirm: potluck continue --alone", err=True)
@@ -37,9 +37,9 @@ def continue_(
 def ask(request: Request) -> None:
     """Send ``request`` to the agent of this machine, and print its answer; exit code 1 if that is a
     refusal."""
-    from potluck.cluster.links.local import ask_agent
-    from potluck.settings import load_settings
-    from potluck.wire.local import CommandResult
+    from potluck._core.cluster.links.local import ask_agent
+    from potluck._core.settings import load_settings
+    from potluck._core.wire.local import CommandResult
 
     answer = asyncio.run(ask_agent(load_settings(), request, timeout_s=_ANSWER_S))
     assert isinstance(answer, CommandResult)

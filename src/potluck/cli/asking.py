@@ -8,8 +8,8 @@ import sys
 
 import typer
 
+from potluck._core.system import forget_typed
 from potluck.errors import ConfigurationError
-from potluck.system import forget_typed
 
 
 def confirm(question: str) -> None:

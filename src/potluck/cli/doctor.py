@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from potluck import native
+from potluck._core import native
+from potluck._core.optional import installed
 from potluck.cli.files import print_json
-from potluck.optional import installed
 
 _OPTIONAL = {"torch": "torch", "scikit-learn": "sklearn", "mpi4py": "mpi", "matplotlib": "bench"}
 """The extra that installs each optional package."""
@@ -60,7 +60,7 @@ def examine() -> dict[str, Any]:
 
 def _limits() -> str:
     """What would hold workers to ``potluck up --cpus`` and ``--memory`` on this machine."""
-    from potluck.cluster.sharing.cgroups import find_parent
+    from potluck._core.cluster.sharing.cgroups import find_parent
 
     parent = find_parent()
     if isinstance(parent, str):

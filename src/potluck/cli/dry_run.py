@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+from potluck._core.cluster.code_store.selection import Selection, check_script, select
+from potluck._core.cluster.code_store.wording import in_words, links_in_words, size_in_words
+from potluck._core.settings import Settings
 from potluck.cli.files import as_json, check_writable, print_json
 from potluck.cli.nodes import ask_nodes
 from potluck.cli.terminal import say
-from potluck.cluster.code_store.selection import Selection, check_script, select
-from potluck.cluster.code_store.wording import in_words, links_in_words, size_in_words
-from potluck.settings import Settings
 
 SCHEMA_VERSION = 1
 _STDOUT = Path("-")

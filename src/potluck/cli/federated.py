@@ -206,12 +206,12 @@ def _run(
     json: Path | None,
     plain: bool,
 ) -> int:
+    from potluck._core.cluster.home.node_state import find_agent
+    from potluck._core.cluster.run import checked, run_job
+    from potluck._core.settings import load_settings
+    from potluck._core.wire.local import RunRequest
     from potluck.cli.job_display import print_summary, watcher_for
     from potluck.cli.launched import check_alone
-    from potluck.cluster.home.node_state import find_agent
-    from potluck.cluster.run import checked, run_job
-    from potluck.settings import load_settings
-    from potluck.wire.local import RunRequest
 
     check_alone(os.environ, "potluck federated run")
     settings = load_settings()

@@ -15,8 +15,8 @@ from potluck.cli.terminal import console_on, date, say
 from potluck.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from potluck.cluster.fetch import Found, Outcome
-    from potluck.settings import Settings
+    from potluck._core.cluster.fetch import Found, Outcome
+    from potluck._core.settings import Settings
 
 SCHEMA_VERSION = 1
 
@@ -69,7 +69,7 @@ def fetch(
     "folder", "files": [{"path", "machine", "size"}], "already", "missing": [sentences]}; with
     --remove {"version": 1, "job", "machines": [names]}.
     """
-    from potluck.settings import load_settings
+    from potluck._core.settings import load_settings
 
     settings = load_settings()
     if job is None:
@@ -91,7 +91,7 @@ def bring(
 ) -> bool:
     """Bring the files of ``job`` that match ``pattern`` into ``folder``, and say so; whether all
     are here. ConfigurationError if there is no such job, or ``folder`` can't take them."""
-    from potluck.cluster.code_store.folders import check_target
+    from potluck._core.cluster.code_store.folders import check_target
 
     folder = folder.absolute()
     check_target(folder, settings.home)
@@ -114,7 +114,7 @@ def bring(
 
 
 def _tell(outcome: Outcome, folder: Path) -> None:
-    from potluck.cluster.code_store.wording import size_in_words
+    from potluck._core.cluster.code_store.wording import size_in_words
 
     count = len(outcome.files)
     size = size_in_words(sum(each.size for each in outcome.files))
@@ -127,7 +127,7 @@ def _tell(outcome: Outcome, folder: Path) -> None:
 
 
 async def _find(settings: Settings, job: str = "") -> list[Found]:
-    from potluck.cluster.fetch import find, reached
+    from potluck._core.cluster.fetch import find, reached
 
     async with reached(settings) as machines:
         return await find(machines, job)
@@ -136,7 +136,7 @@ async def _find(settings: Settings, job: str = "") -> list[Found]:
 async def _fetch(
     settings: Settings, job: str, pattern: str, folder: Path, progress: Callable[[int, int], None]
 ) -> Outcome:
-    from potluck.cluster.fetch import fetch, find_one, reached
+    from potluck._core.cluster.fetch import fetch, find_one, reached
 
     async with reached(settings) as machines:
         found = await find_one(machines, job)
@@ -144,7 +144,7 @@ async def _fetch(
 
 
 async def _remove(settings: Settings, job: str) -> list[str]:
-    from potluck.cluster.fetch import find_one, reached, remove
+    from potluck._core.cluster.fetch import find_one, reached, remove
 
     async with reached(settings) as machines:
         found = await find_one(machines, job)
@@ -161,7 +161,7 @@ def _show(jobs: list[Found], *, json: bool) -> None:
         return
     from rich.table import Table
 
-    from potluck.cluster.code_store.wording import size_in_words
+    from potluck._core.cluster.code_store.wording import size_in_words
 
     table = Table()
     for title in ("job", "began", "machine", "files", "size", ""):

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import typer
 
+from potluck._core.printable import json_text
 from potluck.errors import ConfigurationError
-from potluck.printable import json_text
 
 
 def check_writable(option: str, path: Path | None) -> None:

@@ -11,9 +11,9 @@ from potluck.cli.files import print_json
 from potluck.cli.machines import when_others_learn
 
 if TYPE_CHECKING:
-    from potluck.cluster.trust.admissions import Admissions
-    from potluck.settings import Settings
-    from potluck.wire.admissions import Recovery
+    from potluck._core.cluster.trust.admissions import Admissions
+    from potluck._core.settings import Settings
+    from potluck._core.wire.admissions import Recovery
 
 
 def init(
@@ -44,9 +44,9 @@ def init(
     name of the cluster, ``made`` whether the secret is new. The secret is never shown. With
     --recovery-codes also "recovery_codes" and "codes_needed".
     """
-    from potluck.cluster.trust.credentials import load_node_credentials
-    from potluck.cluster.trust.secret import SECRET_FILE
-    from potluck.settings import load_settings
+    from potluck._core.cluster.trust.credentials import load_node_credentials
+    from potluck._core.cluster.trust.secret import SECRET_FILE
+    from potluck._core.settings import load_settings
 
     settings = load_settings()
     given = "POTLUCK_PSK" if settings.psk is not None else "POTLUCK_PASSPHRASE"
@@ -100,10 +100,10 @@ def init(
 def _make_codes(settings: Settings, count: int, show: Callable[[Sequence[str], int], None]) -> bool:
     """Make ``count`` recovery codes for this home's cluster, and ``show`` them before they count,
     so that none count that nobody has seen. Whether other machines are in the cluster."""
-    from potluck.cluster.trust.admissions import new_founding
-    from potluck.cluster.trust.credentials import load_admissions
-    from potluck.cluster.trust.identity import load_or_create_identity
-    from potluck.cluster.trust.recovery import make_codes
+    from potluck._core.cluster.trust.admissions import new_founding
+    from potluck._core.cluster.trust.credentials import load_admissions
+    from potluck._core.cluster.trust.identity import load_or_create_identity
+    from potluck._core.cluster.trust.recovery import make_codes
 
     file, me = load_admissions(settings), load_or_create_identity(settings.home)
     admissions, others = file.load(), set[bytes]()

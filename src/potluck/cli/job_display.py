@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, TextIO
 
 import typer
 
-from potluck.background import start_thread
+from potluck._core.background import start_thread
+from potluck._core.printable import coloured, paragraph, plain
+from potluck._core.system import SIGPIPE
+from potluck._core.waiting import to_stderr
 from potluck.cli.terminal import console_on, say
-from potluck.printable import coloured, paragraph, plain
-from potluck.system import SIGPIPE
-from potluck.waiting import to_stderr
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.text import Text
 
-    from potluck.cluster.jobs.summary import RecoverySummary, Summary
-    from potluck.cluster.run import JobClient, Watcher
-    from potluck.wire.jobs import End
-    from potluck.wire.worker_link import Fact, Samples
+    from potluck._core.cluster.jobs.summary import RecoverySummary, Summary
+    from potluck._core.cluster.run import JobClient, Watcher
+    from potluck._core.wire.jobs import End
+    from potluck._core.wire.worker_link import Fact, Samples
 
 _log = logging.getLogger(__name__)
 
@@ -249,7 +249,7 @@ class LiveView(_View):
         from rich.table import Table
         from rich.text import Text
 
-        from potluck.wire.greeting import SIGNED
+        from potluck._core.wire.greeting import SIGNED
 
         job = self._job
         if job is None:
@@ -403,7 +403,7 @@ def _lines(summary: Summary) -> list[str]:
 
 def _written(summary: Summary) -> str:
     """Where files of the job are, and how to get them."""
-    from potluck.cluster.code_store.wording import size_in_words
+    from potluck._core.cluster.code_store.wording import size_in_words
 
     known = [
         (each, each.num_files, each.num_bytes or 0) for each in summary.written if each.num_files

@@ -12,9 +12,9 @@ from potluck.cli.pair import MAY
 from potluck.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from potluck._core.settings import Settings
+    from potluck._core.wire.pairing import Handover
     from potluck.cli.asking import Asker
-    from potluck.settings import Settings
-    from potluck.wire.pairing import Handover
 
 
 def join(
@@ -49,14 +49,14 @@ def join(
     With --json: {"version": 1, "node", "name", "namespace"}: id and name of the machine that
     admitted this one, and the cluster's public name.
     """
+    from potluck._core.cluster.home.node_state import find_agent
+    from potluck._core.cluster.trust.admission_file import AdmissionFile
+    from potluck._core.cluster.trust.keyring import replace_secret
+    from potluck._core.cluster.trust.known_nodes import KnownNodes
+    from potluck._core.settings import load_settings
+    from potluck._core.transport.credentials import namespace_of
     from potluck.cli.asking import Asker
     from potluck.cli.sharing import ask_about_scripts
-    from potluck.cluster.home.node_state import find_agent
-    from potluck.cluster.trust.admission_file import AdmissionFile
-    from potluck.cluster.trust.keyring import replace_secret
-    from potluck.cluster.trust.known_nodes import KnownNodes
-    from potluck.settings import load_settings
-    from potluck.transport.credentials import namespace_of
 
     if code:
         raise ConfigurationError(
@@ -94,7 +94,7 @@ def join(
 def _check(settings: Settings, replace: bool) -> None:
     """ConfigurationError if this machine can't store a new secret. Checked first, since an attempt
     to join spends the code."""
-    from potluck.cluster.trust.secret import SECRET_FILE, is_secret_given
+    from potluck._core.cluster.trust.secret import SECRET_FILE, is_secret_given
 
     if is_secret_given(settings):
         raise ConfigurationError(
@@ -112,9 +112,9 @@ def _check(settings: Settings, replace: bool) -> None:
 def _is_alone(settings: Settings) -> bool:
     """Whether this machine's cluster is one that it founded, without another machine: `potluck up`
     or `potluck nodes` made it, and nothing is lost with it."""
-    from potluck.cluster.trust.credentials import load_admissions
-    from potluck.cluster.trust.identity import load_or_create_identity
-    from potluck.transport.credentials import node_id_of
+    from potluck._core.cluster.trust.credentials import load_admissions
+    from potluck._core.cluster.trust.identity import load_or_create_identity
+    from potluck._core.transport.credentials import node_id_of
 
     me = node_id_of(load_or_create_identity(settings.home).public_key())
     return load_admissions(settings).roster.entries.keys() == {me}
@@ -123,11 +123,11 @@ def _is_alone(settings: Settings) -> bool:
 async def _ask(
     settings: Settings, asker: Asker, address: str, wait_s: float, yes: bool
 ) -> Handover:
-    from potluck.cluster.discovery.configured import all_finders
-    from potluck.cluster.discovery.static import parse_peers
-    from potluck.cluster.trust.identity import load_or_create_identity
-    from potluck.cluster.trust.pairing import parse_code
-    from potluck.cluster.trust.pairing_joiner import Me, take_over
+    from potluck._core.cluster.discovery.configured import all_finders
+    from potluck._core.cluster.discovery.static import parse_peers
+    from potluck._core.cluster.trust.identity import load_or_create_identity
+    from potluck._core.cluster.trust.pairing import parse_code
+    from potluck._core.cluster.trust.pairing_joiner import Me, take_over
 
     place = None
     if address:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from potluck.backends.launchers import RankRange, ranks_of_command
+from potluck._core.backends.launchers import RankRange, ranks_of_command
 from potluck.errors import ConfigurationError
 
 _OF_WORKERS = ("POTLUCK_AGENT", "POTLUCK_WORKER_HOME", "POTLUCK_WORLD_RANK")

@@ -6,12 +6,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from potluck.settings import Settings
+    from potluck._core.settings import Settings
 
 
 def when_others_learn(settings: Settings) -> str:
     """A sentence for a change of the list that was made on this machine."""
-    from potluck.cluster.home.node_state import find_agent
+    from potluck._core.cluster.home.node_state import find_agent
 
     if find_agent(settings.home) is None:
         return "The other machines learn of it when `potluck up` runs here."
@@ -21,10 +21,10 @@ def when_others_learn(settings: Settings) -> str:
 def find_known(settings: Settings, text: str) -> str:
     """The id of the machine that ``text`` names: a name, an id, or the beginning of an id.
     ConfigurationError if that is none of the machines that are known here, or several."""
-    from potluck.cluster.trust.credentials import load_admissions
-    from potluck.cluster.trust.identity import load_or_create_identity
-    from potluck.cluster.trust.known_nodes import KnownNodes, find_node
-    from potluck.transport.credentials import node_id_of
+    from potluck._core.cluster.trust.credentials import load_admissions
+    from potluck._core.cluster.trust.identity import load_or_create_identity
+    from potluck._core.cluster.trust.known_nodes import KnownNodes, find_node
+    from potluck._core.transport.credentials import node_id_of
 
     named = {node: each.name for node, each in load_admissions(settings).roster.entries.items()}
     for each in KnownNodes(settings.home).nodes():

@@ -12,9 +12,10 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from potluck import hints
+from potluck._core import hints
+from potluck._core.system import need_posix
 from potluck.cli.agent_commands import continue_
-from potluck.cli.bench import bench
+from potluck.cli.bench.command import bench
 from potluck.cli.doctor import doctor
 from potluck.cli.federated import app as federated
 from potluck.cli.fetch import fetch
@@ -32,7 +33,6 @@ from potluck.cli.terminal import say
 from potluck.cli.trust import admit, ban, lock, rotate, unban
 from potluck.cli.up import up
 from potluck.errors import PotluckError
-from potluck.system import need_posix
 
 
 class _Group(TyperGroup):

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from potluck.cluster.home.node_state import AgentRecord
-    from potluck.settings import Settings
-    from potluck.wire.local import NodeInfo, NodesReply
-    from potluck.wire.worker_link import JobState
+    from potluck._core.cluster.home.node_state import AgentRecord
+    from potluck._core.settings import Settings
+    from potluck._core.wire.local import NodeInfo, NodesReply
+    from potluck._core.wire.worker_link import JobState
 
 _ANSWER_S = 3.0
 
@@ -24,8 +24,8 @@ _ANSWER_S = 3.0
 async def ask_nodes(settings: Settings) -> NodesReply | None:
     """The cluster as this machine's agent sees it; None if no agent runs. PotluckError if the agent
     does not answer within 3 s."""
-    from potluck.cluster.links.local import ask_agent
-    from potluck.wire.local import NodesReply, NodesRequest
+    from potluck._core.cluster.links.local import ask_agent
+    from potluck._core.wire.local import NodesReply, NodesRequest
 
     try:
         answer = await ask_agent(settings, NodesRequest(), timeout_s=_ANSWER_S)
@@ -38,8 +38,8 @@ async def ask_nodes(settings: Settings) -> NodesReply | None:
 async def ask_jobs(settings: Settings, agent: AgentRecord | None = None) -> tuple[JobState, ...]:
     """The jobs of ``agent``, or of this machine's agent; empty if no agent runs. PotluckError if
     the agent does not answer within 3 s."""
-    from potluck.cluster.links.local import ask_agent
-    from potluck.wire.local import JobsReply, JobsRequest
+    from potluck._core.cluster.links.local import ask_agent
+    from potluck._core.wire.local import JobsReply, JobsRequest
 
     try:
         answer = await ask_agent(settings, JobsRequest(), timeout_s=_ANSWER_S, agent=agent)

@@ -10,11 +10,11 @@ import typer
 from potluck.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from potluck.cluster.trust.admission_file import AdmissionFile
-    from potluck.cluster.trust.pairing import Code
-    from potluck.settings import Settings
-    from potluck.wire.admissions import Verdict
-    from potluck.wire.pairing import Handover, Newcomer
+    from potluck._core.cluster.trust.admission_file import AdmissionFile
+    from potluck._core.cluster.trust.pairing import Code
+    from potluck._core.settings import Settings
+    from potluck._core.wire.admissions import Verdict
+    from potluck._core.wire.pairing import Handover, Newcomer
 
 
 MAY: dict[Verdict, str] = {
@@ -60,11 +60,11 @@ def pair(
     {"event": "words", "words", "name", "node"} (answer with a line `y` on stdin, unless --yes),
     then {"event": "joined", "node", "name"}.
     """
+    from potluck._core.cluster.trust.credentials import load_admissions
+    from potluck._core.cluster.trust.pairing import new_code
+    from potluck._core.settings import load_settings
+    from potluck._core.transport.credentials import node_id_of_bytes
     from potluck.cli.sharing import ask_about_scripts
-    from potluck.cluster.trust.credentials import load_admissions
-    from potluck.cluster.trust.pairing import new_code
-    from potluck.settings import load_settings
-    from potluck.transport.credentials import node_id_of_bytes
 
     if admin and days:
         raise ConfigurationError("the admission of an admin can't end: leave --days or --admin out")
@@ -96,17 +96,17 @@ async def _wait(
     days: float,
     json: bool,
 ) -> Newcomer:
+    from potluck._core.cluster.discovery.configured import all_finders
+    from potluck._core.cluster.discovery.interfaces import bound_interfaces
+    from potluck._core.cluster.trust import operator
+    from potluck._core.cluster.trust.credentials import load_admissions, load_node_credentials
+    from potluck._core.cluster.trust.identity import load_or_create_identity
+    from potluck._core.cluster.trust.known_nodes import KnownNodes
+    from potluck._core.cluster.trust.pairing_host import hand_over
+    from potluck._core.cluster.trust.secret import load_secret
+    from potluck._core.transport.credentials import node_id_of_bytes
+    from potluck._core.wire.pairing import Handover
     from potluck.cli.asking import Asker
-    from potluck.cluster.discovery.configured import all_finders
-    from potluck.cluster.discovery.interfaces import bound_interfaces
-    from potluck.cluster.trust import operator
-    from potluck.cluster.trust.credentials import load_admissions, load_node_credentials
-    from potluck.cluster.trust.identity import load_or_create_identity
-    from potluck.cluster.trust.known_nodes import KnownNodes
-    from potluck.cluster.trust.pairing_host import hand_over
-    from potluck.cluster.trust.secret import load_secret
-    from potluck.transport.credentials import node_id_of_bytes
-    from potluck.wire.pairing import Handover
 
     me = load_node_credentials(settings).node_id
     key = load_or_create_identity(settings.home)

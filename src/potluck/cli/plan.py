@@ -79,15 +79,15 @@ def plan(
     by ElasticLoop(..., strategy="auto"), trains so; no other script is changed. Plan again when the
     network, the machines or the model change.
     """
+    from potluck._core.cluster.home.node_state import find_agent
+    from potluck._core.cluster.jobs.environment import given_variables
+    from potluck._core.cluster.run import checked, run_job
+    from potluck._core.settings import load_settings
+    from potluck._core.wire.local import RunRequest
     from potluck.cli.job_display import PlainView, print_summary
     from potluck.cli.launched import check_alone
-    from potluck.cluster.home.node_state import find_agent
-    from potluck.cluster.jobs.environment import given_variables
-    from potluck.cluster.run import checked, run_job
-    from potluck.settings import load_settings
     from potluck.training.plan_file import FACT, VARIABLE, plan_file
     from potluck.training.planner import decode, make_plan
-    from potluck.wire.local import RunRequest
 
     check_alone(os.environ, "potluck plan")
     settings = load_settings()

@@ -7,9 +7,9 @@ import os
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
-from potluck.background import Tasks
+from potluck._core.background import Tasks
+from potluck._core.system import has_terminal
 from potluck.errors import PotluckError
-from potluck.system import has_terminal
 
 _MAX_LINE = 1024
 

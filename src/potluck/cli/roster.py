@@ -13,7 +13,7 @@ from potluck.cli.terminal import console_on, date
 from potluck.errors import PotluckError
 
 if TYPE_CHECKING:
-    from potluck.settings import Settings
+    from potluck._core.settings import Settings
 
 
 def nodes(
@@ -30,8 +30,8 @@ def nodes(
     node, name, role, since and until (Unix times; until 0: no end), reason, last_seen (Unix time,
     0: never), is_here (this machine has a link to it now, or is it), site (empty: not told).
     """
-    from potluck.cluster.trust.credentials import load_admissions, load_node_credentials
-    from potluck.settings import load_settings
+    from potluck._core.cluster.trust.credentials import load_admissions, load_node_credentials
+    from potluck._core.settings import load_settings
 
     settings = load_settings()
     me = load_node_credentials(settings).node_id
@@ -63,10 +63,10 @@ def nodes(
 
 
 def _rows(settings: Settings, me: str) -> list[dict[str, Any]]:
+    from potluck._core.cluster.trust.admissions import now_of
+    from potluck._core.cluster.trust.credentials import load_admissions
+    from potluck._core.cluster.trust.known_nodes import KnownNodes
     from potluck.cli.nodes import ask_nodes
-    from potluck.cluster.trust.admissions import now_of
-    from potluck.cluster.trust.credentials import load_admissions
-    from potluck.cluster.trust.known_nodes import KnownNodes
 
     try:
         cluster = asyncio.run(ask_nodes(settings))

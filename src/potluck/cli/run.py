@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from potluck import native
+from potluck._core import native
 from potluck.cli.files import as_json, check_writable
 from potluck.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from potluck.settings import Settings
-    from potluck.wire.local import RunRequest
+    from potluck._core.settings import Settings
+    from potluck._core.wire.local import RunRequest
 
 ScriptArguments = Annotated[
     list[str] | None,
@@ -250,19 +250,19 @@ def run(
 
     The exit code is that of the first worker whose own code failed; 0 if all went well.
     """
+    from potluck._core.cluster.code_store.folders import check_target
+    from potluck._core.cluster.home.node_state import find_agent
+    from potluck._core.cluster.jobs.chaos import check_ranks, parse_chaos
+    from potluck._core.cluster.jobs.environment import given_variables
+    from potluck._core.cluster.run import checked, run_job
+    from potluck._core.cluster.topology.hardware import own_accelerators
+    from potluck._core.settings import load_settings
+    from potluck._core.wire.greeting import SEALED
+    from potluck._core.wire.local import RunRequest
     from potluck.cli.dry_run import show_dry_run
     from potluck.cli.fetch import bring
     from potluck.cli.job_display import print_summary, watcher_for
     from potluck.cli.launched import launched_workers
-    from potluck.cluster.code_store.folders import check_target
-    from potluck.cluster.home.node_state import find_agent
-    from potluck.cluster.jobs.chaos import check_ranks, parse_chaos
-    from potluck.cluster.jobs.environment import given_variables
-    from potluck.cluster.run import checked, run_job
-    from potluck.cluster.topology.hardware import own_accelerators
-    from potluck.settings import load_settings
-    from potluck.wire.greeting import SEALED
-    from potluck.wire.local import RunRequest
 
     faults = parse_chaos(chaos)
     settings = load_settings(peer_timeout_s=peer_timeout, wire=wire)

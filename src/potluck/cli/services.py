@@ -11,7 +11,7 @@ from potluck.cli.files import print_json
 from potluck.cli.terminal import console_on, say
 
 if TYPE_CHECKING:
-    from potluck.wire.local import ServicesReply
+    from potluck._core.wire.local import ServicesReply
 
 _ANSWER_S = 5.0
 
@@ -25,10 +25,10 @@ def services(
     name, node, machine (the node's name), host, port, methods. The nodes in silent did not answer
     within two seconds; left_out (a number) more services do not fit into one answer.
     """
-    from potluck.cluster.links.local import ask_agent
+    from potluck._core.cluster.links.local import ask_agent
+    from potluck._core.settings import load_settings
+    from potluck._core.wire.local import ServicesReply, ServicesRequest
     from potluck.errors import LinkError
-    from potluck.settings import load_settings
-    from potluck.wire.local import ServicesReply, ServicesRequest
 
     reply = asyncio.run(ask_agent(load_settings(), ServicesRequest(), timeout_s=_ANSWER_S))
     assert isinstance(reply, ServicesReply)

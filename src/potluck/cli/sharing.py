@@ -12,7 +12,7 @@ from potluck.cli.machines import find_known
 from potluck.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from potluck.settings import Settings
+    from potluck._core.settings import Settings
 
 _Node = Annotated[
     str,
@@ -59,9 +59,9 @@ def resume() -> None:
 def ask_about_scripts(settings: Settings, node: str, called: str) -> None:
     """Ask the person at the terminal whether scripts of ``node`` may run here, unless the owner's
     rule or an earlier decision says it. Without a terminal nothing is asked or decided."""
-    from potluck.cluster.sharing.rules import is_allowed
-    from potluck.cluster.sharing.store import SharingStore
-    from potluck.system import user_name
+    from potluck._core.cluster.sharing.rules import is_allowed
+    from potluck._core.cluster.sharing.store import SharingStore
+    from potluck._core.system import user_name
 
     verdict = is_allowed(SharingStore(settings.home).read().offer(), node)
     if verdict is not None:
@@ -76,8 +76,8 @@ def ask_about_scripts(settings: Settings, node: str, called: str) -> None:
 
 def forget(settings: Settings, node: str) -> None:
     """``node`` was banned: what the owner allowed it is over."""
-    from potluck.cluster.sharing.rules import forgotten
-    from potluck.cluster.sharing.store import SharingStore
+    from potluck._core.cluster.sharing.rules import forgotten
+    from potluck._core.cluster.sharing.store import SharingStore
 
     store = SharingStore(settings.home)
     kept = store.read()
@@ -86,11 +86,11 @@ def forget(settings: Settings, node: str) -> None:
 
 
 def _decide(text: str, *, is_allowed: bool) -> None:
-    from potluck.cluster.home.node_state import find_agent
-    from potluck.cluster.sharing.rules import decided
-    from potluck.cluster.sharing.store import SharingStore
-    from potluck.cluster.trust.credentials import load_node_credentials
-    from potluck.settings import load_settings
+    from potluck._core.cluster.home.node_state import find_agent
+    from potluck._core.cluster.sharing.rules import decided
+    from potluck._core.cluster.sharing.store import SharingStore
+    from potluck._core.cluster.trust.credentials import load_node_credentials
+    from potluck._core.settings import load_settings
 
     settings = load_settings()
     node = find_known(settings, text)
@@ -106,7 +106,7 @@ def _decide(text: str, *, is_allowed: bool) -> None:
 
 
 def _ask(change: Literal["allow", "deny", "pause", "resume"], node: str = "") -> None:
+    from potluck._core.wire.local import ShareRequest
     from potluck.cli.agent_commands import ask
-    from potluck.wire.local import ShareRequest
 
     ask(ShareRequest(change, node))

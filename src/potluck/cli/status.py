@@ -17,9 +17,9 @@ from potluck.cli.terminal import console_on, say
 from potluck.errors import PotluckError
 
 if TYPE_CHECKING:
-    from potluck.settings import Settings
-    from potluck.wire.local import NodesReply
-    from potluck.wire.worker_link import JobState
+    from potluck._core.settings import Settings
+    from potluck._core.wire.local import NodesReply
+    from potluck._core.wire.worker_link import JobState
 
 SCHEMA_VERSION = 1
 
@@ -46,7 +46,7 @@ def status(
     name, empty for a job of this machine alone). In a job of the cluster `node` leads it. Fields
     may be added, none will change.
     """
-    from potluck.settings import load_settings
+    from potluck._core.settings import load_settings
 
     settings = load_settings()
     cluster, jobs, silent = asyncio.run(_ask_all(settings))
@@ -69,7 +69,7 @@ async def _ask_all(
 ) -> tuple[NodesReply | None, list[JobState], list[str]]:
     """The cluster, all jobs (of the cluster and of private agents), and for each agent that did not
     answer a sentence."""
-    from potluck.cluster.home.private_state import private_agents
+    from potluck._core.cluster.home.private_state import private_agents
 
     cluster: NodesReply | None = None
     jobs: list[JobState] = []
@@ -96,8 +96,8 @@ async def _ask_all(
 def _show(jobs: list[JobState]) -> None:
     from rich.table import Table
 
+    from potluck._core.wire.greeting import SIGNED
     from potluck.cli.job_display import duration, how_far, number
-    from potluck.wire.greeting import SIGNED
 
     console = console_on()
     for job in jobs:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
-from potluck.printable import paragraph
+from potluck._core.printable import paragraph
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -16,9 +16,9 @@ from potluck.errors import ConfigurationError
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-    from potluck.cluster.trust.admission_file import AdmissionFile
-    from potluck.settings import Settings
-    from potluck.wire.admissions import Verdict
+    from potluck._core.cluster.trust.admission_file import AdmissionFile
+    from potluck._core.settings import Settings
+    from potluck._core.wire.admissions import Verdict
 
 _STORED_S = 10.0
 
@@ -70,11 +70,11 @@ def ban(
     bans any other, also the one that founded it, and becomes an admin in its place. Type the codes
     on a machine that you trust (in scripts: one a line on stdin, with --yes).
     """
+    from potluck._core.cluster.home.node_state import find_agent
+    from potluck._core.cluster.trust import operator
+    from potluck._core.cluster.trust.keyring import change_secret
+    from potluck._core.cluster.trust.secret import is_secret_given
     from potluck.cli.sharing import forget
-    from potluck.cluster.home.node_state import find_agent
-    from potluck.cluster.trust import operator
-    from potluck.cluster.trust.keyring import change_secret
-    from potluck.cluster.trust.secret import is_secret_given
 
     settings, file, key = _load()
     found = find_known(settings, node)
@@ -129,8 +129,8 @@ def unban(node: _Node, yes: _Yes = False) -> None:
     The machine lacks the cluster's present secret, so it must be able to reach a machine of the
     cluster with an earlier one (at most seven changes ago); if it can't: `potluck pair`.
     """
+    from potluck._core.cluster.trust import operator
     from potluck.cli.sharing import ask_about_scripts
-    from potluck.cluster.trust import operator
 
     settings, file, key = _load()
     found = find_known(settings, node)
@@ -158,7 +158,7 @@ def admit(
 
     A new machine comes in by `potluck pair` and `potluck join`.
     """
-    from potluck.cluster.trust import operator
+    from potluck._core.cluster.trust import operator
 
     settings, file, key = _load()
     found = find_known(settings, node)
@@ -197,10 +197,10 @@ def rotate() -> None:
     when it comes back (after at most seven changes; later it must join again). No link is cut.
     `potluck ban` changes the secret by itself.
     """
-    from potluck.cluster.trust import operator
-    from potluck.cluster.trust.keyring import change_secret
-    from potluck.cluster.trust.secret import is_secret_given
-    from potluck.transport.credentials import namespace_of
+    from potluck._core.cluster.trust import operator
+    from potluck._core.cluster.trust.keyring import change_secret
+    from potluck._core.cluster.trust.secret import is_secret_given
+    from potluck._core.transport.credentials import namespace_of
 
     settings, file, key = _load()
     if is_secret_given(settings):
@@ -218,8 +218,8 @@ def rotate() -> None:
 
 async def _ask_for_codes(file: AdmissionFile) -> Ed25519PrivateKey:
     """The key that is senior to the founder, of the codes that the person types."""
+    from potluck._core.cluster.trust.recovery import Code, parse_code, recovery_key
     from potluck.cli.asking import Asker
-    from potluck.cluster.trust.recovery import Code, parse_code, recovery_key
 
     admissions = file.load()
     founding = None if admissions is None else admissions.founding
@@ -260,9 +260,9 @@ def _lock(
     without: str = "",
     ask: bool = False,
 ) -> None:
+    from potluck._core.cluster.trust import operator
+    from potluck._core.cluster.trust.known_nodes import KnownNodes
     from potluck.cli.nodes import ask_nodes, label
-    from potluck.cluster.trust import operator
-    from potluck.cluster.trust.known_nodes import KnownNodes
 
     cluster = asyncio.run(ask_nodes(settings))
     if cluster is None:
@@ -284,9 +284,9 @@ def _lock(
 
 
 def _load() -> tuple[Settings, AdmissionFile, Ed25519PrivateKey]:
-    from potluck.cluster.trust.credentials import load_admissions, load_node_credentials
-    from potluck.cluster.trust.identity import load_or_create_identity
-    from potluck.settings import load_settings
+    from potluck._core.cluster.trust.credentials import load_admissions, load_node_credentials
+    from potluck._core.cluster.trust.identity import load_or_create_identity
+    from potluck._core.settings import load_settings
 
     settings = load_settings()
     load_node_credentials(settings)  # makes what is missing
@@ -294,7 +294,7 @@ def _load() -> tuple[Settings, AdmissionFile, Ed25519PrivateKey]:
 
 
 def _called(settings: Settings, file: AdmissionFile, node: str) -> str:
-    from potluck.cluster.trust.known_nodes import KnownNodes
+    from potluck._core.cluster.trust.known_nodes import KnownNodes
 
     entry = file.entry(node)
     name = KnownNodes(settings.home).name(node) or (entry.name if entry else "")

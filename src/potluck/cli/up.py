@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from potluck import native
-from potluck.background import why
+from potluck._core import native
+from potluck._core.background import why
+from potluck._core.printable import plain
+from potluck._core.system import has_terminal, heard, is_root, user_name
 from potluck.cli.terminal import log_to_stderr
 from potluck.errors import ConfigurationError, PotluckError
-from potluck.printable import plain
-from potluck.system import has_terminal, heard, is_root, user_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from potluck.cluster.node_agent import NodeAgent
-    from potluck.settings import Settings
+    from potluck._core.cluster.node_agent import NodeAgent
+    from potluck._core.settings import Settings
 
 
 def up(
@@ -118,7 +118,7 @@ def up(
     `potluck allow`, unless --run-for says otherwise. `potluck allow`, `potluck deny` and `potluck
     pause` change that while it runs.
     """
-    from potluck.settings import load_settings
+    from potluck._core.settings import load_settings
 
     log_to_stderr()
     try:
@@ -163,9 +163,9 @@ def check_user(settings: Settings) -> None:
 
 def keep_rule(settings: Settings) -> None:
     """Keep whose scripts run here, if the owner says it now."""
+    from potluck._core.cluster.sharing.rules import ruled
+    from potluck._core.cluster.sharing.store import SharingStore
     from potluck.cli.machines import find_known
-    from potluck.cluster.sharing.rules import ruled
-    from potluck.cluster.sharing.store import SharingStore
 
     if settings.run_for:
         store = SharingStore(settings.home)
@@ -180,8 +180,8 @@ def _say(line: str) -> None:
 
 
 async def _run(settings: Settings) -> None:
-    from potluck.cluster.discovery.configured import all_finders
-    from potluck.cluster.node_agent import NodeAgent
+    from potluck._core.cluster.discovery.configured import all_finders
+    from potluck._core.cluster.node_agent import NodeAgent
 
     is_asking = has_terminal()
     reminders: list[Callable[[], None]] = []
@@ -221,8 +221,8 @@ async def _run(settings: Settings) -> None:
 def _say_who_may(agent: NodeAgent, *, is_asking: bool) -> list[Callable[[], None]]:
     """Say who may run scripts here, as which user, and ask if the owner is to decide. Returns what
     is to be called after each further line."""
+    from potluck._core.cluster.sharing.rules import who_may
     from potluck.cli.questions import Questions, read_answers
-    from potluck.cluster.sharing.rules import who_may
 
     user, called, offer = user_name(), agent.names.called, agent.offers.mine
     hints = "`potluck deny NODE`, `potluck up --run-for`"

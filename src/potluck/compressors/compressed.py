@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from potluck.codecs.codec import Bytes
+from potluck._core.codecs.codec import Bytes
 from potluck.compressors.strategy import Strategy
 from potluck.compressors.wide import cast
 

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from potluck.codecs.codec import LARGEST, Bytes, Floats
+from potluck._core.codecs.codec import LARGEST, Bytes, Floats
 from potluck.compressors import options
 from potluck.compressors.compressed import Compressed
 from potluck.compressors.encoded import Encoded, Int

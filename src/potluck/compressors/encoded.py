@@ -8,8 +8,8 @@ from typing import Literal
 
 import numpy as np
 
-from potluck.codecs import Codec, codec_of, kernels
-from potluck.codecs.codec import Bytes, Floats
+from potluck._core.codecs import Codec, codec_of, kernels
+from potluck._core.codecs.codec import Bytes, Floats
 from potluck.compressors import options
 from potluck.compressors.strategy import Shape, Strategy
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from potluck import native
-from potluck.wire.dtypes import code_of
+from potluck._core import native
+from potluck._core.wire.dtypes import code_of
 
 Matrix = NDArray[Any]
 """Two dimensions, float32 or float64."""

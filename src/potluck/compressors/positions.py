@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from potluck.codecs.codec import Bytes
+from potluck._core.codecs.codec import Bytes
 
 Positions = NDArray[np.uint32]
 

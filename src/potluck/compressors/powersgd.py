@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from potluck.codecs.codec import Bytes, Floats
+from potluck._core.codecs.codec import Bytes, Floats
 from potluck.compressors import options
 from potluck.compressors.low_rank import Matrix, orthonormal, product_into, uniform
 from potluck.compressors.strategy import Shape, Strategy

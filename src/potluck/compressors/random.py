@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from potluck.codecs.codec import Bytes, Floats
+from potluck._core.codecs.codec import Bytes, Floats
 from potluck.compressors import options
 from potluck.compressors.strategy import Shape, Strategy
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from potluck import native
-from potluck.codecs.codec import Floats
+from potluck._core import native
+from potluck._core.codecs.codec import Floats
 from potluck.compressors.positions import Positions
 
 

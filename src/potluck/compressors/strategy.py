@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from potluck.codecs.codec import Bytes, Floats
+from potluck._core.codecs.codec import Bytes, Floats
 
 Shape = tuple[int, ...]
 

@@ -7,8 +7,8 @@ from typing import Literal
 
 import numpy as np
 
-from potluck.codecs import codec_of, kernels
-from potluck.codecs.codec import Bytes, Floats
+from potluck._core.codecs import codec_of, kernels
+from potluck._core.codecs.codec import Bytes, Floats
 from potluck.compressors import options
 from potluck.compressors import positions as coded_positions
 from potluck.compressors.selection import Sizes, select

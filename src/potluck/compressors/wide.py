@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from potluck.codecs.codec import LARGEST, Bytes, Floats
+from potluck._core.codecs.codec import LARGEST, Bytes, Floats
 from potluck.compressors.strategy import Strategy
 
 Array = NDArray[Any]

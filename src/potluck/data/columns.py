@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from potluck import hints
+from potluck._core import hints
+from potluck._core.optional import require
 from potluck.data.files import Paths, find_files
 from potluck.data.shards import Samples, Shard, ShardedDataset, kind_of
 from potluck.errors import DataError, MissingDependency
-from potluck.optional import require
 
 
 class _Tables(ShardedDataset):

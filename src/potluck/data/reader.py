@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from potluck.background import start_thread
+from potluck._core.background import start_thread
 from potluck.data.shards import Samples, Shard, ShardedDataset, joined
 
 _CLOSE_S = 5.0

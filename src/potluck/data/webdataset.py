@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from potluck._core.waiting import Reminder, reminding
 from potluck.data.files import ListedFile, Paths, find_files
 from potluck.data.shards import Deferred, ShardedDataset
 from potluck.errors import DataError
-from potluck.waiting import Reminder, reminding
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 # ruff: noqa: E402 (scikit-learn is asked for first)
 
-from potluck.optional import require
+from potluck._core.optional import require
 
 require("sklearn", "sklearn")
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from sklearn.utils import gen_batches
 
-from potluck.context import DistributedContext
+from potluck._core.context import DistributedContext
 from potluck.estimators.shards import Array
 
 

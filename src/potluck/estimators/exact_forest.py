@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from potluck.context import DistributedContext
+from potluck._core.context import DistributedContext
 from potluck.estimators import trees
 from potluck.estimators.forest_fit import ForestFit
 from potluck.estimators.histogram_trees.bags import Urn

@@ -10,7 +10,7 @@ from sklearn import ensemble
 from sklearn.utils._param_validation import Interval, StrOptions
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from potluck.context import DistributedContext
+from potluck._core.context import DistributedContext
 from potluck.estimators import classes
 from potluck.estimators.exact_forest import ExactFit
 from potluck.estimators.forest_fit import ShardsFit

@@ -11,7 +11,7 @@ from sklearn.base import is_classifier
 from sklearn.utils import column_or_1d
 from sklearn.utils.validation import validate_data
 
-from potluck.context import DistributedContext
+from potluck._core.context import DistributedContext
 from potluck.estimators import classes, trees
 from potluck.estimators.rounds import DONE, Stage, State, refused, run_rounds
 from potluck.estimators.shards import (

@@ -12,7 +12,7 @@ from sklearn import linear_model
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from potluck.context import DistributedContext
+from potluck._core.context import DistributedContext
 from potluck.estimators import classes, lbfgs
 from potluck.estimators.rounds import DONE, State, context_of, from_first, refused, run_rounds
 from potluck.estimators.shards import (

@@ -16,8 +16,9 @@ from sklearn.utils import column_or_1d, shuffle
 from sklearn.utils._param_validation import StrOptions
 from sklearn.utils.validation import validate_data
 
-from potluck import hints
-from potluck.context import DistributedContext
+from potluck._core import hints
+from potluck._core.context import DistributedContext
+from potluck._core.exact import power
 from potluck.estimators import classes
 from potluck.estimators.batches import place_of, restored, saved
 from potluck.estimators.rounds import DONE, State, context_of, refused, run_rounds
@@ -31,7 +32,6 @@ from potluck.estimators.shards import (
     compare,
     random_of,
 )
-from potluck.exact import power
 
 _SOLVERS = {"solver": [StrOptions({"adam", "sgd"})]}
 _OPTIONS = {"early_stopping": False, "warm_start": False}

@@ -10,7 +10,7 @@ from sklearn import decomposition
 from sklearn.utils._param_validation import Interval, StrOptions
 from sklearn.utils.validation import validate_data
 
-from potluck.context import DistributedContext
+from potluck._core.context import DistributedContext
 from potluck.estimators.rounds import DONE, State, context_of, from_first, refused, run_rounds
 from potluck.estimators.shards import (
     Array,

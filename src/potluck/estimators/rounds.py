@@ -21,9 +21,9 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from potluck._core.context import DistributedContext, init
+from potluck._core.context.start import latest
 from potluck.checkpoint.state import fingerprint
-from potluck.context import DistributedContext, init
-from potluck.context.start import latest
 from potluck.errors import CheckpointError
 from potluck.estimators.shards import Array
 from potluck.training.elastic import ElasticLoop

@@ -8,7 +8,7 @@ import numpy as np
 from sklearn import preprocessing
 from sklearn.utils.validation import validate_data
 
-from potluck.context import DistributedContext
+from potluck._core.context import DistributedContext
 from potluck.estimators.rounds import DONE, State, context_of, refused, run_rounds
 from potluck.estimators.shards import (
     Array,

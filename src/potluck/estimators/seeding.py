@@ -13,7 +13,7 @@ from potluck.estimators.shards import Array, totals_of
 from potluck.training.transfer import gather_states
 
 if TYPE_CHECKING:
-    from potluck.context import DistributedContext
+    from potluck._core.context import DistributedContext
 
 GATHERED_BYTES = 8 << 20
 """Data sets up to this size are gathered on every rank, where k-means|| would only add rounds."""

@@ -14,7 +14,8 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils._param_validation import Interval, StrOptions
 from sklearn.utils.validation import validate_data
 
-from potluck.context import DistributedContext
+from potluck._core.context import DistributedContext
+from potluck._core.exact import power
 from potluck.estimators import classes
 from potluck.estimators.batches import Place, place_of
 from potluck.estimators.rounds import DONE, State, context_of, refused, run_rounds
@@ -31,7 +32,6 @@ from potluck.estimators.shards import (
     totals_of,
     weights_of,
 )
-from potluck.exact import power
 
 Loss = Callable[[Array], tuple[Array, Array]]
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.utils import check_array, check_random_state
 
-from potluck.context import DistributedContext
+from potluck._core.context import DistributedContext
 from potluck.training.own_samples import held, warn_of_equal_samples
 from potluck.training.sampler import Holding
 from potluck.training.transfer import gather_states

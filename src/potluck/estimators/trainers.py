@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 from sklearn.utils._openmp_helpers import _openmp_effective_n_threads
 from sklearn.utils.validation import check_is_fitted
 
-from potluck import hints
+from potluck._core import hints
 from potluck.estimators import trees
 from potluck.estimators.forest import RandomForestClassifier, RandomForestRegressor
 from potluck.estimators.kmeans import KMeans
@@ -18,7 +18,7 @@ from potluck.estimators.shards import Array
 from potluck.training.trainer import DistributedTrainer, Parameters, TrainingStrategy, by_name
 
 if TYPE_CHECKING:
-    from potluck.context import DistributedContext
+    from potluck._core.context import DistributedContext
 
 
 _NOT_TRAINED = "this %(name)s is not trained yet: call train_epoch, or set_parameters, before"

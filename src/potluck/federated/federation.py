@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from potluck._core.waiting import to_stderr
 from potluck.errors import FederationError
 from potluck.federated.clients import Clients, Reply
 from potluck.federated.history import History, RoundReport
@@ -42,7 +43,6 @@ from potluck.federated.secure.settings import Range, SecureAggregation
 from potluck.federated.strategies.averaging import FedAvg
 from potluck.federated.strategies.base import Config, Round, Strategy
 from potluck.federated.updates import MAX_SAMPLES, Update, checked_update
-from potluck.waiting import to_stderr
 
 Evaluate = Callable[[int, Parameters], Mapping[str, float]]
 

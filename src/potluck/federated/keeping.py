@@ -6,8 +6,8 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-from potluck.background import start_thread
-from potluck.context import DistributedContext
+from potluck._core.background import start_thread
+from potluck._core.context import DistributedContext
 from potluck.errors import AgentLost, Evicted, OperationTimeout, PotluckError, RemoteError
 
 _EVERY_S = 0.1

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from potluck.checks import checked_seconds
+from potluck._core.checks import checked_seconds
 
 _WINDOW = 256
 _LATE = 2.0

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from potluck._core.optional import require
 from potluck.errors import FederationError
-from potluck.optional import require
 
 Vector = NDArray[np.float64]
 

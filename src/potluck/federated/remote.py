@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from potluck.background import start_thread
-from potluck.context import DistributedContext
+from potluck._core.background import start_thread
+from potluck._core.context import DistributedContext
+from potluck._core.waiting import Reminder
 from potluck.errors import PotluckError, ServiceError, ServiceLost, ServiceTimeout
 from potluck.federated.clients import Reply
 from potluck.federated.participant import Answer, Participant
 from potluck.federated.roles import CLIENT_SERVICE, LEADER, SERVER_SERVICE
 from potluck.services import Call, Remote, service
-from potluck.waiting import Reminder
 
 _CONNECT_S = 5.0
 _REGISTER_EVERY_S = 2.0

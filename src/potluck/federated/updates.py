@@ -6,8 +6,8 @@ import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from potluck._core.printable import MAX_NAME
 from potluck.federated.parameters import Parameters, checked, difference, fitted
-from potluck.printable import MAX_NAME
 
 MAX_SAMPLES = 2**40
 """Of one update: far above any data set, and far below what a sum of float64 holds exactly."""

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from potluck.context import DistributedContext, init
+from potluck._core.context import DistributedContext, init
 from potluck.federated.definition import Site, load
 from potluck.federated.federation import Federation
 from potluck.federated.keeping import kept

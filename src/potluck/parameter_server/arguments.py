@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from potluck._core.context import DistributedContext
+from potluck._core.wire.tensors import host_bytes, is_tensor
 from potluck.checkpoint import CheckpointStore
-from potluck.context import DistributedContext
 from potluck.parameter_server.layout import Array
 from potluck.parameter_server.modes import Mode, Synchronous
 from potluck.parameter_server.optimizers import Optimizer
-from potluck.wire.tensors import host_bytes, is_tensor
 
 FIRST_EPOCH = 1
 """Of an elastic group; before a member is lost or joins."""

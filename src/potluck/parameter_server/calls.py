@@ -6,9 +6,10 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from potluck.checks import Duration, checked_seconds
-from potluck.context import DistributedContext
-from potluck.engine.work import again
+from potluck._core.checks import Duration, checked_seconds
+from potluck._core.context import DistributedContext
+from potluck._core.engine.work import again
+from potluck._core.forks import Owner
 from potluck.errors import (
     CheckpointError,
     HandlerError,
@@ -18,7 +19,6 @@ from potluck.errors import (
     ServiceTimeout,
     UnknownService,
 )
-from potluck.forks import Owner
 from potluck.parameter_server.placement import Placement
 from potluck.parameter_server.remotes import CONNECT_S, Remotes
 from potluck.parameter_server.signals import AskAgain

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from potluck._core.wire.format import decoded
 from potluck.parameter_server.layout import Layout
-from potluck.wire.format import decoded
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from potluck.wire.dtypes import dtype_named
+from potluck._core.wire.dtypes import dtype_named
 
 Array = NDArray[Any]
 Tensors = Mapping[str, Array]

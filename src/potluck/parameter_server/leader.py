@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from potluck.background import start_thread
+from potluck._core.background import start_thread
+from potluck._core.types import Group
 from potluck.errors import (
     CheckpointError,
     HandlerError,
@@ -26,7 +27,6 @@ from potluck.parameter_server.log import Position
 from potluck.parameter_server.remotes import CONNECT_S, Remotes
 from potluck.parameter_server.replica import Replica
 from potluck.parameter_server.signals import OutOfStep
-from potluck.types import Group
 
 _PAUSE_S = 0.1
 _POLL_S = 0.2

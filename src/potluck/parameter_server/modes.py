@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from potluck.types import AnyCase
+from potluck._core.types import AnyCase
 
 
 @dataclass(frozen=True, slots=True)

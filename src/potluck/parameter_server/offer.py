@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from potluck._core.printable import MAX_NAME
 from potluck.parameter_server.follower import Follower
 from potluck.parameter_server.host import Host
 from potluck.parameter_server.layout import Array, of_plain
@@ -19,7 +20,6 @@ from potluck.parameter_server.model import Gradient
 from potluck.parameter_server.replica import Replica
 from potluck.parameter_server.shard_calls import ShardCalls
 from potluck.parameter_server.signals import AskAgain
-from potluck.printable import MAX_NAME
 from potluck.services import Call
 
 MAX_WAIT_S = 10.0

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from potluck.exact import power
+from potluck._core.exact import power
 from potluck.parameter_server.layout import Array
 
 State = Mapping[str, Array]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from potluck.checks import Duration
-from potluck.context import DistributedContext
+from potluck._core.checks import Duration
+from potluck._core.context import DistributedContext
 from potluck.errors import HandlerError, PotluckError, ServiceLost
 from potluck.services import Remote
 

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from potluck import hints
+from potluck._core import hints
+from potluck._core.checks import Duration, checked_seconds
+from potluck._core.context import DistributedContext
+from potluck._core.uncopied import Uncopied
 from potluck.checkpoint import CheckpointStore
-from potluck.checks import Duration, checked_seconds
-from potluck.context import DistributedContext
 from potluck.errors import ServiceLost, ServiceTimeout, UnknownService
 from potluck.parameter_server.arguments import arrays_of, check_arguments, servers_of, store_of
 from potluck.parameter_server.calls import Calls
@@ -33,7 +34,6 @@ from potluck.parameter_server.serving import Serving
 from potluck.services.asking import await_reply
 from potluck.services.names import check_unused, note_used
 from potluck.services.presence import Presence
-from potluck.uncopied import Uncopied
 
 _LEAVE_S = 5.0
 

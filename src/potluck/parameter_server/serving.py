@@ -6,8 +6,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from potluck._core.context import DistributedContext
+from potluck._core.waiting import Reminder
 from potluck.checkpoint import CheckpointStore
-from potluck.context import DistributedContext
 from potluck.parameter_server.checkpoints import Checkpoints
 from potluck.parameter_server.follower import Follower
 from potluck.parameter_server.host import Host
@@ -17,7 +18,6 @@ from potluck.parameter_server.remotes import Remotes
 from potluck.parameter_server.replica import Replica
 from potluck.services import service
 from potluck.services.asking import SLICE_S
-from potluck.waiting import Reminder
 
 
 class Serving:

@@ -7,17 +7,17 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from potluck.backends.doors import Caller, Door
+from potluck._core.backends.doors import Caller, Door
+from potluck._core.transport.bulk import BulkLink
+from potluck._core.types import Group, Member
+from potluck._core.wire.payload import pack
+from potluck._core.wire.services import Request
 from potluck.errors import ConfigurationError, LinkError, PotluckError, UnknownService
 from potluck.services.client import Remote, pool_of
 from potluck.services.definition import services_of
 from potluck.services.memory import Blocks
 from potluck.services.pool import Connection, Pool
 from potluck.services.server import Server
-from potluck.transport.bulk import BulkLink
-from potluck.types import Group, Member
-from potluck.wire.payload import pack
-from potluck.wire.services import Request
 
 _PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 0.5

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+from potluck._core.waiting import Reminder
 from potluck.errors import HandlerError, ServiceTimeout
-from potluck.waiting import Reminder
 
 SLICE_S = 1.0
 """A call that waits is made again so often, to see whether the group has changed."""

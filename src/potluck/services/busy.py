@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from potluck.system import usable_cpus, wait_readable
+from potluck._core.system import usable_cpus, wait_readable
 
 LONGEST_S = 1.5e-4
 """How long a wait is busy at most."""

@@ -9,12 +9,12 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from potluck._core.transport.bulk import BulkLink
+from potluck._core.wire.format import decoded
+from potluck._core.wire.payload import Packed, Unpacked, Unpacker, decoded_bytes
+from potluck._core.wire.services import PREFIX_BYTES, Head, Lengths, encode, lengths_in
 from potluck.errors import ProtocolError
 from potluck.services.memory import Blocks
-from potluck.transport.bulk import BulkLink
-from potluck.wire.format import decoded
-from potluck.wire.payload import Packed, Unpacked, Unpacker, decoded_bytes
-from potluck.wire.services import PREFIX_BYTES, Head, Lengths, encode, lengths_in
 
 T = TypeVar("T", bound=Head)
 

@@ -7,9 +7,13 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from potluck.background import start_thread
-from potluck.checks import Duration, checked_seconds
-from potluck.engine.work import Work
+from potluck._core.background import start_thread
+from potluck._core.checks import Duration, checked_seconds
+from potluck._core.engine.work import Work
+from potluck._core.forks import Owner
+from potluck._core.transport.bulk import BulkLink
+from potluck._core.wire.payload import Packed, pack
+from potluck._core.wire.services import Failure, Request
 from potluck.errors import (
     HandlerError,
     PotluckError,
@@ -17,12 +21,8 @@ from potluck.errors import (
     ServiceTimeout,
     UnknownService,
 )
-from potluck.forks import Owner
 from potluck.services.memory import Blocks
 from potluck.services.pool import AllInUseError, Connection, Pool
-from potluck.transport.bulk import BulkLink
-from potluck.wire.payload import Packed, pack
-from potluck.wire.services import Failure, Request
 
 MAX_IN_FLIGHT = 16
 

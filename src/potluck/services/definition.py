@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from potluck.printable import MAX_NAME
+from potluck._core.printable import MAX_NAME
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from potluck.cluster.home.keyfile import locked, read_private, replace_private
+from potluck._core.cluster.home.keyfile import locked, read_private, replace_private
 from potluck.errors import ConfigurationError
 
 FILE = "service_names.json"

@@ -11,13 +11,23 @@ from typing import Any
 
 import msgspec
 
-from potluck.backends.doors import Caller, admission, dial
-from potluck.checks import Duration, checked_seconds
-from potluck.cluster.links.local import running_agent
-from potluck.cluster.trust.credentials import load_node_credentials
-from potluck.cluster.trust.known_nodes import MIN_PREFIX
+from potluck._core.backends.doors import Caller, admission, dial
+from potluck._core.checks import Duration, checked_seconds
+from potluck._core.cluster.links.local import running_agent
+from potluck._core.cluster.trust.credentials import load_node_credentials
+from potluck._core.cluster.trust.known_nodes import MIN_PREFIX
+from potluck._core.forks import Owner
+from potluck._core.settings import load_settings
+from potluck._core.transport.acceptor import Limits
+from potluck._core.transport.bulk import BulkLink
+from potluck._core.transport.credentials import Credentials
+from potluck._core.transport.listener import Admission, Listener
+from potluck._core.waiting import to_stderr
+from potluck._core.wire.greeting import Hello, Refusal
+from potluck._core.wire.local import ServiceInfo, ServicesReply
+from potluck._core.wire.served import Served
+from potluck._core.wire.services import KIND
 from potluck.errors import ConfigurationError, LinkError, Refused, UnknownService
-from potluck.forks import Owner
 from potluck.services.client import Remote, pool_of
 from potluck.services.definition import Service, services_of
 from potluck.services.holders import Holders
@@ -25,16 +35,6 @@ from potluck.services.memory import Blocks
 from potluck.services.own_agent import OwnAgent
 from potluck.services.pool import Pool
 from potluck.services.server import Server
-from potluck.settings import load_settings
-from potluck.transport.acceptor import Limits
-from potluck.transport.bulk import BulkLink
-from potluck.transport.credentials import Credentials
-from potluck.transport.listener import Admission, Listener
-from potluck.waiting import to_stderr
-from potluck.wire.greeting import Hello, Refusal
-from potluck.wire.local import ServiceInfo, ServicesReply
-from potluck.wire.served import Served
-from potluck.wire.services import KIND
 
 _ASK_S = 5.0
 _PAUSE_S = 0.1

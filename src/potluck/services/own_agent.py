@@ -9,13 +9,13 @@ import logging
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from potluck.background import Tasks, start_thread, stop
-from potluck.cluster.links.local import ask_agent, call_agent
+from potluck._core.background import Tasks, start_thread, stop
+from potluck._core.cluster.links.local import ask_agent, call_agent
+from potluck._core.settings import Settings
+from potluck._core.transport.aio import MessageLink
+from potluck._core.wire import local
+from potluck._core.wire.served import Served
 from potluck.errors import ConfigurationError, LinkError, PotluckError
-from potluck.settings import Settings
-from potluck.transport.aio import MessageLink
-from potluck.wire import local
-from potluck.wire.served import Served
 
 REGISTER_S = 10.0
 

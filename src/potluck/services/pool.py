@@ -9,13 +9,13 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from potluck._core.system import wait_readable, wait_ready
+from potluck._core.transport.bulk import BulkLink
+from potluck._core.wire.payload import Packed
+from potluck._core.wire.services import Failure, Reply, Request
 from potluck.services.busy import BusyWait
 from potluck.services.channel import Channel, State
 from potluck.services.memory import Blocks
-from potluck.system import wait_readable, wait_ready
-from potluck.transport.bulk import BulkLink
-from potluck.wire.payload import Packed
-from potluck.wire.services import Failure, Reply, Request
 
 _LONGEST_WAIT_S = 60.0
 """Of one wait of many: poll() counts milliseconds in 32 bits."""

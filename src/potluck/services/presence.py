@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from potluck._core.types import Group
 from potluck.services.definition import Call
-from potluck.types import Group
 
 
 class Presence:

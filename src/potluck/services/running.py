@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
+from potluck._core.wire.services import MAX_TEXT, Failure, Request
 from potluck.services.definition import Call, Service
-from potluck.wire.services import MAX_TEXT, Failure, Request
 
 
 class Answer(NamedTuple):

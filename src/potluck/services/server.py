@@ -18,8 +18,12 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
 
-from potluck.backends.doors import Caller
-from potluck.background import start_thread
+from potluck._core.backends.doors import Caller
+from potluck._core.background import start_thread
+from potluck._core.system import wait_ready
+from potluck._core.transport.bulk import BulkLink
+from potluck._core.wire.payload import pack
+from potluck._core.wire.services import Reply, Request
 from potluck.errors import PotluckError, ProtocolError, SecurityError
 from potluck.services.budget import Budget
 from potluck.services.busy import BusyWait
@@ -28,10 +32,6 @@ from potluck.services.definition import Call, Service
 from potluck.services.memory import Blocks
 from potluck.services.poller import poller
 from potluck.services.running import Answer, failure_of, outcome, place_of, run, unknown
-from potluck.system import wait_ready
-from potluck.transport.bulk import BulkLink
-from potluck.wire.payload import pack
-from potluck.wire.services import Reply, Request
 
 NUM_THREADS = 8
 MAX_CLIENTS = 4096

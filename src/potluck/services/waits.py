@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from potluck.background import start_thread
+from potluck._core.background import start_thread
 
 
 class _Call:

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from potluck.backends.inprocess import InProcessBackend
-from potluck.context import DistributedContext
+from potluck._core.backends.inprocess import InProcessBackend
+from potluck._core.context import DistributedContext
 
 T = TypeVar("T")
 

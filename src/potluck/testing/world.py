@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from potluck.backends.inprocess import InProcessBackend
-from potluck.checks import Duration, checked_seconds
-from potluck.context import DistributedContext
+from potluck._core.backends.inprocess import InProcessBackend
+from potluck._core.checks import Duration, checked_seconds
+from potluck._core.context import DistributedContext
 
 T = TypeVar("T")
 

@@ -3,12 +3,12 @@
 import importlib
 from typing import Any
 
-from potluck.optional import require
+from potluck._core.optional import require
 
 require("torch", "torch")
 
-from potluck import hints  # noqa: E402
-from potluck.autoload import register as _register  # noqa: E402
+from potluck._core import hints  # noqa: E402
+from potluck._core.autoload import register as _register  # noqa: E402
 from potluck.checkpoint import CheckpointStore  # noqa: E402
 from potluck.torch.amp import GradScaler  # noqa: E402
 from potluck.torch.clip import clip_grad_norm_  # noqa: E402

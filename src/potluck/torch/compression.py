@@ -14,21 +14,21 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from potluck.codecs.codec import LARGEST
+from potluck._core.codecs.codec import LARGEST
+from potluck._core.context.compressed import start_compressed, start_low_rank
+from potluck._core.context.structure import compare
 from potluck.compressors import PowerSGD, Strategy, options
 from potluck.compressors.encoded import Encoded
 from potluck.compressors.low_rank import Matrix
 from potluck.compressors.powersgd import LowRankSum, as_matrix
 from potluck.compressors.strategy import text_of
 from potluck.compressors.wide import Array
-from potluck.context.compressed import start_compressed, start_low_rank
-from potluck.context.structure import compare
 from potluck.errors import CheckpointError
 from potluck.torch.encoding import Encoder
 from potluck.training.buckets import Bucket
 
 if TYPE_CHECKING:
-    from potluck.context import DistributedContext
+    from potluck._core.context import DistributedContext
 
 _log = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from potluck import hints
-from potluck.context import DistributedContext, init
-from potluck.context.structure import compare
+from potluck._core import hints
+from potluck._core.context import DistributedContext, init
+from potluck._core.context.structure import compare
 from potluck.torch.compression import Choice, Compression
 from potluck.torch.reducer import Reducer
 from potluck.torch.structure import (

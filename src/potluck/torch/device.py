@@ -13,7 +13,7 @@ import platform
 import torch
 from torch import nn
 
-from potluck.system import processor_name
+from potluck._core.system import processor_name
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from potluck.background import start_thread
+from potluck._core.background import start_thread
 
 
 class Encoder:

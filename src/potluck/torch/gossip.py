@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from potluck._core.collectives.spanning_tree import Cut
 from potluck.checkpoint.state import State, fingerprint
-from potluck.collectives.spanning_tree import Cut
 from potluck.graphs import Graph
 from potluck.torch.outer import LEAST_BYTES_PER_S, OuterStrategy, Part
 from potluck.training.strategies import Gossip
 
 if TYPE_CHECKING:
-    from potluck.context import DistributedContext
+    from potluck._core.context import DistributedContext
 
 _log = logging.getLogger(__name__)
 _LEAST_PRESENT = 1e-6

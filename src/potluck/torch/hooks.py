@@ -17,14 +17,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 
+from potluck._core.context.compressed import sum_payloads
+from potluck._core.context.structure import compare
+from potluck._core.uncopied import Uncopied
 from potluck.compressors import PowerSGD, Random, Strategy, options
 from potluck.compressors.encoded import Encoded
 from potluck.compressors.low_rank import Matrix
 from potluck.compressors.powersgd import LowRankSum, as_matrix
 from potluck.compressors.strategy import text_of
 from potluck.compressors.wide import Array, compress_any
-from potluck.context.compressed import sum_payloads
-from potluck.context.structure import compare
 from potluck.torch.compression import (
     Choice,
     chosen,
@@ -37,7 +38,6 @@ from potluck.torch.compression import (
 )
 from potluck.torch.process_group.group import PotluckProcessGroup
 from potluck.torch.structure import check_dense, describe
-from potluck.uncopied import Uncopied
 
 _log = logging.getLogger(__name__)
 # Its name before torch 2.13, which warns of it.

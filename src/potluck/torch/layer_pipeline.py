@@ -14,7 +14,7 @@ from potluck.torch.pipeline.plan import Layer, Node, plan_stages
 from potluck.torch.structure import broadcast_tensors
 
 if TYPE_CHECKING:
-    from potluck.context import DistributedContext
+    from potluck._core.context import DistributedContext
 
 _log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
+from potluck._core.context import DistributedContext, init
 from potluck.checkpoint.store import CheckpointStore
-from potluck.context import DistributedContext, init
 from potluck.data.shards import ShardedDataset
 from potluck.torch.amp import GradScaler
 from potluck.torch.batching import NoiseProbe

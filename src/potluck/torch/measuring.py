@@ -16,7 +16,7 @@ from potluck.torch.rehearsing import rehearse
 from potluck.training.planner import METHODS, Measured
 
 if TYPE_CHECKING:
-    from potluck.context import DistributedContext
+    from potluck._core.context import DistributedContext
 
 _LONG_S = 0.5
 _FIRST_BYTES, _MOST_BYTES = 1 << 16, 1 << 25

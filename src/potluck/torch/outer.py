@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from potluck._core.context.compressed import start_compressed
 from potluck.checkpoint.state import State, fingerprint
 from potluck.compressors.encoded import Encoded
 from potluck.compressors.wide import cast
-from potluck.context.compressed import start_compressed
 from potluck.errors import CheckpointError
 from potluck.torch.device import synchronize
 from potluck.training.buckets import Bucket, Slot, assign
@@ -36,7 +36,7 @@ from potluck.training.strategies import DiLoCo, Gossip, LocalSGD
 from potluck.training.strategies.fragments import fragment_of, partition
 
 if TYPE_CHECKING:
-    from potluck.context import DistributedContext
+    from potluck._core.context import DistributedContext
 
 _log = logging.getLogger(__name__)
 _BUCKET_BYTES = 25 << 20

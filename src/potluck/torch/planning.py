@@ -29,7 +29,7 @@ from potluck.training.policy import Policy
 from potluck.training.strategies import DataParallel, DiLoCo, Gossip, LocalSGD
 
 if TYPE_CHECKING:
-    from potluck.context import DistributedContext
+    from potluck._core.context import DistributedContext
 
 NUM_STEPS, _MOST_STEPS = 5, 25
 """At least, and at most."""

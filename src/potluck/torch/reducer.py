@@ -23,7 +23,7 @@ from potluck.torch.compression import Compression
 from potluck.training.buckets import Bucket, Slot, assign
 
 if TYPE_CHECKING:
-    from potluck.context import DistributedContext
+    from potluck._core.context import DistributedContext
 
 _MB = 1 << 20
 

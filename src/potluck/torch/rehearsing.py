@@ -34,7 +34,7 @@ from potluck.training.planner.model import BACKWARD_PART, Times
 from potluck.training.strategies import DataParallel, DiLoCo, Gossip
 
 if TYPE_CHECKING:
-    from potluck.context import DistributedContext
+    from potluck._core.context import DistributedContext
 
 _WARM_S, _MOST_WARM = 0.5, 3
 """First tries, which make links and memory, are not counted: for so long, or so many."""

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, Sampler
 
-from potluck import hints
-from potluck.context import DistributedContext, init
+from potluck._core import hints
+from potluck._core.context import DistributedContext, init
 from potluck.training.sampler import Schedule
 
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from potluck.context.structure import hash_of
+from potluck._core.context.structure import hash_of
+from potluck._core.wire.tensors import check_plain
 from potluck.errors import Desync
-from potluck.wire.tensors import check_plain
 
 if TYPE_CHECKING:
-    from potluck.context import DistributedContext
+    from potluck._core.context import DistributedContext
 
 SAME_MODEL = "give every rank the same model"
 

@@ -13,8 +13,9 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
-from potluck import hints
-from potluck.checks import checked_whole
+from potluck._core import hints
+from potluck._core.checks import checked_whole
+from potluck._core.uncopied import Uncopied
 from potluck.parameter_server import AggregationMethod, Synchronous
 from potluck.parameter_server.modes import Mode
 from potluck.torch.amp import GradScaler
@@ -31,10 +32,9 @@ from potluck.training.noise import NoiseBatching
 from potluck.training.policy import Policy
 from potluck.training.scaling import LossScale
 from potluck.training.trainer import DistributedTrainer, Parameters, TrainingStrategy, by_name
-from potluck.uncopied import Uncopied
 
 if TYPE_CHECKING:
-    from potluck.context import DistributedContext
+    from potluck._core.context import DistributedContext
 
 _PREDICTED_AT_ONCE = 4096
 

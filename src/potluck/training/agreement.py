@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from potluck._core.context.commit import Resolution, Standing, reconcile
+from potluck._core.context.structure import compare, hash_of
 from potluck.checkpoint.state import State
 from potluck.checkpoint.store import CheckpointStore
-from potluck.context.commit import Resolution, Standing, reconcile
-from potluck.context.structure import compare, hash_of
 from potluck.errors import (
     CheckpointError,
     Diverged,
@@ -40,7 +40,7 @@ from potluck.training.sampler import Holding
 from potluck.training.transfer import Expected, broadcast_state, gather_states
 
 if TYPE_CHECKING:
-    from potluck.context import DistributedContext
+    from potluck._core.context import DistributedContext
 
 _log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from potluck.training.distance import Distance, distance
 from potluck.training.transfer import Expected, broadcast_state
 
 if TYPE_CHECKING:
-    from potluck.context import DistributedContext
+    from potluck._core.context import DistributedContext
     from potluck.training.policy import Policy
     from potluck.training.progress import Progress
     from potluck.training.replica import Replica

@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from potluck import hints
-from potluck.checks import checked_whole
+from potluck._core import hints
+from potluck._core.checks import checked_whole
 
 
 @hints.arguments({}, same=hints.WORKLOAD)

@@ -27,9 +27,10 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from potluck._core.context import check_whole
+from potluck._core.engine.work import again
+from potluck._core.uncopied import Uncopied
 from potluck.checkpoint.store import CheckpointStore
-from potluck.context import check_whole
-from potluck.engine.work import again
 from potluck.errors import CheckpointError, Diverged, GroupError
 from potluck.training.agreement import LOST, Agreement, telling_others
 from potluck.training.callbacks import Callbacks
@@ -42,10 +43,9 @@ from potluck.training.record import Record
 from potluck.training.replica import Replica
 from potluck.training.rounds import Rounds, RoundStrategy
 from potluck.training.sampler import Batch, Schedule, Share
-from potluck.uncopied import Uncopied
 
 if TYPE_CHECKING:
-    from potluck.context import DistributedContext
+    from potluck._core.context import DistributedContext
 
 __all__ = ["LOST", "ElasticLoop", "Policy"]
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from potluck import hints
-from potluck.checks import checked_whole
+from potluck._core import hints
+from potluck._core.checks import checked_whole
 
 
 @hints.of_init(hints.NOISE, "potluck.torch.NoiseBatching(min_batch=32, max_batch=512)")

@@ -23,7 +23,7 @@ from potluck.training.progress import Progress
 from potluck.training.shares import EQUAL, Cost, ShareCosts, fit, replan
 
 if TYPE_CHECKING:
-    from potluck.context import DistributedContext
+    from potluck._core.context import DistributedContext
 
 _log = logging.getLogger(__name__)
 

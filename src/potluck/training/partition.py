@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from potluck import hints
-from potluck.checks import checked_whole
+from potluck._core import hints
+from potluck._core.checks import checked_whole
 from potluck.training.sampler import order, shares
 from potluck.training.shares import Cost
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from potluck.checks import checked_seconds
+from potluck._core.checks import checked_seconds
 from potluck.training.noise import NoiseBatching
 from potluck.training.shares import ProportionalShares
 from potluck.training.transfer import MAX_STATE_BYTES

@@ -7,7 +7,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from potluck.forks import at_exit, not_at_exit
+from potluck._core.forks import at_exit, not_at_exit
 
 
 class ProgressBar:

@@ -36,7 +36,7 @@ from potluck.training.strategies.deadline import Arrivals
 from potluck.training.transfer import broadcast_state
 
 if TYPE_CHECKING:
-    from potluck.context import DistributedContext
+    from potluck._core.context import DistributedContext
 
 _log = logging.getLogger(__name__)
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from potluck._core.optional import installed
 from potluck.checkpoint.state import State
 from potluck.checkpoint.store import CheckpointStore, Part
 from potluck.errors import CheckpointError
-from potluck.optional import installed
 
 if TYPE_CHECKING:
-    from potluck.context import DistributedContext
+    from potluck._core.context import DistributedContext
 
 MAX_REASON_BYTES = 512
 """Bytes of a rank's error text that other ranks receive."""

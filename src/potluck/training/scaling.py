@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from potluck import hints
+from potluck._core import hints
 
 
 @hints.of_init({}, "potluck.torch.LossScale(scale=1024.0)", same=hints.SCALE)

@@ -7,7 +7,7 @@ import os
 import time
 from typing import Any
 
-from potluck.optional import require
+from potluck._core.optional import require
 
 FLUSH_S = 10
 """Seconds after which figures are written to the disk at the latest."""

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from potluck import hints
-from potluck.context import check_whole
-from potluck.context.structure import compare
+from potluck._core import hints
+from potluck._core.context import check_whole
+from potluck._core.context.structure import compare
+from potluck._core.types import AnyCase
 from potluck.training.callbacks import Callbacks
 from potluck.training.metrics import average
-from potluck.types import AnyCase
 
 if TYPE_CHECKING:
-    from potluck.context import DistributedContext
+    from potluck._core.context import DistributedContext
 
 Parameters = dict[str, NDArray[Any]]
 

@@ -24,7 +24,7 @@ from potluck.checkpoint.state import (
 from potluck.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from potluck.context import DistributedContext
+    from potluck._core.context import DistributedContext
 
 PIECE_BYTES = 4 << 20
 MAX_HEAD_BYTES = 100_000_000

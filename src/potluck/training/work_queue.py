@@ -11,22 +11,22 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from potluck.background import start_thread
-from potluck.checks import Duration, checked_seconds, checked_whole
+from potluck._core.background import start_thread
+from potluck._core.checks import Duration, checked_seconds, checked_whole
+from potluck._core.forks import Owner
+from potluck._core.uncopied import Uncopied
+from potluck._core.waiting import Reminder
+from potluck._core.wire.payload import MAX_VALUES, pack
 from potluck.errors import ConfigurationError, HandlerError, ServiceError
-from potluck.forks import Owner
 from potluck.services import Call, Remote, service
 from potluck.services.asking import SLICE_S, await_reply, raise_local
 from potluck.services.names import check_unused, note_used
 from potluck.services.presence import Presence
 from potluck.services.waits import WaitingCalls
 from potluck.training.work_ledger import WorkLedger
-from potluck.uncopied import Uncopied
-from potluck.waiting import Reminder
-from potluck.wire.payload import MAX_VALUES, pack
 
 if TYPE_CHECKING:
-    from potluck.context import DistributedContext
+    from potluck._core.context import DistributedContext
 
 _MAX_WAIT_S = 10.0
 _PART_HEADER_BYTES = MAX_VALUES

@@ -13,9 +13,9 @@ import time
 
 from zeroconf import DNSOutgoing, DNSPointer, DNSService, DNSText
 
-from potluck.cluster.discovery.advert import Advert
-from potluck.cluster.discovery.beacon import GROUP4, encode_beacon
-from potluck.cluster.discovery.mdns import SERVICE
+from potluck._core.cluster.discovery.advert import Advert
+from potluck._core.cluster.discovery.beacon import GROUP4, encode_beacon
+from potluck._core.cluster.discovery.mdns import SERVICE
 
 AGENT, MDNS, BEACON = 52415, ("224.0.0.251", 5353), (GROUP4, 52415)
 ANSWER, CLASS_IN, POINTER, TEXT, PLACE = 0x8400, 1, 12, 16, 33

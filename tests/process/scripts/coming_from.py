@@ -27,8 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import potluck
+import potluck._core.settings
 import potluck.errors
-import potluck.settings
 import potluck.testing.world
 import potluck.torch
 
@@ -140,7 +140,7 @@ class Seen:
 def check_word(span: str) -> bool:
     """Whether the span is a variable or a file, which is then looked for."""
     if span.startswith("POTLUCK_"):
-        assert span.removeprefix("POTLUCK_").lower() in dir(potluck.settings.load_settings())
+        assert span.removeprefix("POTLUCK_").lower() in dir(potluck._core.settings.load_settings())
     elif span.startswith("~/.potluck/"):
         assert (Path(os.environ["POTLUCK_HOME"]) / span.removeprefix("~/.potluck/")).exists(), span
     elif span in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"):

@@ -11,11 +11,11 @@ import threading
 import numpy as np
 
 import potluck
-from potluck.backends.doors import TcpDoor
-from potluck.backends.tcp import TcpBase
+from potluck._core.backends.doors import TcpDoor
+from potluck._core.backends.tcp import TcpBase
+from potluck._core.settings import load_settings
+from potluck._core.types import Group, Member
 from potluck.services import Services
-from potluck.settings import load_settings
-from potluck.types import Group, Member
 
 
 @potluck.service("slow", concurrent=True)

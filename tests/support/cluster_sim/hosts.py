@@ -8,11 +8,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-from potluck.cluster.membership import events
-from potluck.cluster.membership.failure_detector import Timing
-from potluck.cluster.membership.protocol import MembershipProtocol
-from potluck.types import Member
-from potluck.wire.nodes import JobGroup, NodeMessage, StableRecord, View
+from potluck._core.cluster.membership import events
+from potluck._core.cluster.membership.failure_detector import Timing
+from potluck._core.cluster.membership.protocol import MembershipProtocol
+from potluck._core.types import Member
+from potluck._core.wire.nodes import JobGroup, NodeMessage, StableRecord, View
 from support.cluster_sim.network import Network, Queue
 from support.cluster_sim.training import Worker, WorkerMessage
 

@@ -33,15 +33,15 @@ from typing import Any, cast
 
 import msgspec
 
-from potluck.cluster.membership import events
-from potluck.cluster.membership.claims import digest_of
-from potluck.cluster.membership.failure_detector import MAX_PEERS, Timing
-from potluck.cluster.membership.guard import MAX_RESIGNED
+from potluck._core.cluster.membership import events
+from potluck._core.cluster.membership.claims import digest_of
+from potluck._core.cluster.membership.failure_detector import MAX_PEERS, Timing
+from potluck._core.cluster.membership.guard import MAX_RESIGNED
+from potluck._core.wire import nodes as wire
+from potluck._core.wire import peers
+from potluck._core.wire.format import PREFIX_BYTES
+from potluck._core.wire.nodes import NodeMessage, StableRecord, View, ViewMember
 from potluck.errors import ProtocolError
-from potluck.wire import nodes as wire
-from potluck.wire import peers
-from potluck.wire.format import PREFIX_BYTES
-from potluck.wire.nodes import NodeMessage, StableRecord, View, ViewMember
 from support.cluster_sim.faults import FAULTS_S, make_plan
 from support.cluster_sim.hosts import Host
 from support.cluster_sim.world import HEAL_S, Broken, World

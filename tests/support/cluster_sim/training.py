@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from potluck.context.commit import Resolution, Standing, reconcile
-from potluck.wire.nodes import JobGroup
+from potluck._core.context.commit import Resolution, Standing, reconcile
+from potluck._core.wire.nodes import JobGroup
 
 STEP_S = 0.25
 

@@ -6,9 +6,9 @@ import random
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from potluck.cluster.membership import events
-from potluck.cluster.membership.protocol import MembershipProtocol
-from potluck.wire.nodes import View
+from potluck._core.cluster.membership import events
+from potluck._core.cluster.membership.protocol import MembershipProtocol
+from potluck._core.wire.nodes import View
 from support.cluster_sim.faults import FAULTS_S, Fault, make_bans, make_plan
 from support.cluster_sim.hosts import JOB, Host
 from support.cluster_sim.network import Network, Queue

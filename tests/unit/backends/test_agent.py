@@ -14,12 +14,17 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from potluck.backends import agent_link
-from potluck.backends.agent import AgentBackend
-from potluck.cluster.trust.credentials import load_credentials
-from potluck.collectives.plan import Operation
-from potluck.engine.communicator import Communicator
-from potluck.engine.request import Request
+from potluck._core.backends import agent_link
+from potluck._core.backends.agent import AgentBackend
+from potluck._core.cluster.trust.credentials import load_credentials
+from potluck._core.collectives.plan import Operation
+from potluck._core.engine.communicator import Communicator
+from potluck._core.engine.request import Request
+from potluck._core.settings import load_settings
+from potluck._core.transport import aio
+from potluck._core.types import Member, ReduceOp
+from potluck._core.wire import worker_link
+from potluck._core.wire.greeting import Hello, Refusal, Welcome
 from potluck.errors import (
     AgentLost,
     ConfigurationError,
@@ -31,11 +36,6 @@ from potluck.errors import (
     Refused,
     RemoteError,
 )
-from potluck.settings import load_settings
-from potluck.transport import aio
-from potluck.types import Member, ReduceOp
-from potluck.wire import worker_link
-from potluck.wire.greeting import Hello, Refusal, Welcome
 
 WAIT_S = 20.0
 T = TypeVar("T")

@@ -15,15 +15,15 @@ import numpy as np
 import pytest
 
 import potluck
-from potluck.backends.discovery import AutoDiscoveryBackend
-from potluck.cluster.discovery.advert import Hint
-from potluck.cluster.discovery.beacon import Beacon
-from potluck.cluster.discovery.finder import Finder
-from potluck.cluster.discovery.interfaces import Interface, usable_interfaces
-from potluck.cluster.discovery.mdns import Mdns
-from potluck.cluster.discovery.static import StaticPeers
+from potluck._core.backends.discovery import AutoDiscoveryBackend
+from potluck._core.cluster.discovery.advert import Hint
+from potluck._core.cluster.discovery.beacon import Beacon
+from potluck._core.cluster.discovery.finder import Finder
+from potluck._core.cluster.discovery.interfaces import Interface, usable_interfaces
+from potluck._core.cluster.discovery.mdns import Mdns
+from potluck._core.cluster.discovery.static import StaticPeers
+from potluck._core.settings import load_settings
 from potluck.errors import ConfigurationError, LinkError, OperationTimeout
-from potluck.settings import load_settings
 
 WAIT_S = 30.0
 
@@ -131,7 +131,7 @@ def test_who_wants_a_world_of_another_size_is_told_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ids = iter([b"\0" * 16, b"\1" * 16])  # the first becomes rank 0
-    monkeypatch.setattr("potluck.backends.discovery.new_instance", lambda: next(ids))
+    monkeypatch.setattr("potluck._core.backends.discovery.new_instance", lambda: next(ids))
     three = AutoDiscoveryBackend(3, finders=[], port=0)
     two = AutoDiscoveryBackend(2, finders=[StaticPeers([("127.0.0.1", three.port)])], port=0)
     try:

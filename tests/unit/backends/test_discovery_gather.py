@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from potluck.backends import discovery_gather, discovery_rules
-from potluck.backends.discovery_gather import Gathering
-from potluck.backends.discovery_situations import Found, Next
+from potluck._core.backends import discovery_gather, discovery_rules
+from potluck._core.backends.discovery_gather import Gathering
+from potluck._core.backends.discovery_situations import Found, Next
+from potluck._core.types import Member
+from potluck._core.wire.gathering import Attempt, Formed, Participant
 from potluck.errors import LinkError
-from potluck.types import Member
-from potluck.wire.gathering import Attempt, Formed, Participant
 
 WAIT_S = 60.0
 ADA, BOB, CLEO = (

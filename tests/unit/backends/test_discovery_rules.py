@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 
-from potluck.backends.discovery_paths import in_order, named, rounds
-from potluck.backends.discovery_rules import SILENT_S, ExistingGroups, FirstGroup, NextGroup
-from potluck.types import MeasuredPath, Member
-from potluck.wire.gathering import Participant
+from potluck._core.backends.discovery_paths import in_order, named, rounds
+from potluck._core.backends.discovery_rules import SILENT_S, ExistingGroups, FirstGroup, NextGroup
+from potluck._core.types import MeasuredPath, Member
+from potluck._core.wire.gathering import Participant
 
 
 def test_the_first_group_waits_for_enough_others_and_for_quiet() -> None:

@@ -9,9 +9,11 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from potluck import waiting
-from potluck.backends.environment import EnvironmentBackend, world_rendezvous
-from potluck.context import DistributedContext
+from potluck._core import waiting
+from potluck._core.backends.environment import EnvironmentBackend, world_rendezvous
+from potluck._core.context import DistributedContext
+from potluck._core.settings import Settings
+from potluck._core.wire.greeting import Hello, Refusal, Welcome
 from potluck.errors import (
     ConfigurationError,
     LinkError,
@@ -20,8 +22,6 @@ from potluck.errors import (
     Refused,
     WrongSecret,
 )
-from potluck.settings import Settings
-from potluck.wire.greeting import Hello, Refusal, Welcome
 from support.worlds import run_all
 
 SETTINGS = Settings(

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from potluck.backends.base import NUM_ASIDE_TAGS, StaticBackend
-from potluck.backends.external import ExternalCommunicator
-from potluck.backends.library import Collective, Library, Waiter
-from potluck.collectives.plan import Operation
-from potluck.context import DistributedContext
+from potluck._core.backends.base import NUM_ASIDE_TAGS, StaticBackend
+from potluck._core.backends.external import ExternalCommunicator
+from potluck._core.backends.library import Collective, Library, Waiter
+from potluck._core.collectives.plan import Operation
+from potluck._core.context import DistributedContext
+from potluck._core.types import Group, Member, ReduceOp
 from potluck.errors import (
     GroupClosed,
     GroupError,
@@ -27,7 +28,6 @@ from potluck.errors import (
     RemoteError,
 )
 from potluck.testing.world import run_all
-from potluck.types import Group, Member, ReduceOp
 
 
 class Gate:
@@ -263,8 +263,8 @@ def test_a_word_that_is_no_algorithm_is_refused(ctx: DistributedContext) -> None
 
 def nccl_on_gloo(rank: int, world_size: int, store: Any) -> Library:
     torch = pytest.importorskip("torch")
-    from potluck.backends.torchdist.nccl import Nccl
-    from potluck.backends.torchdist.store import ErrorChannel
+    from potluck._core.backends.torchdist.nccl import Nccl
+    from potluck._core.backends.torchdist.store import ErrorChannel
 
     class OnGloo(Nccl):
         def _connect(self, store: Any) -> Any:

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from potluck.backends.launchers import (
+from potluck._core.backends.launchers import (
     LaunchedRank,
     RankRange,
     detect,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
-from potluck.backends.rendezvous import Rendezvous
+from potluck._core.backends.rendezvous import Rendezvous
+from potluck._core.transport.listener import Admission
+from potluck._core.wire.greeting import Hello, Refusal, Welcome
 from potluck.errors import LinkError
-from potluck.transport.listener import Admission
-from potluck.wire.greeting import Hello, Refusal, Welcome
 
 
 @dataclass

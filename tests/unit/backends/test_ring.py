@@ -8,10 +8,10 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
-from potluck.backends.ring import RingBackend, parse_address
-from potluck.context import DistributedContext
+from potluck._core.backends.ring import RingBackend, parse_address
+from potluck._core.context import DistributedContext
+from potluck._core.settings import Settings
 from potluck.errors import ConfigurationError
-from potluck.settings import Settings
 from support.worlds import run_all
 
 SETTINGS = Settings(psk=hashlib.sha256(b"test").hexdigest(), peer_timeout_s=10)

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from potluck import waiting
-from potluck.backends import store_rendezvous
-from potluck.backends.fixed import hosts_of_world
-from potluck.backends.tcp import TcpBase
-from potluck.engine.loop.native import is_available
+from potluck._core import waiting
+from potluck._core.backends import store_rendezvous
+from potluck._core.backends.fixed import hosts_of_world
+from potluck._core.backends.tcp import TcpBase
+from potluck._core.engine.loop.native import is_available
+from potluck._core.settings import Settings
+from potluck._core.types import Engine, Group
 from potluck.errors import OperationTimeout
-from potluck.settings import Settings
-from potluck.types import Engine, Group
 from support.worlds import run_all
 
 pytest.importorskip("torch")

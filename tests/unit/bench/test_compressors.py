@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from potluck.bench import compression
+from potluck.cli.bench import compression
 
 ROOT = Path(__file__).parents[3]
 

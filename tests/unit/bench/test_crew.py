@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from potluck.bench.crew import Crew
-from potluck.bench.peers import PEERS
-from potluck.bench.placement import BenchError
+from potluck.cli.bench.crew import Crew
+from potluck.cli.bench.peers import PEERS
+from potluck.cli.bench.placement import BenchError
 
 _WORKER = """
 import os, sys
-from potluck.bench.channel import Channel
+from potluck.cli.bench.channel import Channel
 channel = Channel.connect(
     os.environ["BENCH_ADDRESS"], token=os.environ["BENCH_TOKEN"],
     rank=int(os.environ["RANK"]), world_size=2,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from potluck.bench import operations
+from potluck.cli.bench import operations
 from potluck.testing.world import run_world
 
 NAMES = {

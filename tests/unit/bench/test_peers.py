@@ -7,10 +7,10 @@ import inspect
 
 import pytest
 
-from potluck import native
-from potluck.bench.peers import PEERS, Competitor, missing
-from potluck.context.collectives import Collectives
-from potluck.settings import Settings, environment_name
+from potluck._core import native
+from potluck._core.context.collectives import Collectives
+from potluck._core.settings import Settings, environment_name
+from potluck.cli.bench.peers import PEERS, Competitor, missing
 
 
 def test_a_missing_package_comes_with_its_command() -> None:

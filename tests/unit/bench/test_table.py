@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from potluck.bench.table import Table, best_of, is_right
+from potluck.cli.bench.table import Table, best_of, is_right
 
 
 def cell(seconds: float, *, correct: bool = True, memory: int | None = None) -> dict[str, Any]:

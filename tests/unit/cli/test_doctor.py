@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from potluck import native
+from potluck._core import native
 
 POTLUCK = Path(sys.executable).with_name("potluck")
 

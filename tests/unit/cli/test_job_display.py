@@ -11,6 +11,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from potluck._core.cluster.jobs.summary import RecoverySummary, Summary, WorkerSummary
+from potluck._core.wire.worker_link import JobState, Samples, WorkerStatus
 from potluck.cli.job_display import (
     LiveView,
     PlainView,
@@ -21,8 +23,6 @@ from potluck.cli.job_display import (
     print_summary,
     watcher_for,
 )
-from potluck.cluster.jobs.summary import RecoverySummary, Summary, WorkerSummary
-from potluck.wire.worker_link import JobState, Samples, WorkerStatus
 
 
 class Job:

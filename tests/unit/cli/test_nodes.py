@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from potluck._core.wire.facts import LinkFacts
+from potluck._core.wire.local import NodeInfo, NodesReply
+from potluck._core.wire.worker_link import JobState, WorkerStatus
 from potluck.cli import nodes
-from potluck.wire.facts import LinkFacts
-from potluck.wire.local import NodeInfo, NodesReply
-from potluck.wire.worker_link import JobState, WorkerStatus
 
 FIRST, SECOND = "a" * 64, "b" * 64
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from potluck._core.cluster.run import _run_by_agent, checked
+from potluck._core.wire.local import RunRequest
 from potluck.cli.run import idle_accelerators
-from potluck.cluster.run import _run_by_agent, checked
 from potluck.errors import ConfigurationError
-from potluck.wire.local import RunRequest
 
 
 def test_gpus_that_one_worker_leaves_idle_are_named_with_what_uses_them() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from potluck._core.wire.local import ServiceInfo, ServicesReply
+from potluck._core.wire.served import ServedService
 from potluck.cli.services import _show
-from potluck.wire.local import ServiceInfo, ServicesReply
-from potluck.wire.served import ServedService
 
 
 def test_a_table_names_services_machines_and_nodes_that_are_silent(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from potluck._core.wire.worker_link import JobState, Samples
 from potluck.cli.status import _show
-from potluck.wire.worker_link import JobState, Samples
 
 
 @pytest.mark.parametrize(

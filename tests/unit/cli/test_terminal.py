@@ -6,10 +6,10 @@ import math
 
 import pytest
 
+from potluck._core.cluster.fetch import Found, Machine
+from potluck._core.wire.results import JobFiles
 from potluck.cli.fetch import _show
 from potluck.cli.terminal import date
-from potluck.cluster.fetch import Found, Machine
-from potluck.wire.results import JobFiles
 
 NODE = "b2" * 32
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import typer
 
+from potluck._core.cluster.node_agent import NodeAgent
+from potluck._core.settings import Settings
 from potluck.cli import up
-from potluck.cluster.node_agent import NodeAgent
 from potluck.errors import ConfigurationError
-from potluck.settings import Settings
 
 WAIT_S = 20.0
 

@@ -8,14 +8,14 @@ from typing import Any, cast
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from potluck.cluster.admission_exchange import AdmissionExchange
-from potluck.cluster.trust import operator
-from potluck.cluster.trust.admission_file import AdmissionFile
-from potluck.cluster.trust.admissions import Admissions
-from potluck.cluster.trust.secret import load_secret
-from potluck.settings import Settings
-from potluck.transport.credentials import make_credentials, namespace_of, node_id_of
-from potluck.wire.admissions import Secret, SecretWanted
+from potluck._core.cluster.admission_exchange import AdmissionExchange
+from potluck._core.cluster.trust import operator
+from potluck._core.cluster.trust.admission_file import AdmissionFile
+from potluck._core.cluster.trust.admissions import Admissions
+from potluck._core.cluster.trust.secret import load_secret
+from potluck._core.settings import Settings
+from potluck._core.transport.credentials import make_credentials, namespace_of, node_id_of
+from potluck._core.wire.admissions import Secret, SecretWanted
 
 
 class Links:

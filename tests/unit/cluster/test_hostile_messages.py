@@ -13,19 +13,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from potluck.cluster.home.node_state import NodeState
-from potluck.cluster.jobs.early import OF_ALL_NODES, EarlyOrders
-from potluck.cluster.jobs.groups import membership
-from potluck.cluster.jobs.groups.roster import JobPolicy
-from potluck.cluster.membership.failure_detector import MAX_PEERS
-from potluck.cluster.membership.guard import MAX_RESIGNED
-from potluck.cluster.topology.survey import Survey
-from potluck.errors import ProtocolError
-from potluck.types import Member
-from potluck.wire import facts, greeting, jobs, local, peers, roster, worker_link
-from potluck.wire import nodes as wire
-from potluck.wire.format import MessageFormat
-from potluck.wire.nodes import (
+from potluck._core.cluster.home.node_state import NodeState
+from potluck._core.cluster.jobs.early import OF_ALL_NODES, EarlyOrders
+from potluck._core.cluster.jobs.groups import membership
+from potluck._core.cluster.jobs.groups.roster import JobPolicy
+from potluck._core.cluster.membership.failure_detector import MAX_PEERS
+from potluck._core.cluster.membership.guard import MAX_RESIGNED
+from potluck._core.cluster.topology.survey import Survey
+from potluck._core.types import Member
+from potluck._core.wire import facts, greeting, jobs, local, peers, roster, worker_link
+from potluck._core.wire import nodes as wire
+from potluck._core.wire.format import MessageFormat
+from potluck._core.wire.nodes import (
     MAX_HISTORIES,
     MAX_VIEW_BYTES,
     HistoryRecord,
@@ -35,6 +34,7 @@ from potluck.wire.nodes import (
     StableRecord,
     View,
 )
+from potluck.errors import ProtocolError
 from support.cluster_sim.liars import over_the_wire
 from support.hostile import Hostile
 from support.membership_story import Member3, Story, view

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from potluck.cluster.names import NodeNames
+from potluck._core.cluster.names import NodeNames
 
 ADA, BOB, EVE = "1f" * 32, "2e" * 32, "3d" * 32
 

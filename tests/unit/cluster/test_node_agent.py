@@ -14,25 +14,25 @@ from typing import Any
 import msgspec
 import pytest
 
-from potluck.cluster import admission_exchange
-from potluck.cluster.discovery.static import StaticPeers
-from potluck.cluster.home import node_state
-from potluck.cluster.home.node_state import AgentRecord, NodeState, find_agent
-from potluck.cluster.links.local import ask_agent
-from potluck.cluster.links.peers import KIND
-from potluck.cluster.node_agent import NodeAgent
-from potluck.cluster.trust import keyring, operator
-from potluck.cluster.trust.admission_file import AdmissionFile
-from potluck.cluster.trust.admissions import sign
-from potluck.cluster.trust.credentials import load_admissions
-from potluck.cluster.trust.identity import load_or_create_identity
+from potluck._core.cluster import admission_exchange
+from potluck._core.cluster.discovery.static import StaticPeers
+from potluck._core.cluster.home import node_state
+from potluck._core.cluster.home.node_state import AgentRecord, NodeState, find_agent
+from potluck._core.cluster.links.local import ask_agent
+from potluck._core.cluster.links.peers import KIND
+from potluck._core.cluster.node_agent import NodeAgent
+from potluck._core.cluster.trust import keyring, operator
+from potluck._core.cluster.trust.admission_file import AdmissionFile
+from potluck._core.cluster.trust.admissions import sign
+from potluck._core.cluster.trust.credentials import load_admissions
+from potluck._core.cluster.trust.identity import load_or_create_identity
+from potluck._core.settings import Settings
+from potluck._core.transport import aio
+from potluck._core.transport.credentials import namespace_of
+from potluck._core.wire import admissions, local
+from potluck._core.wire.greeting import Hello
+from potluck._core.wire.nodes import StableRecord
 from potluck.errors import ConfigurationError, IdentityError, Refused
-from potluck.settings import Settings
-from potluck.transport import aio
-from potluck.transport.credentials import namespace_of
-from potluck.wire import admissions, local
-from potluck.wire.greeting import Hello
-from potluck.wire.nodes import StableRecord
 from support.clusters import admit, ban, found_cluster
 from support.disk import changes_by_this_thread
 
@@ -142,7 +142,7 @@ class Cluster(contextlib.AsyncExitStack):
 
 
 def tells(node: Running, other: Running) -> None:
-    from potluck.cluster.discovery.advert import Hint
+    from potluck._core.cluster.discovery.advert import Hint
 
     node.agent.links.heard(Hint("127.0.0.1", other.agent.port, "static"))
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from potluck.cluster.node_agent import NodeAgent
+from potluck._core.cluster.node_agent import NodeAgent
+from potluck._core.settings import Settings
+from potluck._core.transport import aio
+from potluck._core.wire.greeting import Hello
 from potluck.errors import Refused
-from potluck.settings import Settings
-from potluck.transport import aio
-from potluck.wire.greeting import Hello
 
 
 @contextlib.asynccontextmanager

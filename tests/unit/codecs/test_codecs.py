@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.codecs import NAMES, Codec, check_dtype, codec_of, kernels
+from potluck._core.codecs import NAMES, Codec, check_dtype, codec_of, kernels
 
 CODECS = [codec_of(name) for name in NAMES]
 lengths = st.integers(0, 1000)

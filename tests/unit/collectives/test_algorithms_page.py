@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from potluck.collectives.choose import choose
-from potluck.collectives.links import LinkModel, Wire
-from potluck.collectives.plan import Action, Algorithm, Operation
-from potluck.collectives.registry import algorithms_for, make_plan
-from potluck.collectives.simulate import chunk_sizes, simulate
-from potluck.types import ReduceOp
+from potluck._core.collectives.choose import choose
+from potluck._core.collectives.links import LinkModel, Wire
+from potluck._core.collectives.plan import Action, Algorithm, Operation
+from potluck._core.collectives.registry import algorithms_for, make_plan
+from potluck._core.collectives.simulate import chunk_sizes, simulate
+from potluck._core.types import ReduceOp
 
 PAGE = Path(__file__).parents[3] / "docs" / "algorithms.md"
 BEGIN, END = "<!-- computed: {} -->", "<!-- end of {} -->"

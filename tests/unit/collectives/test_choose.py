@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from potluck.collectives import choose
-from potluck.collectives.choose import (
+from potluck._core.collectives import choose
+from potluck._core.collectives.choose import (
     ROTATED,
     Chooser,
     _choose,
@@ -16,12 +16,12 @@ from potluck.collectives.choose import (
     estimate,
     least_seconds,
 )
-from potluck.collectives.doubling import MAX_BYTES
-from potluck.collectives.links import LINKS, LinkModel, Wire
-from potluck.collectives.plan import Action, Algorithm, Operation, Plan
-from potluck.collectives.registry import algorithms_for, make_plan
-from potluck.collectives.simulate import simulate
-from potluck.types import Engine, Group, Member, ReduceOp
+from potluck._core.collectives.doubling import MAX_BYTES
+from potluck._core.collectives.links import LINKS, LinkModel, Wire
+from potluck._core.collectives.plan import Action, Algorithm, Operation, Plan
+from potluck._core.collectives.registry import algorithms_for, make_plan
+from potluck._core.collectives.simulate import simulate
+from potluck._core.types import Engine, Group, Member, ReduceOp
 
 DEFAULT = LINKS[Engine.NATIVE]
 PAIRS = [(operation, a) for operation in Operation for a in algorithms_for(operation)]

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from potluck.collectives.choose import Chooser, estimate, fastest
-from potluck.collectives.links import LINKS, Sites, measured_links, named_sites, sites_of
-from potluck.collectives.plan import Action, Algorithm, Operation, Plan
-from potluck.collectives.registry import ROOTED, algorithms_for, build_plan, make_plan
-from potluck.collectives.simulate import chunk_sizes, simulate
-from potluck.collectives.verify import verify
-from potluck.engine.arrays.coding import coded_steps, takers_of
-from potluck.types import Engine, Group, MeasuredPath, Member, ReduceOp
+from potluck._core.collectives.choose import Chooser, estimate, fastest
+from potluck._core.collectives.links import LINKS, Sites, measured_links, named_sites, sites_of
+from potluck._core.collectives.plan import Action, Algorithm, Operation, Plan
+from potluck._core.collectives.registry import ROOTED, algorithms_for, build_plan, make_plan
+from potluck._core.collectives.simulate import chunk_sizes, simulate
+from potluck._core.collectives.verify import verify
+from potluck._core.engine.arrays.coding import coded_steps, takers_of
+from potluck._core.types import Engine, Group, MeasuredPath, Member, ReduceOp
 
 LAYOUTS = st.lists(st.integers(-2, 4), min_size=2, max_size=16).map(tuple)
 

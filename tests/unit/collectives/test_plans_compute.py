@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from potluck.collectives.plan import Action, Algorithm, Operation, Plan
-from potluck.collectives.registry import ROOTED, algorithms_for, make_plan
+from potluck._core.collectives.plan import Action, Algorithm, Operation, Plan
+from potluck._core.collectives.registry import ROOTED, algorithms_for, make_plan
 
 Array = NDArray[np.float64]
 COMPUTING = [operation for operation in Operation if operation is not Operation.BARRIER]

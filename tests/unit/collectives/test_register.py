@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from potluck import collectives
-from potluck.collectives import Action, Draft, Operation, Rank, Step, VerificationError
-from potluck.collectives.plan import Algorithm
-from potluck.collectives.registry import digest
+from potluck._core import collectives
+from potluck._core.collectives import Action, Draft, Operation, Rank, Step, VerificationError
+from potluck._core.collectives.plan import Algorithm
+from potluck._core.collectives.registry import digest
 
 
 def through_rank_0(rank: Rank) -> Draft:

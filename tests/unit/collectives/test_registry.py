@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from potluck.collectives.plan import Algorithm, Operation
-from potluck.collectives.registry import ROOTED, algorithms_for, make_plan
+from potluck._core.collectives.plan import Algorithm, Operation
+from potluck._core.collectives.registry import ROOTED, algorithms_for, make_plan
 
 PAIRS = [(operation, a) for operation in Operation for a in algorithms_for(operation)]
 WITHOUT = {

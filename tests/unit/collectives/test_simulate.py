@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from potluck.collectives.links import LINKS, LinkModel, Wire
-from potluck.collectives.plan import Algorithm, Operation, Plan
-from potluck.collectives.registry import algorithms_for, build_plan, make_plan
-from potluck.collectives.simulate import chunk_sizes, simulate, simulate_rotated
-from potluck.types import Engine
+from potluck._core.collectives.links import LINKS, LinkModel, Wire
+from potluck._core.collectives.plan import Algorithm, Operation, Plan
+from potluck._core.collectives.registry import algorithms_for, build_plan, make_plan
+from potluck._core.collectives.simulate import chunk_sizes, simulate, simulate_rotated
+from potluck._core.types import Engine
 
 DEFAULT = LINKS[Engine.NATIVE]
 ALPHA, BETA, GAMMA = 1e-3, 1e-8, 3e-9

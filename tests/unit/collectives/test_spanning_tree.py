@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from potluck.collectives.plan import Algorithm, Operation, Plan
-from potluck.collectives.registry import ROOTED, build_plan, crossing
-from potluck.collectives.spanning_tree import Cut, connects, cut_of
-from potluck.collectives.verify import verify
+from potluck._core.collectives.plan import Algorithm, Operation, Plan
+from potluck._core.collectives.registry import ROOTED, build_plan, crossing
+from potluck._core.collectives.spanning_tree import Cut, connects, cut_of
+from potluck._core.collectives.verify import verify
 
 TREE = Algorithm.SPANNING_TREE
 

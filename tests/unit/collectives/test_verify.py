@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from potluck.collectives.plan import Action, Algorithm, Operation, Plan, Step
-from potluck.collectives.registry import ROOTED, algorithms_for, build_plan, make_plan
-from potluck.collectives.verify import VerificationError, verify
+from potluck._core.collectives.plan import Action, Algorithm, Operation, Plan, Step
+from potluck._core.collectives.registry import ROOTED, algorithms_for, build_plan, make_plan
+from potluck._core.collectives.verify import VerificationError, verify
 
 PAIRS = [(operation, a) for operation in Operation for a in algorithms_for(operation)]
 SEND, COPY, REDUCE = Action

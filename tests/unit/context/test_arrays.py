@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from potluck.context.arrays import adapt, empty_like
+from potluck._core.context.arrays import adapt, empty_like
 
 
 def test_contiguous_memory_is_used_as_it_is() -> None:

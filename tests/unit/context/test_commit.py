@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from potluck.context.commit import Standing, Vote, reconcile, tally
+from potluck._core.context.commit import Standing, Vote, reconcile, tally
 
 # ---------------------------------------------------------------- one vote per rank
 

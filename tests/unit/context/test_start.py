@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import potluck
-from potluck.context.start import BACKENDS
+from potluck._core.context.start import BACKENDS
 from potluck.errors import ConfigurationError, MissingDependency
 from support.ports import reserved_ports
 
@@ -152,7 +152,7 @@ def test_mpi_in_another_world_than_the_launchers_is_refused(
         def Get_library_version() -> str:
             return "Open MPI v4, package: X\n"
 
-    monkeypatch.setattr("potluck.backends.mpi._load", lambda: Mpi)
+    monkeypatch.setattr("potluck._core.backends.mpi._load", lambda: Mpi)
     with pytest.raises(
         ConfigurationError, match="MPI sees a world of 1, but environment started 4"
     ):

@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from potluck import native
-from potluck.engine.arrays.layout import Buffers
-from potluck.engine.failures import hang_detection
-from potluck.engine.failures.group_state import GroupState
-from potluck.engine.loop import connection, connections, flow_control, mailbox, running
-from potluck.engine.loop.compiled import CompiledPlan
-from potluck.engine.loop.running import as_bytes
-from potluck.engine.work import Work
-from potluck.metrics import LinkMeter
-from potluck.transport.link import Link
-from potluck.types import Group, Member
-from potluck.wire.frames import Frame, Kind
+from potluck._core import native
+from potluck._core.engine.arrays.layout import Buffers
+from potluck._core.engine.failures import hang_detection
+from potluck._core.engine.failures.group_state import GroupState
+from potluck._core.engine.loop import connection, connections, flow_control, mailbox, running
+from potluck._core.engine.loop.compiled import CompiledPlan
+from potluck._core.engine.loop.running import as_bytes
+from potluck._core.engine.work import Work
+from potluck._core.metrics import LinkMeter
+from potluck._core.transport.link import Link
+from potluck._core.types import Group, Member
+from potluck._core.wire.frames import Frame, Kind
 
 CHECKOUT = Path(__file__).parents[3]
 

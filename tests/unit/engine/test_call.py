@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from potluck.collectives.plan import Algorithm, Operation
-from potluck.engine.call import Call
-from potluck.types import ReduceOp
+from potluck._core.collectives.plan import Algorithm, Operation
+from potluck._core.engine.call import Call
+from potluck._core.types import ReduceOp
 
 CALL = Call(Operation.REDUCE, Algorithm.TREE, "float32", (2, 3), ReduceOp.SUM, 1, 1024, (0, 2))
 

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from potluck import collectives
-from potluck.codecs import codec_of
-from potluck.collectives import Draft, Rank, VerificationError, centralized
-from potluck.collectives.plan import Algorithm, Operation
-from potluck.engine.arrays.coding import Encoding
-from potluck.engine.compiler import Compiler
-from potluck.engine.request import Request
-from potluck.types import Group, Member, ReduceOp
+from potluck._core import collectives
+from potluck._core.codecs import codec_of
+from potluck._core.collectives import Draft, Rank, VerificationError, centralized
+from potluck._core.collectives.plan import Algorithm, Operation
+from potluck._core.engine.arrays.coding import Encoding
+from potluck._core.engine.compiler import Compiler
+from potluck._core.engine.request import Request
+from potluck._core.types import Group, Member, ReduceOp
 
 MEMBERS = tuple(Member(str(rank), node=str(rank)) for rank in range(3))
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from potluck.collectives.plan import Algorithm, Operation
-from potluck.engine.call import Call
-from potluck.engine.fingerprint import OPERATIONS, describe, undescribed
-from potluck.types import ReduceOp
-from potluck.wire.dtypes import NAMES
+from potluck._core.collectives.plan import Algorithm, Operation
+from potluck._core.engine.call import Call
+from potluck._core.engine.fingerprint import OPERATIONS, describe, undescribed
+from potluck._core.types import ReduceOp
+from potluck._core.wire.dtypes import NAMES
 
 CALL = Call(Operation.ALL_REDUCE, Algorithm.TREE, "float32", (2, 3), ReduceOp.SUM)
 

@@ -15,17 +15,17 @@ from functools import partial
 import numpy as np
 import pytest
 
-from potluck.backends import cut_links
-from potluck.backends.tcp import TcpBase
-from potluck.collectives.plan import Operation
-from potluck.engine import mesh
-from potluck.engine.communicator import Communicator
-from potluck.engine.request import Request
+from potluck._core.backends import cut_links
+from potluck._core.backends.tcp import TcpBase
+from potluck._core.collectives.plan import Operation
+from potluck._core.engine import mesh
+from potluck._core.engine.communicator import Communicator
+from potluck._core.engine.request import Request
+from potluck._core.settings import Settings
+from potluck._core.transport.handshake import connect
+from potluck._core.types import Group, Member, ReduceOp
+from potluck._core.wire.greeting import Hello
 from potluck.errors import ConfigurationError, Desync, GroupError, PeerLost, Refused
-from potluck.settings import Settings
-from potluck.transport.handshake import connect
-from potluck.types import Group, Member, ReduceOp
-from potluck.wire.greeting import Hello
 from support.links import new_credentials
 from support.ports import reserved_ports
 from support.worlds import run_all, tcp_backends

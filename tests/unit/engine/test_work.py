@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from potluck.engine.work import Together, Work, again, finished
+from potluck._core.engine.work import Together, Work, again, finished
 from potluck.errors import OperationTimeout, PeerLost
 
 

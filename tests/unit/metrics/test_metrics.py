@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from potluck.metrics import Metrics
-from potluck.metrics.histogram import Histogram
+from potluck._core.metrics import Metrics
+from potluck._core.metrics.histogram import Histogram
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -129,7 +129,7 @@ def test_two_contexts_of_one_process_share_nothing() -> None:
 
 def test_recording_and_stats_do_not_import_prometheus() -> None:
     script = (
-        "import sys; from potluck.metrics import Metrics; m = Metrics();"
+        "import sys; from potluck._core.metrics import Metrics; m = Metrics();"
         "m.observe('all_reduce', 'ring', 8, 0.1); m.stats();"
         "assert 'prometheus_client' not in sys.modules; m.exposition();"
         "assert 'prometheus_client' in sys.modules"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from potluck import native
+from potluck._core import native
 
 SETS = native.core.kernel_sets() if native.available else []
 

@@ -1,4 +1,4 @@
-"""The native codecs against their twins in potluck.codecs, bit by bit."""
+"""The native codecs against their twins in potluck._core.codecs, bit by bit."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from potluck import native
-from potluck.codecs import NAMES, Codec, codec_of
+from potluck._core import native
+from potluck._core.codecs import NAMES, Codec, codec_of
 from support.arrays import odd_array, same_bits
 
 pytestmark = [

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from potluck import native
+from potluck._core import native
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or not native.available, reason="needs the native core on Linux"

@@ -28,5 +28,5 @@ def test_without_a_compiler_the_install_goes_on(tmp_path: Path) -> None:
     [wheel] = tmp_path.iterdir()
     assert wheel.name.endswith("-py3-none-any.whl")
     names = ZipFile(wheel).namelist()
-    assert "potluck/native.py" in names
+    assert "potluck/_core/native.py" in names
     assert [name for name in names if name.endswith((".so", ".pyd"))] == []

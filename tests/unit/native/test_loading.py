@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import potluck
-from potluck import native
+from potluck._core import native
 
 needs_core = pytest.mark.skipif(not native.available, reason=f"no native core: {native.reason}")
 
@@ -46,12 +46,12 @@ def test_an_extension_built_beside_another_stub_is_an_error(
 def test_an_older_build_ends_the_import_and_names_the_command_that_rebuilds() -> None:
     script = (
         "import sys, types\n"
-        "import potluck.version\n"
-        "older = types.ModuleType('potluck._native')\n"
+        "import potluck._core.version\n"
+        "older = types.ModuleType('potluck._core._native')\n"
         "older.__file__ = '/where/_native.so'\n"
-        "older.version = potluck.version.VERSION\n"
-        "sys.modules['potluck._native'] = older\n"
-        "import potluck.native"
+        "older.version = potluck._core.version.VERSION\n"
+        "sys.modules['potluck._core._native'] = older\n"
+        "import potluck._core.native"
     )
     run = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=200
@@ -65,7 +65,7 @@ def test_an_older_build_ends_the_import_and_names_the_command_that_rebuilds() ->
 def test_a_broken_extension_is_a_sentence_not_a_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(sys.modules, "potluck._native", raising=False)
+    monkeypatch.delitem(sys.modules, "potluck._core._native", raising=False)
     broken = tmp_path / "_native.so"
     broken.write_bytes(b"no shared object")
     loaded = native.load(str(broken))
@@ -77,7 +77,7 @@ MISSING = """
 import sys
 class Missing:
     def find_spec(self, name, path=None, target=None):
-        if name == 'potluck._native':
+        if name == 'potluck._core._native':
             raise ModuleNotFoundError('no', name=name)
 sys.meta_path.insert(0, Missing())
 """
@@ -94,7 +94,7 @@ def without_extension(script: str, *arguments: str) -> subprocess.CompletedProce
 
 
 def test_without_the_extension_the_reason_names_the_compiler() -> None:
-    script = "from potluck import native\nprint(native.available, native.describe())"
+    script = "from potluck._core import native\nprint(native.available, native.describe())"
     said = without_extension(script).stdout
     assert said.startswith("False Python (it was not built: no working C++20 compiler")
 

@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from potluck import native
+from potluck._core import native
 
 pytestmark = pytest.mark.skipif(
     not hasattr(native.core, "ProgressLoop") or sys.platform == "win32",

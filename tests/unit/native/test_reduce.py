@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from potluck import native
-from potluck.engine.arrays import reduction
-from potluck.types import ReduceOp
-from potluck.wire.dtypes import code_of
+from potluck._core import native
+from potluck._core.engine.arrays import reduction
+from potluck._core.types import ReduceOp
+from potluck._core.wire.dtypes import code_of
 from support.arrays import DTYPES, Array, odd_array, same_bits
 
 pytestmark = pytest.mark.usefixtures("kernel_set")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from potluck import native
+from potluck._core import native
 from potluck.compressors import TopK
 from potluck.compressors.selection import Sizes, select, select_in_python
 from support.arrays import odd_array, same_bits

@@ -8,12 +8,12 @@ import sys
 import numpy as np
 import pytest
 
-from potluck import native
-from potluck.collectives.plan import Operation
-from potluck.engine.fingerprint import OPERATIONS, REDUCTIONS
-from potluck.transport import memory
-from potluck.types import ReduceOp
-from potluck.wire.dtypes import code_of
+from potluck._core import native
+from potluck._core.collectives.plan import Operation
+from potluck._core.engine.fingerprint import OPERATIONS, REDUCTIONS
+from potluck._core.transport import memory
+from potluck._core.types import ReduceOp
+from potluck._core.wire.dtypes import code_of
 
 pytestmark = pytest.mark.skipif(
     not native.available or sys.platform != "linux", reason="needs the native core and a memfd"

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 import potluck
-from potluck import native
+from potluck._core import native
 
-STUB = Path(potluck.__file__).parent / "_native.pyi"
+STUB = Path(potluck.__file__).parent / "_core" / "_native.pyi"
 
 
 def names(tree: ast.Module | ast.ClassDef, prefix: str = "") -> set[str]:
@@ -42,7 +42,7 @@ def names(tree: ast.Module | ast.ClassDef, prefix: str = "") -> set[str]:
 @pytest.mark.skipif(not native.available, reason="there is no native core")
 def test_the_stub_has_the_names_of_the_extension(tmp_path: Path) -> None:
     pytest.importorskip("nanobind")
-    command = (sys.executable, "-m", "nanobind.stubgen", "-q", "-m", "potluck._native")
+    command = (sys.executable, "-m", "nanobind.stubgen", "-q", "-m", "potluck._core._native")
     subprocess.run([*command, "-O", str(tmp_path)], check=True, timeout=200)
     built = names(ast.parse((tmp_path / "_native.pyi").read_text()))
     written = names(ast.parse(STUB.read_text()))

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from potluck._core.types import Group, Member
 from potluck.checkpoint import CheckpointStore
 from potluck.checkpoint import files as files_module
 from potluck.errors import CheckpointError
@@ -23,7 +24,6 @@ from potluck.parameter_server.layout import layout_of
 from potluck.parameter_server.model import Gradient
 from potluck.parameter_server.replica import Replica
 from potluck.services.presence import Presence
-from potluck.types import Group, Member
 
 ALONE = Group(1, 0, (Member("0"),))
 

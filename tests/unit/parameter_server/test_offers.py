@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from potluck._core.types import Group, Member
 from potluck.errors import ProtocolError
 from potluck.parameter_server import SGD, Asynchronous, Synchronous
 from potluck.parameter_server.entries import Save, encode
@@ -19,7 +20,6 @@ from potluck.parameter_server.replica import Replica
 from potluck.parameter_server.signals import AskAgain, OutOfStep
 from potluck.services import Call
 from potluck.services.presence import Presence
-from potluck.types import Group, Member
 
 SERVERS = ("0", "1")
 GROUP = Group(1, 0, (Member("0"), Member("1"), Member("2")))

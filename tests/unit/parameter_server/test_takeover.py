@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from potluck._core.types import Group, Member
 from potluck.errors import HandlerError, PotluckError, ServiceLost
 from potluck.parameter_server import SGD, Asynchronous, ElasticAveraging, Synchronous
 from potluck.parameter_server import leader as leader_module
@@ -29,7 +30,6 @@ from potluck.parameter_server.replica import Replica
 from potluck.parameter_server.signals import AskAgain, OutOfStep
 from potluck.services import Call, waits
 from potluck.services.presence import Presence
-from potluck.types import Group, Member
 from support.momentum import value_of_version
 
 NAMES = [f"layer{number}.weight" for number in range(8)]

@@ -8,11 +8,11 @@ import time
 
 import pytest
 
-from potluck.backends.doors import Caller, LocalDoor, LocalDoors, Objection, Take
+from potluck._core.backends.doors import Caller, LocalDoor, LocalDoors, Objection, Take
+from potluck._core.transport.bulk import BulkLink, socket_pair
+from potluck._core.types import Group, Member
 from potluck.errors import UnknownService
 from potluck.services import Call, Services, access, service
-from potluck.transport.bulk import BulkLink, socket_pair
-from potluck.types import Group, Member
 
 
 @service("s")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from potluck._core.wire.local import ServiceInfo, ServicesReply
+from potluck._core.wire.served import MAX_METHODS, ServedService
 from potluck.services.definition import service, services_of
 from potluck.services.node import _elsewhere, _is_on, _told
-from potluck.wire.local import ServiceInfo, ServicesReply
-from potluck.wire.served import MAX_METHODS, ServedService
 
 ADA, EVE = "ad" * 32, "ee" * 32
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from potluck._core.transport.bulk import BulkLink, socket_pair
 from potluck.errors import LinkError
 from potluck.services.memory import Blocks
 from potluck.services.pool import AllInUseError, Connection, Pool
-from potluck.transport.bulk import BulkLink, socket_pair
 
 LATE_S = 20.0
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from potluck._core.types import Group, Member
 from potluck.services import Call
 from potluck.services import presence as module
 from potluck.services.presence import Presence
-from potluck.types import Group, Member
 
 
 def call_of(worker: str) -> Call:

@@ -16,7 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from potluck.backends.doors import Caller
+from potluck._core.backends.doors import Caller
+from potluck._core.system import wait_ready
+from potluck._core.transport.bulk import BulkLink, socket_pair
+from potluck._core.wire.payload import Packed, pack
+from potluck._core.wire.services import Reply, Request, encode
 from potluck.errors import LinkError, ServiceLost
 from potluck.services import Call, busy, service
 from potluck.services import server as server_module
@@ -28,10 +32,6 @@ from potluck.services.memory import Blocks
 from potluck.services.poller import Poller, poller
 from potluck.services.pool import Connection
 from potluck.services.server import CLOSE_S, NUM_THREADS, Server
-from potluck.system import wait_ready
-from potluck.transport.bulk import BulkLink, socket_pair
-from potluck.wire.payload import Packed, pack
-from potluck.wire.services import Reply, Request, encode
 
 MIB = 1 << 20
 LATE_S = 20.0

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from potluck.backends.local import LocalBackend
+from potluck._core.backends.local import LocalBackend
+from potluck._core.context import DistributedContext
+from potluck._core.types import Member
 from potluck.compressors import Int
-from potluck.context import DistributedContext
 from potluck.torch import DDP, DataParallel, ElasticLoop, LocalSGD, planning
-from potluck.types import Member
 
 X = torch.ones(8, 3)
 

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from potluck.collectives.plan import Operation
-from potluck.context import DistributedContext
-from potluck.engine.request import Request
+from potluck._core.collectives.plan import Operation
+from potluck._core.context import DistributedContext
+from potluck._core.engine.request import Request
 from potluck.errors import Desync, OperationTimeout, PeerLost, RemoteError
 from potluck.testing.world import WorldError, run_world
 from potluck.torch.process_group.default_timeout import replace_set_timeout

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from potluck.context import DistributedContext
+from potluck._core.context import DistributedContext
 from potluck.testing.world import run_world
 from potluck.torch.process_group import staging
 from potluck.torch.process_group.comms import Comms

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from potluck.autoload import _watched
+from potluck._core.autoload import _watched
 from potluck.torch.process_group.rendezvous_waits import watch
 
 LIMIT = timedelta(seconds=20)

@@ -14,19 +14,19 @@ pytest.importorskip("torch")
 
 import torch.distributed as dist
 
-from potluck.engine.mesh import Switchboard
+from potluck._core.engine.mesh import Switchboard
+from potluck._core.transport.blocking import receive, send_all
+from potluck._core.transport.handshake import connect
+from potluck._core.transport.listener import Listener
+from potluck._core.transport.tcp import TcpLink
+from potluck._core.types import Group, Member
+from potluck._core.wire.greeting import Hello
 from potluck.errors import LinkError, Refused
 from potluck.torch.process_group.store import LinkStore
 from potluck.torch.process_group.store_client import StoreClient
 from potluck.torch.process_group.store_messages import ANSWER, KIND, REQUEST, StoreRequest
 from potluck.torch.process_group.store_server import StoreServer
 from potluck.torch.process_group.store_values import KEY_OVERHEAD
-from potluck.transport.blocking import receive, send_all
-from potluck.transport.handshake import connect
-from potluck.transport.listener import Listener
-from potluck.transport.tcp import TcpLink
-from potluck.types import Group, Member
-from potluck.wire.greeting import Hello
 from support.links import new_credentials
 
 EPOCH = 5

@@ -10,14 +10,14 @@ import pytest
 
 pytest.importorskip("torch")
 
-from potluck.backends.discovery import AutoDiscoveryBackend
-from potluck.backends.environment import EnvironmentBackend
-from potluck.backends.local import LocalBackend
+from potluck._core.backends.discovery import AutoDiscoveryBackend
+from potluck._core.backends.environment import EnvironmentBackend
+from potluck._core.backends.local import LocalBackend
+from potluck._core.types import Group, Member
 from potluck.errors import ConfigurationError, LinkError
 from potluck.torch.process_group.store_messages import StoreRequest
 from potluck.torch.process_group.store_server import StoreServer
 from potluck.torch.process_group.storeless import choose, rendezvous
-from potluck.types import Group, Member
 
 MPIRUN = {
     "OMPI_COMM_WORLD_RANK": "1",

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from potluck.context import DistributedContext
+from potluck._core.context import DistributedContext
 from potluck.training.metrics import average
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from potluck.context import DistributedContext
+from potluck._core.context import DistributedContext
 from potluck.testing.world import run_world
 from potluck.training.noise import NoiseBatching
 from potluck.training.pace import Pace

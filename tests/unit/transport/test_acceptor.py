@@ -10,16 +10,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from potluck.errors import ProtocolError
-from potluck.transport import aio
-from potluck.transport.acceptor import (
+from potluck._core.transport import aio
+from potluck._core.transport.acceptor import (
     Acceptor,
     Caller,
     Limits,
     Unauthenticated,
     listening_socket,
 )
-from potluck.transport.listener import Listener
+from potluck._core.transport.listener import Listener
+from potluck.errors import ProtocolError
 from support.knocking import do_knock
 from support.links import new_credentials
 

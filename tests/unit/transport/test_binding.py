@@ -8,18 +8,18 @@ import socket
 
 import pytest
 
-from potluck.cluster.discovery.configured import all_finders
-from potluck.cluster.discovery.interfaces import bound_interfaces, usable_interfaces
-from potluck.errors import ConfigurationError
-from potluck.settings import Settings, load_settings
-from potluck.transport import acceptor, aio, binding
-from potluck.transport.acceptor import is_port_taken, listening_at, listening_socket
-from potluck.transport.binding import (
+from potluck._core.cluster.discovery.configured import all_finders
+from potluck._core.cluster.discovery.interfaces import bound_interfaces, usable_interfaces
+from potluck._core.settings import Settings, load_settings
+from potluck._core.transport import acceptor, aio, binding
+from potluck._core.transport.acceptor import is_port_taken, listening_at, listening_socket
+from potluck._core.transport.binding import (
     address_for_others,
     addresses_of,
     listened_on,
     source_for,
 )
+from potluck.errors import ConfigurationError
 from support.ports import reserved_ports
 
 LO = next(each.name for each in usable_interfaces(loopback=True) if each.is_loopback)

@@ -12,14 +12,14 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from potluck.errors import SecurityError
-from potluck.transport.credentials import (
+from potluck._core.transport.credentials import (
     Credentials,
     era_of,
     identity_of_certificate,
     make_credentials,
     namespace_of,
 )
+from potluck.errors import SecurityError
 from support.links import new_credentials, tls_pair
 
 PSK = bytes(range(32))

@@ -12,19 +12,24 @@ from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from potluck.errors import Refused, SecurityError
-from potluck.transport import credentials as certificates
-from potluck.transport.credentials import (
+from potluck._core.transport import credentials as certificates
+from potluck._core.transport.credentials import (
     Credentials,
     Identity,
     era_of,
     identity_of_certificate,
     node_id_of,
 )
-from potluck.transport.delegation import Delegation, decode_delegation, delegate, encode_delegation
-from potluck.transport.handshake import connect
-from potluck.transport.listener import Admission, Listener
-from potluck.wire.greeting import Hello, Welcome
+from potluck._core.transport.delegation import (
+    Delegation,
+    decode_delegation,
+    delegate,
+    encode_delegation,
+)
+from potluck._core.transport.handshake import connect
+from potluck._core.transport.listener import Admission, Listener
+from potluck._core.wire.greeting import Hello, Welcome
+from potluck.errors import Refused, SecurityError
 
 NODE, OTHER, WORKERS = (Ed25519PrivateKey.from_private_bytes(bytes([n] * 32)) for n in (1, 2, 3))
 ERAS = (era_of(bytes(32)),)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from potluck._core.transport.inproc import inproc_pair
 from potluck.errors import LinkError
-from potluck.transport.inproc import inproc_pair
 
 
 def test_a_pipe_holds_its_capacity_and_not_a_byte_more() -> None:

@@ -6,9 +6,8 @@ import itertools
 
 import pytest
 
-from potluck.errors import ProtocolError, WrongSecret
-from potluck.transport.credentials import era_of
-from potluck.transport.knock import (
+from potluck._core.transport.credentials import era_of
+from potluck._core.transport.knock import (
     ANSWER_BYTES,
     CALL_BYTES,
     MAX_ERAS,
@@ -16,6 +15,7 @@ from potluck.transport.knock import (
     Heard,
     Knock,
 )
+from potluck.errors import ProtocolError, WrongSecret
 
 ERAS = [era_of(bytes([number]) * 32) for number in range(10)]
 NONCE = 16

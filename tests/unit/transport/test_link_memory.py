@@ -16,11 +16,15 @@ import msgspec
 import numpy as np
 import pytest
 
+from potluck._core.transport.link_memory import (
+    OfferedLinkMemory,
+    map_link_memory,
+    offer_link_memory,
+)
+from potluck._core.transport.listener import Admission, Listener
+from potluck._core.transport.tcp import TcpLink
+from potluck._core.wire.greeting import Welcome
 from potluck.errors import LinkError, ProtocolError
-from potluck.transport.link_memory import OfferedLinkMemory, map_link_memory, offer_link_memory
-from potluck.transport.listener import Admission, Listener
-from potluck.transport.tcp import TcpLink
-from potluck.wire.greeting import Welcome
 from support.links import Blocking, new_credentials, psk, tls_pair
 
 PAGE = mmap.PAGESIZE
@@ -189,9 +193,9 @@ def test_another_user_of_the_machine_can_not_open_it(offered: OfferedLinkMemory)
 CHILD = """
 import os, signal, sys, time
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from potluck.transport.credentials import make_credentials
-from potluck.transport.handshake import connect
-from potluck.wire.greeting import Hello
+from potluck._core.transport.credentials import make_credentials
+from potluck._core.transport.handshake import connect
+from potluck._core.wire.greeting import Hello
 
 mine = make_credentials(bytes.fromhex(sys.argv[2]), Ed25519PrivateKey.generate())
 link, _ = connect(

@@ -21,6 +21,13 @@ from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from potluck._core.transport.acceptor import Limits
+from potluck._core.transport.credentials import Credentials, era_of
+from potluck._core.transport.handshake import connect, drive, read_greeting, tls_handshake
+from potluck._core.transport.knock import ANSWER_BYTES, CALL_BYTES, PROOF_BYTES, Knock
+from potluck._core.transport.listener import Admission, Listener
+from potluck._core.transport.tcp import TcpLink
+from potluck._core.wire.greeting import GREETING, Hello, Refusal, Welcome
 from potluck.errors import (
     ConfigurationError,
     LinkError,
@@ -30,13 +37,6 @@ from potluck.errors import (
     SecurityError,
     WrongSecret,
 )
-from potluck.transport.acceptor import Limits
-from potluck.transport.credentials import Credentials, era_of
-from potluck.transport.handshake import connect, drive, read_greeting, tls_handshake
-from potluck.transport.knock import ANSWER_BYTES, CALL_BYTES, PROOF_BYTES, Knock
-from potluck.transport.listener import Admission, Listener
-from potluck.transport.tcp import TcpLink
-from potluck.wire.greeting import GREETING, Hello, Refusal, Welcome
 from support.knocking import begin_knock, client_hello, knocked, raw, untrusting
 from support.links import Blocking, new_credentials, psk
 from support.ports import reserved_ports
@@ -489,7 +489,9 @@ def test_a_crowd_of_bad_callers_is_worth_one_log_line_a_second(
                 sock.sendall(STRANGERS["a long HTTP request"])
             assert read_to_end(sock) == b""
     seconds = time.monotonic() - begin
-    lines = [record for record in caplog.records if record.name == "potluck.transport.acceptor"]
+    lines = [
+        record for record in caplog.records if record.name == "potluck._core.transport.acceptor"
+    ]
     assert 1 <= len(lines) <= seconds + 1
 
 
@@ -798,7 +800,7 @@ def test_what_breaks_over_one_caller_ends_that_one_only(
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
-        patch.setattr("potluck.transport.listener.start_thread", no_thread)
+        patch.setattr("potluck._core.transport.listener.start_thread", no_thread)
         with pytest.raises(LinkError):
             call(host.port)
     assert "can't start new thread" in caplog.text

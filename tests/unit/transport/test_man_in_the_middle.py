@@ -9,11 +9,11 @@ import ssl
 
 import pytest
 
+from potluck._core.transport import aio
+from potluck._core.transport.credentials import Credentials
+from potluck._core.transport.knock import ANSWER_BYTES, CALL_BYTES, PROOF_BYTES
+from potluck._core.wire.greeting import GREETING, Greeting, Hello, Refusal, Welcome
 from potluck.errors import PotluckError, Refused, SecurityError
-from potluck.transport import aio
-from potluck.transport.credentials import Credentials
-from potluck.transport.knock import ANSWER_BYTES, CALL_BYTES, PROOF_BYTES
-from potluck.wire.greeting import GREETING, Greeting, Hello, Refusal, Welcome
 from support.figures import Figures
 from support.knocking import knocked_streams, raw, untrusting
 from support.links import new_credentials

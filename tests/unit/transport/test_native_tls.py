@@ -11,13 +11,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from potluck.context import DistributedContext
+from potluck._core.context import DistributedContext
+from potluck._core.settings import Settings
+from potluck._core.transport import credentials, native_tls
+from potluck._core.transport.native_tls import NativeContext, NativeTlsSocket
+from potluck._core.types import Group
 from potluck.errors import PeerLost
-from potluck.settings import Settings
 from potluck.testing.world import WorldError
-from potluck.transport import credentials, native_tls
-from potluck.transport.native_tls import NativeContext, NativeTlsSocket
-from potluck.types import Group
 from support.links import psk
 from support.proxy import RecordingProxy
 from support.worlds import World, open_world, tcp_backends

@@ -16,14 +16,14 @@ from random import Random
 import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from potluck._core.transport.handshake import connect
+from potluck._core.transport.listener import Admission, Listener
+from potluck._core.transport.native_tls import is_available
+from potluck._core.transport.record_tags import KEY_BYTES, RecordTags, agree, fresh_secret
+from potluck._core.transport.signed import OVERHEAD, RECORD_BYTES, NativeSignedLink, SignedLink
+from potluck._core.transport.tcp import TcpLink
+from potluck._core.wire.greeting import GREETING, SEALED, SIGNED, Greeting, Hello, Welcome
 from potluck.errors import LinkError, Refused
-from potluck.transport.handshake import connect
-from potluck.transport.listener import Admission, Listener
-from potluck.transport.native_tls import is_available
-from potluck.transport.record_tags import KEY_BYTES, RecordTags, agree, fresh_secret
-from potluck.transport.signed import OVERHEAD, RECORD_BYTES, NativeSignedLink, SignedLink
-from potluck.transport.tcp import TcpLink
-from potluck.wire.greeting import GREETING, SEALED, SIGNED, Greeting, Hello, Welcome
 from support.links import Blocking, new_credentials, signed_ends
 
 ENGINES = [False, *([True] if is_available() else [])]
@@ -104,7 +104,7 @@ def test_a_client_that_says_more_under_tls_than_hello_is_dropped(
 def test_a_client_that_sends_no_secret_gets_no_link(
     signed_server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("potluck.transport.handshake.fresh_secret", lambda: None)
+    monkeypatch.setattr("potluck._core.transport.handshake.fresh_secret", lambda: None)
     with caplog.at_level(logging.WARNING), pytest.raises(LinkError):
         signed_server.call(SIGNED)
     assert "the greeting of a signed link has no secret" in caplog.text

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from potluck._core.transport import tcp
 from potluck.errors import LinkError
-from potluck.transport import tcp
 from support.links import Blocking, tls_pair
 
 BOUND = 1_000_000

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from potluck.wire.dtypes import NAMES, code_of, dtype_of
+from potluck._core.wire.dtypes import NAMES, code_of, dtype_of
 
 
 def test_every_dtype_has_its_own_code_and_comes_back() -> None:

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from potluck._core.wire.facts import MEASURING, Load
+from potluck._core.wire.format import PREFIX_BYTES, MessageFormat
+from potluck._core.wire.greeting import GREETING, Refusal
+from potluck._core.wire.local import REPLY, REQUEST, JobNote, JobsRequest, NodesRequest
+from potluck._core.wire.peers import MESSAGE, NotHere
+from potluck._core.wire.roster import ROSTER
+from potluck._core.wire.worker_link import FROM_AGENT, TO_AGENT, Said, Stop
 from potluck.errors import ProtocolError
-from potluck.wire.facts import MEASURING, Load
-from potluck.wire.format import PREFIX_BYTES, MessageFormat
-from potluck.wire.greeting import GREETING, Refusal
-from potluck.wire.local import REPLY, REQUEST, JobNote, JobsRequest, NodesRequest
-from potluck.wire.peers import MESSAGE, NotHere
-from potluck.wire.roster import ROSTER
-from potluck.wire.worker_link import FROM_AGENT, TO_AGENT, Said, Stop
 
 FORMATS = [TO_AGENT, FROM_AGENT, MESSAGE, REQUEST, REPLY, MEASURING, GREETING, ROSTER]
 each_format = pytest.mark.parametrize("messages", FORMATS, ids=lambda each: each.name)

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.errors import ProtocolError
-from potluck.wire import frames
-from potluck.wire.frames import (
+from potluck._core.wire import frames
+from potluck._core.wire.frames import (
     EAGER_BYTES,
     FRAME_BYTES,
     IN_LINK_MEMORY,
@@ -28,6 +27,7 @@ from potluck.wire.frames import (
     encode_abort,
     encode_rts,
 )
+from potluck.errors import ProtocolError
 
 BOUNDS = {
     Kind.DATA: MAX_PAYLOAD,

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.errors import ProtocolError
-from potluck.wire.format import PREFIX_BYTES
-from potluck.wire.greeting import (
+from potluck._core.wire.format import PREFIX_BYTES
+from potluck._core.wire.greeting import (
     GREETING,
     MAX_GREETING,
     Greeting,
@@ -20,6 +19,7 @@ from potluck.wire.greeting import (
     Refusal,
     Welcome,
 )
+from potluck.errors import ProtocolError
 
 OFFER = LinkMemoryOffer("boot", 1234, 5, bytes(range(32)), 4, 1 << 20)
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from potluck import native
+from potluck._core import native
+from potluck._core.wire.msgpack_values import count_in_python, count_values
+from potluck._core.wire.payload import MAX_DEPTH, pack
 from potluck.errors import ProtocolError
-from potluck.wire.msgpack_values import count_in_python, count_values
-from potluck.wire.payload import MAX_DEPTH, pack
 from support.payloads import nested, scalars
 
 MANY = 1 << 60

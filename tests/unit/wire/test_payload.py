@@ -16,8 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.errors import ProtocolError
-from potluck.wire.payload import (
+from potluck._core.wire.payload import (
     MAX_DEPTH,
     MAX_HEADER_BYTES,
     MAX_VALUES,
@@ -25,6 +24,7 @@ from potluck.wire.payload import (
     pack,
     unpack,
 )
+from potluck.errors import ProtocolError
 from support.payloads import nested, scalars
 
 LIMIT = 1 << 20

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from potluck._core.types import Member
+from potluck._core.wire.format import PREFIX_BYTES
+from potluck._core.wire.roster import ROSTER
 from potluck.errors import ProtocolError
-from potluck.types import Member
-from potluck.wire.format import PREFIX_BYTES
-from potluck.wire.roster import ROSTER
 
 members = st.builds(
     Member,

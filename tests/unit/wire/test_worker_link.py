@@ -7,10 +7,10 @@ import pickle
 import msgspec
 import pytest
 
+from potluck._core.settings import load_settings
+from potluck._core.types import Member
+from potluck._core.wire import local, worker_link
 from potluck.errors import ConfigurationError, ProtocolError
-from potluck.settings import load_settings
-from potluck.types import Member
-from potluck.wire import local, worker_link
 
 FROM_WORKER = [
     worker_link.Ready("0", after_epoch=3, port=5, pid=7, host="h", local_rank=1, cause="c"),

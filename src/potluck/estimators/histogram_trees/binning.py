@@ -15,7 +15,7 @@ import numpy as np
 from potluck.estimators.shards import Array
 
 if TYPE_CHECKING:
-    from potluck.context import DistributedContext
+    from potluck._core.context import DistributedContext
 
 MOST_BINS = 255
 """A sample's bin is a uint8."""

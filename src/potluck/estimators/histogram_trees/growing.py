@@ -29,7 +29,7 @@ from potluck.estimators.shards import Array
 from potluck.training.splitmix import GOLDEN, hashed
 
 if TYPE_CHECKING:
-    from potluck.context import DistributedContext
+    from potluck._core.context import DistributedContext
 
 CELLS = 1 << 21
 """Sums that are exchanged at once: 16 MiB as float64."""

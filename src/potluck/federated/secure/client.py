@@ -16,8 +16,8 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
+from potluck._core.shamir import WITH_CHECK, share_bytes, split
 from potluck.federated.secure.masking import Words, derived, mask
-from potluck.shamir import WITH_CHECK, share_bytes, split
 
 MIN_THRESHOLD = 3
 """The sum of two changes tells each of the two clients the other's."""

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
+from potluck._core.shamir import WITH_CHECK, join
 from potluck.errors import FederationError
 from potluck.federated.secure.client import digest, digests, pair_seed
 from potluck.federated.secure.masking import Words, mask
-from potluck.shamir import WITH_CHECK, join
 
 Opened = dict[str, dict[str, bytes]]
 """The shares that one client opened: of ``seeds`` and of ``keys``, by whose they are."""

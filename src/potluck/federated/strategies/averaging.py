@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from potluck import hints
+from potluck._core import hints
 from potluck.federated.parameters import Array, Parameters, arrays_of, like
 from potluck.federated.strategies.base import Config, Round
 from potluck.federated.updates import MAX_SAMPLES, Update

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-from potluck.optional import require
+from potluck._core.optional import require
 from potluck.torch.plugins.start import start
 
 

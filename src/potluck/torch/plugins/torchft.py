@@ -9,7 +9,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-from potluck.optional import require
+from potluck._core.optional import require
 from potluck.torch.process_group.group import PotluckProcessGroup
 from potluck.torch.process_group.rendezvous import meet
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from potluck.optional import require
+from potluck._core.optional import require
 from potluck.torch.plugins.start import start
 
 _transformers: Any = require("transformers", "ecosystem")

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from potluck.engine.arrays.layout import Array
-from potluck.wire.tensors import check_plain, memory_of
+from potluck._core.engine.arrays.layout import Array
+from potluck._core.wire.tensors import check_plain, memory_of
 
 _PLAIN: dict[torch.dtype, np.dtype[Any]] = {
     dtype: np.dtype(str(dtype).removeprefix("torch."))

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from potluck.collectives.plan import Operation
-from potluck.engine.communicator import Communicator
+from potluck._core.collectives.plan import Operation
+from potluck._core.engine.communicator import Communicator
+from potluck._core.types import ReduceOp
 from potluck.torch.process_group.options import seconds
 from potluck.torch.process_group.self_messages import SelfMessages
 from potluck.torch.process_group.work import Completions
-from potluck.types import ReduceOp
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from potluck.engine.communicator import Communicator
+from potluck._core.engine.communicator import Communicator
 from potluck.errors import GroupClosed, RemoteError
 from potluck.torch.process_group import messages, moving, reducing, sparse
 from potluck.torch.process_group.comms import Comms

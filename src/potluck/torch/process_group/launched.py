@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 
-from potluck.backends.fixed import is_our_world, join_world
+from potluck._core.backends.fixed import is_our_world, join_world
 from potluck.torch.process_group.options import given
 
 _DEFAULT = timedelta(minutes=30)

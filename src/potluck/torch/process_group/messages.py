@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from potluck.engine.arrays.layout import Array
-from potluck.engine.work import Work
+from potluck._core.engine.arrays.layout import Array
+from potluck._core.engine.work import Work
 from potluck.errors import OperationTimeout
 from potluck.torch.process_group import buffers, staging
 from potluck.torch.process_group.comms import Comms

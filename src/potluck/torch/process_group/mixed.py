@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from potluck.autoload import NAME
+from potluck._core.autoload import NAME
 from potluck.errors import ConfigurationError
 
 _MAKER = "_new_process_group_helper"

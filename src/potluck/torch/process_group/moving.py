@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from potluck.collectives.plan import Operation
-from potluck.engine.arrays.layout import Array
-from potluck.engine.request import Request
-from potluck.engine.work import Work
+from potluck._core.collectives.plan import Operation
+from potluck._core.engine.arrays.layout import Array
+from potluck._core.engine.request import Request
+from potluck._core.engine.work import Work
 from potluck.torch.process_group import buffers, staging
 from potluck.torch.process_group.comms import Comms
 from potluck.torch.process_group.options import seconds

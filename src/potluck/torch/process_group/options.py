@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp as TorchOp
 
+from potluck._core.types import ReduceOp
 from potluck.torch.process_group.buffers import can_reduce
-from potluck.types import ReduceOp
 
 _KINDS = {
     TorchOp.SUM: ReduceOp.SUM,

@@ -8,18 +8,18 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from potluck.codecs import codec_of
-from potluck.collectives.plan import Operation
-from potluck.engine.arrays.coding import Encoding
-from potluck.engine.arrays.layout import Array
-from potluck.engine.request import Request
-from potluck.engine.work import Work
+from potluck._core.codecs import codec_of
+from potluck._core.collectives.plan import Operation
+from potluck._core.engine.arrays.coding import Encoding
+from potluck._core.engine.arrays.layout import Array
+from potluck._core.engine.request import Request
+from potluck._core.engine.work import Work
+from potluck._core.types import ReduceOp
 from potluck.torch.process_group import buffers
 from potluck.torch.process_group.comms import Comms
 from potluck.torch.process_group.options import check_reduction, reduction, seconds
 from potluck.torch.process_group.staging import in_columns, in_pieces, is_staged
 from potluck.torch.process_group.work import GroupWork
-from potluck.types import ReduceOp
 
 
 def all_reduce(comms: Comms, tensor: Tensor, opts: Any) -> GroupWork:

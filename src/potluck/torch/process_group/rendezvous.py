@@ -6,9 +6,9 @@ import os
 import time
 from typing import Any
 
-from potluck.backends import store_rendezvous
-from potluck.backends.tcp import TcpBase
-from potluck.settings import load_settings
+from potluck._core.backends import store_rendezvous
+from potluck._core.backends.tcp import TcpBase
+from potluck._core.settings import load_settings
 from potluck.torch.process_group.world import World
 
 

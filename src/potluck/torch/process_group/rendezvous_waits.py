@@ -17,9 +17,9 @@ from urllib.parse import urlsplit
 
 from torch._C._distributed_c10d import TCPStore
 
-from potluck.backends.places import placed
+from potluck._core.backends.places import placed
+from potluck._core.waiting import Reminder, reminding
 from potluck.torch.process_group.options import given
-from potluck.waiting import Reminder, reminding
 
 _LOOK_S = 2.0
 

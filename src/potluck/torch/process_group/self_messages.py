@@ -9,9 +9,9 @@ import threading
 import time
 from collections import defaultdict, deque
 
-from potluck.backends.serial_executor import BoundedWork
-from potluck.engine.arrays.layout import Array
-from potluck.engine.work import Work, finished
+from potluck._core.backends.serial_executor import BoundedWork
+from potluck._core.engine.arrays.layout import Array
+from potluck._core.engine.work import Work, finished
 from potluck.errors import Desync
 
 

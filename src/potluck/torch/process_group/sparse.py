@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from potluck.collectives.plan import Operation
-from potluck.engine.request import Request
+from potluck._core.collectives.plan import Operation
+from potluck._core.engine.request import Request
+from potluck._core.types import ReduceOp
 from potluck.torch.process_group import buffers
 from potluck.torch.process_group.comms import Comms
 from potluck.torch.process_group.options import reduction, seconds
 from potluck.torch.process_group.work import GroupWork
-from potluck.types import ReduceOp
 
 
 def all_reduce(comms: Comms, tensor: Tensor, opts: Any) -> GroupWork:

@@ -16,8 +16,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from potluck.engine.arrays.layout import Array
-from potluck.engine.work import Work
+from potluck._core.engine.arrays.layout import Array
+from potluck._core.engine.work import Work
 from potluck.torch.process_group import buffers
 from potluck.torch.process_group.comms import Comms
 from potluck.torch.process_group.work import GroupWork

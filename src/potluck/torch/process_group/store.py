@@ -14,8 +14,8 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from potluck._core.forks import Owner
 from potluck.errors import LinkError
-from potluck.forks import Owner
 from potluck.torch.process_group.store_client import StoreClient
 from potluck.torch.process_group.store_messages import StoreRequest
 from potluck.torch.process_group.store_server import StoreServer

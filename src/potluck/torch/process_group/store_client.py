@@ -5,7 +5,12 @@ from __future__ import annotations
 import threading
 import time
 
-from potluck.engine.mesh import Switchboard, check_node_of
+from potluck._core.engine.mesh import Switchboard, check_node_of
+from potluck._core.transport.blocking import recv_exactly, send_all
+from potluck._core.transport.handshake import connect
+from potluck._core.types import Group
+from potluck._core.wire.format import PREFIX_BYTES
+from potluck._core.wire.greeting import Hello
 from potluck.torch.process_group.store_messages import (
     ANSWER,
     KIND,
@@ -14,11 +19,6 @@ from potluck.torch.process_group.store_messages import (
     Answer,
     StoreRequest,
 )
-from potluck.transport.blocking import recv_exactly, send_all
-from potluck.transport.handshake import connect
-from potluck.types import Group
-from potluck.wire.format import PREFIX_BYTES
-from potluck.wire.greeting import Hello
 
 
 class StoreClient:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from potluck.wire.format import MessageFormat
+from potluck._core.wire.format import MessageFormat
 
 KIND = "store"
 """The kind of these connections in ``Hello``."""

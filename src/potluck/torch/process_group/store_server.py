@@ -16,8 +16,13 @@ import threading
 import time
 from collections import deque
 
-from potluck.background import start_thread, why
-from potluck.engine.mesh import Switchboard, objection_to
+from potluck._core.background import start_thread, why
+from potluck._core.engine.mesh import Switchboard, objection_to
+from potluck._core.transport.listener import Admission
+from potluck._core.transport.tcp import TcpLink
+from potluck._core.types import Group
+from potluck._core.wire.format import PREFIX_BYTES
+from potluck._core.wire.greeting import Hello, Refusal, Welcome
 from potluck.errors import LinkError, PotluckError
 from potluck.torch.process_group.store_messages import (
     ANSWER,
@@ -29,11 +34,6 @@ from potluck.torch.process_group.store_messages import (
 )
 from potluck.torch.process_group.store_values import MAX_BYTES, Values
 from potluck.torch.process_group.store_waits import StoreWaits
-from potluck.transport.listener import Admission
-from potluck.transport.tcp import TcpLink
-from potluck.types import Group
-from potluck.wire.format import PREFIX_BYTES
-from potluck.wire.greeting import Hello, Refusal, Welcome
 
 _PART_BYTES = 64 << 10
 

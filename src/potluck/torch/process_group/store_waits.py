@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from potluck.backends.places import listed
-from potluck.waiting import FIRST_S, Reminder, to_stderr
+from potluck._core.backends.places import listed
+from potluck._core.waiting import FIRST_S, Reminder, to_stderr
 
 _TORCHS_PREFIX = "default_pg/0//"
 """torch's prefix of a script's keys in the store of the default group."""

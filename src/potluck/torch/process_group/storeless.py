@@ -15,14 +15,14 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
-from potluck.backends.agent import AgentBackend
-from potluck.backends.discovery import AutoDiscoveryBackend
-from potluck.backends.environment import EnvironmentBackend
-from potluck.backends.fixed import leave_world
-from potluck.backends.launchers import detect, rank_variable
-from potluck.backends.local import LocalBackend
+from potluck._core.backends.agent import AgentBackend
+from potluck._core.backends.discovery import AutoDiscoveryBackend
+from potluck._core.backends.environment import EnvironmentBackend
+from potluck._core.backends.fixed import leave_world
+from potluck._core.backends.launchers import detect, rank_variable
+from potluck._core.backends.local import LocalBackend
+from potluck._core.settings import load_settings
 from potluck.errors import ConfigurationError
-from potluck.settings import load_settings
 from potluck.torch.process_group.options import given
 from potluck.torch.process_group.store import LinkStore
 from potluck.torch.process_group.store_client import StoreClient

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from potluck.engine.work import Work
+from potluck._core.engine.work import Work
 from potluck.errors import ForkedProcess
 from potluck.torch.process_group.profile import ProfileRecord
 from potluck.torch.process_group.untraced import untraced

@@ -7,10 +7,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from potluck.collectives.plan import Operation
-from potluck.engine.communicator import Communicator
-from potluck.engine.request import Request
-from potluck.forks import Owner, close_at_exit
+from potluck._core.collectives.plan import Operation
+from potluck._core.engine.communicator import Communicator
+from potluck._core.engine.request import Request
+from potluck._core.forks import Owner, close_at_exit
 from potluck.torch.process_group.work import Completions
 
 

@@ -23,7 +23,7 @@ from potluck.training.sampler import Batch, Schedule, Share
 from potluck.training.transfer import gather_states
 
 if TYPE_CHECKING:
-    from potluck.context import DistributedContext
+    from potluck._core.context import DistributedContext
 
 _PATIENCE_S = 3600.0
 """How long the slowest rank is waited for at the end of an epoch, which it may still compute."""

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from potluck.context.structure import compare, hash_of
+from potluck._core.context.structure import compare, hash_of
 from potluck.errors import DataError
 from potluck.torch.layer_pipeline import LayerPipeline
 from potluck.torch.schedules import schedule_of

@@ -19,7 +19,7 @@ from potluck.torch.structure import structure_of
 from potluck.torch.ways.samples import TrainerSamples
 
 if TYPE_CHECKING:
-    from potluck.context import DistributedContext
+    from potluck._core.context import DistributedContext
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 

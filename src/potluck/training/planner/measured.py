@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from potluck._core.wire.format import decoded
 from potluck.errors import ProtocolError
-from potluck.wire.format import decoded
 
 _Seconds = Annotated[float, msgspec.Meta(ge=0)]
 _Positive = Annotated[float, msgspec.Meta(gt=0)]

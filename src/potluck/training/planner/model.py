@@ -18,17 +18,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from potluck.collectives.choose import estimate
-from potluck.collectives.links import LINKS, LinkModel, Wire
-from potluck.collectives.plan import Algorithm, Operation
-from potluck.collectives.registry import build_plan
+from potluck._core.collectives.choose import estimate
+from potluck._core.collectives.links import LINKS, LinkModel, Wire
+from potluck._core.collectives.plan import Algorithm, Operation
+from potluck._core.collectives.registry import build_plan
+from potluck._core.types import Engine
 from potluck.compressors import PowerSGD, TopK
 from potluck.compressors.encoded import Encoded
 from potluck.training.buckets import Slot, assign
 from potluck.training.planner.candidates import Candidate
 from potluck.training.planner.measured import Measured
 from potluck.training.strategies import DataParallel, DiLoCo, Gossip
-from potluck.types import Engine
 
 BACKWARD_PART = 2 / 3
 """Assumed: of a step's computation, the part in which gradients are made."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from potluck import graphs
-from potluck.collectives.spanning_tree import Cut
+from potluck._core.collectives.spanning_tree import Cut
 from potluck.graphs import Graph
 from potluck.training.strategies.kinds import SGD, Rounds
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from potluck import hints
-from potluck.collectives.plan import Operation
-from potluck.collectives.registry import algorithms_for
+from potluck._core import hints
+from potluck._core.collectives.plan import Operation
+from potluck._core.collectives.registry import algorithms_for
 from potluck.compressors import PowerSGD, options
 from potluck.compressors import Strategy as Compressor
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from harness import check
 
-from potluck import native
+from potluck._core import native
 
 
 @contextlib.contextmanager

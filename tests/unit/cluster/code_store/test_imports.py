@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from potluck.cluster.code_store.imports import (
+from potluck._core.cluster.code_store.imports import (
     imported,
     lacking,
     module_file,
@@ -16,8 +16,8 @@ from potluck.cluster.code_store.imports import (
     own_modules,
     wants_torch,
 )
-from potluck.cluster.jobs.missing import describe_missing
-from potluck.wire.jobs import Need
+from potluck._core.cluster.jobs.missing import describe_missing
+from potluck._core.wire.jobs import Need
 
 
 def names(tmp_path: Path, text: str, **modules: str) -> set[str]:

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from potluck.cluster.code_store.job_folders import (
+from potluck._core.cluster.code_store.job_folders import (
     KEPT_JOBS,
     JobFolder,
     JobFolders,
     Keeping,
     Record,
 )
-from potluck.cluster.code_store.package import open_below
+from potluck._core.cluster.code_store.package import open_below
 from potluck.errors import ConfigurationError
 
 ADA = "a1" * 32
@@ -157,7 +157,7 @@ def test_over_the_quota_the_oldest_go_first_never_the_newest_and_never_silently(
 
 HOLDER = """
 import sys, pathlib
-from potluck.cluster.code_store.job_folders import JobFolders, Record
+from potluck._core.cluster.code_store.job_folders import JobFolders, Record
 folders = JobFolders(pathlib.Path(sys.argv[1]), on_note=print)
 folder = folders.open(Record("running", "{ada}"), None)
 print(folder.path, flush=True)

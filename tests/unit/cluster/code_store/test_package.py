@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from potluck.cluster.code_store import package as packages
-from potluck.cluster.code_store.package import (
+from potluck._core.cluster.code_store import package as packages
+from potluck._core.cluster.code_store.package import (
     PackageFile,
     PackageFiles,
     PackageManifest,
@@ -20,10 +20,10 @@ from potluck.cluster.code_store.package import (
     objection_to_path,
     unpacked_manifest,
 )
-from potluck.cluster.code_store.transfer import PackageFetcher, PackageServer
-from potluck.cluster.topology.versions import differences, own_versions
+from potluck._core.cluster.code_store.transfer import PackageFetcher, PackageServer
+from potluck._core.cluster.topology.versions import differences, own_versions
+from potluck._core.wire import peers
 from potluck.errors import LinkError, ProtocolError
-from potluck.wire import peers
 
 ADA, BOB = "a1" * 32, "b2" * 32
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from potluck.cluster.code_store.job_folders import JobFolders, Record
-from potluck.cluster.code_store.package import PackageFile, PackageManifest, encode_manifest
-from potluck.cluster.code_store.results import ResultsClient, ResultsServer, is_wanted
-from potluck.cluster.code_store.started import StartedJobs
-from potluck.cluster.fetch import Found, Machine, Machines, check_results, fetch, placed
+from potluck._core.cluster.code_store.job_folders import JobFolders, Record
+from potluck._core.cluster.code_store.package import PackageFile, PackageManifest, encode_manifest
+from potluck._core.cluster.code_store.results import ResultsClient, ResultsServer, is_wanted
+from potluck._core.cluster.code_store.started import StartedJobs
+from potluck._core.cluster.fetch import Found, Machine, Machines, check_results, fetch, placed
+from potluck._core.wire import peers
+from potluck._core.wire.results import JobFiles, ResultsTold, ResultsWanted, Written
 from potluck.errors import ConfigurationError, LinkError, ProtocolError
-from potluck.wire import peers
-from potluck.wire.results import JobFiles, ResultsTold, ResultsWanted, Written
 
 ADA, BOB, EVE = "a1" * 32, "b2" * 32, "e5" * 32
 

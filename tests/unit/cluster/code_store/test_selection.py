@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from potluck.cluster.code_store import selection as selecting
-from potluck.cluster.code_store.selection import Selection, Why, check_script, select
-from potluck.cluster.code_store.wording import in_words, links_in_words
+from potluck._core.cluster.code_store import selection as selecting
+from potluck._core.cluster.code_store.selection import Selection, Why, check_script, select
+from potluck._core.cluster.code_store.wording import in_words, links_in_words
 from potluck.errors import ConfigurationError
 
 KEY = "-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNzaC1rZXk\n"

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from potluck.cluster.code_store.job_folders import Record
-from potluck.cluster.code_store.store import CodeStore
-from potluck.cluster.code_store.transfer import Send
+from potluck._core.cluster.code_store.job_folders import Record
+from potluck._core.cluster.code_store.store import CodeStore
+from potluck._core.cluster.code_store.transfer import Send
+from potluck._core.wire import peers
 from potluck.errors import ConfigurationError
-from potluck.wire import peers
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import random
 import msgspec
 import pytest
 
-from potluck.cluster.discovery.advert import (
+from potluck._core.cluster.discovery.advert import (
     BEACON_BYTES,
     WINDOW_S,
     decode_beacon,
@@ -15,10 +15,10 @@ from potluck.cluster.discovery.advert import (
     make_advert,
     new_instance,
 )
-from potluck.cluster.discovery.presence import Presence
-from potluck.cluster.discovery.static import parse_peers
+from potluck._core.cluster.discovery.presence import Presence
+from potluck._core.cluster.discovery.static import parse_peers
+from potluck._core.transport.credentials import namespace_of
 from potluck.errors import ConfigurationError
-from potluck.transport.credentials import namespace_of
 from support.links import new_credentials, psk
 
 KEY, OTHER = b"k" * 32, b"o" * 32

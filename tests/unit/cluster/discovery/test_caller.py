@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from potluck.background import stop
-from potluck.cluster.discovery.advert import Hint
-from potluck.cluster.discovery.caller import HintCaller
+from potluck._core.background import stop
+from potluck._core.cluster.discovery.advert import Hint
+from potluck._core.cluster.discovery.caller import HintCaller
 
 
 def test_of_many_hints_sixteen_are_called_at_once_and_the_others_as_calls_end() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from potluck.cluster.jobs.chaos import EXAMPLES, Fault, FaultKind, check_ranks, parse_chaos
+from potluck._core.cluster.jobs.chaos import EXAMPLES, Fault, FaultKind, check_ranks, parse_chaos
 from potluck.errors import ConfigurationError
 
 

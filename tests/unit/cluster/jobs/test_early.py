@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from potluck.cluster.jobs.early import OF_ALL_NODES, OF_ONE_NODE, EarlyOrders
+from potluck._core.cluster.jobs.early import OF_ALL_NODES, OF_ONE_NODE, EarlyOrders
+from potluck._core.wire import jobs, worker_link
 from potluck.errors import ProtocolError
-from potluck.wire import jobs, worker_link
 
 BIG = jobs.JobList(tuple(f"{number:0256d}" for number in range(jobs.MAX_JOBS)))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from potluck.cluster.jobs.environment import (
+from potluck._core.cluster.jobs.environment import (
     accepted,
     all_but_secrets,
     given_variables,

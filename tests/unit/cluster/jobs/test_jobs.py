@@ -12,22 +12,22 @@ from typing import Any
 import msgspec
 import pytest
 
-from potluck.cluster.code_store.job_folders import KEPT_JOBS, JobFolder, Record
-from potluck.cluster.code_store.store import CodeStore
-from potluck.cluster.jobs.agent_parts import AgentParts
-from potluck.cluster.jobs.dispatcher import JobDispatcher
-from potluck.cluster.jobs.summary import Summary, encode_summary
-from potluck.cluster.membership import events
-from potluck.cluster.membership.events import WantGroup
-from potluck.cluster.names import NodeNames
-from potluck.cluster.sharing.confinement import Confinement
-from potluck.cluster.sharing.limits import Limits
-from potluck.cluster.topology.versions import own_versions
+from potluck._core.cluster.code_store.job_folders import KEPT_JOBS, JobFolder, Record
+from potluck._core.cluster.code_store.store import CodeStore
+from potluck._core.cluster.jobs.agent_parts import AgentParts
+from potluck._core.cluster.jobs.dispatcher import JobDispatcher
+from potluck._core.cluster.jobs.summary import Summary, encode_summary
+from potluck._core.cluster.membership import events
+from potluck._core.cluster.membership.events import WantGroup
+from potluck._core.cluster.names import NodeNames
+from potluck._core.cluster.sharing.confinement import Confinement
+from potluck._core.cluster.sharing.limits import Limits
+from potluck._core.cluster.topology.versions import own_versions
+from potluck._core.types import MeasuredPath
+from potluck._core.wire import jobs, local, peers, worker_link
+from potluck._core.wire.nodes import JobGroup, View, ViewMember
+from potluck._core.wire.results import Written
 from potluck.errors import ConfigurationError, ProtocolError
-from potluck.types import MeasuredPath
-from potluck.wire import jobs, local, peers, worker_link
-from potluck.wire.nodes import JobGroup, View, ViewMember
-from potluck.wire.results import Written
 
 ME, LEADER, EVE = "me", "leader", "eve"
 

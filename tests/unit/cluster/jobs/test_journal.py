@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from potluck.cluster.jobs.journal import MAX_NOTES, Journal
-from potluck.wire.worker_link import JobState, WorkerProgress
+from potluck._core.cluster.jobs.journal import MAX_NOTES, Journal
+from potluck._core.wire.worker_link import JobState, WorkerProgress
 
 
 def training() -> Journal:

@@ -10,13 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from potluck.cluster.jobs import ledger as ledgers
-from potluck.cluster.jobs import vouching as asking
-from potluck.cluster.jobs.ledger import JobLedger
-from potluck.cluster.jobs.vouching import Vouching
-from potluck.cluster.topology.versions import own_versions
+from potluck._core.cluster.jobs import ledger as ledgers
+from potluck._core.cluster.jobs import vouching as asking
+from potluck._core.cluster.jobs.ledger import JobLedger
+from potluck._core.cluster.jobs.vouching import Vouching
+from potluck._core.cluster.topology.versions import own_versions
+from potluck._core.wire import jobs
 from potluck.errors import ConfigurationError, LinkError
-from potluck.wire import jobs
 
 ME, ADA = "me", "ada"
 HERE, ELSEWHERE = b"1" * 16, b"2" * 16

@@ -10,16 +10,16 @@ from typing import Any
 
 import msgspec
 
-from potluck.cluster.code_store.store import CodeStore
-from potluck.cluster.jobs.agent_parts import AgentParts
-from potluck.cluster.jobs.local_runner import LocalRunner
-from potluck.cluster.names import NodeNames
-from potluck.cluster.sharing.confinement import Confinement
-from potluck.cluster.sharing.limits import Limits
-from potluck.cluster.topology.versions import own_versions
-from potluck.wire import jobs, worker_link
-from potluck.wire.greeting import Hello
-from potluck.wire.nodes import View, ViewMember
+from potluck._core.cluster.code_store.store import CodeStore
+from potluck._core.cluster.jobs.agent_parts import AgentParts
+from potluck._core.cluster.jobs.local_runner import LocalRunner
+from potluck._core.cluster.names import NodeNames
+from potluck._core.cluster.sharing.confinement import Confinement
+from potluck._core.cluster.sharing.limits import Limits
+from potluck._core.cluster.topology.versions import own_versions
+from potluck._core.wire import jobs, worker_link
+from potluck._core.wire.greeting import Hello
+from potluck._core.wire.nodes import View, ViewMember
 
 ME = "me"
 SPEC = jobs.JobSpec(

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from potluck.cluster.jobs import log as module
-from potluck.cluster.jobs.log import KEPT_LOGS, JobLog
+from potluck._core.cluster.jobs import log as module
+from potluck._core.cluster.jobs.log import KEPT_LOGS, JobLog
 from support.disk import changes_by_this_thread
 
 

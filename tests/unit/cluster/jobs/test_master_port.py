@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from potluck.cluster.jobs import master_port
-from potluck.cluster.jobs.master_port import free_port
+from potluck._core.cluster.jobs import master_port
+from potluck._core.cluster.jobs.master_port import free_port
 
 GIVEN = Path("/proc/sys/net/ipv4/ip_local_port_range")
 """The first and the last port that Linux gives by itself."""

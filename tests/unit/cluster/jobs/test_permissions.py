@@ -7,12 +7,12 @@ import typing
 
 import pytest
 
-from potluck.cluster.jobs.held import MAX_BYTES, HeldMessages
-from potluck.cluster.jobs.journal import MAX_FACTS, MAX_NOTES, Journal
-from potluck.cluster.jobs.permissions import MAY_SAY, Role, may_lead_soon, may_say
+from potluck._core.cluster.jobs.held import MAX_BYTES, HeldMessages
+from potluck._core.cluster.jobs.journal import MAX_FACTS, MAX_NOTES, Journal
+from potluck._core.cluster.jobs.permissions import MAY_SAY, Role, may_lead_soon, may_say
+from potluck._core.wire import jobs, peers, worker_link
+from potluck._core.wire.nodes import View, ViewMember
 from potluck.errors import ProtocolError
-from potluck.wire import jobs, peers, worker_link
-from potluck.wire.nodes import View, ViewMember
 from support.hostile import Hostile
 
 VIEW = View("L", 3, tuple(ViewMember(name, 1, i) for i, name in enumerate("abc")))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from potluck.cluster.jobs.group_agreement import holders
-from potluck.cluster.jobs.placement import place
-from potluck.types import Member
-from potluck.wire.jobs import JobSpec, WorkerPlace
-from potluck.wire.names import Versions
-from potluck.wire.nodes import JobGroup
+from potluck._core.cluster.jobs.group_agreement import holders
+from potluck._core.cluster.jobs.placement import place
+from potluck._core.types import Member
+from potluck._core.wire.jobs import JobSpec, WorkerPlace
+from potluck._core.wire.names import Versions
+from potluck._core.wire.nodes import JobGroup
 
 
 def spec(per_node: int = 1, max_nodes: int = 0, starter: str = "b") -> JobSpec:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from potluck.cluster.jobs.process import MAX_LINE, LineSplitter
+from potluck._core.cluster.jobs.process import MAX_LINE, LineSplitter
 
 
 def lines_of(*pieces: bytes) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from potluck.cluster.jobs.pulse import NUM_DISK_WAITS, Look, Pulse, is_stopped, look
+from potluck._core.cluster.jobs.pulse import NUM_DISK_WAITS, Look, Pulse, is_stopped, look
 
 WAIT_S = 20.0
 
@@ -121,7 +121,7 @@ def test_a_process_that_waits_for_its_disk_is_told_of_once_and_blamed_never(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A machine that swaps; its looks are made up here, as nobody can hold a process so at will."""
-    monkeypatch.setattr("potluck.cluster.jobs.pulse.ANSWER_S", 0.0)
+    monkeypatch.setattr("potluck._core.cluster.jobs.pulse.ANSWER_S", 0.0)
     looks: list[int] = []
     notes: list[str] = []
 
@@ -154,7 +154,7 @@ def test_a_process_that_waits_for_its_disk_is_told_of_once_and_blamed_never(
 def test_a_process_held_by_a_debugger_is_not_said_to_wake_by_a_signal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("potluck.cluster.jobs.pulse.ANSWER_S", 0.0)
+    monkeypatch.setattr("potluck._core.cluster.jobs.pulse.ANSWER_S", 0.0)
 
     async def story() -> None:
         told = Told()

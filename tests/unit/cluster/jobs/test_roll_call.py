@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from potluck import waiting
-from potluck.cluster.jobs.roll_call import RollCall
+from potluck._core import waiting
+from potluck._core.cluster.jobs.roll_call import RollCall
 
 WAIT_S = 20.0
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from potluck.cluster.jobs.sample_progress import WINDOW_S, SampleProgress
-from potluck.wire.worker_link import Samples
+from potluck._core.cluster.jobs.sample_progress import WINDOW_S, SampleProgress
+from potluck._core.wire.worker_link import Samples
 
 
 def told(*counts: tuple[float, int], total: int = 1000) -> SampleProgress:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from potluck.cluster.jobs.groups import membership
-from potluck.cluster.jobs.groups.events import (
+from potluck._core.cluster.jobs.groups import membership
+from potluck._core.cluster.jobs.groups.events import (
     Entered,
     Event,
     Exited,
@@ -14,12 +14,12 @@ from potluck.cluster.jobs.groups.events import (
     Interrupted,
     Ready,
 )
-from potluck.cluster.jobs.groups.roster import JobPolicy, State
-from potluck.cluster.jobs.journal import Journal
-from potluck.cluster.jobs.missing import describe_missing
-from potluck.cluster.jobs.summary import Summary, explain, summarize
-from potluck.types import Member
-from potluck.wire.worker_link import Fact, WorkerProgress
+from potluck._core.cluster.jobs.groups.roster import JobPolicy, State
+from potluck._core.cluster.jobs.journal import Journal
+from potluck._core.cluster.jobs.missing import describe_missing
+from potluck._core.cluster.jobs.summary import Summary, explain, summarize
+from potluck._core.types import Member
+from potluck._core.wire.worker_link import Fact, WorkerProgress
 
 
 def ended(num_workers: int, *events: Event) -> State:

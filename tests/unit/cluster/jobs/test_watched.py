@@ -6,10 +6,10 @@ import signal
 
 import pytest
 
-from potluck.cluster.jobs.watched import WatchedJobs
-from potluck.cluster.topology.versions import own_versions
-from potluck.wire import jobs, local
-from potluck.wire.worker_link import JobState
+from potluck._core.cluster.jobs.watched import WatchedJobs
+from potluck._core.cluster.topology.versions import own_versions
+from potluck._core.wire import jobs, local
+from potluck._core.wire.worker_link import JobState
 
 
 class Terminal:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from potluck.cluster.jobs.withdrawals import Withdrawals
-from potluck.wire.jobs import Reported, Seen
+from potluck._core.cluster.jobs.withdrawals import Withdrawals
+from potluck._core.wire.jobs import Reported, Seen
 
 
 class Job:

@@ -16,14 +16,14 @@ import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from potluck.cluster.discovery.advert import Hint
-from potluck.cluster.links.peers import KIND, PeerLinks, _host_of
-from potluck.cluster.topology.versions import own_versions
+from potluck._core.cluster.discovery.advert import Hint
+from potluck._core.cluster.links.peers import KIND, PeerLinks, _host_of
+from potluck._core.cluster.topology.versions import own_versions
+from potluck._core.transport import aio, binding
+from potluck._core.transport.credentials import Credentials, make_credentials
+from potluck._core.wire import admissions, nodes, peers
+from potluck._core.wire.greeting import Hello, Refusal, Welcome
 from potluck.errors import ProtocolError, Refused, WrongSecret
-from potluck.transport import aio, binding
-from potluck.transport.credentials import Credentials, make_credentials
-from potluck.wire import admissions, nodes, peers
-from potluck.wire.greeting import Hello, Refusal, Welcome
 from support.links import new_credentials, psk
 from support.ports import reserved_ports
 
@@ -233,7 +233,7 @@ def test_a_node_that_lost_its_link_silently_replaces_it_by_calling(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its machine was switched off and on: the old link looks alive from this side."""
-    monkeypatch.setattr("potluck.cluster.links.peers._YOUNG_S", 0.0)
+    monkeypatch.setattr("potluck._core.cluster.links.peers._YOUNG_S", 0.0)
 
     async def story(stack: contextlib.AsyncExitStack) -> None:
         ada, bob = await opened(stack, Agent(), Agent(incarnation=1))
@@ -331,7 +331,7 @@ def test_a_member_that_talks_nonsense_is_cut_off_and_others_are_not(said: bytes)
 
 
 def test_a_peer_that_does_not_read_loses_its_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("potluck.cluster.links.peers._MAX_UNSENT", 1 << 20)
+    monkeypatch.setattr("potluck._core.cluster.links.peers._MAX_UNSENT", 1 << 20)
 
     async def story(stack: contextlib.AsyncExitStack) -> None:
         [ada] = await opened(stack, Agent())
@@ -355,7 +355,7 @@ def test_a_peer_that_does_not_read_loses_its_link(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_silent_link_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("potluck.cluster.links.peers.IDLE_S", 0.1)
+    monkeypatch.setattr("potluck._core.cluster.links.peers.IDLE_S", 0.1)
 
     async def story(stack: contextlib.AsyncExitStack) -> None:
         ada, bob = await opened(stack, Agent(), Agent())
@@ -369,7 +369,9 @@ def test_crowds_scans_and_junk_leave_a_link_alone_and_cost_little(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """500 idle connections, HTTP, a 4 GiB length, connect scans: all at the agent's port."""
-    monkeypatch.setattr("potluck.cluster.links.peers.IDLE_S", 1000.0)  # nobody sends heartbeats
+    monkeypatch.setattr(
+        "potluck._core.cluster.links.peers.IDLE_S", 1000.0
+    )  # nobody sends heartbeats
 
     async def story(stack: contextlib.AsyncExitStack) -> None:
         loop = asyncio.get_running_loop()
@@ -455,7 +457,7 @@ def test_a_link_local_address_is_called_by_its_interface() -> None:
 def test_a_link_is_made_anew_by_order_and_nobody_is_without_one_in_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("potluck.cluster.links.peers._YOUNG_S", 0.0)
+    monkeypatch.setattr("potluck._core.cluster.links.peers._YOUNG_S", 0.0)
 
     async def story(stack: contextlib.AsyncExitStack) -> None:
         one, other = await opened(stack, Agent(), Agent())

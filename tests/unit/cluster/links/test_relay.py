@@ -8,24 +8,24 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from potluck.cluster.discovery.advert import Hint
-from potluck.cluster.links import relay
-from potluck.cluster.links.peers import KIND, PeerLinks
-from potluck.cluster.links.relay import Relays, wanted_detours
-from potluck.cluster.membership.failure_detector import (
+from potluck._core.cluster.discovery.advert import Hint
+from potluck._core.cluster.links import relay
+from potluck._core.cluster.links.peers import KIND, PeerLinks
+from potluck._core.cluster.links.relay import Relays, wanted_detours
+from potluck._core.cluster.membership.failure_detector import (
     FailureDetector,
     PeerHealth,
     Status,
     Timing,
 )
-from potluck.cluster.topology.versions import own_versions
+from potluck._core.cluster.topology.versions import own_versions
+from potluck._core.transport import aio
+from potluck._core.transport.knock import CALL_BYTES
+from potluck._core.types import Member
+from potluck._core.wire import nodes, peers
+from potluck._core.wire.greeting import Hello
+from potluck._core.wire.nodes import Heartbeat, JobGroup, View, ViewMember
 from potluck.errors import Refused
-from potluck.transport import aio
-from potluck.transport.knock import CALL_BYTES
-from potluck.types import Member
-from potluck.wire import nodes, peers
-from potluck.wire.greeting import Hello
-from potluck.wire.nodes import Heartbeat, JobGroup, View, ViewMember
 from support.links import new_credentials
 
 WAIT_S = 30.0

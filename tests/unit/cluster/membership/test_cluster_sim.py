@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from potluck.cluster.membership import proposer, reachability, recovery
-from potluck.cluster.membership.failure_detector import FailureDetector
-from potluck.cluster.membership.protocol import MembershipProtocol
-from potluck.cluster.membership.stable_storage import StableStorage
-from potluck.wire.nodes import StableRecord, ViewMember
+from potluck._core.cluster.membership import proposer, reachability, recovery
+from potluck._core.cluster.membership.failure_detector import FailureDetector
+from potluck._core.cluster.membership.protocol import MembershipProtocol
+from potluck._core.cluster.membership.stable_storage import StableStorage
+from potluck._core.wire.nodes import StableRecord, ViewMember
 from support.cluster_sim.__main__ import main, run_world
 from support.cluster_sim.faults import Fault
 from support.cluster_sim.hosts import JOB

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from potluck.cluster.membership.election import (
+from potluck._core.cluster.membership.election import (
     by_seniority,
     explain_minority,
     has_majority,
     keep,
     newcomers,
 )
-from potluck.wire.nodes import ViewMember
+from potluck._core.wire.nodes import ViewMember
 
 
 def nodes(names: str) -> tuple[ViewMember, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from potluck.cluster.membership.failure_detector import (
+from potluck._core.cluster.membership.failure_detector import (
     Changed,
     FailureDetector,
     Finding,
@@ -12,7 +12,7 @@ from potluck.cluster.membership.failure_detector import (
     Status,
     Timing,
 )
-from potluck.wire.nodes import Heartbeat
+from potluck._core.wire.nodes import Heartbeat
 
 BEAT = Timing().beat_s
 

@@ -8,22 +8,27 @@ import typing
 import msgspec
 import pytest
 
-from potluck.cluster.membership import events
-from potluck.cluster.membership.claims import digest_of
-from potluck.cluster.membership.failure_detector import MAX_PEERS, FailureDetector, Status, Timing
-from potluck.cluster.membership.guard import (
+from potluck._core.cluster.membership import events
+from potluck._core.cluster.membership.claims import digest_of
+from potluck._core.cluster.membership.failure_detector import (
+    MAX_PEERS,
+    FailureDetector,
+    Status,
+    Timing,
+)
+from potluck._core.cluster.membership.guard import (
     MAX_RESIGNED,
     MAX_STEP,
     MAY_SAY,
     objection_to_form,
     objection_to_successor,
 )
-from potluck.cluster.membership.view import objection_to
+from potluck._core.cluster.membership.view import objection_to
+from potluck._core.types import Member
+from potluck._core.wire import nodes as wire
+from potluck._core.wire import peers
+from potluck._core.wire.nodes import JobGroup, NodeMessage, View, ViewMember
 from potluck.errors import ProtocolError
-from potluck.types import Member
-from potluck.wire import nodes as wire
-from potluck.wire import peers
-from potluck.wire.nodes import JobGroup, NodeMessage, View, ViewMember
 from support.membership_story import Member3, Story, view, without_b
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from potluck.cluster.membership.merge import ObservedCluster
+from potluck._core.cluster.membership.merge import ObservedCluster
 
 HISTORIES = [("origin", ""), ("fork", "origin"), ("other fork", "origin"), ("stranger", "")]
 

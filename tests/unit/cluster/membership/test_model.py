@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from potluck.cluster.membership import election, proposer, recovery
-from potluck.cluster.membership.acceptor import PaxosAcceptor
-from potluck.cluster.membership.proposer import Round
-from potluck.cluster.membership.recovery import Evidence
-from potluck.wire import nodes as wire
-from potluck.wire.nodes import StableRecord, View, ViewMember
+from potluck._core.cluster.membership import election, proposer, recovery
+from potluck._core.cluster.membership.acceptor import PaxosAcceptor
+from potluck._core.cluster.membership.proposer import Round
+from potluck._core.cluster.membership.recovery import Evidence
+from potluck._core.wire import nodes as wire
+from potluck._core.wire.nodes import StableRecord, View, ViewMember
 from support import paxos_model
 from support.paxos_model import MEMBERS, Model, Violation, newcomer, three
 from support.paxos_node import HISTORY, Local, start, thaw

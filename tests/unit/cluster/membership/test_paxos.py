@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from potluck.cluster.membership.paxos import PaxosInstance
-from potluck.cluster.membership.proposer import Effects
-from potluck.wire.nodes import (
+from potluck._core.cluster.membership.paxos import PaxosInstance
+from potluck._core.cluster.membership.proposer import Effects
+from potluck._core.wire.nodes import (
     Accepted,
     Prepare,
     Promise,

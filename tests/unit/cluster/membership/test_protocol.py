@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from potluck.cluster.jobs.groups import membership
-from potluck.cluster.jobs.groups.events import (
+from potluck._core.cluster.jobs.groups import membership
+from potluck._core.cluster.jobs.groups.events import (
     Agreed,
     Announce,
     Away,
@@ -14,21 +14,21 @@ from potluck.cluster.jobs.groups.events import (
     Placed,
     Start,
 )
-from potluck.cluster.jobs.groups.roster import JobPolicy, Phase
-from potluck.cluster.membership import events
-from potluck.cluster.membership.events import (
+from potluck._core.cluster.jobs.groups.roster import JobPolicy, Phase
+from potluck._core.cluster.membership import events
+from potluck._core.cluster.membership.events import (
     GroupRefused,
     Save,
     Saved,
     Send,
     WantGroup,
 )
-from potluck.cluster.membership.view import following, objection_to
-from potluck.types import Member
-from potluck.wire import nodes as wire
-from potluck.wire.jobs import Exited, WorldSpec
-from potluck.wire.nodes import JobGroup, StableRecord, View, ViewMember
-from potluck.wire.worker_link import Entered, Finished, Ready
+from potluck._core.cluster.membership.view import following, objection_to
+from potluck._core.types import Member
+from potluck._core.wire import nodes as wire
+from potluck._core.wire.jobs import Exited, WorldSpec
+from potluck._core.wire.nodes import JobGroup, StableRecord, View, ViewMember
+from potluck._core.wire.worker_link import Entered, Finished, Ready
 from support.membership_story import Member3, Story, view, without_b
 
 # ---------------------------------------------------------------- one node

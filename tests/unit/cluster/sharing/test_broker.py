@@ -17,15 +17,15 @@ from pathlib import Path
 
 import pytest
 
-from potluck.cluster.sharing.broker import FIRST_PORT, MAX_PORTS, MAX_REQUESTS
+from potluck._core.cluster.sharing.broker import FIRST_PORT, MAX_PORTS, MAX_REQUESTS
+from potluck._core.transport import aio, broker
+from potluck._core.transport.acceptor import is_port_taken, listening_socket
+from potluck._core.transport.broker import BrokeredSocket, short_path
+from potluck._core.transport.handshake import connect
+from potluck._core.transport.listener import Admission, Listener
+from potluck._core.wire.broker import Denied, Granted, Listen, decode_answer, encode
+from potluck._core.wire.greeting import Hello, Welcome
 from potluck.errors import ConfigurationError, LinkError, WrongSecret
-from potluck.transport import aio, broker
-from potluck.transport.acceptor import is_port_taken, listening_socket
-from potluck.transport.broker import BrokeredSocket, short_path
-from potluck.transport.handshake import connect
-from potluck.transport.listener import Admission, Listener
-from potluck.wire.broker import Denied, Granted, Listen, decode_answer, encode
-from potluck.wire.greeting import Hello, Welcome
 from support.links import new_credentials
 
 pytestmark = pytest.mark.skipif(not hasattr(socket, "send_fds"), reason="needs SCM_RIGHTS")
@@ -34,8 +34,8 @@ pytestmark = pytest.mark.skipif(not hasattr(socket, "send_fds"), reason="needs S
 AGENT = """
 import asyncio, sys
 from pathlib import Path
-from potluck.cluster.sharing import broker
-from potluck.cluster.sharing.broker import FIRST_PORT, Broker
+from potluck._core.cluster.sharing import broker
+from potluck._core.cluster.sharing.broker import FIRST_PORT, Broker
 from support.links import new_credentials
 
 broker._REQUEST_S = float(sys.argv[2])

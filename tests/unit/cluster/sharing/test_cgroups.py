@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from potluck.cluster.sharing import cgroups
-from potluck.cluster.sharing.limits import Limits
+from potluck._core.cluster.sharing import cgroups
+from potluck._core.cluster.sharing.limits import Limits
 
 BOTH = "cpuset cpu io memory pids"
 

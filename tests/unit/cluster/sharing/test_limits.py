@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from potluck.cluster.sharing import cgroups
-from potluck.cluster.sharing.confinement import Confinement
-from potluck.cluster.sharing.limits import Limits, limits_of, parse_memory
+from potluck._core.cluster.sharing import cgroups
+from potluck._core.cluster.sharing.confinement import Confinement
+from potluck._core.cluster.sharing.limits import Limits, limits_of, parse_memory
+from potluck._core.settings import Settings
+from potluck._core.wire.facts import NodeFacts
 from potluck.errors import ConfigurationError
-from potluck.settings import Settings
-from potluck.wire.facts import NodeFacts
 
 GIB = 1 << 30
 

@@ -9,16 +9,16 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from potluck.cluster.names import NodeNames
-from potluck.cluster.sharing.offers import Offers
-from potluck.cluster.sharing.rules import Kept
-from potluck.cluster.sharing.store import SharingStore
-from potluck.cluster.topology.versions import own_versions
-from potluck.cluster.trust.signed_jobs import signed
-from potluck.transport.credentials import node_id_of
-from potluck.wire import local
-from potluck.wire.jobs import JobSpec
-from potluck.wire.sharing import Offer, Rule
+from potluck._core.cluster.names import NodeNames
+from potluck._core.cluster.sharing.offers import Offers
+from potluck._core.cluster.sharing.rules import Kept
+from potluck._core.cluster.sharing.store import SharingStore
+from potluck._core.cluster.topology.versions import own_versions
+from potluck._core.cluster.trust.signed_jobs import signed
+from potluck._core.transport.credentials import node_id_of
+from potluck._core.wire import local
+from potluck._core.wire.jobs import JobSpec
+from potluck._core.wire.sharing import Offer, Rule
 from support.disk import changes_by_this_thread
 
 MINE, ADAS, EVES = (Ed25519PrivateKey.generate() for _ in range(3))

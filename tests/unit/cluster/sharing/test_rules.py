@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from potluck.cluster.sharing.rules import (
+from potluck._core.cluster.sharing.rules import (
     Kept,
     decided,
     is_allowed,
@@ -15,9 +15,9 @@ from potluck.cluster.sharing.rules import (
     undecided,
     who_may,
 )
-from potluck.cluster.sharing.store import SharingStore
+from potluck._core.cluster.sharing.store import SharingStore
+from potluck._core.wire.sharing import MAX_DECISIONS, Offer
 from potluck.errors import ConfigurationError
-from potluck.wire.sharing import MAX_DECISIONS, Offer
 
 NAMES = {"ada": "a" * 64, "bob": "b" * 64}
 ADA, BOB, CARL = "a" * 64, "b" * 64, "c" * 64

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from potluck.cluster.sharing.sandbox import Sandbox
+from potluck._core.cluster.sharing.sandbox import Sandbox
 from potluck.errors import ConfigurationError
 
 needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap: bwrap")

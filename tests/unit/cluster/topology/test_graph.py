@@ -7,10 +7,10 @@ import random
 
 import pytest
 
-from potluck.cluster.topology.graph import Topology, in_ring, rank_addresses
-from potluck.collectives.links import LINKS, measured_links
-from potluck.types import Engine, MeasuredPath, Member
-from potluck.wire.facts import Address, LinkFacts, NodeFacts
+from potluck._core.cluster.topology.graph import Topology, in_ring, rank_addresses
+from potluck._core.collectives.links import LINKS, measured_links
+from potluck._core.types import Engine, MeasuredPath, Member
+from potluck._core.wire.facts import Address, LinkFacts, NodeFacts
 
 GIGABIT = 125e6
 SLOW = 1.25e6

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from potluck.cluster.topology import hardware
+from potluck._core.cluster.topology import hardware
 
 
 def test_this_machine_has_cores_memory_and_no_address_that_every_machine_has() -> None:

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from potluck.cluster.topology.measure import (
+from potluck._core.cluster.topology.measure import (
     PathReading,
     Stopped,
     StreamConnection,
@@ -16,10 +16,10 @@ from potluck.cluster.topology.measure import (
     next_train,
     serve,
 )
+from potluck._core.transport import aio
+from potluck._core.wire.facts import MAX_TRAIN, TrainArrived
+from potluck._core.wire.greeting import Hello, Refusal, Welcome
 from potluck.errors import LinkError, Refused
-from potluck.transport import aio
-from potluck.wire.facts import MAX_TRAIN, TrainArrived
-from potluck.wire.greeting import Hello, Refusal, Welcome
 from support.links import new_credentials
 
 WAIT_S = 30.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from potluck.cluster.topology.stragglers import slow_links, stragglers
-from potluck.wire.facts import LinkFacts
+from potluck._core.cluster.topology.stragglers import slow_links, stragglers
+from potluck._core.wire.facts import LinkFacts
 
 GIGABIT = 125e6
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from potluck.cluster.topology.survey import AGAIN_S, Survey, is_news, shares_interfaces
-from potluck.wire.facts import Address, Facts, LinkFacts, NodeFacts
+from potluck._core.cluster.topology.survey import AGAIN_S, Survey, is_news, shares_interfaces
+from potluck._core.wire.facts import Address, Facts, LinkFacts, NodeFacts
 
 LAN = Address("192.168.1.2", "192.168.1.0/24", "eth0", 125e6)
 WIFI = Address("192.168.2.2", "192.168.2.0/24", "wlan0")

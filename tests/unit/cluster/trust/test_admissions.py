@@ -11,11 +11,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.cluster.trust import admissions as rules
-from potluck.cluster.trust.admissions import MAX_ADMINS, MAX_AHEAD, Admissions, now_of, sign
-from potluck.errors import IdentityError, SecurityError
-from potluck.transport.credentials import node_id_of_bytes
-from potluck.wire.admissions import (
+from potluck._core.cluster.trust import admissions as rules
+from potluck._core.cluster.trust.admissions import MAX_ADMINS, MAX_AHEAD, Admissions, now_of, sign
+from potluck._core.transport.credentials import node_id_of_bytes
+from potluck._core.wire.admissions import (
     MAX_NUMBER,
     Admission,
     Founding,
@@ -23,6 +22,7 @@ from potluck.wire.admissions import (
     SecretChange,
     Verdict,
 )
+from potluck.errors import IdentityError, SecurityError
 
 KEYS = [Ed25519PrivateKey.from_private_bytes(bytes([seed]) * 32) for seed in range(1, 8)]
 FOUNDER, ANN, BOB, CARL, THIEF, DORA, EVE = KEYS

@@ -12,10 +12,10 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
 
-from potluck.cluster.trust.credentials import load_credentials
-from potluck.cluster.trust.identity import KEY_FILE, load_or_create_identity
+from potluck._core.cluster.trust.credentials import load_credentials
+from potluck._core.cluster.trust.identity import KEY_FILE, load_or_create_identity
+from potluck._core.settings import Settings
 from potluck.errors import IdentityError
-from potluck.settings import Settings
 
 
 @pytest.fixture
@@ -101,8 +101,8 @@ def test_threads_that_race_for_the_first_key_all_get_the_same(home: Path) -> Non
 RACER = """
 import sys
 from pathlib import Path
-from potluck.cluster.trust.credentials import load_credentials
-from potluck.settings import Settings
+from potluck._core.cluster.trust.credentials import load_credentials
+from potluck._core.settings import Settings
 sys.stdin.read()
 mine = load_credentials(Settings(home=Path(sys.argv[1])))
 print(mine.node_id, mine.namespace)

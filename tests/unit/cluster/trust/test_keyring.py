@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from potluck.cluster.trust import keyring
-from potluck.cluster.trust.admission_file import AdmissionFile
-from potluck.cluster.trust.credentials import load_credentials
-from potluck.cluster.trust.keyring import EARLIER_FILE, read_eras
+from potluck._core.cluster.trust import keyring
+from potluck._core.cluster.trust.admission_file import AdmissionFile
+from potluck._core.cluster.trust.credentials import load_credentials
+from potluck._core.cluster.trust.keyring import EARLIER_FILE, read_eras
+from potluck._core.settings import Settings
+from potluck._core.transport.credentials import Credentials, era_of, namespace_of
+from potluck._core.transport.handshake import connect
+from potluck._core.transport.knock import MAX_ERAS
+from potluck._core.transport.listener import Admission, Listener
+from potluck._core.wire.greeting import Hello, Welcome
 from potluck.errors import IdentityError, Refused, WrongSecret
-from potluck.settings import Settings
-from potluck.transport.credentials import Credentials, era_of, namespace_of
-from potluck.transport.handshake import connect
-from potluck.transport.knock import MAX_ERAS
-from potluck.transport.listener import Admission, Listener
-from potluck.wire.greeting import Hello, Welcome
 from support.clusters import ban, found_cluster
 
 OLD, NEW = b"o" * 32, b"n" * 32

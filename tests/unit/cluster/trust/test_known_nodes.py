@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from potluck.cluster.trust import known_nodes
-from potluck.cluster.trust.known_nodes import KnownNodes, find_node
+from potluck._core.cluster.trust import known_nodes
+from potluck._core.cluster.trust.known_nodes import KnownNodes, find_node
 from potluck.errors import ConfigurationError, IdentityError
 
 ADA = "a1" * 32
@@ -117,7 +117,7 @@ def test_a_full_list_can_be_read_again(tmp_path: Path) -> None:
 MEET_MANY = """
 import sys
 from pathlib import Path
-from potluck.cluster.trust.known_nodes import KnownNodes
+from potluck._core.cluster.trust.known_nodes import KnownNodes
 known = KnownNodes(Path(sys.argv[1]))
 for number in range(int(sys.argv[2]), int(sys.argv[2]) + 10):
     known.meet(f"{number:064x}")

@@ -10,12 +10,19 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from potluck.cluster.trust import operator
-from potluck.cluster.trust.admission_file import AdmissionFile
-from potluck.cluster.trust.admissions import MAX_OF_SIGNER, Admissions, sign
+from potluck._core.cluster.trust import operator
+from potluck._core.cluster.trust.admission_file import AdmissionFile
+from potluck._core.cluster.trust.admissions import MAX_OF_SIGNER, Admissions, sign
+from potluck._core.transport.credentials import namespace_of, node_id_of
+from potluck._core.wire.admissions import (
+    MAX_NUMBER,
+    Admission,
+    Founding,
+    Record,
+    SecretChange,
+    Verdict,
+)
 from potluck.errors import ConfigurationError, IdentityError
-from potluck.transport.credentials import namespace_of, node_id_of
-from potluck.wire.admissions import MAX_NUMBER, Admission, Founding, Record, SecretChange, Verdict
 
 ME = Ed25519PrivateKey.from_private_bytes(b"m" * 32)
 BOB = Ed25519PrivateKey.from_private_bytes(b"b" * 32)

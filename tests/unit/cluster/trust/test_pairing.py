@@ -14,15 +14,19 @@ import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from potluck.cluster.discovery.advert import Hint
-from potluck.cluster.discovery.finder import Finder, OnHint
-from potluck.cluster.discovery.presence import Presence
-from potluck.cluster.trust import pairing_host, pairing_joiner
-from potluck.cluster.trust.admissions import sign
-from potluck.cluster.trust.pairing import Code, Exchange, new_code, parse_code
-from potluck.cluster.trust.pairing_host import hand_over
-from potluck.cluster.trust.pairing_joiner import MAX_GUESSES, Me, take_over
-from potluck.cluster.trust.pairing_link import Confirm
+from potluck._core.cluster.discovery.advert import Hint
+from potluck._core.cluster.discovery.finder import Finder, OnHint
+from potluck._core.cluster.discovery.presence import Presence
+from potluck._core.cluster.trust import pairing_host, pairing_joiner
+from potluck._core.cluster.trust.admissions import sign
+from potluck._core.cluster.trust.pairing import Code, Exchange, new_code, parse_code
+from potluck._core.cluster.trust.pairing_host import hand_over
+from potluck._core.cluster.trust.pairing_joiner import MAX_GUESSES, Me, take_over
+from potluck._core.cluster.trust.pairing_link import Confirm
+from potluck._core.transport.acceptor import LIMITS, Limits
+from potluck._core.transport.credentials import node_id_of_bytes
+from potluck._core.wire import pairing as wire
+from potluck._core.wire.admissions import Admission, Founding
 from potluck.errors import (
     ConfigurationError,
     IdentityError,
@@ -31,10 +35,6 @@ from potluck.errors import (
     ProtocolError,
     WrongCode,
 )
-from potluck.transport.acceptor import LIMITS, Limits
-from potluck.transport.credentials import node_id_of_bytes
-from potluck.wire import pairing as wire
-from potluck.wire.admissions import Admission, Founding
 
 CODE = Code("274831927")
 WRONG = Code("274831928")

@@ -13,12 +13,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.cluster.trust import admissions, operator, recovery
-from potluck.cluster.trust.admission_file import AdmissionFile
-from potluck.cluster.trust.admissions import Admissions, new_founding, sign
+from potluck._core.cluster.trust import admissions, operator, recovery
+from potluck._core.cluster.trust.admission_file import AdmissionFile
+from potluck._core.cluster.trust.admissions import Admissions, new_founding, sign
+from potluck._core.transport.credentials import node_id_of
+from potluck._core.wire.admissions import MAX_NUMBER, Admission, Record, Recovery, SecretChange
 from potluck.errors import ConfigurationError, IdentityError, SecurityError
-from potluck.transport.credentials import node_id_of
-from potluck.wire.admissions import MAX_NUMBER, Admission, Record, Recovery, SecretChange
 
 FIRST, ANN, BOB, CARL = (
     Ed25519PrivateKey.from_private_bytes(bytes([seed]) * 32) for seed in range(1, 5)

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from potluck.cluster.trust.secret import (
+from potluck._core.cluster.trust.secret import (
     SECRET_FILE,
     derive_psk,
     load_or_create_secret,
     load_secret,
     parse_psk,
 )
+from potluck._core.settings import Settings
 from potluck.errors import ConfigurationError, IdentityError
-from potluck.settings import Settings
 
 HEX = "0123456789abcdef" * 4
 WORDS = "subway useless cement misery cause lawsuit"

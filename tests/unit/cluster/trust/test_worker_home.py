@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from potluck.cluster.trust import keyring
-from potluck.cluster.trust.admission_file import AdmissionFile
-from potluck.cluster.trust.credentials import load_admissions, load_credentials
-from potluck.cluster.trust.identity import KEY_FILE, load_or_create_identity
-from potluck.cluster.trust.secret import SECRET_FILE
-from potluck.cluster.trust.worker_home import FOLDER, WorkerHomes
+from potluck._core.cluster.trust import keyring
+from potluck._core.cluster.trust.admission_file import AdmissionFile
+from potluck._core.cluster.trust.credentials import load_admissions, load_credentials
+from potluck._core.cluster.trust.identity import KEY_FILE, load_or_create_identity
+from potluck._core.cluster.trust.secret import SECRET_FILE
+from potluck._core.cluster.trust.worker_home import FOLDER, WorkerHomes
+from potluck._core.settings import Settings
+from potluck._core.transport.credentials import Credentials, namespace_of
 from potluck.errors import ConfigurationError, IdentityError
-from potluck.settings import Settings
-from potluck.transport.credentials import Credentials, namespace_of
 from support.clusters import ban, found_cluster
 
 OLD, NEW = b"o" * 32, b"n" * 32
@@ -174,10 +174,10 @@ def test_a_list_that_cant_be_read_is_noted_once_and_copied_later(tmp_path: Path)
 
 KILLED = """
 import asyncio, pathlib, sys
-from potluck.cluster.trust.credentials import load_admissions, load_credentials
-from potluck.cluster.trust.identity import load_or_create_identity
-from potluck.cluster.trust.worker_home import WorkerHomes
-from potluck.settings import Settings
+from potluck._core.cluster.trust.credentials import load_admissions, load_credentials
+from potluck._core.cluster.trust.identity import load_or_create_identity
+from potluck._core.cluster.trust.worker_home import WorkerHomes
+from potluck._core.settings import Settings
 async def main():
     s = Settings(home=pathlib.Path(sys.argv[1]))
     homes = WorkerHomes(s.home, load_or_create_identity(s.home), load_credentials(s),

@@ -7,9 +7,9 @@ import itertools
 import numpy as np
 import pytest
 
-from potluck.collectives.plan import Action, Operation, Plan
-from potluck.collectives.registry import ROOTED, algorithms_for, make_plan
-from potluck.engine.arrays.layout import Array, Chunks, bounds, lay_out
+from potluck._core.collectives.plan import Action, Operation, Plan
+from potluck._core.collectives.registry import ROOTED, algorithms_for, make_plan
+from potluck._core.engine.arrays.layout import Array, Chunks, bounds, lay_out
 
 WORLDS = (1, 2, 3, 5)
 COUNTS = (0, 1, 3, 7)

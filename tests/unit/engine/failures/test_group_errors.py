@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from potluck.collectives.plan import Algorithm, Operation
-from potluck.engine.call import Call
-from potluck.engine.failures.group_errors import (
+from potluck._core.collectives.plan import Algorithm, Operation
+from potluck._core.engine.call import Call
+from potluck._core.engine.failures.group_errors import (
     abort_of,
     desync,
     error_of,
@@ -15,6 +15,8 @@ from potluck.engine.failures.group_errors import (
     peer_lost,
     refusal_of,
 )
+from potluck._core.types import Group, Member
+from potluck._core.wire.frames import Abort
 from potluck.errors import (
     Desync,
     Evicted,
@@ -27,8 +29,6 @@ from potluck.errors import (
     Refused,
     RemoteError,
 )
-from potluck.types import Group, Member
-from potluck.wire.frames import Abort
 
 GROUP = Group(4, 1, (Member("a", host="10.0.0.1", port=7), Member("b"), Member("c")))
 

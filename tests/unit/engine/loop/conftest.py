@@ -9,22 +9,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from potluck.collectives.plan import Action, Algorithm, Operation, Plan, Step
-from potluck.engine import call as engine_call
-from potluck.engine.arrays.layout import Buffers, Layout
-from potluck.engine.loop import mailbox
-from potluck.engine.loop.compiled import CompiledPlan
-from potluck.engine.loop.native import NativeLoop, is_available
-from potluck.engine.loop.progress import ProgressLoop
-from potluck.engine.loop.running import as_bytes
-from potluck.engine.work import Work, deadline_after
+from potluck._core.collectives.plan import Action, Algorithm, Operation, Plan, Step
+from potluck._core.engine import call as engine_call
+from potluck._core.engine.arrays.layout import Buffers, Layout
+from potluck._core.engine.loop import mailbox
+from potluck._core.engine.loop.compiled import CompiledPlan
+from potluck._core.engine.loop.native import NativeLoop, is_available
+from potluck._core.engine.loop.progress import ProgressLoop
+from potluck._core.engine.loop.running import as_bytes
+from potluck._core.engine.work import Work, deadline_after
+from potluck._core.metrics import LinkMeter
+from potluck._core.transport.link import Link
+from potluck._core.types import Group, Member, ReduceOp
+from potluck._core.wire import frames
+from potluck._core.wire.dtypes import code_of
+from potluck._core.wire.frames import FRAME_BYTES, Frame, Kind
 from potluck.errors import LinkError
-from potluck.metrics import LinkMeter
-from potluck.transport.link import Link
-from potluck.types import Group, Member, ReduceOp
-from potluck.wire import frames
-from potluck.wire.dtypes import code_of
-from potluck.wire.frames import FRAME_BYTES, Frame, Kind
 from support.links import Blocking, signed_ends
 
 EPOCH = 1

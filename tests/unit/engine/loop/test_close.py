@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from potluck._core.wire import frames
+from potluck._core.wire.frames import Abort, Kind
 from potluck.errors import GroupClosed, PeerLost
-from potluck.wire import frames
-from potluck.wire.frames import Abort, Kind
 
 LoopOf = Callable[..., Any]
 PATIENCE_S = 60.0

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from potluck.engine.loop.connection import Connection, Outgoing, Sink
+from potluck._core.engine.loop.connection import Connection, Outgoing, Sink
+from potluck._core.metrics import LinkMeter
+from potluck._core.wire import frames
+from potluck._core.wire.frames import FRAME_BYTES, IN_LINK_MEMORY, Frame, Kind
 from potluck.errors import LinkError, ProtocolError
-from potluck.metrics import LinkMeter
-from potluck.wire import frames
-from potluck.wire.frames import FRAME_BYTES, IN_LINK_MEMORY, Frame, Kind
 
 
 class FakeLinkMemory:

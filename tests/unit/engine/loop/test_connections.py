@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from potluck.engine.loop.connection import Outgoing, Sink
+from potluck._core.engine.loop.connection import Outgoing, Sink
+from potluck._core.wire import frames
+from potluck._core.wire.frames import FRAME_BYTES, Frame, Kind
 from potluck.errors import LinkError
-from potluck.wire import frames
-from potluck.wire.frames import FRAME_BYTES, Frame, Kind
 
 EPOCH = 3
 LIMIT = 100_000

@@ -13,21 +13,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from potluck.collectives.plan import Action, Algorithm, Operation, Plan, Step
-from potluck.engine.arrays.layout import lay_out
-from potluck.engine.call import Call
-from potluck.engine.loop.compiled import CompiledPlan
-from potluck.engine.loop.native import NativeLoop, is_available
-from potluck.engine.loop.progress import ProgressLoop
-from potluck.engine.work import Work, deadline_after
+from potluck._core.collectives.plan import Action, Algorithm, Operation, Plan, Step
+from potluck._core.engine.arrays.layout import lay_out
+from potluck._core.engine.call import Call
+from potluck._core.engine.loop.compiled import CompiledPlan
+from potluck._core.engine.loop.native import NativeLoop, is_available
+from potluck._core.engine.loop.progress import ProgressLoop
+from potluck._core.engine.work import Work, deadline_after
+from potluck._core.metrics import LinkMeter
+from potluck._core.transport.inproc import inproc_pair
+from potluck._core.transport.link import Link
+from potluck._core.transport.signed import OVERHEAD
+from potluck._core.types import Group, Member
+from potluck._core.wire import frames
+from potluck._core.wire.frames import FRAME_BYTES, Abort, Frame, Kind
 from potluck.errors import PeerLost
-from potluck.metrics import LinkMeter
-from potluck.transport.inproc import inproc_pair
-from potluck.transport.link import Link
-from potluck.transport.signed import OVERHEAD
-from potluck.types import Group, Member
-from potluck.wire import frames
-from potluck.wire.frames import FRAME_BYTES, Abort, Frame, Kind
 from support.links import signed_ends
 
 SEGMENT, NUM_SEGMENTS = 64 << 10, 24

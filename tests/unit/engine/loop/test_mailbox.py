@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from potluck.engine.loop.mailbox import ANY_SOURCE
-from potluck.wire.frames import Frame, Kind
+from potluck._core.engine.loop.mailbox import ANY_SOURCE
+from potluck._core.wire.frames import Frame, Kind
 
 RANKS = (0, 1, 2)
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from potluck._core.wire import frames
+from potluck._core.wire.dtypes import code_of
+from potluck._core.wire.frames import EAGER_BYTES, Kind
 from potluck.errors import Desync, PeerLost
-from potluck.wire import frames
-from potluck.wire.dtypes import code_of
-from potluck.wire.frames import EAGER_BYTES, Kind
 
 LoopOf = Callable[..., Any]
 PATIENCE_S = 60.0

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from potluck.collectives.plan import Action
+from potluck._core.collectives.plan import Action
+from potluck._core.wire.dtypes import code_of
+from potluck._core.wire.frames import Kind
 from potluck.errors import Desync, LinkError, OperationTimeout, PeerLost
-from potluck.wire.dtypes import code_of
-from potluck.wire.frames import Kind
 
 LoopOf = Callable[..., Any]
 COPY, REDUCE, SEND = Action.COPY, Action.REDUCE, Action.SEND

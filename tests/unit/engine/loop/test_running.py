@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from potluck.collectives.plan import Action, Algorithm, Operation, Plan, Step
-from potluck.engine.arrays.layout import Buffers, Chunks, Layout
-from potluck.engine.call import Call
-from potluck.engine.loop.compiled import CompiledPlan
-from potluck.engine.loop.running import as_bytes, from_bytes
-from potluck.types import ReduceOp
+from potluck._core.collectives.plan import Action, Algorithm, Operation, Plan, Step
+from potluck._core.engine.arrays.layout import Buffers, Chunks, Layout
+from potluck._core.engine.call import Call
+from potluck._core.engine.loop.compiled import CompiledPlan
+from potluck._core.engine.loop.running import as_bytes, from_bytes
+from potluck._core.types import ReduceOp
 
 SEND, COPY, REDUCE = Action.SEND, Action.COPY, Action.REDUCE
 

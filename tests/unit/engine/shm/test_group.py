@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from potluck.engine.shm.group import GroupMemory, SharedMemoryWork
-from potluck.engine.work import Work
+from potluck._core.engine.shm.group import GroupMemory, SharedMemoryWork
+from potluck._core.engine.work import Work
+from potluck._core.metrics import Metrics
+from potluck._core.types import Group, Member
 from potluck.errors import PotluckError
-from potluck.metrics import Metrics
-from potluck.types import Group, Member
 
 GROUP = Group(1, 0, (Member("a", node="n"), Member("b", node="n")))
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from potluck.cluster.jobs.group_agreement import GroupAgreement
-from potluck.cluster.jobs.groups import membership
-from potluck.cluster.jobs.groups.events import (
+from potluck._core.cluster.jobs.group_agreement import GroupAgreement
+from potluck._core.cluster.jobs.groups import membership
+from potluck._core.cluster.jobs.groups.events import (
     Action,
     Agreed,
     Announce,
@@ -18,13 +18,13 @@ from potluck.cluster.jobs.groups.events import (
     Severed,
     Tick,
 )
-from potluck.cluster.jobs.groups.roster import JobPolicy, Phase
-from potluck.cluster.membership.view import spared
-from potluck.types import Member
-from potluck.wire.jobs import Exited, WorldSpec
-from potluck.wire.names import MAX_PAIRS
-from potluck.wire.nodes import JobGroup
-from potluck.wire.worker_link import Entered, Finished, Lost, Mended, ProbeReply, Ready
+from potluck._core.cluster.jobs.groups.roster import JobPolicy, Phase
+from potluck._core.cluster.membership.view import spared
+from potluck._core.types import Member
+from potluck._core.wire.jobs import Exited, WorldSpec
+from potluck._core.wire.names import MAX_PAIRS
+from potluck._core.wire.nodes import JobGroup
+from potluck._core.wire.worker_link import Entered, Finished, Lost, Mended, ProbeReply, Ready
 from support import stories
 
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from potluck.cluster.jobs.groups import membership
-from potluck.cluster.jobs.groups.events import (
+from potluck._core.cluster.jobs.groups import membership
+from potluck._core.cluster.jobs.groups.events import (
     Announce,
     EndGroup,
     EndWorkers,
@@ -18,13 +18,13 @@ from potluck.cluster.jobs.groups.events import (
     Start,
     Tick,
 )
-from potluck.cluster.jobs.groups.roster import JobPolicy, Phase, name_exit
-from potluck.types import Member
-from potluck.wire import jobs, peers
-from potluck.wire.format import PREFIX_BYTES
-from potluck.wire.jobs import Disconnected, Exited, Stalled, WorldSpec
-from potluck.wire.nodes import JobGroup
-from potluck.wire.worker_link import Entered, Failed, Finished, Lost, ProbeReply, Ready
+from potluck._core.cluster.jobs.groups.roster import JobPolicy, Phase, name_exit
+from potluck._core.types import Member
+from potluck._core.wire import jobs, peers
+from potluck._core.wire.format import PREFIX_BYTES
+from potluck._core.wire.jobs import Disconnected, Exited, Stalled, WorldSpec
+from potluck._core.wire.nodes import JobGroup
+from potluck._core.wire.worker_link import Entered, Failed, Finished, Lost, ProbeReply, Ready
 from support import stories
 
 SIGKILL, SIGINT, SIGSEGV = 9, 2, 11

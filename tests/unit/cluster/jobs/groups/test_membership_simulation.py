@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from potluck.cluster.jobs.groups import membership
-from potluck.cluster.jobs.groups.events import (
+from potluck._core.cluster.jobs.groups import membership
+from potluck._core.cluster.jobs.groups.events import (
     Announce,
     EndGroup,
     EndWorkers,
@@ -21,9 +21,9 @@ from potluck.cluster.jobs.groups.events import (
     Start,
     Tick,
 )
-from potluck.cluster.jobs.groups.roster import JobPolicy, Phase
-from potluck.wire.jobs import Exited
-from potluck.wire.worker_link import Entered, Finished, Lost, ProbeReply, Ready
+from potluck._core.cluster.jobs.groups.roster import JobPolicy, Phase
+from potluck._core.wire.jobs import Exited
+from potluck._core.wire.worker_link import Entered, Finished, Lost, ProbeReply, Ready
 
 TIMEOUT_S = 3.0
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from potluck.cluster.jobs.groups import membership
-from potluck.cluster.jobs.groups.events import (
+from potluck._core.cluster.jobs.groups import membership
+from potluck._core.cluster.jobs.groups.events import (
     Agreed,
     Announce,
     Away,
@@ -21,11 +21,11 @@ from potluck.cluster.jobs.groups.events import (
     Start,
     Tick,
 )
-from potluck.cluster.jobs.groups.roster import JobPolicy, Phase
-from potluck.types import Member
-from potluck.wire.jobs import Exited, Seen, Stalled, WorldSpec
-from potluck.wire.nodes import JobGroup
-from potluck.wire.worker_link import Entered, Failed, Finished, Ready
+from potluck._core.cluster.jobs.groups.roster import JobPolicy, Phase
+from potluck._core.types import Member
+from potluck._core.wire.jobs import Exited, Seen, Stalled, WorldSpec
+from potluck._core.wire.nodes import JobGroup
+from potluck._core.wire.worker_link import Entered, Failed, Finished, Ready
 from support import stories
 
 SIGTERM, SIGKILL = 15, 9

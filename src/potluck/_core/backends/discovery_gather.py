@@ -1,0 +1,329 @@
+"""Agreement of processes that found each other on a group, the first or the next.
+
+One process gathers the group: for the first group the process with the lowest id, for later groups
+the most senior remaining member. The other processes ask the gathering process to join, and wait
+for its answer. The gathering process probes absent processes, and does not wait for a process that
+has ended. ``discovery_situations.py`` says when the group is complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import time
+from dataclasses import replace
+
+from potluck._core.backends.discovery_paths import ANSWER_S, BUDGET_S, in_order, named, read, survey
+from potluck._core.backends.discovery_peers import FORMED
+from potluck._core.backends.discovery_search import CALL_S, JOIN, MEET, Search
+from potluck._core.backends.discovery_situations import Found, Situation
+from potluck._core.backends.rendezvous import Arrival, Rendezvous
+from potluck._core.cluster.discovery.advert import INSTANCE_BYTES
+from potluck._core.transport.blocking import has_come, receive, recv_exactly, send_all
+from potluck._core.transport.credentials import Credentials
+from potluck._core.transport.handshake import connect
+from potluck._core.transport.tcp import TcpLink
+from potluck._core.waiting import Reminder
+from potluck._core.wire.gathering import (
+    ASKED,
+    JOINING,
+    MAX_ATTEMPTS,
+    READING,
+    Attempt,
+    Formed,
+    Joining,
+    Participant,
+    Reading,
+    checked,
+)
+from potluck._core.wire.greeting import Hello
+from potluck.errors import (
+    ConfigurationError,
+    GroupError,
+    LinkError,
+    OperationTimeout,
+    PotluckError,
+    Refused,
+)
+
+_JOINING_S = 3.0
+_AGAIN_S = 0.05
+"""The pause before another process is called again, which can't tell when it is ready."""
+_LOOK_S = 0.2
+_PROBE_S = 1.0
+_FIRST_PROBE_S = 0.1
+"""The first probe after a loss comes early, because running processes join immediately."""
+_GRACE_S = 5.0
+"""A joining process waits this long beyond its deadline, for the decision that the gathering
+process takes at its own deadline."""
+
+
+class Gathering:
+    """The part of one process in forming a group."""
+
+    def __init__(
+        self,
+        me: Participant,
+        world_size: int,
+        credentials: Credentials,
+        rendezvous: Rendezvous[Joining],
+        search: Search,
+    ) -> None:
+        """``world_size`` is as in HELLO; 0: all processes that are found."""
+        self._me = me
+        self._world_size = world_size
+        self._credentials = credentials
+        self._rendezvous = rendezvous
+        self._search = search
+        self.attempts: list[Attempt] = []
+        """The groups that this process agreed to since the last group that it saw complete."""
+
+    def agree(self, situation: Situation, deadline: float) -> Formed:
+        """Take part until a group is formed. OperationTimeout if there is none by ``deadline``."""
+        said = ""
+        for attempt in self.attempts:
+            situation.attempted(attempt)
+        while time.monotonic() < deadline:
+            seniors = situation.seniors()
+            try:
+                if seniors:
+                    formed = self._ask(situation, situation.participant(seniors[0]), deadline)
+                else:
+                    formed = self._gather(situation, deadline)
+            except LinkError as error:
+                said, formed = str(error), None
+                time.sleep(_AGAIN_S)
+            if formed is not None:
+                self._remember(formed)
+                return formed
+        raise OperationTimeout(
+            f"no group was formed in time{': ' if said else ''}{said}", operation="establish_ring"
+        )
+
+    def _remember(self, formed: Formed) -> None:
+        """Record that this process agreed to ``formed``, before it enters the group: other members
+        may see the group complete, even if this process does not."""
+        agreed = Attempt(formed.epoch, tuple(each.instance for each in formed.participants))
+        others = [each for each in self.attempts if each.instances != agreed.instances]
+        if len(others) >= MAX_ATTEMPTS:
+            raise GroupError(
+                f"{len(others)} different groups were agreed on, and none was complete. Start all "
+                "processes again, from their last checkpoint"
+            )
+        self.attempts = [*others, agreed]
+
+    def probe(self, participant: Participant) -> Found:
+        """Call ``participant``. Refused if it is in a group without this process."""
+        until = time.monotonic() + CALL_S
+        try:
+            with contextlib.closing(self._call(participant, MEET, until)) as link:
+                instance = recv_exactly(link, INSTANCE_BYTES, until).hex()
+        except Refused as error:
+            if error.code == FORMED:
+                raise
+            return Found.SILENT
+        except PotluckError as error:
+            return Found.GONE if _is_not_listening(error) else Found.SILENT
+        return Found.RUNS if instance == participant.instance else Found.GONE
+
+    # -- a joining process
+
+    def _ask(self, situation: Situation, senior: Participant, deadline: float) -> Formed | None:
+        """Ask ``senior`` to join, and wait for the group. None if another process is to be
+        asked."""
+        member = senior.member
+        try:
+            found = self.probe(senior)
+            situation.heard(senior.instance, found)
+            if found is not Found.RUNS:
+                time.sleep(_AGAIN_S)
+                return None
+            link = self._call(senior, JOIN, min(deadline, time.monotonic() + CALL_S))
+        except Refused as error:
+            if error.code == "world":
+                raise ConfigurationError(str(error)) from error
+            situation.heard(senior.instance, Found.RUNS)
+            if error.code == FORMED:
+                situation.refused(senior, error)
+            raise
+        except PotluckError as error:
+            found = Found.GONE if _is_not_listening(error) else Found.SILENT
+            situation.heard(senior.instance, found)
+            raise
+        reminder = Reminder(
+            lambda: f"waiting for {member.host}:{member.port} to gather the group", deadline
+        )
+        last = situation.last
+        with contextlib.closing(link):
+            joining = Joining(senior.instance, last.epoch, last.participants, tuple(self.attempts))
+            send_all(link, JOINING.encode(joining), time.monotonic() + CALL_S)
+            probe_at = time.monotonic() + _PROBE_S
+            while time.monotonic() < deadline + _GRACE_S:
+                if not has_come(link, _LOOK_S):
+                    reminder.tick()
+                    # The link of a host that is cut off, or of a stopped process, does not end.
+                    if last.epoch and time.monotonic() >= probe_at:
+                        situation.heard(senior.instance, self.probe(senior))
+                        probe_at = time.monotonic() + _PROBE_S
+                    if situation.seniors()[:1] != [senior.instance]:
+                        return None
+                    continue
+                asked = receive(link, ASKED, time.monotonic() + CALL_S)
+                checked(asked.participants if isinstance(asked, Formed) else (asked.participant,))
+                if isinstance(asked, Formed):
+                    return self._entered(asked, link.peer_host, max(self._epochs(situation)))
+                reading = self._measure(asked.participant, link.peer_host)
+                send_all(link, READING.encode(reading), time.monotonic() + CALL_S)
+        return None
+
+    def _epochs(self, situation: Situation) -> list[int]:
+        """The epochs that this process knows to be in use."""
+        return [situation.last.epoch, *(attempt.epoch for attempt in self.attempts)]
+
+    def _entered(self, formed: Formed, host: str, used: int) -> Formed:
+        """``formed``, as received from ``host``, with addresses that are valid on this machine.
+
+        ``used`` is the highest epoch that this process knows.
+        """
+        if formed.rank_of(self._me.instance) < 0:
+            raise LinkError(f"{host} formed a group without this process")
+        if formed.epoch <= used:
+            raise LinkError(f"{host} formed epoch {formed.epoch}; this process is past {used}")
+        participants = (
+            Participant(participant.instance, replace(participant.member, host=host))
+            if _is_there(participant.member.host)
+            else participant
+            for participant in formed.participants
+        )
+        return Formed(formed.epoch, tuple(participants), formed.paths)
+
+    # -- the gathering process
+
+    def _gather(self, situation: Situation, deadline: float) -> Formed | None:
+        """Wait for the other processes and form the group. None if another process gathers it."""
+        is_after_loss = situation.last.epoch > 0
+        probe_at = time.monotonic() + (_FIRST_PROBE_S if is_after_loss else _PROBE_S)
+        reminder = Reminder(lambda: self._missing(situation), deadline)
+        self._rendezvous.open()
+        try:
+            while True:
+                arrivals = self._rendezvous.arrivals()
+                for arrival in arrivals.values():
+                    situation.learn(arrival)
+                joined = list(arrivals)
+                if situation.seniors():
+                    return None
+                if situation.is_complete(joined):
+                    break
+                now = time.monotonic()
+                if now >= deadline:
+                    if situation.must_go_on(joined):
+                        break
+                    raise OperationTimeout(
+                        f"the group is not complete: {self._missing(situation)}",
+                        operation="establish_ring",
+                    )
+                if now >= probe_at:
+                    self._probe_absent(situation, situation.absent(joined))
+                    probe_at = time.monotonic() + _PROBE_S
+                reminder.tick()
+                self._rendezvous.wait(_LOOK_S)
+            return self._form(situation, self._rendezvous.take(situation.chosen(joined)), deadline)
+        finally:
+            self._rendezvous.take(())
+
+    def _probe_absent(self, situation: Situation, absent: list[str]) -> None:
+        for instance in absent:
+            with contextlib.suppress(KeyError):
+                participant = situation.participant(instance)
+                try:
+                    situation.heard(instance, self.probe(participant))
+                except Refused as error:
+                    situation.refused(participant, error)
+
+    def _missing(self, situation: Situation) -> str:
+        joined = list(self._rendezvous.arrivals())
+        absent = []
+        for instance in situation.absent(joined):
+            with contextlib.suppress(KeyError):
+                absent.append(str(situation.participant(instance).member))
+        text = f"{len(joined)} other processes are waiting to form a group with this one"
+        if absent:
+            text += f"; found, but not joined yet: {', '.join(absent)}"
+        return text
+
+    def _form(
+        self, situation: Situation, arrivals: list[Arrival[Joining]], deadline: float
+    ) -> Formed:
+        """Form the group of this process and ``arrivals`` (the most senior first), and send it to
+        them."""
+        last = situation.last
+        participants = [
+            self._me,
+            *(Participant(each.member.worker, each.member) for each in arrivals),
+        ]
+        paths = last.paths
+        if not last.epoch:
+            budget_s = min(BUDGET_S, (deadline - time.monotonic()) / 3)
+            links = [None, *(each.link for each in arrivals)]
+            paths = survey(
+                participants, links, lambda participant: self._measure(participant, ""), budget_s
+            )
+        ranked, known = in_order(participants, paths)
+        ranked = named(ranked, last.participants if last.epoch else ())
+        theirs = [tried.epoch for each in arrivals for tried in each.said.attempts]
+        joined = [each.said.epoch for each in arrivals]
+        epoch = 1 + max([*self._epochs(situation), *joined, *theirs])
+        formed = Formed(epoch, ranked, known)
+        word = ASKED.encode(formed)
+        for arrival in arrivals:
+            with contextlib.closing(arrival.link), contextlib.suppress(LinkError):
+                send_all(arrival.link, word, time.monotonic() + CALL_S)
+        return formed
+
+    def _measure(self, participant: Participant, gatherer: str) -> Reading:
+        host = gatherer if _is_there(participant.member.host) else participant.member.host
+        try:
+            return self._search.run(read(participant, host, self._credentials), ANSWER_S)
+        except LinkError:
+            return Reading()
+
+    def _call(self, participant: Participant, kind: str, deadline: float) -> TcpLink:
+        """A link to ``participant``, by a single attempt to connect."""
+        member = participant.member
+        hello = Hello(
+            kind,
+            worker=self._me.instance,
+            port=self._me.member.port,
+            world_size=self._world_size,
+            engine=self._me.member.engine,
+            site=self._me.member.site,
+        )
+        link, _ = connect(
+            member.host, member.port, hello, self._credentials, deadline=deadline, max_retries=0
+        )
+        return link
+
+
+def read_joining(link: TcpLink, me: str) -> Joining:
+    """The request of a process to join the group of ``me``; PotluckError if it is not valid."""
+    joining = receive(link, JOINING, time.monotonic() + _JOINING_S)
+    checked(joining.participants)
+    if joining.host != me:  # meant for a process that had this port before
+        raise LinkError(f"it wants to join {joining.host}, not this process")
+    return joining
+
+
+def _is_not_listening(error: BaseException) -> bool:
+    """Whether the error shows that no process listens at the port, or another program."""
+    each: BaseException | None = error
+    while each is not None:
+        if isinstance(each, ConnectionRefusedError):
+            return True
+        each = each.__cause__
+    return not isinstance(error, LinkError)
+
+
+def _is_there(host: str) -> bool:
+    """Whether ``host`` stands for the machine of the process that sent it."""
+    return not host or ipaddress.ip_address(host.partition("%")[0]).is_loopback

@@ -1,0 +1,44 @@
+"""``LocalBackend``: a world of one worker, without a network; the baseline of other backends."""
+
+from __future__ import annotations
+
+from potluck._core.backends.base import StaticBackend
+from potluck._core.backends.doors import Door, LocalDoor, LocalDoors
+from potluck._core.engine.communicator import Communicator
+from potluck._core.engine.connector import Deliver, Fail
+from potluck._core.types import Group, Member
+from potluck.errors import ConfigurationError, GroupError
+
+
+class _Alone:
+    """The connector in a world of one, which never connects."""
+
+    is_native = False
+
+    def start(self, deliver: Deliver, fail: Fail) -> None:
+        return None
+
+    def request(self, rank: int) -> None:
+        raise AssertionError(f"a world of one has no rank {rank}")
+
+    def close(self, error: BaseException) -> None:
+        return None
+
+
+class LocalBackend(StaticBackend):
+    """The backend of a group of one rank."""
+
+    def __init__(self) -> None:
+        self._door = LocalDoor(LocalDoors(), "0")
+
+    @property
+    def door(self) -> Door:
+        return self._door
+
+    def form(self, after_epoch: int, cause: GroupError | None, timeout_s: float) -> Communicator:
+        if after_epoch:
+            raise ConfigurationError("a single worker has no next group") from cause
+        return Communicator.open(Group(1, 0, (Member("0"),)), _Alone())
+
+    def close(self) -> None:
+        return None

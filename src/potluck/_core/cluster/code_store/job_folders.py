@@ -1,0 +1,352 @@
+"""The folders in which jobs work on this node. One that holds files that workers wrote is kept for
+days; nothing of it is deleted without a word.
+
+``KEY`` below the root has ``code``, a copy of the job's package (none for a local job), ``output``,
+the directory that workers find as ``POTLUCK_OUTPUT``, and ``record``. As long as the job runs the
+record is locked, so that no process deletes the folder.
+
+A *result* is a regular file that the package did not bring: one whose inode changed after the
+record was made. Hidden files, links and Python's caches are none, as they are none of what travels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import shutil
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from potluck._core import system
+from potluck._core.cluster.code_store.package import (
+    PackageFile,
+    PackageManifest,
+    objection_to_path,
+    open_below,
+)
+from potluck._core.cluster.code_store.wording import size_in_words
+from potluck._core.cluster.home.directory import make_private
+from potluck._core.settings import Settings
+from potluck._core.system import need_posix
+from potluck.errors import ConfigurationError
+
+KEPT_JOBS = 4
+"""Folders without results that are kept, for a look at what ran."""
+_KEPT_NOTICES = 256
+_TICK_S = 3.0
+_ABANDONED_S = 3600.0
+_DAY_S = 86400.0
+_DIGITS = 20
+"""Of the hash in a folder's name, 80 bits: nobody makes a second package of the same name."""
+_RECORD, CODE, OUTPUT = "record", "code", "output"
+_CACHES = {"__pycache__"}
+
+
+class Record(msgspec.Struct, frozen=True):
+    """Whose job it is: its ``starter`` (a node), its ``package`` (hexadecimal; empty for a local
+    job), when it ``began`` here (Unix time). ``below``: the working directory of its workers, a
+    path in the copy of the package (empty: the copy itself). ``keeps_files``: its results stay on
+    the machine. ``gone``: why its results were deleted; empty while they are here."""
+
+    job: str
+    starter: str
+    package: str = ""
+    script: str = ""
+    began: float = 0.0
+    keeps_files: bool = False
+    below: str = ""
+    gone: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """How long results are kept: at most ``days``, and ``num_bytes`` in all."""
+
+    days: float = 14.0
+    num_bytes: int = 20 << 30
+
+
+KEEPING = Keeping()
+
+
+def keeping_of(settings: Settings) -> Keeping:
+    """What the owner of this machine set."""
+    return Keeping(settings.keep_results_days, int(settings.keep_results_gb * 2**30))
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A file that a worker wrote: its ``path`` below the job's folder, and when it was changed."""
+
+    path: str
+    size: int
+    changed: float
+
+
+@dataclass(frozen=True, slots=True)
+class JobFolder:
+    """The folder of one job at ``path``."""
+
+    path: Path
+    record: Record
+
+    @property
+    def code(self) -> Path:
+        """The copy of the job's package, in which its workers run."""
+        return self.path / CODE
+
+    @property
+    def output(self) -> Path:
+        """``POTLUCK_OUTPUT`` of its workers."""
+        return self.path / OUTPUT
+
+    def results(self) -> list[Result]:
+        """What workers wrote, by path. Reads no file."""
+        if self.record.gone:
+            return []
+        began = (self.path / _RECORD).stat().st_ctime_ns
+        return sorted(
+            (each for root in (CODE, OUTPUT) for each in _written(self.path, root, began)),
+            key=lambda each: each.path,
+        )
+
+    def manifest(self, wanted: Callable[[str], bool]) -> tuple[PackageManifest, list[str]]:
+        """The results whose paths below ``code`` or ``output`` are ``wanted``, with their hashes,
+        and those whose names can't travel. Reads every file."""
+        files, left = [], []
+        for each in self.results():
+            if not wanted(each.path.partition("/")[2]):
+                continue
+            if objection_to_path(each.path, portable=False):
+                left.append(ascii(each.path))
+                continue
+            with contextlib.suppress(FileNotFoundError), open_below(self.path, each.path) as file:
+                digest = hashlib.file_digest(file, "sha256").digest()
+                files.append(PackageFile(each.path, file.tell(), digest))
+        return PackageManifest(tuple(sorted(files))), left
+
+
+class JobFolders:
+    """The folders of jobs below ``root``, which is made with the first of them. ``on_note`` gets a
+    line about each deletion of results."""
+
+    def __init__(
+        self, root: Path, *, keeping: Keeping = KEEPING, on_note: Callable[[str], None]
+    ) -> None:
+        self._root = root
+        self._keeping = keeping
+        self._note = on_note
+        self._held: dict[Path, int] = {}
+        self._busy = threading.Lock()
+
+    def open(self, record: Record, source: Path | None) -> JobFolder:
+        """The folder of a job that is about to run, with a copy of ``source`` if it is new; locked
+        until ``close``. It appears whole or not at all. OSError if there is no room."""
+        target = self._root / _key(record)
+        with self._busy:
+            found = _read(target)
+            if found is not None and not found.record.gone:
+                if target not in self._held:  # this agent is another one than before
+                    self._hold(target, target)
+                return found
+            shutil.rmtree(target, ignore_errors=True)
+            self._make(target, record, source)
+        return JobFolder(target, record)
+
+    def _make(self, target: Path, record: Record, source: Path | None) -> None:
+        temporary = self._root / f".{secrets.token_hex(8)}"
+        try:
+            if record.package and source is None:
+                raise ConfigurationError(
+                    "the script's folder was removed here; start the job again"
+                )
+            make_private(self._root)
+            temporary.mkdir(mode=0o700)
+            if source is not None:
+                shutil.copytree(source, temporary / CODE)
+                _make_directory(temporary / CODE, record.below)
+            (temporary / OUTPUT).mkdir(mode=0o700)
+            _write(temporary, record)
+            _later_than_now(temporary / _RECORD)
+            self._hold(temporary, target)
+            temporary.rename(target)
+        except BaseException:
+            self._release(target)
+            raise
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    def _hold(self, folder: Path, target: Path) -> None:
+        self._held[target] = descriptor = os.open(folder / _RECORD, os.O_RDONLY)
+        system.lock(descriptor, wait=True)
+
+    def _release(self, target: Path) -> None:
+        descriptor = self._held.pop(target, -1)
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def close(self, folder: JobFolder) -> None:
+        """The job is over here: its folder may be deleted from now on."""
+        with contextlib.suppress(OSError):
+            os.utime(folder.path)
+        self._release(folder.path)
+        self.prune()
+
+    def all(self) -> list[JobFolder]:
+        """The newest first."""
+        return [each for path in newest(self._root) if (each := _read(path)) is not None]
+
+    def is_in_use(self, folder: JobFolder) -> bool:
+        """Whether the job runs, also under another process."""
+        if folder.path in self._held:
+            return True
+        try:
+            descriptor = os.open(folder.path / _RECORD, os.O_RDONLY)
+        except OSError:
+            return False
+        try:
+            system.lock(descriptor, shared=True)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
+
+    def remove(self, folder: JobFolder, why: str = "") -> None:
+        """Delete ``folder``, whose job must be over; a notice with the reason ``why`` stays."""
+        hidden = self._root / f".{secrets.token_hex(8)}"
+        folder.path.rename(hidden)
+        if why:
+            folder.path.mkdir(mode=0o700)
+            _write(folder.path, msgspec.structs.replace(folder.record, gone=why))
+        shutil.rmtree(hidden, ignore_errors=True)
+
+    def prune(self, now: float | None = None) -> None:
+        """Delete what is kept no longer at the time ``now`` (None: the clock's). Never the folder
+        of a job that runs, nor the newest one with results because of its size."""
+        with self._busy:
+            self._prune(time.time() if now is None else now)
+
+    def _prune(self, now: float) -> None:
+        num_plain, num_notices, total = 0, 0, 0
+        keeping = self._keeping
+        for folder in self.all():
+            if folder.record.gone:
+                num_notices += 1
+                if num_notices > _KEPT_NOTICES:
+                    self.remove(folder)
+                continue
+            if self.is_in_use(folder):
+                continue
+            results = folder.results()
+            if not results:
+                num_plain += bool(folder.record.package)
+                if not folder.record.package or num_plain > KEPT_JOBS:
+                    self.remove(folder)
+                continue
+            num_bytes = sum(each.size for each in results)
+            used = max(folder.path.stat().st_mtime, *(each.changed for each in results))
+            limit = size_in_words(keeping.num_bytes)
+            if now - used > keeping.days * _DAY_S:
+                self._expire(folder, results, f"{keeping.days:g} days are over", "DAYS")
+            elif total + num_bytes <= keeping.num_bytes:
+                total += num_bytes
+            elif total:
+                self._expire(folder, results, f"there were more than {limit} of results", "GB")
+            else:
+                total = num_bytes
+                self._note(
+                    f"the results of job {folder.record.job} take {size_in_words(num_bytes)} here, "
+                    f"more than the {limit} of POTLUCK_KEEP_RESULTS_GB: they are deleted as soon "
+                    f"as another job leaves results. To bring them: potluck fetch "
+                    f"{folder.record.job}"
+                )
+        for path in newest(self._root):
+            if path.name.startswith(".") and now - path.stat().st_mtime > _ABANDONED_S:
+                shutil.rmtree(path, ignore_errors=True)  # of a process that was killed
+
+    def _expire(self, folder: JobFolder, results: list[Result], why: str, setting: str) -> None:
+        count = len(results)
+        noun, verb = ("file", "was") if count == 1 else ("files", "were")
+        size = size_in_words(sum(each.size for each in results))
+        text = f"{count} {noun} ({size}) {verb} deleted: {why} (POTLUCK_KEEP_RESULTS_{setting})"
+        self.remove(folder, text)
+        self._note(f"job {folder.record.job}: {text}")
+
+
+def newest(folder: Path) -> list[Path]:
+    """What is in ``folder``, the newest first."""
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        with contextlib.suppress(OSError):
+            found.append((path.stat().st_mtime, path))
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def is_result(name: str) -> bool:
+    """Whether a file or folder of this name may be, or hold, a result."""
+    return not name.startswith(".") and name not in _CACHES
+
+
+def _written(path: Path, root: str, began: int) -> Iterator[Result]:
+    """The results below ``path / root``: regular files whose inodes changed at ``began`` (in
+    nanoseconds) or later."""
+    need_posix("listing a job's files")
+    if not (path / root).is_dir():
+        return  # a local job has no code here
+    for folder, folders, names, descriptor in os.fwalk(path / root, follow_symlinks=False):
+        folders[:] = sorted(filter(is_result, folders))
+        below = Path(folder).relative_to(path).as_posix()
+        for name in filter(is_result, names):
+            with contextlib.suppress(FileNotFoundError):
+                status = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
+                if stat.S_ISREG(status.st_mode) and status.st_ctime_ns >= began:
+                    yield Result(f"{below}/{name}", status.st_size, status.st_ctime)
+
+
+def _key(record: Record) -> str:
+    """The name of the folder, which belongs to the package, the starter and the job: scripts of one
+    starter never run from a folder that another one's package filled."""
+    whose = msgspec.json.encode((record.job, record.starter, record.package))
+    return f"{record.job[:100]}.{hashlib.sha256(whose).hexdigest()[:_DIGITS]}"
+
+
+def _make_directory(code: Path, below: str) -> None:
+    """Make the working directory: a package has no folders without files. Before a worker runs,
+    there are no links in ``code`` by which it could be anywhere else."""
+    if below:
+        if why := objection_to_path(below, portable=False):
+            raise ConfigurationError(f"the working directory {below!r} can't be made here: {why}")
+        (code / below).mkdir(parents=True, exist_ok=True)
+
+
+def _read(path: Path) -> JobFolder | None:
+    """The folder at ``path``; None if there is none with a record."""
+    try:
+        data = (path / _RECORD).read_bytes()
+        return JobFolder(path, msgspec.json.decode(data, type=Record))
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def _write(path: Path, record: Record) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC  # in place: the record may be locked
+    with open(os.open(path / _RECORD, flags, 0o600), "wb") as file:
+        file.write(msgspec.json.encode(record))
+
+
+def _later_than_now(path: Path) -> None:
+    """Move the time at which the inode of ``path`` changed past that of all files which are there:
+    the clock of a file system moves on every few milliseconds."""
+    began, deadline = path.stat().st_ctime_ns, time.monotonic() + _TICK_S
+    while path.stat().st_ctime_ns <= began and time.monotonic() < deadline:
+        time.sleep(0.001)
+        os.utime(path)

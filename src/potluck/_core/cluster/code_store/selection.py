@@ -1,0 +1,275 @@
+"""Which files of a script's folder travel to other machines, and which stay, and why.
+
+The rules, of which the first that says something about a file or folder decides:
+
+1. never: the potluck home, also by a link or hard link; links, devices, pipes
+2. what ``potluck run --include`` names travels
+3. ``.potluckignore``: what its patterns match stays, what its negated patterns name travels
+4. hidden files, and what is made again by itself (caches, environments), stay
+5. what ``.gitignore`` ignores stays
+6. the rest travels
+
+A file that travels and looks like a key or credentials (``sensitive.py``) is refused, unless rule 2
+or 3 names it without wildcards. Some folders are refused as a whole (``folders.py``).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path, PurePosixPath
+
+from potluck._core.cluster.code_store.folders import NARROWER, Private, check_folder
+from potluck._core.cluster.code_store.package import MAX_BYTES, objection_to_path
+from potluck._core.cluster.code_store.patterns import (
+    IGNORE_FILE,
+    Included,
+    Match,
+    Patterns,
+    patterns_above,
+    patterns_in,
+)
+from potluck._core.cluster.code_store.sensitive import HEAD_BYTES, kind_of_head, kind_of_name
+from potluck._core.wire.peers import MAX_FILES
+from potluck.errors import ConfigurationError
+
+_HIDDEN = Patterns([".*"])
+_MADE_AGAIN = Patterns(["__pycache__/", "*.pyc", "venv/", "node_modules/", "*.egg-info/"])
+
+
+class Why(StrEnum):
+    """The rule by which a file or folder stays."""
+
+    HOME = "home"
+    LINK = "link"
+    SPECIAL = "special"
+    IGNORED = "ignored"
+    HIDDEN = "hidden"
+    MADE_AGAIN = "made again"
+
+
+@dataclass(frozen=True, slots=True)
+class Staying:
+    """A file that stays, or a folder (``path`` ends with ``/``) that stays with all that is in it,
+    with the ``reason`` for people."""
+
+    path: str
+    why: Why
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Travelling:
+    """A file that travels, by its path below the folder."""
+
+    path: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What of a folder travels, and what stays, both by path."""
+
+    files: tuple[Travelling, ...]
+    staying: tuple[Staying, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all files that travel."""
+        return sum(file.size for file in self.files)
+
+
+def select(folder: Path, home: Path, include: Sequence[str] = ()) -> Selection:
+    """What of ``folder`` travels; ``home`` is the potluck home, ``include`` has patterns in git's
+    syntax. Reads the beginning of every file.
+
+    ConfigurationError, with what to do, if the folder may not travel, can't be read, is too large
+    or holds what looks like keys, or if a pattern names nothing.
+    """
+    check_folder(folder, home)
+    included = Included(include)
+    walk = _Walk(folder, included, Private(home))
+    with readable(folder):
+        walk.enter("", patterns_above(folder))
+    included.check_used(folder)
+    _check_size(folder, walk.files)
+    if walk.keys:
+        raise ConfigurationError(_about_keys(folder, walk.keys))
+    files = sorted(walk.files, key=lambda file: file.path)
+    return Selection(tuple(files), tuple(sorted(walk.staying, key=lambda each: each.path)))
+
+
+def check_script(folder: Path, script: str, selection: Selection) -> None:
+    """ConfigurationError, with the reason and what to do, if ``script`` (its path below ``folder``)
+    is not in the ``selection``: it would be missing on the other nodes."""
+    if any(file.path == script for file in selection.files):
+        return
+    path = folder / script
+    ways = {script, *(f"{each}/" for each in PurePosixPath(script).parents)}
+    found = next((each for each in selection.staying if each.path in ways), None)
+    if found is None:
+        why, todo = "it is not a file of its folder", "run one that is"
+    elif found.why is Why.LINK:
+        why = "it is a link, and links do not travel"
+        todo = f"run the file that it leads to: potluck run {path.resolve()}"
+    elif found.why in (Why.SPECIAL, Why.HOME):
+        why, todo = f"it is {found.reason}", "run another file"
+    else:
+        why = f"{found.path} stays here, because it is {found.reason}"
+        todo = f"name it: potluck run --include {found.path} {path}"
+    raise ConfigurationError(
+        f"the script {path} can't travel to the other nodes: {why}. To run it on the cluster, "
+        f"{todo}. Nothing was started"
+    )
+
+
+@contextmanager
+def readable(folder: Path) -> Iterator[None]:
+    """ConfigurationError, with what to do, for a file of ``folder`` that can't be read."""
+    try:
+        yield
+    except OSError as error:
+        named = Path(error.filename) if isinstance(error.filename, str) else None
+        if named is None or not named.is_relative_to(folder):
+            raise
+        raise ConfigurationError(
+            f"{named} can't be read, and would travel to the other nodes with the script: "
+            f"{error.strerror}. Make it readable, or name it in {folder / IGNORE_FILE}"
+        ) from error
+
+
+@dataclass(slots=True)
+class _Walk:
+    """One pass over a folder. ``keys``: what looks like a key and would travel, with what it looks
+    like."""
+
+    folder: Path
+    included: Included
+    private: Private
+    files: list[Travelling] = field(default_factory=list)
+    staying: list[Staying] = field(default_factory=list)
+    keys: list[tuple[str, str]] = field(default_factory=list)
+
+    def enter(self, prefix: str, above: tuple[Patterns, ...], *, stays: bool = False) -> None:
+        """Look at all in the folder ``prefix``; if it ``stays``, at what is included there."""
+        ignoring = (*above, *patterns_in(self.folder / prefix, prefix))
+        with os.scandir(self.folder / prefix) as entries:
+            children = sorted(entries, key=lambda entry: entry.name)
+        for entry in children:
+            path = prefix + entry.name + "/" * entry.is_dir(follow_symlinks=False)
+            included = self.included.match(path)
+            if included is None and stays:
+                self._look_below(path, ignoring)
+                continue
+            found = self._rule(entry, path, ignoring, included)
+            if isinstance(found, Staying):
+                self.staying.append(found)
+                if found.why is not Why.HOME:
+                    self._look_below(path, ignoring)
+            elif path.endswith("/"):
+                self.enter(path, ignoring)
+            else:
+                self._take(entry, path, is_named=found is not None and found.is_literal)
+
+    def _look_below(self, path: str, ignoring: tuple[Patterns, ...]) -> None:
+        """``path`` stays: take what ``--include`` names below it."""
+        if path.endswith("/") and self.included.leads_into(path):
+            self.enter(path, ignoring, stays=True)
+
+    def _rule(
+        self,
+        entry: os.DirEntry[str],
+        path: str,
+        ignoring: tuple[Patterns, ...],
+        included: Match | None,
+    ) -> Staying | Match | None:
+        """Why ``entry`` stays, or the pattern that names it as one that travels, or None."""
+        if self.private.has(entry):
+            return Staying(path, Why.HOME, "of potluck's home, which never travels")
+        named = included or _ruled_out(path, ignoring)
+        if isinstance(named, Staying):
+            return named
+        if entry.is_symlink():
+            return Staying(path, Why.LINK, f"a link to {os.readlink(entry.path)}")
+        if not path.endswith("/") and not entry.is_file(follow_symlinks=False):
+            return Staying(path, Why.SPECIAL, "no regular file")
+        return named
+
+    def _take(self, entry: os.DirEntry[str], path: str, *, is_named: bool) -> None:
+        """A file that travels."""
+        why = objection_to_path(path)
+        if why:
+            raise ConfigurationError(
+                f"{self.folder / path} can't travel to the other nodes: {why}. Rename it, or name "
+                f"it in {self.folder / IGNORE_FILE}"
+            )
+        if not is_named and (kind := kind_of_name(entry.name) or kind_of_head(_head(entry))):
+            self.keys.append((path, kind))
+        self.files.append(Travelling(path, entry.stat(follow_symlinks=False).st_size))
+        if len(self.files) > MAX_FILES:
+            raise ConfigurationError(
+                f"{self.folder} holds more than {MAX_FILES} files; it travels to all nodes with "
+                "the script. Move the script to a folder of its own, or name what may stay in "
+                f"{self.folder / IGNORE_FILE}. {NARROWER}"
+            )
+
+
+def _ruled_out(path: str, ignoring: tuple[Patterns, ...]) -> Staying | Match | None:
+    """Rules 3 to 5; ``ignoring`` has the outermost patterns first."""
+    own = _innermost(path, [each for each in ignoring if each.source.endswith(IGNORE_FILE)])
+    if own is not None:
+        patterns, match = own
+        if match.ignores:
+            return _ignored(path, patterns, match)
+        return match
+    if _HIDDEN.match(path):
+        return Staying(path, Why.HIDDEN, "hidden")
+    if _MADE_AGAIN.match(path):
+        return Staying(path, Why.MADE_AGAIN, "a cache or an environment")
+    git = _innermost(path, [each for each in ignoring if not each.source.endswith(IGNORE_FILE)])
+    if git is not None and git[1].ignores:
+        return _ignored(path, *git)
+    return None
+
+
+def _innermost(path: str, each: Sequence[Patterns]) -> tuple[Patterns, Match] | None:
+    """The innermost of the patterns that say something about ``path``, and what."""
+    for patterns in reversed(each):
+        if match := patterns.match(path):
+            return patterns, match
+    return None
+
+
+def _ignored(path: str, patterns: Patterns, match: Match) -> Staying:
+    return Staying(path, Why.IGNORED, f"ignored by the line {match.pattern!r} of {patterns.source}")
+
+
+def _head(entry: os.DirEntry[str]) -> bytes:
+    with open(entry.path, "rb") as file:
+        return file.read(HEAD_BYTES)
+
+
+def _check_size(folder: Path, files: Sequence[Travelling]) -> None:
+    total = sum(file.size for file in files)
+    if total > MAX_BYTES:
+        largest = sorted(files, key=lambda file: -file.size)[:3]
+        named = ", ".join(f"{file.path} ({file.size / 2**20:.0f} MiB)" for file in largest)
+        raise ConfigurationError(
+            f"{folder} holds {total / 2**20:.0f} MiB; at most {MAX_BYTES >> 20} travel with a "
+            f"script. The largest: {named}. Name what may stay in {folder / IGNORE_FILE}. "
+            f"{NARROWER}"
+        )
+
+
+def _about_keys(folder: Path, keys: Sequence[tuple[str, str]]) -> str:
+    shown = ", ".join(f"{path} ({kind})" for path, kind in keys[:5])
+    more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
+    return (
+        f"{folder} would travel to the other machines with what looks like keys or credentials: "
+        f"{shown}{more}. Move it out of this folder, or name it in {folder / IGNORE_FILE} so that "
+        f"it stays; to send it on purpose: potluck run --include {keys[0][0]} ... {NARROWER}. "
+        "Nothing was started"
+    )

@@ -1,0 +1,459 @@
+"""The command's side of ``potluck fetch``: finds what workers wrote, and brings it here.
+
+Other machines are asked by way of this machine's agent; without one, only what is here is found.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import secrets
+import shutil
+from collections.abc import AsyncIterator, Callable, Container, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+from potluck._core.background import stop
+from potluck._core.cluster.code_store.job_folders import (
+    CODE,
+    OUTPUT,
+    JobFolders,
+    is_result,
+    keeping_of,
+)
+from potluck._core.cluster.code_store.package import PackageFile, PackageManifest
+from potluck._core.cluster.code_store.results import ResultsClient, ResultsServer
+from potluck._core.cluster.code_store.started import StartedJobs
+from potluck._core.cluster.code_store.wording import size_in_words
+from potluck._core.cluster.home.node_state import find_agent
+from potluck._core.cluster.links.local import call_agent
+from potluck._core.cluster.trust.credentials import load_node_credentials
+from potluck._core.settings import Settings
+from potluck._core.wire import local, peers
+from potluck._core.wire.results import JobFiles, ResultsTold, ResultsWanted, Written
+from potluck.errors import ConfigurationError, LinkError, PotluckError, ProtocolError
+
+_ANSWER_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A machine that may hold files, and what people call it."""
+
+    node: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Machines:
+    """The machines of the cluster, this one first, and how to ask them."""
+
+    all: tuple[Machine, ...]
+    client: ResultsClient
+    started: StartedJobs
+
+    def named(self, node: str) -> Machine:
+        """The machine ``node``, which may have left the cluster."""
+        return next((each for each in self.all if each.node == node), Machine(node, node[:8]))
+
+
+@dataclass(slots=True)
+class Found:
+    """What is known of the files of one job: ``here`` by machine, and what machines that are
+    ``away`` had when the job ended."""
+
+    job: str
+    here: list[tuple[Machine, JobFiles]] = field(default_factory=list)
+    away: list[Written] = field(default_factory=list)
+
+    @property
+    def script(self) -> str:
+        """The script of the job."""
+        return self.here[0][1].script if self.here else ""
+
+    @property
+    def began(self) -> float:
+        """When it began, as Unix time."""
+        return self.here[0][1].began if self.here else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """One file of a job: where it is now below the folder, and from where."""
+
+    path: str
+    machine: str
+    size: int
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a fetch brought, how many files were there ``already``, which of these have no machine's
+    name although another machine wrote the same path, and in sentences what is ``missing``."""
+
+    files: list[Brought] = field(default_factory=list)
+    already: int = 0
+    unnamed: list[Brought] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+
+@asynccontextmanager
+async def reached(settings: Settings) -> AsyncIterator[Machines]:
+    """The machines of this machine's cluster. LinkError if its agent does not answer."""
+    started = StartedJobs(settings.home)
+    agent = find_agent(settings.home)
+    if agent is None:
+        me = load_node_credentials(settings).node_id
+        folders = JobFolders(
+            settings.home / "code_store" / "jobs",
+            keeping=keeping_of(settings),
+            on_note=lambda text: None,
+        )
+
+        def answered(node: str, message: peers.PeerMessage) -> bool:
+            _take(client, node, message)
+            return True
+
+        def ask(node: str, message: peers.PeerMessage) -> bool:
+            assert isinstance(message, ResultsWanted | peers.PartWanted)
+            server.answer(node, message)
+            return True
+
+        server, client = ResultsServer(me, folders, answered), ResultsClient(ask)
+        try:
+            yield Machines((Machine(me, settings.machine_name),), client, started)
+        finally:
+            await server.close()
+        return
+    link = await call_agent(settings, agent)
+
+    def send(node: str, message: peers.PeerMessage) -> bool:
+        assert isinstance(message, ResultsWanted | peers.PartWanted)
+        return link.send(local.AskNode(node, message))
+
+    client = ResultsClient(send)
+
+    async def listen() -> None:
+        try:
+            while True:
+                reply = await link.receive()
+                if isinstance(reply, local.NodeTold):
+                    _take(client, reply.node, reply.message)
+        except LinkError as error:
+            client.ended(f"this machine's agent has ended: {error}")
+
+    listening = None
+    try:
+        link.send(local.NodesRequest())
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                reply = await link.receive()
+        except TimeoutError:
+            raise LinkError("this machine's agent did not answer") from None
+        assert isinstance(reply, local.NodesReply)
+        listening = asyncio.create_task(listen())
+        yield Machines(_machines(reply), client, started)
+    finally:
+        if listening is not None:
+            await stop(listening)
+        await link.close()
+
+
+def _take(client: ResultsClient, node: str, message: peers.PeerMessage) -> None:
+    if isinstance(message, ResultsTold):
+        client.told(message)
+    elif isinstance(message, peers.PackagePart | peers.NotHere):
+        client.arrived(node, message)
+
+
+def _machines(reply: local.NodesReply) -> tuple[Machine, ...]:
+    names = [each.name for each in reply.nodes]
+    made = [
+        Machine(each.node, each.name if names.count(each.name) == 1 else _longer(each))
+        for each in sorted(reply.nodes, key=lambda each: (each.node != reply.node, each.name))
+    ]
+    return tuple(made)
+
+
+def _longer(info: local.NodeInfo) -> str:
+    return f"{info.name}-{info.node[:4]}"
+
+
+async def find(machines: Machines, job: str = "") -> list[Found]:
+    """What there is of ``job`` (empty: of all jobs), the newest first."""
+    silent: set[str] = set()
+
+    async def ask(machine: Machine) -> tuple[JobFiles, ...]:
+        try:
+            return (await machines.client.ask(machine.node, "list", job)).jobs
+        except LinkError:
+            silent.add(machine.node)
+            return ()
+
+    answers = await asyncio.gather(*map(ask, machines.all))
+    found: dict[str, Found] = {}
+    for machine, files in zip(machines.all, answers, strict=True):
+        for each in files:
+            found.setdefault(each.job, Found(each.job)).here.append((machine, each))
+    for name, told in machines.started.all():
+        asked = {each.node for each in machines.all} - silent
+        away = [each for each in told if each.node not in asked]
+        if away and job in ("", name):
+            found.setdefault(name, Found(name)).away += away
+    return sorted(found.values(), key=lambda each: -each.began)
+
+
+async def find_one(machines: Machines, job: str) -> Found:
+    """What there is of ``job``; ConfigurationError if there is nothing."""
+    for found in await find(machines, job):
+        return found
+    raise ConfigurationError(
+        f"no machine that is there has files of a job {job!r} for this one; `potluck fetch` lists "
+        "the jobs with files"
+    )
+
+
+async def remove(machines: Machines, found: Found) -> None:
+    """Delete the files of a job on all machines that are there; LinkError if one does not."""
+    for machine, _ in found.here:
+        try:
+            await machines.client.ask(machine.node, "remove", found.job)
+        except LinkError as error:
+            raise LinkError(f"{machine.name}: {error}") from error
+    machines.started.forget(found.job)
+
+
+async def fetch(
+    machines: Machines,
+    found: Found,
+    pattern: str,
+    folder: Path,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Outcome:
+    """Bring the files of a job that match ``pattern`` into ``folder``, from all machines that are
+    there. ``progress(done, total)`` gets bytes.
+
+    A file appears whole or not at all, and never in the place of another. ConfigurationError, with
+    what to do, if that would be needed, or if there is no room.
+    """
+    outcome = Outcome(missing=[_away(each, machines) for each in found.away])
+    sources: list[tuple[Machine, bytes, PackageManifest]] = []
+    for machine, files in found.here:
+        if files.gone:
+            outcome.missing.append(f"{machine.name}: {files.gone}")
+        if not files.num_files:
+            continue
+        try:
+            told = await machines.client.ask(
+                machine.node, "package", found.job, pattern, num_bytes=files.num_bytes
+            )
+            manifest = await machines.client.manifest(machine.node, told.package)
+            check_results(manifest)
+        except PotluckError as error:
+            outcome.missing.append(f"{machine.name}: {error}")
+            continue
+        for each in told.left:
+            outcome.missing.append(f"{machine.name}: {each} has a name that can't travel")
+        sources.append((machine, told.package, manifest))
+    places = await asyncio.to_thread(
+        placed,
+        [(machine.name, manifest) for machine, _, manifest in sources],
+        lambda path, file: _has(folder / path, file),
+        [*(each.name for each in machines.all), *(each.machine for each in found.away)],
+    )
+    outcome.unnamed = [
+        Brought(each.path, sources[each.source][0].name, each.file.size)
+        for each in places
+        if each.is_unnamed
+    ]
+    wanted = await asyncio.to_thread(_to_bring, folder, places, outcome)
+    await _bring(machines.client, sources, wanted, folder, outcome, progress)
+    return outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where ``file`` of the source number ``source`` goes: ``path`` below the folder.
+    ``is_unnamed``: an earlier fetch brought it there before another machine's was there."""
+
+    source: int
+    file: PackageFile
+    path: str
+    is_unnamed: bool = False
+
+
+def check_results(manifest: PackageManifest) -> None:
+    """ProtocolError if another machine sends files that are no results: hidden ones, or from
+    elsewhere."""
+    for file in manifest.files:
+        root, *parts = file.path.split("/")
+        if root not in (CODE, OUTPUT) or not parts or not all(map(is_result, parts)):
+            raise ProtocolError(f"it sent {file.path!r}, which is no result")
+
+
+def placed(
+    sources: Sequence[tuple[str, PackageManifest]],
+    is_here: Callable[[str, PackageFile], bool] = lambda path, file: False,
+    names: Iterable[str] = (),
+) -> list[Place]:
+    """The places of the files of all machines, each with its name. A path that two machines wrote
+    differently gets the machine's name before its ending: ``model.attic.pt``. What all wrote alike
+    is brought once. A file that an earlier fetch brought (``is_here``) stays where it is, without a
+    machine's name or with one of ``names``, whichever machines are there now."""
+    by_path: dict[str, list[tuple[int, PackageFile]]] = {}
+    for number, (_, manifest) in enumerate(sources):
+        for file in manifest.files:
+            by_path.setdefault(file.path.partition("/")[2], []).append((number, file))
+    places: list[Place] = []
+    taken = set(by_path)
+    folders = {str(each) for path in by_path for each in PurePosixPath(path).parents}
+    for path, each in sorted(by_path.items()):
+        unlike: dict[bytes, list[tuple[int, PackageFile]]] = {}
+        for number, file in each:
+            unlike.setdefault(file.sha256, []).append((number, file))
+        is_shared, plain = len(unlike) > 1, [path] if path not in folders else []
+        for copies in unlike.values():
+            number, file = copies[0]
+            named = _with_machine(path, sources[number][0], taken)
+            old = (_with_machine(path, name, by_path.keys()) for name in names)
+            places_of = (*plain, named, *old)
+            new = named if is_shared or not plain else path
+            found = next((each for each in places_of if is_here(each, file)), new)
+            taken.add(found)
+            places.append(Place(number, file, found, is_shared and found == path))
+    return places
+
+
+def _with_machine(path: str, machine: str, taken: Container[str]) -> str:
+    pure = PurePosixPath(path)
+    name = re.sub(r"[^\w.-]", "_", machine)
+    found, count = pure.with_name(f"{pure.stem}.{name}{pure.suffix}").as_posix(), 1
+    while found in taken:
+        count += 1
+        found = pure.with_name(f"{pure.stem}.{name}.{count}{pure.suffix}").as_posix()
+    return found
+
+
+def _to_bring(folder: Path, places: Sequence[Place], outcome: Outcome) -> list[Place]:
+    """The places that are empty. ConfigurationError if one has another file, leads through a link,
+    or there is no room for all."""
+    wanted = []
+    for place in places:
+        target = folder / place.path
+        for inner in (target, *target.parents):
+            if inner == folder:
+                break
+            if inner.is_symlink():
+                raise ConfigurationError(
+                    f"{inner} is a link, through which no files of other machines are written: "
+                    "give another folder by --to"
+                )
+        if not target.exists():
+            wanted.append(place)
+        elif _has(target, place.file):
+            outcome.already += 1
+        else:
+            raise ConfigurationError(
+                f"{target} is there already, and is another file than the job's: move it away, or "
+                "give another folder by --to"
+            )
+    above = next(each for each in (folder, *folder.parents) if each.is_dir())
+    free, needed = shutil.disk_usage(above).free, sum(each.file.size for each in wanted)
+    if needed > free:  # before anything is written
+        raise ConfigurationError(
+            f"the files take {size_in_words(needed)}, and {above} has room for "
+            f"{size_in_words(free)}: give a folder on another disk by --to, or a pattern for some "
+            "of them"
+        )
+    return wanted
+
+
+def _has(target: Path, file: PackageFile) -> bool:
+    if not target.is_file() or target.is_symlink() or target.stat().st_size != file.size:
+        return False
+    with target.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").digest() == file.sha256
+
+
+async def _bring(
+    client: ResultsClient,
+    sources: Sequence[tuple[Machine, bytes, PackageManifest]],
+    places: Sequence[Place],
+    folder: Path,
+    outcome: Outcome,
+    progress: Callable[[int, int], None],
+) -> None:
+    total, done = sum(each.file.size for each in places), 0
+    temporary = folder / f".potluck-{secrets.token_hex(8)}"
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
+    if not places:
+        return
+
+    def count(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        progress(done, total)
+
+    async def bring_all(number: int) -> None:
+        machine, package, _ = sources[number]
+        mine = [each for each in places if each.source == number]
+        for index, place in enumerate(mine):
+            try:
+                part = temporary / secrets.token_hex(8)
+                await _bring_one(client, machine.node, package, place.file, part, count)
+                target = folder / place.path
+                target.parent.mkdir(parents=True, exist_ok=True)
+                part.rename(target)
+            except (PotluckError, OSError) as error:
+                left = len(mine) - index
+                text = f"{left} of its {len(mine)} files are not here, from {place.path} on"
+                why = getattr(error, "strerror", None) or error
+                outcome.missing.append(f"{machine.name}: {text}: {why}")
+                return
+            outcome.files.append(Brought(place.path, machine.name, place.file.size))
+
+    try:
+        try:
+            temporary.mkdir(parents=True)
+        except OSError as error:
+            raise ConfigurationError(
+                f"nothing can be written into {folder}: {error.strerror}"
+            ) from error
+        async with asyncio.TaskGroup() as group:
+            for number in range(len(sources)):
+                group.create_task(bring_all(number))
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        for each in made:  # what was made for nothing
+            if each.is_dir() and not any(each.iterdir()):
+                each.rmdir()
+    outcome.files.sort(key=lambda each: each.path)
+
+
+async def _bring_one(
+    client: ResultsClient,
+    node: str,
+    package: bytes,
+    file: PackageFile,
+    path: Path,
+    count: Callable[[int], None],
+) -> None:
+    digest = hashlib.sha256()
+    with path.open("xb") as opened:
+        async for part in client.parts(node, package, file.sha256, file.size, exact=True):
+            digest.update(part)
+            opened.write(part)
+            count(len(part))
+    if digest.digest() != file.sha256:
+        raise ProtocolError("it was changed while it was being sent: fetch it again")
+
+
+def _away(written: Written, machines: Machines) -> str:
+    """What a machine that is away holds."""
+    name = written.machine or machines.named(written.node).name
+    if written.num_files is None or written.num_bytes is None:
+        return f"{name} is away; whether it holds files of this job is not known here"
+    count = f"{written.num_files} file{'s' * (written.num_files != 1)}"
+    return f"{name} is away; it holds {count} ({size_in_words(written.num_bytes)})"

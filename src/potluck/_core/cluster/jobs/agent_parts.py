@@ -1,0 +1,56 @@
+"""``AgentParts``: the parts of an agent that jobs use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from potluck._core.cluster.control_plane import ControlPlane
+from potluck._core.cluster.jobs.log import JobLog
+from potluck._core.cluster.jobs.process import Launch
+from potluck._core.cluster.jobs.vouching import Vouching
+from potluck._core.cluster.links.local import Commands
+from potluck._core.cluster.links.peers import PeerLinks
+from potluck._core.cluster.names import NodeNames
+from potluck._core.cluster.sharing.broker import Broker, MayDial
+from potluck._core.cluster.sharing.confinement import Confinement
+from potluck._core.cluster.sharing.offers import Offers
+from potluck._core.cluster.topology.surveyor import Surveyor
+from potluck._core.cluster.trust.worker_home import WorkerHomes
+from potluck._core.wire.jobs import JobSpec
+
+OuterWorld = Callable[[int], dict[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class AgentParts:
+    """The parts of the agent of node ``me``. ``port`` is the agent's, ``bind`` the address on which
+    its workers listen (empty: all interfaces), ``wire`` the least protection of their links that
+    this machine's settings allow. ``sign`` adds this node's signature to a job. ``worker_homes``
+    are the folders with the credentials of each job's workers; ``broker`` makes the socket broker
+    of workers in a sandbox. ``launcher`` makes
+    the launcher of a job's workers (``process.launcher_of``), which ``confinement`` holds to the
+    owner's limits. ``note`` shows a line to people at this machine; ``log`` keeps lines of jobs
+    whose starter has gone. ``outer_world(index)``: the variables of the workers of a private agent
+    whose command is a part of another launcher's world."""
+
+    me: str
+    port: int
+    bind: str
+    wire: str
+    names: NodeNames
+    sign: Callable[[JobSpec], JobSpec]
+    worker_homes: WorkerHomes
+    broker: Callable[[Path, MayDial], Broker]
+    launcher: Callable[..., Launch]
+    confinement: Confinement
+    links: PeerLinks
+    plane: ControlPlane
+    surveyor: Surveyor
+    offers: Offers
+    vouching: Vouching
+    commands: Commands
+    log: JobLog
+    note: Callable[[str], None]
+    outer_world: OuterWorld | None = None

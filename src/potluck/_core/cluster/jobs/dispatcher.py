@@ -1,0 +1,564 @@
+"""The dispatcher: one agent's entry for everything about jobs.
+
+It takes messages of other agents, requests of this machine's commands, and the cluster's views, and
+gives each to the part that it is for: the ``JobController`` of the job, if this node leads the
+cluster; the ``LocalRunner`` of the job's workers here; or the command that waits for the job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import signal
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path, PurePosixPath
+
+import msgspec
+
+from potluck._core.background import Tasks
+from potluck._core.cluster.code_store.imports import imported, needs_of, own_modules, wants_torch
+from potluck._core.cluster.code_store.store import CodeStore
+from potluck._core.cluster.code_store.wording import in_words, links_in_words
+from potluck._core.cluster.complaint import Complaint
+from potluck._core.cluster.jobs.agent_parts import AgentParts
+from potluck._core.cluster.jobs.controller import JobController
+from potluck._core.cluster.jobs.early import EarlyOrders
+from potluck._core.cluster.jobs.groups.events import Severed
+from potluck._core.cluster.jobs.local_runner import LocalRunner
+from potluck._core.cluster.jobs.master_port import free_port
+from potluck._core.cluster.jobs.permissions import may_lead_soon, may_say
+from potluck._core.cluster.jobs.placement import place
+from potluck._core.cluster.jobs.summary import Summary, encode_summary
+from potluck._core.cluster.jobs.watched import WatchedJobs
+from potluck._core.cluster.links.local import Client
+from potluck._core.cluster.membership import events
+from potluck._core.cluster.membership.view import describe
+from potluck._core.cluster.topology.versions import differences, own_versions
+from potluck._core.cluster.trust.known_nodes import find_node
+from potluck._core.printable import name_of
+from potluck._core.system import SIGHUP
+from potluck._core.transport import aio
+from potluck._core.wire import jobs, local, worker_link
+from potluck._core.wire.format import decoded
+from potluck._core.wire.greeting import Hello, Refusal
+from potluck._core.wire.names import Versions
+from potluck._core.wire.nodes import View
+from potluck.errors import ConfigurationError, PotluckError
+
+_log = logging.getLogger(__name__)
+
+_summaries = msgspec.json.Decoder(Summary)
+_STATUS_S = 0.5
+_VIEW_S = 15.0
+
+
+class JobDispatcher:
+    """The jobs of one agent, from construction to ``close``. It registers for its messages
+    itself."""
+
+    def __init__(self, agent: AgentParts, code_store: CodeStore) -> None:
+        self.runners: dict[str, LocalRunner] = {}
+        self._agent = agent
+        self._code_store = code_store
+        self._controllers: dict[str, JobController] = {}
+        self._watched = WatchedJobs(agent.plane.to_leader, agent.vouching.over)
+        self._early = EarlyOrders()
+        self._complain = Complaint(agent.note)
+        self._has_view = asyncio.Event()
+        self._view_changed = asyncio.Event()
+        self._tasks = Tasks()
+        self._ending = Tasks()
+        self._submitting: dict[Client, asyncio.Task[None]] = {}
+        self._tasks.start(self._tell_status())
+        agent.links.on(jobs.JobMessage, self.received)
+        agent.links.on_linked.append(lambda node, introduction: self.linked(node))
+        agent.plane.listeners.append(self.act)
+        agent.offers.listeners.append(self._offers_changed)
+        agent.commands.on(local.RunRequest, self._run_asked)
+        agent.commands.on(local.InterruptRequest, self._interrupt_asked)
+        agent.commands.on(local.JobsRequest, self._status_asked)
+        agent.commands.on_gone.append(self.abandon)
+
+    # Requests of this machine's commands.
+
+    async def submit(self, request: local.RunRequest, client: Client) -> str:
+        """Submit a job for ``client`` to the leader; returns the job's name. ConfigurationError if
+        this node can't submit one."""
+        agent = self._agent
+        try:
+            async with asyncio.timeout(_VIEW_S):
+                await self._has_view.wait()
+        except TimeoutError:
+            raise ConfigurationError(
+                "this node is in no cluster yet; `potluck status` shows what it knows"
+            ) from None
+        if agent.plane.stands_still:
+            raise ConfigurationError(
+                f"this node is {agent.plane.stands_still}; `potluck continue --alone` overrides"
+            )
+        name = request.module.rpartition(".")[2] or PurePosixPath(request.script).stem
+        job = f"{name_of(name)}-{secrets.token_hex(4)}"
+        only = self._named(request.on)
+        await self._await_nodes(job, request, only, client)
+        package, below = None, ""
+        if request.folder:
+            package, selection = await self._code_store.take_in(
+                Path(request.folder), request.script, request.include
+            )
+            receivers = self._receivers(only)
+            for text in (in_words(selection, receivers), links_in_words(selection)):
+                if text:
+                    client.take(jobs.JobNote(job, text))
+            with contextlib.suppress(ValueError):
+                relative = Path(request.directory).relative_to(request.folder)
+                below = relative.as_posix() if relative.parts else ""
+        chosen = {name: getattr(request, name) for name in jobs.JobOptions.__struct_fields__}
+        versions, needs, own = await asyncio.to_thread(_looked_at, request)
+        spec = jobs.JobSpec(
+            **chosen,
+            job=job,
+            package=package,
+            starter=agent.me,
+            versions=versions,
+            needs=needs,
+            own=own,
+            only=only,
+            below=below,
+            master_port=free_port(),
+            started=time.time(),
+        )
+        spec = agent.sign(await agent.vouching.start_own(spec))
+        self._watched.submit(spec, client)
+        return job
+
+    def _named(self, texts: Sequence[str]) -> tuple[str, ...]:
+        """The nodes that ``potluck run --on`` names; ConfigurationError for unknown ones."""
+        view = self._agent.plane.view
+        nodes = () if view is None else view.nodes
+        known = [(node, self._agent.names.label(node)) for node in nodes]
+        found = []
+        for text in texts:
+            try:
+                node = find_node(text, known)
+                if node not in nodes:
+                    raise ConfigurationError("it is not in the cluster now")
+            except ConfigurationError as error:
+                names = ", ".join(sorted(name for _, name in known))
+                raise ConfigurationError(
+                    f"--on {text}: {error}. The machines that are there: {names}"
+                ) from None
+            found.append(node)
+        return tuple(dict.fromkeys(found))
+
+    async def _await_nodes(
+        self, job: str, request: local.RunRequest, only: tuple[str, ...], client: Client
+    ) -> None:
+        """Return when the view has as many nodes as ``request`` asks for."""
+
+        def willing() -> list[str]:
+            return [node for node in self._willing(me) if node in only or not only]
+
+        def here() -> str:
+            names = ", ".join(map(self._agent.names.label, willing()))
+            count = f"{len(willing())} of at least {request.min_nodes} machines"
+            return f"{count} ({names})" if names else count
+
+        def are_enough() -> bool:
+            return len(willing()) >= request.min_nodes
+
+        me = self._agent.me
+
+        if are_enough():
+            return
+        note = f"in the cluster: {here()}; waiting {request.wait_s:g} s for the others"
+        note += self._refusals(me)
+        client.take(jobs.JobNote(job, note))
+        try:
+            async with asyncio.timeout(request.wait_s):
+                while not are_enough():
+                    await self._view_changed.wait()
+        except TimeoutError:
+            raise ConfigurationError(
+                f"in the cluster: {here()}, after {request.wait_s:g} s; start `potluck up` on the "
+                "others, or give fewer with --min-nodes (POTLUCK_MIN_PEERS), or a longer --wait"
+                f"{self._refusals(me)}"
+            ) from None
+
+    def _receivers(self, only: tuple[str, ...]) -> list[str]:
+        """The names of the other nodes that get a job's folder: those that run this node's jobs, of
+        ``only`` these nodes (empty: of all)."""
+        me = self._agent.me
+        nodes = (each for each in self._willing(me) if each != me and (each in only or not only))
+        return [self._agent.names.label(node) for node in nodes]
+
+    def _willing(self, starter: str) -> tuple[str, ...]:
+        """The nodes of the view that run jobs of ``starter``."""
+        nodes = () if self._agent.plane.view is None else self._agent.plane.view.nodes
+        return tuple(n for n in nodes if not self._agent.offers.objection(n, starter))
+
+    def _refusals(self, starter: str) -> str:
+        """Why the other nodes of the view run no jobs of ``starter``, to be put after a text."""
+        nodes = () if self._agent.plane.view is None else self._agent.plane.view.nodes
+        told = ((node, self._agent.offers.objection(node, starter)) for node in nodes)
+        return "".join(f". {self._agent.names.called(node)}: {why}" for node, why in told if why)
+
+    def _offers_changed(self) -> None:
+        """This machine's owner, or another's, changed whose jobs run there."""
+        self._view_changed.set()
+        self._view_changed = asyncio.Event()
+        for controller in list(self._controllers.values()):
+            controller.offers_changed()
+        for runner in list(self.runners.values()):
+            runner.offers_changed()
+
+    async def _run_asked(self, request: local.RunRequest, client: Client) -> None:
+        """Submit a job, unless the command interrupts it or leaves before that is done."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._submitting[client] = task
+        try:
+            await self.submit(request, client)
+        except (PotluckError, OSError) as error:
+            client.take(local.CommandResult(False, str(error)[:4000]))
+        except asyncio.CancelledError:
+            client.take(local.CommandResult(False, "interrupted before it began"))
+            raise
+        finally:
+            del self._submitting[client]
+
+    async def _interrupt_asked(self, request: local.InterruptRequest, client: Client) -> None:
+        if client in self._submitting:
+            self._submitting[client].cancel()
+        self.interrupt(client, request.number)
+
+    async def _status_asked(self, request: local.JobsRequest, client: Client) -> None:
+        client.take(local.JobsReply(self.status()))
+
+    def abandon(self, client: Client) -> None:
+        """The command has gone: its job, if it still runs, ends as if the terminal had closed."""
+        self.interrupt(client, SIGHUP)
+
+    def interrupt(self, client: Client, number: int) -> None:
+        """The operator wants the job of ``client`` to end, by signal ``number``."""
+        self._watched.interrupt(client, number)
+
+    def status(self) -> tuple[worker_link.JobState, ...]:
+        """The status of all jobs: of those led here as it is now, else as the leader told it
+        last."""
+        led = {job: each.status() for job, each in self._controllers.items() if each.has_begun}
+        told = {job: here.told[0] for job, here in self.runners.items() if here.told}
+        return tuple(status for _, status in sorted((told | led).items()))[: jobs.MAX_JOBS]
+
+    def rate(self) -> float:
+        """Samples per second of the workers on this node."""
+        name = self._agent.names.label(self._agent.me)
+        workers = [each for job in self.status() for each in job.workers if each.node == name]
+        return sum(each.samples_per_s or 0.0 for each in workers if each.rank >= 0)
+
+    # A worker of this machine.
+
+    async def greeted(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hello: Hello, node: str
+    ) -> None:
+        """A worker has connected: give the connection to the runner of its job."""
+        runner = self.runners.get(hello.job)
+        if runner is not None:
+            await runner.greeted(reader, writer, hello)
+        else:
+            refusal = Refusal("job", f"this node runs no job {hello.job!r}")
+            await aio.write_greeting(writer, refusal)
+
+    # Messages of other agents, and of this agent to itself.
+
+    def received(self, node: str, message: jobs.JobMessage) -> None:
+        """``node`` sent ``message``; it may be this node. ProtocolError if ``node`` is to be cut
+        off."""
+        view = self._agent.plane.view
+        if not may_say(node, message, view, self._starter_of):
+            is_order = isinstance(message, jobs.FromLeader)
+            if is_order and node != self._agent.me and may_lead_soon(node, view):
+                self._early.keep(node, message)
+        elif isinstance(message, jobs.FromLeader):
+            self._ordered(message)
+        elif isinstance(message, jobs.ToStarter):
+            if isinstance(message, jobs.JobEnded) and message.job in self._watched.names:
+                self._remember(message)  # no leader writes over what earlier jobs left
+            self._watched.received(message)
+        elif isinstance(message, jobs.Submit):
+            assert view is not None
+            self._submitted(node, message.spec, view)
+        elif (controller := self._controllers.get(message.job)) is not None:
+            if isinstance(message, jobs.InterruptJob):
+                controller.interrupted(message)
+            else:
+                controller.received(node, message)
+
+    def _remember(self, ended: jobs.JobEnded) -> None:
+        """Keep what the job left where, to name machines that are away when it is fetched."""
+        try:
+            written = decoded(_summaries, ended.summary, "the summary of a job").written
+            if written:
+                self._code_store.started.remember(ended.job, written)
+        except (PotluckError, OSError) as error:
+            self._agent.note(f"what job {ended.job} left where could not be kept: {error}"[:4096])
+
+    def _starter_of(self, job: str) -> str:
+        controller = self._controllers.get(job)
+        return "" if controller is None else controller.spec.starter
+
+    def _ordered(self, message: jobs.FromLeader) -> None:
+        """The leader of this node's view sent ``message``."""
+        match message:
+            case jobs.Order(spec):
+                runner = self.runners.get(spec.job)
+                if runner is not None and runner.spec != spec:
+                    self._complain(
+                        f"another job was ordered under the name of {spec.job}, which runs here: "
+                        f"it is refused. The leader of the cluster should be looked at"
+                    )
+                elif runner is not None:
+                    runner.order_again(message)
+                elif len(self.runners) < jobs.MAX_JOBS:
+                    self.runners[spec.job] = LocalRunner(
+                        self._agent, self._code_store, message, lambda: self._watched.is_behind
+                    )
+            case jobs.JobList(listed):
+                self._end(self.runners.keys() - set(listed))
+                self._watched.listed(listed)
+                self._agent.vouching.listed({*listed, *self._watched.names})
+            case jobs.JobStatus(status):
+                if (runner := self.runners.get(status.job)) is not None:
+                    runner.told = status, time.monotonic()
+                self._watched.show(message)
+            case _:
+                if (runner := self.runners.get(message.job)) is not None:
+                    runner.ordered(message)
+
+    def _end(self, ended: Collection[str]) -> None:
+        """The ``ended`` jobs are over."""
+        for runner in (self.runners[job] for job in ended):
+            self._agent.vouching.over(runner.spec, has_run=runner.has_started)
+        self._drop(ended)
+
+    def _drop(self, ended: Collection[str]) -> None:
+        """End the workers here of the ``ended`` jobs."""
+        for job in ended:
+            self._ending.start(self.runners.pop(job).put_away())
+
+    def is_elastic(self, job: str) -> bool:
+        """Whether the workers of ``job`` here go on in another group after a loss."""
+        return (runner := self.runners.get(job)) is not None and not runner.world.is_fixed
+
+    # Leading.
+
+    def _submitted(self, node: str, spec: jobs.JobSpec, view: View) -> None:
+        if spec.job in self._controllers:
+            return
+        try:
+            if view.leader != self._agent.me or node != spec.starter:
+                raise ConfigurationError("this node does not lead the cluster, or not for you")
+            if len(self._controllers) >= jobs.MAX_JOBS:
+                raise ConfigurationError(f"the cluster runs {jobs.MAX_JOBS} jobs already")
+            willing = self._willing(spec.starter)
+            if not willing:
+                refusals = self._refusals(spec.starter)
+                raise ConfigurationError(f"no machine runs this job{refusals}")
+            places = place(spec, [node for node in willing if self._is_alike(node, spec)], ())
+            controller = JobController(self._agent, spec, places, view, is_new=True)
+            objection = controller.placement.objection(view)
+            if objection:
+                raise ConfigurationError(objection)
+        except PotluckError as error:
+            self._agent.links.send(node, jobs.Submitted(spec.job, str(error)[:4000]))
+            return
+        self._lead(controller, view)
+
+    def _is_alike(self, node: str, spec: jobs.JobSpec) -> bool:
+        """Whether the versions on ``node`` are those that the job wants."""
+        said = self._agent.links.introduction(node)
+        return said is not None and not differences("", spec.versions, said.versions)
+
+    def _lead(self, controller: JobController, view: View) -> None:
+        self._controllers[controller.spec.job] = controller
+        self._tasks.start(self._see_to_its_end(controller))
+        for node in view.nodes:
+            controller.order(node)
+
+    async def _see_to_its_end(self, controller: JobController) -> None:
+        await controller.over.wait()
+        await controller.all_read()
+        job, starter = controller.spec.job, controller.spec.starter
+        if self._controllers.get(job) is not controller:
+            return  # another node leads it by now
+        try:
+            if controller.crash is not None:
+                controller.refuse(
+                    f"this is potluck's fault, please report it: {controller.crash!r}"
+                )
+            elif controller.has_begun:
+                summary = controller.summary()
+                ended = jobs.JobEnded(job, encode_summary(summary))
+                view = self._agent.plane.view
+                is_in = view is not None and starter in view.nodes
+                if not is_in or not self._agent.links.send(starter, ended):
+                    self._agent.log.write(job, ended.summary.decode())
+                    await self._agent.log.written()
+                    self._agent.note(f"job {job} is over: exit code {summary.exit_code}")
+        finally:
+            controller.close()
+            self._controllers.pop(job, None)
+            self._agent.plane.handle(events.JobOver(job))
+            self._tell_all(self._list())
+
+    def _list(self) -> jobs.JobList:
+        return jobs.JobList(tuple(sorted(self._controllers)))
+
+    def _tell_all(self, message: jobs.FromLeader) -> None:
+        view = self._agent.plane.view
+        if view is not None and view.leader == self._agent.me:
+            for node in view.nodes:
+                self._agent.links.send(node, message)
+
+    async def _tell_status(self) -> None:
+        while True:
+            await asyncio.sleep(_STATUS_S)
+            try:
+                view = self._agent.plane.view
+                relayed = self._agent.surveyor.relayed(() if view is None else view.nodes)
+                for controller in self._controllers.values():
+                    if controller.has_begun:
+                        controller.handle(Severed(controller.placement.pairs(relayed)))
+                        self._tell_all(jobs.JobStatus(controller.status()))
+            except Exception:  # a failure to describe one state must not end all later reports
+                _log.exception("the status of the jobs could not be told")
+
+    # What the nodes agreed on.
+
+    def act(self, action: events.Action) -> None:
+        """Carry out ``action`` of the membership protocol, as far as it concerns jobs."""
+        match action:
+            case events.Install(view):
+                self._installed(view)
+            case events.Pause(reason):
+                for runner in self.runners.values():
+                    runner.hold(reason)
+                for controller in self._controllers.values():
+                    controller.hold()
+                self._watched.out(self._agent.names.readable(reason))
+            case events.Resume():
+                assert self._agent.plane.view is not None
+                self._is_back(self._agent.plane.view)
+                for controller in self._controllers.values():
+                    controller.installed(self._agent.plane.view)
+                for runner in self.runners.values():
+                    runner.say_again()
+            case events.Leave(reason, resync):
+                self._has_view.clear()
+                self._stop_leading()
+                for runner in self.runners.values():
+                    runner.hold(reason)
+                if self._agent.plane.is_banned:
+                    self._drop(list(self.runners))
+                elif resync:
+                    for runner in self.runners.values():
+                        runner.resync()
+                self._watched.out(self._agent.names.readable(reason))
+            case events.GroupRefused(job, floor, reason) if job in self._controllers:
+                self._controllers[job].group_refused(floor, reason)
+            case _:
+                pass
+
+    def _installed(self, view: View) -> None:
+        self._has_view.set()
+        self._view_changed.set()
+        self._view_changed = asyncio.Event()
+        me = self._agent.me
+        if view.leader == me:
+            for controller in list(self._controllers.values()):
+                controller.installed(view)
+            # A new leader takes over the jobs that it knows from its own runners: every node
+            # was told every job.
+            for job, here in self.runners.items():
+                if job not in self._controllers:
+                    controller = JobController(
+                        self._agent,
+                        here.spec,
+                        here.places,
+                        view,
+                        is_new=False,
+                        before=here.group,
+                        world=here.world,
+                        told=here.told,
+                    )
+                    self._lead(controller, view)
+            self._tell_all(self._list())
+        else:
+            self._stop_leading()
+        for runner in self.runners.values():
+            runner.installed(view)
+        for node, message in self._early.take():
+            if node == view.leader:
+                self._ordered(message)
+            elif isinstance(message, jobs.Order):
+                text = "does not lead the cluster, and ordered a job: nothing is run for it"
+                self._agent.note(f"{self._agent.names.called(node)} {text}")
+        for runner in self.runners.values():
+            runner.say_again()
+        self._is_back(view)
+        self._watched.ask_again()
+
+    def _is_back(self, view: View) -> None:
+        self._watched.back(self._agent.names.readable(describe(view)))
+
+    def barred(self, nodes: Collection[str]) -> None:
+        """``nodes`` are out of the cluster: no job that they started runs on."""
+        for job, controller in list(self._controllers.items()):
+            if controller.spec.starter in nodes:
+                self._agent.note(f"job {job} ends: {controller.spec.starter}, its starter, is out")
+                controller.interrupted(jobs.InterruptJob(job, signal.SIGTERM, 2))
+        self._end([job for job, each in self.runners.items() if each.spec.starter in nodes])
+
+    def linked(self, node: str) -> None:
+        """There is a new link to ``node``: messages over the link before it may be lost."""
+        view = self._agent.plane.view
+        if view is None or view.member(node) is None:
+            return
+        for controller in self._controllers.values():
+            controller.order(node)
+        if view.leader == self._agent.me:
+            self._agent.links.send(node, self._list())  # a job may have ended meanwhile
+        if node == view.leader:
+            for runner in self.runners.values():
+                runner.say_again()
+
+    def _stop_leading(self) -> None:
+        for controller in self._controllers.values():
+            controller.close()
+            controller.over.set()
+        self._controllers.clear()
+
+    async def close(self) -> None:
+        """End all workers here; no task stays."""
+        self._stop_leading()
+        await self._tasks.close()
+        self._drop(list(self.runners))
+        await self._ending.ended()
+
+
+def _looked_at(
+    request: local.RunRequest,
+) -> tuple[Versions, tuple[jobs.Need, ...], tuple[tuple[str, str], ...]]:
+    """What the script of ``request`` needs: the versions that count, packages, and modules of the
+    user's own that do not travel."""
+    root = Path(request.folder or request.directory)
+    files = [root / each for each in (request.script, *request.modules)]
+    own = () if request.module else (each.parent for each in files)
+    places = [*dict.fromkeys([*own, root, *(root / each for each in request.importable)])]
+    names, versions = imported(files, places), own_versions()
+    needs = needs_of(names) if request.folder else ()
+    if request.folder and not wants_torch(needs):
+        versions = msgspec.structs.replace(versions, torch="")
+    return versions, needs, own_modules(names, places)

@@ -1,0 +1,296 @@
+"""The journal of a job: notes, recoveries, and each worker's last facts. Pure.
+
+The job's controller writes it; the live table, the status and the summary read it. Times are in the
+clock of ``now``, in seconds.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from potluck._core.cluster.jobs.sample_progress import SampleProgress
+from potluck._core.wire.facts import MAX_FIGURE
+from potluck._core.wire.worker_link import Fact, JobRecord, JobState, RecoveryRecord, WorkerProgress
+
+MAX_NOTES = 1000
+MAX_FACTS = 256
+MAX_TOLD = 64
+"""Of the recoveries, in the record for the next leader."""
+_MAX_CAUSE = 4096
+_MAX_TOLD_CAUSE = 512
+_LAST_WORDS = 30
+
+
+@dataclass(frozen=True, slots=True)
+class JournalNote:
+    """One line for people. ``at`` is seconds since the job began."""
+
+    at: float
+    text: str
+
+
+@dataclass(slots=True)
+class Recovery:
+    """From a loss to the next committed step.
+
+    ``reformed_s`` until all remaining members were in the next group, ``recovered_s`` until a step
+    was committed in it; both from the moment the loss was detected, None if it never came to it.
+    ``step`` is that step, counted from 0; ``run_again`` if it had been begun before the loss.
+    """
+
+    workers: tuple[str, ...]
+    cause: str
+    detected: float
+    epoch: int = 0
+    reformed_s: float | None = None
+    recovered_s: float | None = None
+    step: int | None = None
+    run_again: bool = False
+
+
+@dataclass(slots=True)
+class WorkerFacts:
+    """What is known of one worker, restarts included. ``training`` numbers the loops that its
+    script runs one after the other. ``samples`` counts what it computed itself. ``pid`` is its
+    newest process, ``exit_code`` how the newest process that ended did, ``last_words`` are the
+    newest lines of its stderr."""
+
+    training: int = 0
+    epoch: int = 0
+    step: int = -1
+    loss: float | None = None
+    samples_per_s: float | None = None
+    device: str = ""
+    samples: SampleProgress = field(default_factory=SampleProgress)
+    facts: dict[str, Fact] = field(default_factory=dict)
+    pid: int = 0
+    exit_code: int | None = None
+    last_words: deque[str] = field(default_factory=lambda: deque(maxlen=_LAST_WORDS))
+
+    def rate(self, now: float) -> float | None:
+        """Its committed samples per second, measured as those of the whole job are, so that the
+        workers' rates add up to it; else what the script says of itself."""
+        counted = self.samples.samples(now)
+        return self.samples_per_s if counted is None else counted.per_s
+
+
+class Journal:
+    """What has happened in one job so far."""
+
+    def __init__(self, workers: Sequence[str], now: float) -> None:
+        self.began = now
+        self.notes: list[JournalNote] = []
+        self.recoveries: list[Recovery] = []
+        self.workers = {name: WorkerFacts() for name in workers}
+        self.epoch = 0
+        self.step = -1
+        self.loss: float | None = None
+        self.sample_progress = SampleProgress()
+        self._newest = (0, 0, -1)
+        self._members: tuple[str, ...] = ()
+        self._entered: set[str] = set()
+        self._rejoining: dict[str, int] = {}
+        self._interrupted = -1
+        self._suspected: float | None = None
+
+    def take_over(self, told: JobState, at: float) -> None:
+        """Go on with the journal of the leader before this one, as it told of it ``at``."""
+        record = told.record
+        self.began = at - record.seconds
+        self.notes = [
+            JournalNote(when, text) for when, text in zip(record.times, told.events, strict=False)
+        ]
+        self.recoveries = [
+            Recovery(
+                each.workers,
+                each.cause,
+                self.began + each.detected,
+                reformed_s=each.reformed_s,
+                recovered_s=each.recovered_s,
+                step=each.step,
+                run_again=each.run_again,
+            )
+            for each in record.recoveries
+        ]
+        self.step, self.loss = told.step, told.loss
+        if told.samples is not None:
+            self.sample_progress.update(told.samples.committed, told.samples.total, at)
+
+    def record(self, num_notes: int, now: float) -> JobRecord:
+        """What ``take_over`` needs beside the last ``num_notes`` notes and the status."""
+        return JobRecord(
+            max(0.0, now - self.began),
+            tuple(max(0.0, note.at) for note in self.notes[-num_notes:]),
+            tuple(
+                RecoveryRecord(
+                    each.workers,
+                    each.cause[:_MAX_TOLD_CAUSE],
+                    max(0.0, each.detected - self.began),
+                    each.reformed_s,
+                    each.recovered_s,
+                    each.step,
+                    each.run_again,
+                )
+                for each in self.recoveries[-MAX_TOLD:]
+            ),
+        )
+
+    @property
+    def num_run_again(self) -> int:
+        """How many steps were run again after a loss."""
+        return sum(each.run_again for each in self.recoveries)
+
+    def facts_of(self, worker: str) -> WorkerFacts:
+        """What ``worker`` last said; of one that came later, nothing at first."""
+        return self.workers.setdefault(worker, WorkerFacts())
+
+    def started(self, worker: str) -> None:
+        """A process of ``worker`` starts."""
+        self.facts_of(worker).last_words.clear()
+
+    def wrote(self, worker: str, line: str) -> None:
+        """``worker`` wrote ``line`` to its stderr."""
+        self.facts_of(worker).last_words.append(line)
+
+    def note(self, text: str, now: float) -> None:
+        self.notes.append(JournalNote(now - self.began, text))
+        del self.notes[:-MAX_NOTES]
+
+    @property
+    def open_recovery(self) -> Recovery | None:
+        """The last loss, while no step was committed since."""
+        if self.recoveries and self.recoveries[-1].recovered_s is None:
+            return self.recoveries[-1]
+        return None
+
+    def lost(self, worker: str, cause: str, now: float) -> None:
+        """A member is out (or, if ``worker`` is empty, a group ended with nobody to blame).
+        Several before the next committed step are one recovery. The group without ``worker`` may
+        have been announced before."""
+        recovery = self.open_recovery
+        who = (worker,) if worker else ()
+        if recovery is None:
+            detected = now if self._suspected is None else self._suspected
+            recovery = Recovery(who, cause, detected)
+            if worker and self._members and worker not in self._members:
+                recovery.epoch = self.epoch
+                if self._entered >= set(self._members):
+                    recovery.reformed_s = now - detected
+            self.recoveries.append(recovery)
+            del self.recoveries[:-MAX_NOTES]
+        else:
+            recovery.workers = (*recovery.workers, *who)[-MAX_NOTES:]
+            recovery.cause = f"{recovery.cause}; {cause}"[:_MAX_CAUSE]
+            recovery.reformed_s = None
+        if worker:
+            facts = self.facts_of(worker)
+            facts.samples_per_s, facts.samples = None, SampleProgress()
+
+    def reported(self, epoch: int, step: int, now: float) -> None:
+        """A worker said that its group failed it, in ``step``: the moment a loss is detected, if
+        it was not known before."""
+        self._interrupted = max(self._interrupted, step)
+        if self._suspected is None and self.open_recovery is None and epoch == self.epoch:
+            self._suspected = now
+
+    def announced(self, epoch: int, members: tuple[str, ...], joined: tuple[str, ...]) -> None:
+        """A new group. Workers that were in an earlier one come back."""
+        if self.epoch:
+            self._rejoining |= dict.fromkeys(joined, epoch)
+        self._rejoining = {name: at for name, at in self._rejoining.items() if name in members}
+        self.epoch, self._members, self._entered = epoch, members, set()
+        recovery = self.open_recovery
+        if (recovery is not None and not recovery.epoch) or (
+            recovery is not None and recovery.reformed_s is None
+        ):
+            recovery.epoch = epoch
+
+    def entered(self, worker: str, epoch: int, now: float) -> bool:
+        """``worker`` is in the group of ``epoch``; whether with it all are, after a loss."""
+        if epoch != self.epoch:
+            return False
+        self._entered.add(worker)
+        recovery = self.open_recovery
+        if recovery is None or recovery.epoch != epoch or recovery.reformed_s is not None:
+            return False
+        if self._entered >= set(self._members):
+            recovery.reformed_s = now - recovery.detected
+            return True
+        return False
+
+    def world_formed(self, now: float) -> str:
+        """A fixed world runs again, with all its members: the end of the recovery, in words. Of the
+        steps of such a script nothing is known."""
+        recovery = self.recoveries[-1]
+        assert recovery.reformed_s is not None
+        recovery.recovered_s = recovery.reformed_s
+        self._rejoining.clear()
+        self._interrupted, self._suspected = -1, None
+        count = f"{len(self._members)} worker{'s' if len(self._members) > 1 else ''}"
+        text = f"{recovery.cause}, {count} started again in {recovery.reformed_s:.2f} s"
+        self.note(text, now)
+        return text
+
+    def progress(self, told: WorkerProgress, now: float) -> list[JournalNote]:
+        """A worker committed ``told.step``, or said something else about itself; the notes that
+        follow."""
+        known = len(self.notes)
+        self._take(told, now)
+        return self.notes[known:]
+
+    def _take(self, told: WorkerProgress, now: float) -> None:
+        worker = told.worker
+        facts = self.facts_of(worker)
+        known = (facts.training, facts.epoch, facts.step)
+        if told.epoch == facts.epoch and 0 <= told.step < facts.step:
+            facts.training += 1
+        newest = (facts.training, told.epoch, told.step)
+        facts.epoch, facts.step = told.epoch, told.step
+        facts.loss, facts.samples_per_s = told.loss, _figure(told.samples_per_s)
+        if told.worker_samples:
+            facts.samples.update(told.worker_samples, 1, now)  # of how many is not known
+        facts.device = told.device or facts.device
+        facts.facts = dict(list((facts.facts | told.facts).items())[:MAX_FACTS])
+        if told.step < 0 or newest <= known:
+            return
+        if newest > self._newest:  # workers tell of one step at different times
+            self._newest, self.step = newest, told.step
+            self.loss = told.loss if told.loss is not None else self.loss
+            self.sample_progress.update(told.committed_samples, told.total_samples, now)
+        self._conclude_recovery(told, now)
+        if self._rejoining.get(worker, told.epoch + 1) <= told.epoch:
+            del self._rejoining[worker]
+            self.note(f"worker {worker} rejoined at step {told.step - 1}", now)
+
+    def _conclude_recovery(self, told: WorkerProgress, now: float) -> None:
+        recovery = self.open_recovery
+        if recovery is None or not recovery.epoch or told.epoch < recovery.epoch:
+            return
+        recovery.recovered_s = now - recovery.detected
+        recovery.step = told.step - 1
+        recovery.run_again = recovery.step == self._interrupted
+        self._interrupted, self._suspected = -1, None
+        parts = [recovery.cause]
+        if recovery.reformed_s is not None:
+            parts.append(f"re-formed in {recovery.reformed_s:.2f} s")
+        if recovery.run_again:
+            parts.append(f"step {recovery.step} run again")
+        parts.append(f"training on after {recovery.recovered_s:.2f} s")
+        self.note(", ".join(parts), now)
+
+
+def lost_text(worker: str, why: str) -> str:
+    """``worker 2 lost (killed by SIGKILL (9))``, from a reason that may begin with the worker."""
+    return f"worker {worker} lost ({first_line(why).removeprefix(f'worker {worker} ')})"
+
+
+def first_line(text: str) -> str:
+    """The first line of ``text`` that is not empty."""
+    return text.strip().splitlines()[0] if text.strip() else ""
+
+
+def _figure(per_s: float | None) -> float | None:
+    """``per_s`` if it is a figure that other nodes accept: a worker may say anything."""
+    return per_s if per_s is not None and 0 <= per_s <= MAX_FIGURE else None

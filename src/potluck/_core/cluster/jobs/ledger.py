@@ -1,0 +1,133 @@
+"""``JobLedger``: which jobs run here, and which are over. A signed job is good for one run.
+
+A job's number is its starter's: higher than that of each job it started before. The node remembers
+the numbers of what ran here, so a leader that orders an old job once more, with its old and right
+signature, is refused. No clock decides: the clocks of two machines may differ by years. Views don't
+decide either: a job lives through many, and machines that come later take part in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+import msgspec
+
+from potluck._core.cluster.home.keyfile import read_private, replace_private
+from potluck._core.wire.jobs import MAX_JOB_NUMBER, JobSpec
+from potluck.errors import ConfigurationError
+
+FILE = "jobs.json"
+MAX_OVER = 1024
+"""Of one starter. Beyond that the lowest number is forgotten, and all below count as over."""
+MAX_STARTERS = 4096
+
+_WHAT = "the list of jobs that ran here"
+_MAX_BYTES = 256 << 20
+
+
+class _Started(msgspec.Struct):
+    """The jobs of one starter: names of those that run by number, numbers of those that are over,
+    and the number up to which all others are."""
+
+    running: dict[int, str] = {}
+    over: list[int] = []
+    floor: int = 0
+
+
+class JobLedger:
+    """The ledger of node ``me`` in ``home``; without a home, of a private agent, in memory. An
+    agent does not start while the file is damaged (ConfigurationError). Changes hold at once, and
+    outlive the agent when ``save`` has returned."""
+
+    def __init__(self, me: str, home: Path | None) -> None:
+        self._me = me
+        self._path = None if home is None else home / FILE
+        self._saving = asyncio.Lock()
+        self._starters = self._read()
+
+    def begin_own(self, spec: JobSpec) -> JobSpec:
+        """``spec``, which this node starts, with its number."""
+        mine = self._of(self._me)
+        last = max(mine.floor, *mine.over, *mine.running, 0)
+        now_ms = min(int(time.time() * 1000), MAX_JOB_NUMBER // 2)
+        numbered = msgspec.structs.replace(spec, number=max(last + 1, now_ms))
+        self.begin(numbered)
+        return numbered
+
+    def begin(self, spec: JobSpec) -> None:
+        """The job of ``spec`` runs here."""
+        self._of(spec.starter).running[spec.number] = spec.job
+
+    def runs(self, starter: str, number: int) -> bool:
+        """Whether the job of ``starter`` with this number runs, and is known here."""
+        return number in self._starters.get(starter, _NOTHING).running
+
+    def is_over(self, spec: JobSpec) -> bool:
+        """Whether the job of ``spec`` ran here, or is older than all that is remembered."""
+        known = self._starters.get(spec.starter, _NOTHING)
+        if spec.number in known.running:
+            return False
+        return spec.number <= known.floor or spec.number in known.over
+
+    def over(self, spec: JobSpec) -> None:
+        """The job of ``spec`` is over: it never runs here again."""
+        self._end(spec.starter, spec.number)
+
+    def forget(self, spec: JobSpec) -> None:
+        """Nothing of the job of ``spec``, of another node, ran here."""
+        if spec.starter != self._me:
+            self._starters.get(spec.starter, _NOTHING).running.pop(spec.number, None)
+
+    def listed(self, names: Collection[str]) -> bool:
+        """The jobs ``names`` run: others, maybe of an earlier run of the agent, are over. Whether
+        there were such."""
+        gone = [
+            (node, number)
+            for node, each in self._starters.items()
+            for number, name in each.running.items()
+            if name not in names
+        ]
+        for node, number in gone:
+            self._end(node, number)
+        return bool(gone)
+
+    async def save(self) -> None:
+        """Write the ledger to the disk. IdentityError if it can't be written."""
+        if self._path is not None:
+            async with self._saving:
+                data = msgspec.json.encode(self._starters)
+                await asyncio.to_thread(replace_private, self._path, _WHAT, data)
+
+    def _of(self, node: str) -> _Started:
+        known = self._starters.pop(node, None) or _Started()
+        while len(self._starters) >= MAX_STARTERS:
+            del self._starters[next(iter(self._starters))]
+        self._starters[node] = known  # the one used last is last
+        return known
+
+    def _end(self, node: str, number: int) -> None:
+        known = self._starters.get(node, _NOTHING)
+        if known.running.pop(number, None) is not None:
+            known.over = sorted((*known.over, number))
+            if len(known.over) > MAX_OVER:
+                known.floor = known.over.pop(0)
+
+    def _read(self) -> dict[str, _Started]:
+        if self._path is None:
+            return {}
+        try:
+            data = read_private(self._path, _WHAT, max_bytes=_MAX_BYTES)
+            return msgspec.json.decode(data, type=dict[str, _Started])
+        except FileNotFoundError:
+            return {}
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ConfigurationError(
+                f"{_WHAT} {self._path} is damaged: {error}. Remove it; jobs that ran here before "
+                "could then be ordered again by a leader that means harm"
+            ) from error
+
+
+_NOTHING = _Started()

@@ -1,0 +1,559 @@
+"""``LocalRunner``: runs the workers of one job that are placed on one node.
+
+It fetches the job's folder, starts and stops the processes of the workers here, holds their links
+to this agent, gives them the groups that the cluster's view has, and reports to the leader. It
+decides nothing: what becomes of the workers is reported in the order in which it happens, and the
+job's controller orders what is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence, Set
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from potluck._core.background import Tasks, stop, why
+from potluck._core.cluster.code_store.imports import lacking
+from potluck._core.cluster.code_store.job_folders import JobFolder, Record
+from potluck._core.cluster.code_store.store import CodeStore
+from potluck._core.cluster.discovery.interfaces import interface_of
+from potluck._core.cluster.jobs.agent_parts import AgentParts
+from potluck._core.cluster.jobs.chaos import parse_chaos
+from potluck._core.cluster.jobs.interrupted import InterruptedTraceback
+from potluck._core.cluster.jobs.missing import describe_lack
+from potluck._core.cluster.jobs.process import Launch, WorkerProcess
+from potluck._core.cluster.jobs.pulse import Pulse
+from potluck._core.cluster.jobs.worker_reports import WorkerReports
+from potluck._core.cluster.sharing.broker import Broker
+from potluck._core.cluster.sharing.sandbox import BROKER_FILE
+from potluck._core.system import SIGKILL
+from potluck._core.transport import aio
+from potluck._core.types import Member
+from potluck._core.wire import jobs, worker_link
+from potluck._core.wire.greeting import SEALED, Hello, Refusal, Welcome
+from potluck._core.wire.nodes import JobGroup, View
+from potluck.errors import ConfigurationError, LinkError, PotluckError, ProtocolError
+
+_log = logging.getLogger(__name__)
+
+_MAX_UNSENT = 1 << 20
+_MAX_KEPT_LINES = 1000
+_BRING_S = 10.0
+_BRING_AGAIN_S = 0.2
+_LAST_MESSAGES_S = 1.0
+_WITHDRAW_S = 3.0
+
+_INTERFACE_NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+"""Of Gloo, NCCL and torch's RPC."""
+
+_Link = aio.MessageLink[worker_link.FromWorker, worker_link.FromAgent]
+
+
+class LocalRunner:
+    """One job on this node, from its first order to ``put_away``. ``world`` is the one that workers
+    are started for now, ``group`` the newest that the nodes agreed on, ``told`` what the leader
+    told last, and when, in seconds of ``time.monotonic``."""
+
+    def __init__(
+        self,
+        agent: AgentParts,
+        code_store: CodeStore,
+        order: jobs.Order,
+        must_wait: Callable[[], bool],
+    ) -> None:
+        """While ``must_wait()``, a command of this machine does not keep up with the output, and
+        the output of the workers here is not read."""
+        self.spec = order.spec
+        self.places = order.places
+        self.world = order.world
+        self.group: JobGroup | None = None
+        self.told: tuple[worker_link.JobState, float] | None = None
+        self._agent = agent
+        self._code_store = code_store
+        self._must_wait = must_wait
+        self._launch: Launch | None = None
+        self._opening: asyncio.Task[JobFolder] | None = None
+        self._folder: JobFolder | None = None
+        self._worker_home: Path | None = None
+        self._broker: Broker | None = None
+        self._peers: frozenset[tuple[str, int]] = frozenset()
+        """Where the workers of the present group listen."""
+        self._error = ""
+        self._lacks = False
+        self._is_withdrawing = False
+        self._reports = WorkerReports()
+        self._unsent: deque[jobs.Output] = deque(maxlen=_MAX_KEPT_LINES)
+        self._processes: dict[str, WorkerProcess] = {}
+        self._alive: set[str] = set()
+        self._short_of_memory: set[str] = set()
+        self._interrupted: dict[str, InterruptedTraceback] = {}
+        self._links: dict[str, _Link] = {}
+        self._unlinked: dict[str, asyncio.Event] = {}
+        """By worker: set while it has no link here."""
+        self._pulse = Pulse(
+            lambda worker, reason: self._happened(jobs.Stalled(worker, worker_link.clip(reason))),
+            self._say,
+        )
+        self._tasks = Tasks()
+        self._preparing = self._tasks.start(self._prepare())
+
+    @property
+    def alive(self) -> tuple[str, ...]:
+        """The workers whose processes run."""
+        return tuple(sorted(self._alive))
+
+    @property
+    def has_started(self) -> bool:
+        """Whether a worker was ever started here."""
+        return bool(self._reports.seen(()))
+
+    async def put_away(self) -> None:
+        """End all processes, links and tasks. Nothing more is reported."""
+        await stop(self._preparing)  # the folder may be on its way, over a slow link
+        self._pulse.close()
+        await self._tasks.close()
+        for process in self._processes.values():
+            process.signal(SIGKILL)
+        for process in self._processes.values():
+            await process.release()
+        for link in list(self._links.values()):
+            link.abort()
+        if self._broker is not None:
+            await self._broker.close()
+        if self._worker_home is not None:
+            await asyncio.to_thread(self._agent.worker_homes.remove, self._worker_home)
+        if self._opening is not None:
+            await asyncio.wait([self._opening])
+            if self._opening.exception() is None:  # else the leader was told
+                await asyncio.to_thread(self._code_store.close, self._opening.result())
+
+    # Before the first worker starts.
+
+    async def _prepare(self) -> None:
+        """Fetch the folder if needed, and report to the leader."""
+        spec = self.spec
+        try:
+            if refusal := self._refusal():
+                raise ConfigurationError(refusal)
+            await self._agent.vouching.confirm(spec)
+            if spec.wire != SEALED and self._agent.wire != spec.wire:
+                raise ConfigurationError(
+                    f"its settings allow only encrypted links (POTLUCK_WIRE={self._agent.wire}), "
+                    f"the run asks for --wire {spec.wire}: run it without --wire, or start "
+                    f"potluck up there with POTLUCK_WIRE={spec.wire}"
+                )
+            if missing := await asyncio.to_thread(lacking, spec.needs):
+                self._lacks = True
+                raise ConfigurationError(describe_lack(missing, spec.own, sys.executable))
+            if spec.package is not None:
+                if not self._code_store.has(spec.package):
+                    await self._bring(spec.package)
+            elif spec.starter != self._agent.me:
+                raise ConfigurationError("it is local to the node it was started on")
+            if self._folder is None:
+                opening = asyncio.to_thread(self._code_store.open, _record_of(spec))
+                self._opening = asyncio.create_task(opening)
+                self._folder = await asyncio.shield(self._opening)
+            if self._worker_home is None:
+                make = self._agent.worker_homes.make
+                self._worker_home = await asyncio.to_thread(make, spec.job)
+            worker_home = self._worker_home
+            sandbox = self._agent.confinement.sandbox_of(spec, self._agent.me)
+            if sandbox is not None and not sandbox.has_network and self._broker is None:
+                self._broker = self._agent.broker(worker_home / BROKER_FILE, self._may_dial)
+        except (PotluckError, OSError) as error:
+            self._error = str(error)[:4000]
+        except Exception as error:  # the leader would wait for this node's report for ever
+            _log.exception("preparing job %s broke", spec.job)
+            self._error = f"this is potluck's fault, please report it: {why(error)}"[:4000]
+        else:
+            self._launch = self._agent.launcher(
+                spec,
+                self._folder,
+                worker_home,
+                me=self._agent.me,
+                sink=self._line,
+                is_behind=self._is_behind,
+            )
+        self._report()
+
+    async def _bring(self, package: bytes) -> None:
+        """Fetch the package from the starter or the leader. Either may not know yet that this node
+        is in the view, or may not have the package itself yet: both are asked again for a while."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + _BRING_S
+        while True:
+            view, starter = self._agent.plane.view, self.spec.starter
+            nodes = set() if view is None else {starter, view.leader} - {self._agent.me}
+            for node in sorted(nodes, key=lambda node: node != starter):
+                try:
+                    await self._code_store.fetch(node, package, self.spec.starter)
+                    return
+                except LinkError:
+                    if loop.time() > deadline:
+                        raise
+            if not nodes and loop.time() > deadline:
+                raise LinkError("no node that is left has the script's folder")
+            await asyncio.sleep(_BRING_AGAIN_S)
+
+    # What the leader orders.
+
+    def order_again(self, order: jobs.Order) -> None:
+        """The leader, maybe a new one, ordered the job once more."""
+        self.places, self.world = order.places, order.world
+        if self._launch is not None:
+            self._report()
+        elif self._error:
+            self._error = ""
+            self._preparing = self._tasks.start(self._prepare())
+
+    def ordered(self, message: jobs.StartWorker | jobs.SignalWorkers | jobs.TellWorkers) -> None:
+        """The leader says what is to be done with workers."""
+        match message:
+            case jobs.StartWorker(_, worker, attempt):
+                if self._launch is not None:
+                    self._start(self._launch, worker, attempt)
+            case jobs.SignalWorkers(_, workers, number):
+                self._signal(workers, number)
+            case jobs.TellWorkers(_, workers, told):
+                self._tell(workers, told)
+
+    def _start(self, launch: Launch, worker: str, attempt: int) -> None:
+        """Start ``worker``. If it can't be started, its exit code is 127."""
+        if worker in self._alive or not self._reports.is_new(worker, attempt):
+            return
+        if self._refusal():
+            return  # the leader has not heard of it yet
+        self._reports.starting(worker, attempt, self.world.number)
+        unlinked = self._unlinked[worker] = asyncio.Event()
+        unlinked.set()
+
+        def on_exit(code: int) -> None:
+            self._tasks.start(self._exited(worker, code, attempt))
+
+        try:
+            process = launch(worker, self._variables(worker, attempt), on_exit)
+        except ConfigurationError as error:
+            self._say(str(error))
+            self._happened(jobs.Exited(worker, 127, attempt))
+            self._happened(jobs.OutputEnded(worker, attempt))
+            return
+        self._processes[worker] = process
+        self._alive.add(worker)
+        self._happened(jobs.Started(worker, attempt, process.pid))
+
+    # Whether the owner of this machine lets the job run here.
+
+    def _refusal(self) -> str:
+        return self._agent.offers.refuses(self.spec)
+
+    def offers_changed(self) -> None:
+        """The owner may have changed that: end the workers here, or take part again."""
+        if self._refusal():
+            if self._alive and not self._is_withdrawing:
+                self._is_withdrawing = True
+                self._tasks.start(self._withdraw())
+        elif self._error:
+            self._error = ""
+            self._preparing = self._tasks.start(self._prepare())
+        elif self._launch is not None:
+            self._report()
+
+    async def _withdraw(self) -> None:
+        """End the workers here by SIGTERM, those that are left by SIGKILL."""
+        leaving = {name: self._processes[name] for name in self._alive}
+        for process in leaving.values():
+            process.signal(signal.SIGTERM)
+        await asyncio.sleep(_WITHDRAW_S)
+        for name in leaving.keys() & self._alive:
+            if self._processes[name] is leaving[name]:
+                leaving[name].signal(SIGKILL)
+        self._is_withdrawing = False
+
+    def _variables(self, worker: str, attempt: int) -> dict[str, str]:
+        """The variables that tell ``worker`` its place in its world. Workers that came later have
+        ranks after all others."""
+        node_of = {place.worker: place.node for place in self.places}
+        members = self.world.members
+        if worker not in members:
+            members = tuple(place.worker for place in self.places)
+        rank, size = members.index(worker), len(members)
+        beside = [each for each in members if node_of[each] == node_of[worker]]
+        if self._agent.outer_world is not None:
+            restarts = {"POTLUCK_RESTARTS": str(attempt), "POTLUCK_WIRE": self.spec.wire}
+            return restarts | self._agent.outer_world(beside.index(worker))
+        nodes = {"POTLUCK_NODES": ",".join(self._agent.names.label(node_of[m]) for m in members)}
+        return {
+            "POTLUCK_AGENT": f"127.0.0.1:{self._agent.port}",
+            "POTLUCK_BIND": self._agent.bind,
+            "POTLUCK_WIRE": self.spec.wire,
+            "POTLUCK_JOB": self.spec.job,
+            "POTLUCK_WORKER": worker,
+            "POTLUCK_RESTARTS": str(attempt),
+            **({} if self.spec.is_local else nodes),
+            "RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            # Scripts don't change this one: by it the worker knows that a world which torch forms
+            # is the one that it was started for.
+            "POTLUCK_WORLD_RANK": f"{rank}/{size}",
+            "LOCAL_RANK": str(beside.index(worker)),
+            "LOCAL_WORLD_SIZE": str(len(beside)),
+            "MASTER_ADDR": self._address(node_of[members[0]]),
+            "MASTER_PORT": str(self.world.master_port),
+            "TORCHELASTIC_RESTART_COUNT": str(self.world.number),
+            **self._interface({node_of[member] for member in members}),
+        }
+
+    def _interface(self, nodes: Set[str]) -> dict[str, str]:
+        """Variables that lead other libraries to the interface by which this node reaches the
+        others of ``nodes``: by themselves they call the host's name, which often resolves to
+        127.0.1.1. Empty if there are no others, and for a sandbox without network; what the
+        owner has set stays."""
+        if self._broker is not None:
+            return {}
+        addresses = (self._agent.links.local(node) for node in sorted(nodes - {self._agent.me}))
+        address = next(filter(None, addresses), "")
+        name = interface_of(address.partition("%")[0]) if address else ""
+        return {each: name for each in _INTERFACE_NAMES if name and each not in os.environ}
+
+    def _tell(self, names: Sequence[str], message: worker_link.FromAgent) -> None:
+        """Send ``message`` to those of the workers ``names`` that have a link here; those that
+        have none are asked to stop by SIGTERM, but not those that are done: they end by themselves,
+        and their exit code may be why the job ends."""
+        for worker in names:
+            link = self._links.get(worker)
+            if link is not None:
+                link.send(message)
+                if isinstance(message, worker_link.Probe):
+                    is_alive = worker in self._alive
+                    self._pulse.probed(worker, self._processes[worker].pid if is_alive else 0)
+            elif isinstance(message, worker_link.Stop) and not self._reports.has_finished(worker):
+                self._signal((worker,), signal.SIGTERM)
+
+    def _signal(self, workers: Sequence[str], number: int) -> None:
+        for worker in workers:
+            if worker in self._alive:
+                if number == signal.SIGINT:
+                    self._interrupted.setdefault(worker, InterruptedTraceback())
+                self._processes[worker].signal(number)
+
+    # What the cluster agreed on.
+
+    def installed(self, view: View) -> None:
+        """Give the workers here the job's group in ``view``, if it is a new one."""
+        group = view.group(self.spec.job)
+        if group is None or (self.group is not None and group.epoch <= self.group.epoch):
+            return
+        before, self.group = self.group, group
+        names = tuple(member.worker for member in group.members)
+        if before is not None and not self.world.is_fixed:  # that ends as a whole
+            for member in before.members:
+                if member.worker not in names and member.node not in view.nodes:
+                    cause = f"node {self._agent.names.called(member.node)} left the cluster's view"
+                    over = worker_link.GroupOver(before.epoch, member.worker, False, cause)
+                    self._tell(self.alive, over)
+        chaos = parse_chaos(self.spec.chaos)
+        members = tuple(map(self._seen_from_here, group.members))
+        self._peers = frozenset((member.host, member.port) for member in members)
+        for rank, name in enumerate(names):
+            steps = chaos.steps_of(rank)
+            told = worker_link.NewGroup(
+                self.spec.job, group.epoch, members, steps, group.paths, group.cut
+            )
+            # Only to a process that was started for the group's world: one of an earlier world is
+            # about to end.
+            if self._reports.world_of(name) == group.world:
+                self._tell((name,), told)
+
+    def hold(self, reason: str) -> None:
+        """This node is paused, or in no view: end the group here, and have its workers wait."""
+        cause = worker_link.clip(reason)
+        if self.group is not None and not self.world.is_fixed:  # that may outlast the pause
+            self._tell(self.alive, worker_link.GroupOver(self.group.epoch, "", False, cause))
+        self._tell(self.alive, worker_link.Hold(cause))
+
+    def resync(self) -> None:
+        """The workers here have a state that was dropped (of a fork): kill them; the leader has
+        them started again."""
+        self._signal(self.alive, SIGKILL)
+
+    def say_again(self) -> None:
+        """There is a leader again, maybe another one: report to it."""
+        if self._launch is not None or self._error:
+            self._report()
+
+    def _may_dial(self, host: str, port: int) -> bool:
+        """Whether workers in a sandbox may connect there: to the agent, and to their own group."""
+        return (host, port) in self._peers | {("127.0.0.1", self._agent.port)}
+
+    def _seen_from_here(self, member: Member) -> Member:
+        machine = "" if self.spec.is_local else self._agent.names.label(member.node)
+        return replace(member, host=self._address(member.node), machine=machine)
+
+    def _address(self, node: str) -> str:
+        return "127.0.0.1" if node == self._agent.me else self._agent.links.last_address(node)
+
+    # Reports to the leader.
+
+    def _report(self) -> None:
+        """Report everything about the workers here that the leader may not know."""
+        name, say, alive = self.spec.job, self._agent.plane.to_leader, self.alive
+        for event in (*self._reports.progress(), *self._reports.ended()):
+            say(jobs.Happened(name, event))
+        lacks = self._lacks and bool(self._error)
+        say(jobs.Reported(name, self._reports.seen(alive), self._error, lacks))
+        for event in self._reports.standing(alive):
+            say(jobs.Happened(name, event))
+        while self._unsent:
+            if not say(self._unsent[0]):
+                return
+            self._unsent.popleft()
+
+    def _happened(self, event: jobs.Event) -> None:
+        self._agent.plane.to_leader(jobs.Happened(self.spec.job, self._reports.take(event)))
+        stands_still = self._agent.plane.stands_still
+        if stands_still and isinstance(event, worker_link.Ready | worker_link.Lost):
+            self._tell((event.worker,), worker_link.Hold(worker_link.clip(stands_still)))
+
+    def _say(self, text: str) -> None:
+        """Something to tell a person."""
+        self._happened(worker_link.Said("", worker_link.clip(text)))
+
+    def _line(self, worker: str, stream: str, text: str, end: jobs.End) -> None:
+        traceback = self._interrupted.get(worker)
+        if traceback is None or stream != "stderr" or end != "\n":
+            self._pass_on(worker, stream, text, end)
+            return
+        for line in traceback.feed(text):
+            self._pass_on(worker, stream, line, end)
+
+    def _pass_on(self, worker: str, stream: str, text: str, end: jobs.End) -> None:
+        if self._agent.confinement.is_memory_error(text):
+            self._short_of_memory.add(worker)
+        line = jobs.Output(self.spec.job, worker, stream, text, end)
+        if (self._unsent or not self._agent.plane.to_leader(line)) and end != "\r":
+            self._unsent.append(line)
+
+    def _is_behind(self) -> bool:
+        view = self._agent.plane.view
+        is_far_behind = view is not None and self._agent.links.unsent(view.leader) > _MAX_UNSENT
+        return is_far_behind or self._must_wait()
+
+    # Connections and ends of workers.
+
+    async def greeted(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hello: Hello
+    ) -> None:
+        """A worker of this job has connected: answer, and take its messages until the link ends."""
+        refusal = self._objection(hello)
+        await aio.write_greeting(writer, refusal or Welcome(wire=self.spec.wire))
+        if refusal is not None:
+            return
+        worker = hello.worker
+        link = aio.MessageLink(
+            reader, writer, received=worker_link.TO_AGENT, sent=worker_link.FROM_AGENT
+        )
+        ended = self._unlinked[worker]
+        ended.clear()
+        self._links[worker] = link
+        try:
+            await self._listen(worker, link)
+        finally:
+            ended.set()
+            if self._links.get(worker) is link:
+                del self._links[worker]
+                self._tasks.start(self._hung_up(worker, self._processes.get(worker)))
+
+    def _objection(self, hello: Hello) -> Refusal | None:
+        if hello.worker in self._links:
+            return Refusal(
+                "duplicate",
+                f"worker {hello.worker} is connected already; a process that a worker starts, as "
+                "joblib does for n_jobs=2, can't connect again: leave n_jobs at 1",
+            )
+        if hello.worker not in self._unlinked:
+            return Refusal("worker", f"job {self.spec.job} has no worker {hello.worker!r}")
+        return None
+
+    async def _listen(self, worker: str, link: _Link) -> None:
+        is_done = False
+        with contextlib.suppress(LinkError):
+            try:
+                while not is_done:
+                    message = await link.receive()
+                    if message.worker != worker:
+                        raise ProtocolError(f"it spoke for worker {message.worker!r}")
+                    self._pulse.answered(worker)
+                    process = self._processes[worker]
+                    if isinstance(message, worker_link.Ready) and process.is_sandboxed:
+                        # In the sandbox processes have other numbers.
+                        message = msgspec.structs.replace(message, pid=process.pid)
+                    self._happened(message)
+                    is_done = isinstance(message, worker_link.Finished)
+            except PotluckError as error:
+                if not isinstance(error, LinkError):
+                    self._say(f"worker {worker} was cut off: {error}")
+                raise
+
+    async def _hung_up(self, worker: str, process: WorkerProcess | None) -> None:
+        """The link ended. Mostly the process has ended as well, and its exit code says more: wait
+        for that a moment."""
+        await asyncio.sleep(_LAST_MESSAGES_S)
+        if self._processes.get(worker) is process and worker not in self._links:
+            self._happened(jobs.Disconnected(worker))
+
+    async def _exited(self, worker: str, code: int, attempt: int) -> None:
+        """The process ended. A death by signal is reported at once; before an exit the worker may
+        have sent its reason, which is read first."""
+        process = self._processes[worker]
+        if code >= 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_MESSAGES_S):
+                    await self._unlinked[worker].wait()
+        self._alive.discard(worker)
+        self._pulse.answered(worker)
+        link = self._links.pop(worker, None)
+        if link is not None:
+            link.abort()
+        why_ended = await self._why_ended(worker, process, code)
+        self._happened(jobs.Exited(worker, code, attempt, why_ended))
+        await process.release()
+        if (traceback := self._interrupted.pop(worker, None)) is not None:
+            for line in traceback.finish():
+                self._pass_on(worker, "stderr", line, "\n")
+        results = []
+        if self._folder is not None and not self.spec.keeps_files:
+            results = await asyncio.to_thread(self._folder.results)
+        num_bytes = sum(each.size for each in results)
+        self._happened(jobs.OutputEnded(worker, attempt, len(results), num_bytes))
+
+    async def _why_ended(self, worker: str, process: WorkerProcess, code: int) -> str:
+        """Why the process ended with ``code``, if the owner's limits were the reason."""
+        confinement = self._agent.confinement
+        if code != 0 and confinement.limits.memory_bytes:
+            # Its last words may not have been read yet; it may be stopped while it says them.
+            await process.release()
+        said_so = worker in self._short_of_memory
+        self._short_of_memory.discard(worker)
+        return confinement.why_ended(code, said_so=said_so)
+
+
+def _record_of(spec: jobs.JobSpec) -> Record:
+    return Record(
+        job=spec.job,
+        starter=spec.starter,
+        package="" if spec.package is None else spec.package.hex(),
+        script=spec.script,
+        began=spec.started,
+        keeps_files=spec.keeps_files,
+        below=spec.below,
+    )

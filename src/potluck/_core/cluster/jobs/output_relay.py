@@ -1,0 +1,86 @@
+"""The output of a job's workers, on its way from the leader to the command that started the job."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+from potluck._core.cluster.jobs.agent_parts import AgentParts
+from potluck._core.wire import jobs, worker_link
+
+_MAX_UNSENT = 4 << 20
+_OUTPUT_S = 5.0
+"""How long the end of a cluster's job waits for the last output of its workers."""
+
+
+class OutputRelay:
+    """Passes on the output of the job of ``spec``: to the starter while ``is_starter_here()``, else
+    to a log."""
+
+    def __init__(
+        self, agent: AgentParts, spec: jobs.JobSpec, is_starter_here: Callable[[], bool]
+    ) -> None:
+        self._agent = agent
+        self._spec = spec
+        self._is_starter_here = is_starter_here
+        self._num_dropped = 0
+        # By worker, the newest attempt.
+        self._exited: dict[str, int] = {}
+        self._read: dict[str, int] = {}
+        self._was_read = asyncio.Event()
+
+    def exited(self, worker: str, attempt: int) -> None:
+        """A process ended; its last lines may still be under way."""
+        self._exited[worker] = max(attempt, self._exited.get(worker, -1))
+
+    def ended(self, worker: str, attempt: int) -> None:
+        """All that this process wrote has been passed on."""
+        self._read[worker] = max(attempt, self._read.get(worker, -1))
+        self._was_read.set()
+
+    def line(self, line: jobs.Output, label: str) -> None:
+        """A worker wrote ``line``; people know it by ``label``."""
+        label = label[:256]
+        if line.end == "\r" and not self._has_room():
+            return  # the next state of the line replaces it
+        if not self._is_starter_here():
+            self._agent.log.write(self._spec.job, f"[{label}] {line.text}")
+            return
+        if not self._has_room():
+            self._num_dropped += 1
+            return
+        if self._num_dropped:
+            text = f"{self._num_dropped} lines of output were left out: they were not read in time"
+            self._num_dropped = 0
+            self.note(text)
+        shown = jobs.Shown(line.job, label, line.stream, line.text, line.end)
+        self._agent.links.send(self._spec.starter, shown)
+
+    def _has_room(self) -> bool:
+        """Whether the starter is here and reads fast enough."""
+        unsent = self._agent.links.unsent(self._spec.starter)
+        return self._is_starter_here() and unsent <= _MAX_UNSENT
+
+    def note(self, text: str) -> None:
+        """Show a line to people."""
+        job, starter = self._spec.job, self._spec.starter
+        if self._is_starter_here():
+            self._agent.links.send(starter, jobs.JobNote(job, worker_link.clip(text)))
+        else:
+            self._agent.log.write(job, f"potluck: {text}")
+        if starter != self._agent.me:
+            self._agent.note(f"job {job}: {text}"[:4096])
+
+    async def all_read(self, is_here: Callable[[str], bool]) -> None:
+        """Return when all output of ended workers was passed on, except that of nodes that have
+        left. A slow node delays the end of the job a few seconds at most; a command that reads
+        slowly may delay it longer."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None if self._spec.is_local else _OUTPUT_S):
+                while any(
+                    self._read.get(worker, -1) < attempt and is_here(worker)
+                    for worker, attempt in self._exited.items()
+                ):
+                    self._was_read.clear()
+                    await self._was_read.wait()

@@ -1,0 +1,166 @@
+"""Which workers a job has on which nodes, and which nodes can take part. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import product
+
+from potluck._core.cluster.names import NodeNames
+from potluck._core.cluster.topology.versions import differences
+from potluck._core.wire.jobs import JobSpec, Places, WorkerPlace
+from potluck._core.wire.nodes import View
+from potluck._core.wire.peers import Introduction
+
+
+def place(
+    spec: JobSpec, nodes: Sequence[str], taken: Sequence[WorkerPlace]
+) -> tuple[WorkerPlace, ...]:
+    """The places to be added for ``nodes`` (in order of seniority) that have none yet.
+
+    The starter comes first, then the most senior, up to ``spec.max_nodes`` in all, those in
+    ``spec.only`` alone if it names any. Workers are numbered on: a place once given stays its
+    node's, also while that is away.
+    """
+    used = {each.node for each in taken}
+    ordered = sorted(nodes, key=lambda node: node != spec.starter)
+    if spec.only:
+        ordered = [node for node in ordered if node in spec.only]
+    new = [node for node in ordered if node not in used]
+    if spec.max_nodes:
+        new = new[: max(0, spec.max_nodes - len(used))]
+    added = [
+        (node, local_rank)
+        for node in new
+        for local_rank in range(spec.per_node + spec.extra_workers * (node == spec.starter))
+    ]
+    return tuple(
+        WorkerPlace(str(number), node, local_rank)
+        for number, (node, local_rank) in enumerate(added, len(taken))
+    )
+
+
+class Placement:
+    """The ``places`` of the workers of the job of ``spec``. ``introduction(node)`` is that of a
+    node with a link; ``unwilling(node)`` says why a node runs no jobs of this starter, and is empty
+    if it does."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        places: Places,
+        names: NodeNames,
+        introduction: Callable[[str], Introduction | None],
+        unwilling: Callable[[str], str],
+    ) -> None:
+        self.places = places
+        self._names = names
+        self._introduction = introduction
+        self._spec = spec
+        self._node_of = {each.worker: each.node for each in places}
+        self._unwilling = unwilling
+        self._unfit: dict[str, str] = {}
+        self._lacks: dict[str, str] = {}
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The nodes that have places, in the order of their workers."""
+        return tuple(dict.fromkeys(self._node_of.values()))
+
+    def node_of(self, worker: str) -> str | None:
+        """The node of ``worker``; None if it has no place."""
+        return self._node_of.get(worker)
+
+    def at(self, node: str) -> tuple[str, ...]:
+        """The workers that have places at ``node``."""
+        return tuple(each.worker for each in self.places if each.node == node)
+
+    def pairs(self, nodes: Iterable[tuple[str, str]]) -> frozenset[tuple[str, str]]:
+        """For each pair of nodes, all pairs of a worker on one and a worker on the other."""
+        return frozenset(
+            pair for node, other in nodes for pair in product(self.at(node), self.at(other))
+        )
+
+    def by_node(self, workers: Iterable[str]) -> dict[str, tuple[str, ...]]:
+        """``workers``, grouped by their nodes."""
+        found: dict[str, tuple[str, ...]] = {}
+        for worker in workers:
+            node = self._node_of[worker]
+            found[node] = (*found.get(node, ()), worker)
+        return found
+
+    def label(self, worker: str) -> str:
+        """What people call the node of ``worker``; empty where there is only one."""
+        node = self.node_of(worker)
+        return "" if node is None or self._spec.is_local else self._names.label(node)
+
+    def sayer(self, worker: str, node: str) -> str:
+        """What to put before a line that ``node`` tells people, about ``worker`` or no worker."""
+        if not self._spec.is_local:
+            return f"{self._names.label(node)}: "
+        return f"worker {worker}: " if worker else ""
+
+    def objection(self, view: View) -> str:
+        """Why the job can't be begun in ``view``; empty if it can."""
+        if self._spec.starter not in view.nodes:
+            return "the node it was started on is not in the cluster's view"
+        num, least = len(self.nodes), self._spec.min_nodes
+        if num and (num >= least or self._spec.is_local):
+            return ""
+        count = f"{num} of at least {least} machines" if num else "no machine"
+        told: list[str] = []
+        self.note_unfit(view.nodes, told.append, again=True)
+        return f"{count} can run this job" + "".join(f". {text}" for text in told)
+
+    def lacks(self, node: str, what: str) -> None:
+        """``node`` lacks ``what`` (empty: nothing any more): it gets no places."""
+        self._lacks[node] = what
+
+    def leave_out(self, node: str) -> None:
+        """Take back the places of ``node``, on which nothing runs yet."""
+        self.places = tuple(each for each in self.places if each.node != node)
+        self._node_of = {each.worker: each.node for each in self.places}
+
+    def take_in(self, nodes: Iterable[str], note: Callable[[str], None]) -> None:
+        """Give places to those of ``nodes`` that have none and can take part; ``note`` gets why
+        others can't."""
+        fitting, taken = [], set(self.nodes)
+        for node in nodes:
+            if node in taken or self._is_fit(node, note):
+                fitting.append(node)
+        added = place(self._spec, fitting, self.places)
+        self.places += added
+        self._node_of |= {each.worker: each.node for each in added}
+
+    def note_unfit(
+        self, nodes: Iterable[str], note: Callable[[str], None], *, again: bool = False
+    ) -> None:
+        """Tell which of ``nodes`` have no place and can't take part, and why; ``again`` also those
+        that were told before."""
+        for node in nodes:
+            if node not in self.nodes:
+                if again:
+                    self._unfit.pop(node, None)
+                self._is_fit(node, note)
+
+    def _is_fit(self, node: str, note: Callable[[str], None]) -> bool:
+        """Whether ``node`` can take part; ``note`` gets the reason if not, once."""
+        text, unwilling = "; ".join(self._differences(node)), self._unwilling(node)
+        lacks = self._lacks.get(node)
+        if self._spec.only and node not in self._spec.only:
+            text = ""  # nobody asked for it
+        elif text:
+            text = f"a node can't take part: {text}"
+        elif lacks:
+            text = f"a node can't take part: {self._names.called(node)} {lacks}"
+        elif unwilling:
+            text = f"{self._names.called(node)} takes no part: {unwilling}"
+        if text and text != self._unfit.get(node):
+            note(text)
+        self._unfit[node] = text
+        return not text
+
+    def _differences(self, node: str) -> list[str]:
+        called, said = self._names.called(node), self._introduction(node)
+        if said is None:
+            return [f"there is no link to {called}"]
+        return differences(called, self._spec.versions, said.versions)

@@ -1,0 +1,381 @@
+"""Real worker processes: started, watched, signalled, their output read line by line, ended, and
+nothing of them left behind.
+
+``launcher_of`` says how: which command, in which directory, with which environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from potluck._core.background import start_thread
+from potluck._core.cluster.code_store.job_folders import JobFolder
+from potluck._core.cluster.jobs.environment import accepted, all_but_secrets, passed_on
+from potluck._core.cluster.jobs.orphans import Orphans
+from potluck._core.cluster.jobs.shim import GIVEN
+from potluck._core.cluster.sharing.confinement import Confinement
+from potluck._core.settings import Settings
+from potluck._core.system import SIGKILL, has_terminal, need_posix, wait_for_exit
+from potluck._core.wire.jobs import End, JobSpec
+from potluck.errors import ConfigurationError
+
+_SHIM = Path(__file__).with_name("shim.py")
+_LAST_WORDS_S = 1.0
+
+MAX_LINE = 64 * 1024
+_READ = 64 * 1024
+_PAUSE_S = 0.05
+_OPEN_S = 0.25
+"""How often a line that is not ended yet is shown."""
+
+Sink = Callable[[str, str, End], None]
+"""``sink(stream, line, end)``; ``stream`` is ``stdout`` or ``stderr``."""
+
+
+class WorkerProcess:
+    """One worker, in a session (and so a process group) of its own.
+
+    Must be made on the main thread of the agent: the worker dies with the thread that started it.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        limits: Mapping[str, object],
+        sandbox: Sequence[str] | None = None,
+        sink: Sink,
+        is_behind: Callable[[], bool],
+        on_exit: Callable[[int], None],
+        orphans: Orphans,
+        directory: Path | None = None,
+        has_terminal: bool = False,
+    ) -> None:
+        """``limits`` are for ``shim.py``, ``sandbox`` is a command to run the worker in. If it
+        ``has_terminal``, it reads what is typed at the agent's, and its prompts are shown.
+        ``on_exit(code)`` is called in the event loop, the moment
+        the process has ended. As long as ``is_behind()``, its output is not read: it waits like any
+        program with a full pipe."""
+        assert threading.current_thread() is threading.main_thread()
+        self._loop = asyncio.get_running_loop()
+        self._on_exit = on_exit
+        self._is_behind = is_behind
+        self.is_sandboxed = sandbox is not None
+        orders = msgspec.json.encode(dict(limits) | {"sandbox": sandbox}).decode()
+        shim = [sys.executable, "-I", "-S", str(_SHIM), str(os.getpid()), orders]
+        try:
+            self._popen = subprocess.Popen(
+                [*shim, *command],
+                env=dict(environment),
+                cwd=directory,
+                stdin=None if has_terminal else subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+        except OSError as error:
+            hint = ""
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                hint = "; start fewer workers here, or allow more open files: ulimit -n 4096"
+            raise ConfigurationError(f"can't start {command[0]}: {error}{hint}") from error
+        self.pid = self._popen.pid
+        self._orphans = orphans
+        orphans.begins(self.pid)
+        self._readers = []
+        for stream, pipe in (("stdout", self._popen.stdout), ("stderr", self._popen.stderr)):
+            assert pipe is not None
+
+            reader = PipeReader(
+                pipe.fileno(),
+                self._loop,
+                partial(sink, stream),
+                is_behind,
+                shows_prompts=has_terminal,
+            )
+            self._readers.append(reader)
+        self._exited = asyncio.Event()
+        self._is_reaped = False
+        self._watch()
+
+    def signal(self, number: int) -> None:
+        """Send ``number`` to the worker and all processes it started."""
+        need_posix("a worker process")
+        if not self._is_reaped:  # from then on its process id may be another process's
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, number)
+
+    async def release(self) -> None:
+        """After the exit: read its last words, give the pipes back."""
+        await self._exited.wait()
+        for reader in self._readers:
+            while not reader.ended.is_set():
+                try:
+                    async with asyncio.timeout(_LAST_WORDS_S):
+                        await reader.ended.wait()
+                except TimeoutError:
+                    if not self._is_behind():
+                        break  # a process that it started, in another session, holds the pipe open
+        for reader in self._readers:
+            reader.close()
+        for pipe in (self._popen.stdout, self._popen.stderr):
+            assert pipe is not None
+            pipe.close()
+
+    # The exit.
+
+    def _watch(self) -> None:
+        if hasattr(os, "pidfd_open"):
+            with contextlib.suppress(OSError):
+                descriptor = os.pidfd_open(self.pid)
+                self._loop.add_reader(descriptor, self._reap, descriptor)
+                return
+        start_thread(self._wait, name=f"potluck-wait-{self.pid}", on_broken=self._not_watched)
+
+    def _wait(self) -> None:
+        """Where the system has no descriptor for a process: a thread that waits."""
+        wait_for_exit(self.pid)
+        self._loop.call_soon_threadsafe(self._reap, -1)
+
+    def _not_watched(self, error: BaseException) -> None:
+        """The thread that waits for the process broke: its end would not be noticed, so it is
+        killed now. The loop may have been closed, with the job."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self.signal, SIGKILL)
+            self._loop.call_soon_threadsafe(self._reap, -1)
+
+    def _reap(self, descriptor: int) -> None:
+        if descriptor >= 0:
+            self._loop.remove_reader(descriptor)
+            os.close(descriptor)
+        self.signal(SIGKILL)  # what it started ends with it
+        self._is_reaped = True
+        self._orphans.ended(self.pid)
+        code = self._popen.wait()
+        if self.is_sandboxed and code > 128:
+            code = 128 - code  # bubblewrap's word for a script that was killed by a signal
+        self._exited.set()
+        self._on_exit(code)
+
+
+class LineSplitter:
+    """Bytes in, lines out. As on a terminal a line shows what was written after its last carriage
+    return, so all states of a progress bar are one line. ``MAX_LINE`` ends a line as well. Bytes
+    that are not UTF-8 become U+FFFD. ``is_progress``: a carriage return was written since the last
+    line end."""
+
+    def __init__(self) -> None:
+        self.is_progress = False
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[str]:
+        """The lines that are whole now, without their ends."""
+        # Bars below each other: to a bar further down and back up.
+        data = (self._rest + data).replace(_UP + b"\n", b"\r")
+        *lines, last = data.split(b"\n")
+        self._rest = _newest(last) + (b"\r" if last.endswith(b"\r") else b"")
+        whole = [piece for line in lines for piece in _pieces(_shown(line))]
+        while len(self._rest) > MAX_LINE:
+            whole += _pieces(self._rest[:MAX_LINE])
+            self._rest = self._rest[MAX_LINE:]
+        self.is_progress = bool(self._rest) and (b"\r" in last or (self.is_progress and not lines))
+        return whole
+
+    @property
+    def open(self) -> str:
+        """The line that is not ended yet, as it is shown now."""
+        return _shown(self._rest).decode(errors="replace")
+
+    def finish(self) -> list[str]:
+        """What is left after the last line end."""
+        rest, self._rest = _shown(self._rest), b""
+        return _pieces(rest) if rest.strip() else []
+
+
+_UP = b"\x1b[A"
+"""The cursor goes a line up."""
+
+
+def _newest(line: bytes) -> bytes:
+    """What was written to ``line`` after its last carriage return."""
+    return next(filter(None, reversed(line.split(b"\r"))), b"")
+
+
+def _shown(line: bytes) -> bytes:
+    """What a terminal shows of ``line`` in the end."""
+    return _newest(line).removesuffix(_UP)
+
+
+def _pieces(line: bytes) -> list[str]:
+    """A line cut to the permitted length."""
+    starts = range(0, max(len(line), 1), MAX_LINE)
+    return [line[start : start + MAX_LINE].decode(errors="replace") for start in starts]
+
+
+class PipeReader:
+    """Reads one pipe of a worker into ``sink(line, end)``, line by line, from the event loop."""
+
+    def __init__(
+        self,
+        descriptor: int,
+        loop: asyncio.AbstractEventLoop,
+        sink: Callable[[str, End], None],
+        is_behind: Callable[[], bool],
+        *,
+        shows_prompts: bool = False,
+    ) -> None:
+        """While ``is_behind()``, nothing is read. With ``shows_prompts`` a line that is not ended
+        goes to the sink after a moment."""
+        self._descriptor = descriptor
+        self._loop = loop
+        self._sink = sink
+        self._is_behind = is_behind
+        self._shows_prompts = shows_prompts
+        self._pause: asyncio.TimerHandle | None = None
+        self._open: asyncio.TimerHandle | None = None
+        self._splitter = LineSplitter()
+        self.ended = asyncio.Event()
+        need_posix("reading the output of workers")
+        os.set_blocking(descriptor, False)
+        self._resume()
+
+    def _resume(self) -> None:
+        self._pause = None
+        self._loop.add_reader(self._descriptor, self._read)
+
+    def _read(self) -> None:
+        if self._is_behind():
+            self._loop.remove_reader(self._descriptor)
+            self._pause = self._loop.call_later(_PAUSE_S, self._resume)
+            return
+        try:
+            data = os.read(self._descriptor, _READ)
+        except BlockingIOError:
+            return
+        if not data:
+            self.close()
+            return
+        for line in self._splitter.feed(data):
+            self._sink(line, "\n")
+        if self._open is None and (self._splitter.is_progress or self._shows_prompts):
+            self._open = self._loop.call_later(_OPEN_S, self._show_open)
+
+    def _show_open(self) -> None:
+        self._open = None
+        if not (text := self._splitter.open):
+            return
+        if self._splitter.is_progress:
+            self._sink(text, "\r")
+        else:
+            self._splitter = LineSplitter()  # the line goes on behind what is typed
+            self._sink(text, "")
+
+    def close(self) -> None:
+        """Stop reading. Idempotent."""
+        if not self.ended.is_set():
+            self._loop.remove_reader(self._descriptor)
+            for timer in (self._pause, self._open):
+                if timer is not None:
+                    timer.cancel()
+            for line in self._splitter.finish():
+                self._sink(line, "\n")
+            self.ended.set()
+
+
+Launch = Callable[[str, dict[str, str], Callable[[int], None]], WorkerProcess]
+"""``launch(worker, variables, on_exit)``; ConfigurationError if the worker can't be started."""
+
+
+def launcher_of(
+    settings: Settings,
+    confinement: Confinement,
+    spec: JobSpec,
+    folder: JobFolder,
+    worker_home: Path,
+    *,
+    me: str,
+    sink: Callable[[str, str, str, End], None],
+    is_behind: Callable[[], bool],
+) -> Launch:
+    """A function that starts a worker of ``spec`` on this node, ``me``, from ``folder``, with the
+    credentials in ``worker_home``.
+    ``sink(worker, stream, line, end)`` gets the worker's output.
+
+    Workers run in the job's copy of the code; on the machine where ``potluck run`` was called they
+    run in that directory, so that what they write is found there. A local job, which has no copy,
+    runs as if the script had been started by hand there; if it has one worker, that has the
+    terminal, too.
+    """
+    script, directory = spec.script, Path(spec.directory)
+    code, output = folder.code.resolve(), folder.output.resolve()  # a sandbox lacks links to them
+    if not spec.is_local:
+        script = str(code / spec.script)
+        if not (spec.starter == me and directory.is_dir()):
+            directory = code / spec.below
+    if spec.is_local:
+        inherited = all_but_secrets(os.environ)
+    else:
+        inherited = passed_on(os.environ, settings.pass_env)
+    inherited |= confinement.variables()
+    sandbox = confinement.sandbox_of(spec, me)
+    shell: list[str] | None = None
+    if sandbox is not None:
+        inherited |= sandbox.variables(worker_home)
+        memory = confinement.memory_of(spec.per_node)
+        shell = sandbox.command([code, output], directory, worker_home, memory)
+    fixed = confinement.variables()
+    sent = {name: text for name, text in accepted(spec.environment).items() if name not in fixed}
+    given = {name: value for name, value in (inherited | sent).items() if value}
+    modules: dict[str, str] = {}
+    if spec.importable:
+        paths = [str(code / each) for each in spec.importable]
+        modules["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [given.get("PYTHONPATH")])])
+        sent.pop("PYTHONPATH", None)  # it is in there
+    # -P: without it the working directory is searched first, which on the starter's machine is not
+    # the job's copy of the code. It is among the importable folders.
+    python = [sys.executable, *(["-P", "-m", spec.module] if spec.module else [script])]
+    # A local job's agent is the command itself.
+    is_alone = spec.is_local and spec.per_node + spec.extra_workers == 1
+    environment = inherited | {
+        GIVEN: msgspec.json.encode(sent).decode(),
+        "POTLUCK_WORKER_HOME": str(worker_home.absolute()),
+        "POTLUCK_OUTPUT": str(output),
+        **modules,
+        "POTLUCK_SITE": settings.site,
+        "POTLUCK_PEER_TIMEOUT_S": repr(spec.peer_timeout_s),
+        "PYTHONUNBUFFERED": given.get("PYTHONUNBUFFERED", "1"),
+        "OMP_NUM_THREADS": given.get(
+            "OMP_NUM_THREADS", str(max(1, confinement.processors() // spec.per_node))
+        ),
+    }
+
+    orphans = Orphans()
+
+    def launch(
+        worker: str, variables: dict[str, str], on_exit: Callable[[int], None]
+    ) -> WorkerProcess:
+        return WorkerProcess(
+            [*python, *spec.arguments],
+            environment | variables,
+            limits=confinement.orders(spec.per_node),
+            sandbox=shell,
+            sink=partial(sink, worker),
+            is_behind=is_behind,
+            on_exit=on_exit,
+            orphans=orphans,
+            directory=directory,
+            has_terminal=is_alone and has_terminal(),
+        )
+
+    return launch

@@ -1,0 +1,121 @@
+"""The jobs that commands of this machine started, as this machine's dispatcher remembers them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from potluck._core.cluster.links.local import Client
+from potluck._core.wire import jobs, local, worker_link
+
+
+@dataclass(slots=True, eq=False)
+class WatchedJob:
+    """A job and ``client``, the command that waits for it. ``is_taken``: the leader has said that
+    it has the job. ``number`` and ``times``: the last signal for the job, and how many came."""
+
+    spec: jobs.JobSpec
+    client: Client
+    is_taken: bool = False
+    number: int = 0
+    times: int = 0
+
+
+class WatchedJobs:
+    """Passes on what commands ask by ``to_leader(message)``, and what they are to be told."""
+
+    def __init__(
+        self,
+        to_leader: Callable[[jobs.Submit | jobs.InterruptJob], object],
+        is_over: Callable[[jobs.JobSpec], None],
+    ) -> None:
+        """``is_over(spec)`` is called when the job of a command has ended, or did not begin."""
+        self._to_leader = to_leader
+        self._is_over = is_over
+        self._jobs: dict[str, WatchedJob] = {}
+        self._is_out = False
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether some command reads its job's output too slowly."""
+        return any(each.client.is_behind for each in self._jobs.values())
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The jobs for which commands wait."""
+        return tuple(self._jobs)
+
+    # What commands ask.
+
+    def submit(self, spec: jobs.JobSpec, client: Client) -> None:
+        """``client`` waits for the job of ``spec``, which is the leader's to begin."""
+        self._jobs[spec.job] = WatchedJob(spec, client)
+        self._to_leader(jobs.Submit(spec))
+
+    def interrupt(self, client: Client, number: int) -> None:
+        """The operator wants the job of ``client`` to end, by signal ``number``."""
+        for job, each in self._jobs.items():
+            if each.client is client:
+                each.number = number
+                each.times = min(each.times + 1, jobs.MAX_INTERRUPTS)
+                self._to_leader(jobs.InterruptJob(job, number, each.times))
+
+    def ask_again(self) -> None:
+        """The leader may be another one: what was sent to the one before may be lost."""
+        for job, each in self._jobs.items():
+            if not each.is_taken:
+                self._to_leader(jobs.Submit(each.spec))
+            if each.times:
+                self._to_leader(jobs.InterruptJob(job, each.number, each.times))
+
+    # What they are told.
+
+    def received(self, message: jobs.ToStarter) -> None:
+        """The leader sent ``message``."""
+        each = self._jobs.get(message.job)
+        if each is None:
+            return
+        if isinstance(message, jobs.Submitted):
+            each.is_taken = not message.error
+            if message.error:
+                self._remove(message.job)
+                each.client.take(local.CommandResult(False, message.error))
+            return
+        each.client.take(message)
+        if isinstance(message, jobs.JobEnded):
+            self._remove(message.job)
+
+    def show(self, message: jobs.JobStatus) -> None:
+        """The leader told the status of a job, maybe of this machine."""
+        if (each := self._jobs.get(message.status.job)) is not None:
+            # The leader's ``Submitted`` may have been lost with the leader that sent it.
+            each.is_taken = True
+            each.client.take(message)
+
+    def listed(self, running: Collection[str]) -> None:
+        """The leader has these jobs; others that it had taken are over."""
+        gone = [job for job, each in self._jobs.items() if each.is_taken and job not in running]
+        for job in gone:
+            text = "it ended while this node was away; the leader's log says how"
+            self._remove(job).client.take(local.CommandResult(False, text))
+
+    def out(self, reason: str) -> None:
+        """This node is paused, or out of the view: what workers on other nodes write does not get
+        here as long as it is."""
+        self._is_out = True
+        self._note(reason)
+
+    def back(self, view: str) -> None:
+        """This node uses the view that reads ``view``, maybe after a time without one."""
+        if self._is_out:
+            self._is_out = False
+            self._note(f"goes on in {view}")
+
+    def _remove(self, job: str) -> WatchedJob:
+        each = self._jobs.pop(job)
+        self._is_over(each.spec)
+        return each
+
+    def _note(self, text: str) -> None:
+        for job, each in self._jobs.items():
+            each.client.take(jobs.JobNote(job, worker_link.clip(f"this machine: {text}")))

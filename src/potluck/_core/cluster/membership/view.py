@@ -1,0 +1,111 @@
+"""How one view of the cluster follows from another. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+import msgspec
+
+from potluck._core.cluster.membership.election import by_seniority
+from potluck._core.cluster.membership.events import WantGroup
+from potluck._core.collectives.spanning_tree import connects, cut_of
+from potluck._core.wire.names import MAX_PAIRS
+from potluck._core.wire.nodes import MAX_GROUPS, MAX_VIEW_BYTES, JobGroup, View, ViewMember
+
+_ROOM = 160 * 1024
+"""Bytes of a view that groups leave free: for members that join, and names of entering workers."""
+
+
+def first_view(history: str, node: str, incarnation: int, epoch: int, reason: str) -> View:
+    """The first view of a history: one node."""
+    return View(history, epoch, (ViewMember(node, incarnation, epoch),), reason=reason)
+
+
+def following(
+    view: View,
+    epoch: int,
+    *,
+    kept: Collection[str],
+    joining: Iterable[tuple[str, int]] = (),
+    wanted: Iterable[WantGroup] = (),
+    over: Collection[str] = (),
+    reason: str,
+) -> View:
+    """The view of ``epoch`` after ``view``: the ``kept`` nodes, and those ``joining`` (node,
+    incarnation).
+
+    A group that loses workers with their nodes goes on with the rest, in the new epoch. One that
+    loses all that held its state stays on record as it was: only they can bring it back.
+    """
+    members = [member for member in view.members if member.node in kept]
+    members += [ViewMember(node, incarnation, epoch) for node, incarnation in joining]
+    nodes = {member.node for member in members}
+    groups = {group.job: _without(group, nodes, epoch) for group in view.groups}
+    for want in wanted:
+        groups[want.job] = _wanted(want, groups.get(want.job), epoch)
+    kept_groups = tuple(group for job, group in sorted(groups.items()) if job not in over)
+    return View(view.history, epoch, by_seniority(members), kept_groups, reason, view.fork_of)
+
+
+def objection_to(want: WantGroup, view: View) -> str:
+    """Why the group that ``want`` asks for may not follow in ``view``; empty if it may."""
+    away = sorted({member.node for member in want.members} - set(view.nodes))
+    if away:
+        return f"{', '.join(away)} is not in the cluster's view"
+    others = tuple(group for group in view.groups if group.job != want.job)
+    new = (*others, _group(want, view.epoch, 0, ()))
+    size = len(msgspec.msgpack.encode(msgspec.structs.replace(view, groups=new)))
+    if len(new) > MAX_GROUPS or size > MAX_VIEW_BYTES - _ROOM:
+        return f"a view has no room for {len(new)} groups with {size} bytes"
+    group = view.group(want.job)
+    if group is None or want.fresh:
+        return ""
+    before = {member.worker for member in group.members if member.node in view.nodes}
+    if not before & set(want.kept):
+        return (
+            f"no worker of its group of epoch {group.epoch} is left to say what was committed; "
+            "their nodes may still go on"
+        )
+    return ""
+
+
+def describe(view: View) -> str:
+    """``epoch 7: a, b (leader a)``."""
+    return f"epoch {view.epoch}: {', '.join(view.nodes)} (leader {view.leader})"
+
+
+def _wanted(want: WantGroup, before: JobGroup | None, epoch: int) -> JobGroup:
+    """The group that ``want`` asks for. In the same members only ``entering`` changes, unless it is
+    to be renewed: a group whose members all hold the state by now stays the group it is."""
+    entering = tuple(m.worker for m in want.members if m.worker not in want.kept)
+    if before is None or want.fresh:
+        return _group(want, epoch, epoch, entering)
+    is_the_same = want.members == before.members and not want.renew
+    if is_the_same:
+        return msgspec.structs.replace(before, entering=entering)
+    return _group(want, epoch, before.origin, entering)
+
+
+def _group(want: WantGroup, epoch: int, origin: int, entering: tuple[str, ...]) -> JobGroup:
+    return JobGroup(
+        want.job, epoch, want.members, origin, entering, want.paths, want.world, want.cut
+    )
+
+
+def _without(group: JobGroup, nodes: set[str], epoch: int) -> JobGroup:
+    members = tuple(member for member in group.members if member.node in nodes)
+    names = [member.worker for member in members]
+    if members == group.members or set(names) <= set(group.entering):
+        return group
+    entering = tuple(name for name in group.entering if name in names)
+    cut = spared(group.cut, names)
+    return msgspec.structs.replace(group, epoch=epoch, members=members, entering=entering, cut=cut)
+
+
+def spared(cut: Iterable[tuple[str, str]], members: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """The pairs of ``cut`` whose links a group of the workers ``members`` does without: none if the
+    links that are left do not connect all, for then every link is tried; and none if they are more
+    than a view has room for."""
+    within = tuple(sorted(pair for pair in cut if set(pair) <= set(members)))
+    ranks = cut_of(map(members.index, pair) for pair in within)
+    return within if len(within) <= MAX_PAIRS and connects(len(members), ranks) else ()

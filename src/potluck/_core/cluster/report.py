@@ -1,0 +1,139 @@
+"""The cluster as one node sees it, for the commands of its machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Collection
+
+from potluck._core.cluster.admission_exchange import AdmissionExchange
+from potluck._core.cluster.control_plane import ControlPlane
+from potluck._core.cluster.links.local import Client, Commands
+from potluck._core.cluster.links.peers import PeerLinks
+from potluck._core.cluster.names import NodeNames
+from potluck._core.cluster.sharing.offers import Offers
+from potluck._core.cluster.sharing.rules import who_may
+from potluck._core.cluster.topology.stragglers import stragglers
+from potluck._core.cluster.topology.surveyor import Surveyor
+from potluck._core.cluster.trust.admission_file import AdmissionFile
+from potluck._core.transport.credentials import Credentials
+from potluck._core.wire import local
+from potluck._core.wire.facts import NodeFacts
+from potluck._core.wire.nodes import View
+from potluck.errors import PotluckError
+
+
+class Report:
+    """What is known of the nodes; ``notes`` are the newest lines for people."""
+
+    def __init__(
+        self,
+        credentials: Credentials,
+        names: NodeNames,
+        links: PeerLinks,
+        plane: ControlPlane,
+        surveyor: Surveyor,
+        admissions: AdmissionFile,
+        exchange: AdmissionExchange,
+        offers: Offers,
+        commands: Commands,
+        *,
+        port: int,
+        notes: Callable[[], Collection[str]],
+    ) -> None:
+        self._credentials = credentials
+        self._names = names
+        self._links = links
+        self._plane = plane
+        self._surveyor = surveyor
+        self._admissions = admissions
+        self._exchange = exchange
+        self._offers = offers
+        self._port = port
+        self._notes = notes
+        commands.on(local.NodesRequest, self._asked)
+
+    async def _asked(self, request: local.NodesRequest, client: Client) -> None:
+        client.take(self.status())
+
+    @property
+    def limits(self) -> str:
+        """What the owner of this machine gives to jobs, in words; empty for all of it."""
+        return self._surveyor.survey.mine.limits
+
+    def status(self) -> local.NodesReply:
+        """The cluster as it is seen here now."""
+        protocol = self._plane.protocol
+        view = protocol.view
+        nodes = self._nodes(view)
+        links = self._surveyor.links({each.node for each in nodes})
+        return local.NodesReply(
+            node=self._credentials.node_id,
+            pid=os.getpid(),
+            port=self._port,
+            namespace=self._credentials.namespace,
+            epoch=0 if view is None else view.epoch,
+            paused=protocol.paused,
+            nodes=nodes,
+            links=links,
+            stragglers=stragglers(links, self._names.label),
+            banned=self._banned(),
+            is_open=self.is_open,
+            events=tuple(self._notes()),
+        )
+
+    def _banned(self) -> tuple[str, ...]:
+        with contextlib.suppress(PotluckError):  # a list that can't be read: nobody is admitted
+            entries = self._admissions.roster.entries
+            return tuple(sorted(node for node, each in entries.items() if each.role == "revoked"))
+        return ()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether whoever holds the secret is in the cluster."""
+        with contextlib.suppress(PotluckError):
+            return self._admissions.load() is None
+        return False
+
+    def _nodes(self, view: View | None) -> tuple[local.NodeInfo, ...]:
+        """This node, those of ``view``, and those there is a link to; the members first."""
+        seats = () if view is None else view.nodes
+        known = {self._credentials.node_id, *seats, *self._links.nodes}
+        order = sorted(known, key=lambda node: (node not in seats, node))
+        return tuple(self._node(node, view) for node in order)
+
+    def _node(self, node: str, view: View | None) -> local.NodeInfo:
+        is_me = node == self._credentials.node_id
+        peer = self._plane.protocol.detector.peers.get(node)
+        said = self._links.introduction(node)
+        facts = self._surveyor.facts(node) or NodeFacts(node)
+        offer = self._offers.of(node)
+        return local.NodeInfo(
+            node=node,
+            name=said.name if said else self._names.name(node),
+            role=_role(node, view),
+            link="self" if is_me else peer.status.value if peer else "none",
+            host="" if is_me else self._links.address(node),
+            latency_ms=1000 * peer.latency_s if peer else 0.0,
+            python=said.versions.python if said else "",
+            torch=said.versions.torch if said else "",
+            potluck=said.versions.potluck if said else "",
+            cores=facts.cores,
+            memory_bytes=facts.memory_bytes,
+            accelerators=facts.accelerators,
+            samples_per_s=facts.samples_per_s,
+            engine=facts.engine,
+            site=facts.site,
+            limits=facts.limits,
+            runs_for=who_may(offer, self._names.label) if offer else "",
+            paused=offer is not None and offer.is_paused,
+            secret=self._credentials.namespace
+            if is_me
+            else self._exchange.namespaces.get(node, ""),
+        )
+
+
+def _role(node: str, view: View | None) -> str:
+    if view is None or node not in view.nodes:
+        return ""
+    return "leader" if node == view.leader else "member"

@@ -1,0 +1,328 @@
+"""The command's side of ``potluck run``: submits a job to an agent, and waits for its summary.
+
+The job is run by this machine's agent (``potluck up``) on its cluster, or, on a machine without
+one, by a private agent in the same process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from potluck._core.background import stop
+from potluck._core.cluster.code_store.imports import (
+    importable_from,
+    module_file,
+    project_root,
+    repository_of,
+)
+from potluck._core.cluster.home.node_state import AgentRecord
+from potluck._core.cluster.jobs.agent_parts import OuterWorld
+from potluck._core.cluster.jobs.summary import Summary
+from potluck._core.cluster.links.local import call_agent
+from potluck._core.cluster.node_agent import NodeAgent
+from potluck._core.settings import Settings
+from potluck._core.system import SIGHUP, heard
+from potluck._core.wire import jobs, local
+from potluck._core.wire.format import PREFIX_BYTES, decoded
+from potluck._core.wire.local import RunRequest
+from potluck._core.wire.worker_link import JobState
+from potluck.errors import ConfigurationError, LinkError, ProtocolError
+
+
+def checked(request: RunRequest) -> RunRequest:
+    """``request``, given in this directory, with the ``root`` that travels, what is ``importable``,
+    and the file of a ``module`` as its ``script``; ConfigurationError, with what to do, if it can't
+    be run."""
+    if not 1 <= request.per_node <= jobs.MAX_PER_NODE:
+        raise ConfigurationError(
+            f"--workers {request.per_node}: a number from 1 to {jobs.MAX_PER_NODE} is needed"
+        )
+    if request.max_restarts < 0:
+        raise ConfigurationError(f"--max-restarts {request.max_restarts}: 0 or more is needed")
+    if request.min_workers < 1:
+        raise ConfigurationError(f"--min-workers {request.min_workers}: 1 or more is needed")
+    if not 0 <= request.wait_s < float("inf"):
+        raise ConfigurationError(f"--wait {request.wait_s:g}: seconds, 0 or more, are needed")
+    if request.max_nodes and request.min_nodes > request.max_nodes:
+        raise ConfigurationError(
+            f"--min-nodes {request.min_nodes} is more than --nodes {request.max_nodes}"
+        )
+    try:
+        here = Path.cwd()
+    except FileNotFoundError:
+        raise ConfigurationError(
+            "the directory that this was called in has been removed; change to another one"
+        ) from None
+    request = msgspec.structs.replace(request, directory=str(here))
+    return _module_found(request, here) if request.module else _script_found(request, here)
+
+
+def _script_found(request: RunRequest, here: Path) -> RunRequest:
+    script = Path(request.script)
+    if not script.is_file():
+        what = "is no file" if script.exists() else "does not exist"
+        what = "is a directory" if script.is_dir() else what
+        hint = _meant(request.script, here)
+        raise ConfigurationError(f"the script {str(script)!r} {what} (seen from {here}){hint}")
+    script = script.absolute()
+    root = Path(request.root).absolute() if request.root else project_root(script, script.parent)
+    if not root.is_dir() or not script.is_relative_to(root):
+        raise ConfigurationError(
+            f"--root {request.root}: name a folder that the script {script} is in, or below"
+        )
+    places = importable_from(root) if root != script.parent else ()
+    return msgspec.structs.replace(request, root=str(root), importable=tuple(map(str, places)))
+
+
+def _meant(script: str, here: Path) -> str:
+    """What to write instead of a ``script`` that is no file; empty if nothing like it is there."""
+    if Path(f"{script}.py").is_file():
+        return f"; is it {script}.py?"
+    name = script.strip("/").replace("/", ".")
+    places = [here, *importable_from(repository_of(here))]
+    if "" not in name.split(".") and module_file(name, places) is not None:
+        return f"; a module runs with -m: potluck run -m {name}"
+    return ""
+
+
+def _module_found(request: RunRequest, here: Path) -> RunRequest:
+    """As Python does: in the working directory first. Only what travels is looked through."""
+
+    def places() -> list[Path]:
+        own = [here] if here.is_relative_to(root) else []
+        return list(dict.fromkeys([*own, *importable_from(root)]))
+
+    root = Path(request.root).absolute() if request.root else repository_of(here)
+    if not root.is_dir():
+        raise ConfigurationError(f"--root {request.root}: there is no such folder")
+    is_name = "" not in request.module.split(".") and not {"/", "\\"} & set(request.module)
+    if not is_name or Path(request.module).is_file():
+        raise ConfigurationError(
+            f"-m {request.module}: the name of a module is needed, such as pkg.train; a file runs "
+            "without -m"
+        )
+    found = module_file(request.module, places())
+    if found is None:
+        looked = ", ".join(map(str, places()))
+        raise ConfigurationError(
+            f"-m {request.module}: there is no such module, and no package of that name with a "
+            f"__main__.py, in {looked}. Call it in the folder that the first name of the module is "
+            "in, or name that folder by --root DIR"
+        )
+    script, place = found
+    if place == here and not request.root:
+        root = project_root(script, here)
+    return msgspec.structs.replace(
+        request, script=str(script), root=str(root), importable=tuple(map(str, places()))
+    )
+
+
+_summaries = msgspec.json.Decoder(Summary)
+
+
+class Watcher(Protocol):
+    """Shows a job to people. All calls come from the event loop and must not block."""
+
+    def begin(self, job: JobClient) -> None:
+        """The job is about to start; ``job`` answers questions from now on."""
+
+    def line(self, worker: str, stream: str, text: str, end: jobs.End = "\n") -> None:
+        """A worker wrote a line to ``stdout`` or ``stderr``."""
+
+    def note(self, text: str) -> None:
+        """Something happened."""
+
+    def end(self) -> None:
+        """The job is over. Called once, whatever happened."""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether more lines have come than it can take: workers' output waits meanwhile."""
+
+
+class JobClient:
+    """The command's end of one job (a ``links.local.Client``). ``watcher`` shows the job;
+    ``workers`` are the labels before lines of output."""
+
+    def __init__(self, script: str, workers: tuple[str, ...], watcher: Watcher) -> None:
+        """``workers`` are those that are known before the agent tells of any."""
+        self.workers = workers
+        self.summary: asyncio.Future[Summary] = asyncio.get_running_loop().create_future()
+        self._status = JobState("", "", 0, script, time.time(), 0, -1, None, (), ())
+        self._watcher = watcher
+        self._order: Callable[[int], None] | None = None
+        self._early: list[int] = []
+
+    @property
+    def is_behind(self) -> bool:
+        return self._watcher.is_behind
+
+    def status(self) -> JobState:
+        """The job as the agent told of it last."""
+        return self._status
+
+    def interrupt(self, number: int) -> None:
+        """End the job: by ``number`` first, by SIGKILL the second time."""
+        if self._order is None:
+            self._early.append(number)
+        else:
+            self._order(number)
+
+    def interrupts_by(self, order: Callable[[int], None]) -> None:
+        """The agent has the job: ``order(number)`` interrupts it."""
+        self._order = order
+        for number in self._early:
+            order(number)
+
+    def take(self, message: local.Reply) -> None:
+        """The agent sent ``message``."""
+        match message:
+            case jobs.JobNote(_, text):
+                self._watcher.note(text)
+            case jobs.Shown(_, worker, stream, text, end):
+                self._watcher.line(worker, stream, text, end)
+            case jobs.JobStatus(status):
+                self._status = status
+                self.workers = tuple(
+                    f"{each.worker if each.rank < 0 else each.rank} {each.node}".strip()
+                    for each in status.workers
+                )
+            case jobs.JobEnded(_, summary):
+                self.summary.set_result(decoded(_summaries, summary, "the summary of a job"))
+            case local.CommandResult(_, text):
+                self.summary.set_exception(ConfigurationError(text))
+            case _:
+                pass
+
+
+def run_job(
+    request: RunRequest,
+    settings: Settings,
+    watcher: Watcher,
+    agent: AgentRecord | None,
+    outer_world: OuterWorld | None = None,
+) -> Summary:
+    """Run the job to its end: by this machine's ``agent`` on its cluster; without one here, by a
+    private agent in this process, which runs the script where it is, its workers as a part of
+    ``outer_world`` if there is one.
+
+    Must be called on the main thread; takes over SIGINT, SIGTERM and SIGHUP meanwhile,
+    except those that are ignored.
+    ConfigurationError or IdentityError if the job can't begin; LinkError if ``agent`` is lost.
+    """
+    return asyncio.run(_run(request, settings, watcher, agent, outer_world))
+
+
+async def _run(
+    request: RunRequest,
+    settings: Settings,
+    watcher: Watcher,
+    agent: AgentRecord | None,
+    outer_world: OuterWorld | None,
+) -> Summary:
+    num = request.per_node + request.extra_workers
+    known = () if agent is not None else tuple(map(str, range(num)))
+    client = JobClient(request.script, known, watcher)
+    watcher.begin(client)
+    try:
+        with _signals(client.interrupt):
+            if agent is None:
+                return await _run_alone(settings, request, client, outer_world)
+            root, script = Path(request.root), Path(request.script).absolute()
+            places = map(Path, request.importable)
+            request = msgspec.structs.replace(
+                request,
+                folder=str(root),
+                script=script.relative_to(root).as_posix(),
+                importable=tuple(each.relative_to(root).as_posix() for each in places),
+            )
+            return await _run_by_agent(agent, settings, request, client)
+    finally:
+        watcher.end()
+
+
+async def _run_by_agent(
+    agent: AgentRecord, settings: Settings, request: RunRequest, client: JobClient
+) -> Summary:
+    """Have ``agent`` run the job on its cluster.
+
+    LinkError if it goes away meanwhile; ConfigurationError if the cluster does not take the job.
+    """
+    main, num_interrupts = asyncio.current_task(), 0
+    assert main is not None
+
+    def interrupt(number: int) -> None:
+        """The third time, leave."""
+        nonlocal num_interrupts
+        num_interrupts += 1
+        link.send(local.InterruptRequest(number))
+        if num_interrupts >= 3:
+            main.cancel()
+
+    try:
+        local.REQUEST.decode(local.REQUEST.encode(request)[PREFIX_BYTES:])
+    except ProtocolError as error:
+        raise ConfigurationError(f"no agent takes this job: {error}") from None
+    link = await call_agent(settings, agent)
+    try:
+        link.send(request)
+        client.interrupts_by(interrupt)
+        while not client.summary.done():
+            client.take(await link.receive())
+        return client.summary.result()
+    except LinkError as error:
+        raise LinkError(
+            "this machine's agent has ended; if others are left, they go on with the job: see "
+            "`potluck status` there"
+        ) from error
+    except asyncio.CancelledError:
+        raise LinkError(
+            "left without waiting for the end; `potluck status` shows what still runs"
+        ) from None
+    finally:
+        await link.close()
+
+
+async def _run_alone(
+    settings: Settings, request: RunRequest, client: JobClient, outer_world: OuterWorld | None
+) -> Summary:
+    """Run the job on this machine alone, by a private agent that lives as long as the job."""
+    agent = NodeAgent(settings, on_note=lambda text: None, is_private=True, outer_world=outer_world)
+    running = asyncio.create_task(agent.run())
+    ready = asyncio.create_task(agent.ready.wait())
+    try:
+        await asyncio.wait([running, ready], return_when=asyncio.FIRST_COMPLETED)
+        if not running.done():
+            await agent.jobs.submit(request, client)
+            client.interrupts_by(partial(agent.jobs.interrupt, client))
+            ends: set[asyncio.Future[Any]] = {running, client.summary}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            running.result()  # why the agent broke
+        return client.summary.result()
+    finally:
+        await stop(ready, running)
+
+
+@contextlib.contextmanager
+def _signals(interrupt: Callable[[int], None]) -> Iterator[None]:
+    """Have signals that ask for the end passed to ``interrupt``. A job that was started to outlive
+    its terminal does so."""
+    loop = asyncio.get_running_loop()
+    numbers = heard(signal.SIGINT, signal.SIGTERM, SIGHUP)
+    for number in numbers:
+        loop.add_signal_handler(number, interrupt, number)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)

@@ -1,0 +1,169 @@
+"""``Offers``: whose jobs this machine runs and the others run, as their owners said.
+
+Every agent tells the others its ``Offer``, so that the leader places no worker where it would be
+refused. That is a courtesy: each machine holds to its own rules whatever the leader orders
+(``cluster/jobs/local_runner.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection
+
+import msgspec
+
+from potluck._core.cluster.links.local import Client, Commands
+from potluck._core.cluster.links.peers import PeerLinks
+from potluck._core.cluster.names import NodeNames
+from potluck._core.cluster.sharing import rules
+from potluck._core.cluster.sharing.store import SharingStore
+from potluck._core.cluster.trust.signed_jobs import is_by_starter
+from potluck._core.wire import local
+from potluck._core.wire.jobs import JobSpec
+from potluck._core.wire.peers import Introduction
+from potluck._core.wire.sharing import Offer
+from potluck.errors import PotluckError
+
+_MAX_KEPT = 1024
+
+
+class Offers:
+    """``listeners`` are called after each change of an offer, this machine's or another's."""
+
+    def __init__(
+        self,
+        me: str,
+        names: NodeNames,
+        links: PeerLinks,
+        commands: Commands,
+        *,
+        store: SharingStore | None,
+        objects_to: Callable[[str], str | None],
+        on_note: Callable[[str], None],
+    ) -> None:
+        """Without a ``store``, as for a private agent, only this machine's own jobs run, and
+        nothing can change that. ``objects_to(node)`` says why ``node`` is not in the cluster, by
+        this machine's own list; None if it is."""
+        self.listeners: list[Callable[[], None]] = []
+        self._me = me
+        self._names = names
+        self._links = links
+        self._store = store
+        self._objects_to = objects_to
+        self._on_note = on_note
+        self._kept = rules.Kept("none") if store is None else store.read()
+        self._theirs: dict[str, Offer] = {}
+        self._changing = asyncio.Lock()
+        links.on(Offer, self._received)
+        links.on_linked.append(self._linked)
+        commands.on(local.ShareRequest, self._asked)
+
+    # What is asked.
+
+    @property
+    def mine(self) -> Offer:
+        """This machine's offer."""
+        return self._kept.offer()
+
+    def of(self, node: str) -> Offer | None:
+        """The offer of ``node``; None while it has not told any."""
+        return self.mine if node == self._me else self._theirs.get(node)
+
+    def refusal(self, node: str, starter: str) -> str:
+        """Why ``node`` runs no job of ``starter``, as ``node`` told; empty if it does, or told
+        nothing yet."""
+        offer = self.of(node)
+        if offer is None:
+            return ""
+        called = self._names.called
+        return rules.objection(offer, is_own=node == starter, starter=starter, called=called)
+
+    def objection(self, node: str, starter: str) -> str:
+        """As ``refusal``; ``node`` is also not to be used as long as it told nothing."""
+        if self.of(node) is None:
+            return "it has not told yet whose jobs it runs"
+        return self.refusal(node, starter)
+
+    def refuses(self, spec: JobSpec) -> str:
+        """Why this machine does not run the job of ``spec``, and what to do; empty if it does."""
+        if not is_by_starter(spec):
+            starter = self._names.called(spec.starter)
+            return f"it is said to be started by {starter}, but has no signature of that node"
+        if spec.starter != self._me and (out := self._objects_to(spec.starter)):
+            return out
+        return self.refusal(self._me, spec.starter)
+
+    def undecided(self) -> tuple[str, ...]:
+        """The linked nodes about which the owner is to be asked."""
+        return rules.undecided(self.mine, self._links.nodes)
+
+    # What the owner decides.
+
+    async def decide(self, node: str, *, is_allowed: bool) -> None:
+        """The owner allows or denies jobs of ``node``."""
+        await self._change(lambda kept: rules.decided(kept, node, is_allowed=is_allowed))
+        word = "run here from now on" if is_allowed else "don't run here any more"
+        self._on_note(f"jobs of {self._names.called(node)} {word}")
+
+    async def pause(self, is_paused: bool) -> None:
+        """The owner takes the machine back, or gives it again."""
+        await self._change(lambda kept: msgspec.structs.replace(kept, is_paused=is_paused))
+        self._on_note(
+            "paused: this machine runs no workers until `potluck resume`"
+            if is_paused
+            else "resumed: this machine takes part in jobs again"
+        )
+
+    async def barred(self, nodes: Collection[str]) -> None:
+        """``nodes`` are out of the cluster: what the owner allowed them is over, also if they come
+        back. Under the rule `all` they are denied then, under `ask` the owner is asked."""
+        if self._store is None or rules.forgotten(self._kept, nodes) == self._kept:
+            return
+        try:
+            await self._change(lambda kept: rules.forgotten(kept, nodes))
+        except PotluckError as error:
+            self._on_note(f"what this machine's owner allowed banned nodes is still kept: {error}")
+
+    async def _change(self, changed: Callable[[rules.Kept], rules.Kept]) -> None:
+        """A change holds once it is on disk; several are made one after the other."""
+        assert self._store is not None, "a private agent has no owner's rules"
+        async with self._changing:
+            kept = changed(self._kept)
+            await asyncio.to_thread(self._store.write, kept)
+            self._kept = kept
+        for node in self._links.nodes:
+            self._links.send(node, self.mine)
+        self._tell()
+
+    async def _asked(self, request: local.ShareRequest, client: Client) -> None:
+        try:
+            match request.change:
+                case "pause" | "resume":
+                    await self.pause(request.change == "pause")
+                    text = "paused" if request.change == "pause" else "resumed"
+                case _:
+                    is_allowed = request.change == "allow"
+                    await self.decide(request.node, is_allowed=is_allowed)
+                    word = "allowed" if is_allowed else "denied"
+                    text = f"jobs of {self._names.called(request.node)} are {word} here"
+        except PotluckError as error:
+            client.take(local.CommandResult(False, str(error)[:4000]))
+            return
+        client.take(local.CommandResult(True, text))
+
+    # Other nodes.
+
+    def _linked(self, node: str, introduction: Introduction) -> None:
+        self._links.send(node, self.mine)
+        self._tell()
+
+    def _received(self, node: str, offer: Offer) -> None:
+        if len(self._theirs) >= _MAX_KEPT:
+            here = set(self._links.nodes)
+            self._theirs = {each: it for each, it in self._theirs.items() if each in here}
+        self._theirs[node] = offer
+        self._tell()
+
+    def _tell(self) -> None:
+        for listen in self.listeners:
+            listen()

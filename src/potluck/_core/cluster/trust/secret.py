@@ -1,0 +1,121 @@
+"""The secret of a cluster: 256 bits (a pre-shared key, PSK) that all its nodes hold."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import secrets
+import string
+import unicodedata
+from pathlib import Path
+
+from potluck._core.cluster.home.keyfile import load_or_create
+from potluck._core.cluster.trust.words import new_passphrase
+from potluck._core.settings import Settings
+from potluck._core.transport.credentials import PSK_BYTES
+from potluck.errors import ConfigurationError, IdentityError
+
+SECRET_FILE = "cluster_secret"
+MIN_BITS = 60
+
+# scrypt (RFC 7914): 128 MiB and about half a second for each guess.
+_SCRYPT_LABEL = b"potluck passphrase v2 "
+_SCRYPT_N = 1 << 17
+_SCRYPT_R = 8
+_SCRYPT_P = 1
+
+
+def load_or_create_secret(home: Path) -> bytes:
+    """The 32-byte secret at ``home/cluster_secret`` (64 hex digits, mode 0600), created if missing.
+
+    Processes that start at the same time get the same secret. IdentityError if other users may read
+    the file, or if it is damaged or can't be created.
+    """
+    path = home / SECRET_FILE
+    text = load_or_create(
+        path, "the cluster's secret", lambda: secrets.token_hex(PSK_BYTES).encode() + b"\n"
+    )
+    try:
+        return parse_psk(text.decode())
+    except ValueError:
+        # Not chained: the ValueError's traceback could show most of the secret.
+        raise IdentityError(
+            f"the cluster's secret {path} is damaged: it should hold 64 hexadecimal digits. Copy "
+            "it again from another node of the cluster; removing it begins a cluster of its own"
+        ) from None
+
+
+def is_secret_given(settings: Settings) -> bool:
+    """Whether the secret comes from a variable, so that potluck can't change it."""
+    return settings.psk is not None or settings.passphrase is not None
+
+
+def load_secret(settings: Settings) -> bytes:
+    """The cluster's secret from POTLUCK_PSK, else POTLUCK_PASSPHRASE, else the file in the home.
+
+    ConfigurationError for an invalid variable; IdentityError as for ``load_or_create_secret``.
+    """
+    if settings.psk is not None:
+        try:
+            return parse_psk(settings.psk)
+        except ValueError:
+            raise ConfigurationError(
+                "POTLUCK_PSK should hold 64 hexadecimal digits (32 bytes); it holds "
+                f"{len(settings.psk)} characters that are not that. Make it with "
+                "`openssl rand -hex 32`; words of your own go into POTLUCK_PASSPHRASE"
+            ) from None
+    if settings.passphrase is not None:
+        return derive_psk(settings.passphrase, settings.cluster)
+    return load_or_create_secret(settings.home)
+
+
+def parse_psk(text: str) -> bytes:
+    """32 bytes from 64 hexadecimal digits; ValueError for anything else."""
+    digits = text.strip()
+    if len(digits) != 2 * PSK_BYTES or not set(digits) <= set(string.hexdigits):
+        raise ValueError("a cluster secret has 64 hexadecimal digits")
+    return bytes.fromhex(digits)
+
+
+@functools.lru_cache(maxsize=4)  # a process asks several times
+def derive_psk(passphrase: str, cluster: str) -> bytes:
+    """The 32-byte secret derived from a passphrase with scrypt, in about half a second and 128 MiB.
+
+    ``cluster`` is the salt: without it one table of guesses would serve against all clusters.
+    ConfigurationError if it is missing, or if the passphrase is estimated (zxcvbn) at fewer than
+    ``MIN_BITS`` bits: an attacker that has heard an advert can test guesses offline. A random
+    secret is safer.
+    """
+    words = unicodedata.normalize("NFKC", passphrase).strip()
+    bits = _strength(words)
+    if bits < MIN_BITS:
+        raise ConfigurationError(
+            f"POTLUCK_PASSPHRASE is guessed too easily: about {bits:.0f} bits, and {MIN_BITS} are "
+            f"needed. Take six random words, for example: {new_passphrase()}"
+        )
+    name = unicodedata.normalize("NFKC", cluster).strip()
+    if not name:
+        raise ConfigurationError(
+            "POTLUCK_PASSPHRASE needs POTLUCK_CLUSTER beside it: any name of your own, the same on "
+            "all machines of the cluster"
+        )
+    return hashlib.scrypt(
+        words.encode(),
+        salt=_SCRYPT_LABEL + name.encode(),
+        n=_SCRYPT_N,
+        r=_SCRYPT_R,
+        p=_SCRYPT_P,
+        maxmem=256 << 20,
+        dklen=PSK_BYTES,
+    )
+
+
+def _strength(words: str) -> float:
+    """The bits of a passphrase, as a guesser with word lists would count them. Of a long one the
+    first 72 characters count, which is what the estimator takes."""
+    if not words:
+        return 0.0
+    from zxcvbn import zxcvbn
+
+    return float(zxcvbn(words[:72])["guesses_log10"]) * math.log2(10)

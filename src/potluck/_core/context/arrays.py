@@ -1,0 +1,140 @@
+"""Conversion of users' arrays (NumPy arrays, torch tensors) to the engine's, without copies if
+possible.
+
+torch is never imported here: a script that passes a tensor has imported it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from potluck._core.wire.dtypes import code_of, dtype_named
+from potluck._core.wire.tensors import check_plain, is_tensor, memory_of
+
+Array = NDArray[Any]
+
+
+class Adapted:
+    """A user's array as a C-contiguous NumPy array of the same shape.
+
+    ``array`` shares the user's memory if that is contiguous host memory; otherwise it is a copy,
+    and ``write_back`` copies results into the user's array.
+    """
+
+    __slots__ = ("_store", "array", "user")
+
+    def __init__(self, user: Any, array: Array, store: Callable[[], None] | None) -> None:
+        self.user = user
+        self.array = array
+        self._store = store
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether ``array`` is the user's memory."""
+        return self._store is None
+
+    def write_back(self, _result: Any = None) -> Any:
+        """Copy the result into the user's array, and return that array; for ``Work.then``."""
+        if self._store is not None:
+            self._store()
+        return self.user
+
+
+def adapt(user: Any, *, writable: bool = True, device: str | None = None) -> Adapted:
+    """An array or tensor as the communicator uses it: a NumPy array, or a tensor on ``device``.
+
+    TypeError for other objects and for unsupported dtypes; ValueError if a result would have to be
+    written into read-only memory.
+    """
+    if device is not None:
+        return _adapt_to_device(user, writable, device)
+    if isinstance(user, np.ndarray):
+        return _adapt_numpy(user, writable)
+    if is_tensor(user):
+        return _adapt_tensor(user)
+    told = "wrap it with numpy.asarray(...)"
+    if isinstance(user, dict):
+        told = "pass each of its arrays; other values go by ctx.send_message"
+    raise TypeError(f"expected a NumPy array or a torch tensor, got {type(user).__name__}; {told}")
+
+
+def is_array(user: Any) -> bool:
+    """Whether ``user`` is a plain NumPy array (no subclass) or a torch tensor with a shape."""
+    return type(user) is np.ndarray or (is_tensor(user) and not user.is_nested)
+
+
+def empty_like(user: Any, shape: tuple[int, ...]) -> Any:
+    """A new array or tensor of ``shape``, with the kind, dtype and device of ``user``."""
+    if is_tensor(user):
+        return user.new_empty(shape)
+    return np.empty(shape, dtype=user.dtype)
+
+
+def _adapt_numpy(user: Array, writable: bool) -> Adapted:
+    dtype, flags = user.dtype, user.flags
+    code_of(dtype)
+    if not dtype.isnative:
+        raise TypeError(f"arrays in foreign byte order can't be communicated: {dtype.str}")
+    if writable and not flags.writeable:
+        raise ValueError("the array is read-only, and the result would go into it; pass a copy")
+    is_plain = type(user) is np.ndarray
+    if not is_plain and isinstance(user, np.ma.MaskedArray):
+        raise TypeError("masked arrays can't be communicated: their mask would be lost; use .data")
+    if flags.c_contiguous:
+        return Adapted(user, user if is_plain else user.view(np.ndarray), None)
+    array = np.ascontiguousarray(user)
+    return Adapted(user, array, lambda: np.copyto(user, array))
+
+
+def _adapt_tensor(user: Any) -> Adapted:
+    torch = sys.modules["torch"]
+    check_plain(user)
+    detached = user.detach()
+    if detached.layout != torch.strided:
+        raise TypeError(f"tensors of layout {user.layout} can't be communicated; use .to_dense()")
+    host = detached.cpu().resolve_conj().resolve_neg().contiguous()
+    shares_memory = host.data_ptr() == detached.data_ptr() and host.device == detached.device
+    store = None if shares_memory else lambda: user.data.copy_(host)
+    dtype = dtype_named(str(host.dtype).removeprefix("torch."))
+    return Adapted(user, memory_of(host, dtype).reshape(user.shape), store)
+
+
+def _adapt_to_device(user: Any, writable: bool, device: str) -> Adapted:
+    """A torch tensor on ``device``, for libraries that move memory of an accelerator."""
+    torch = sys.modules["torch"]
+    if is_tensor(user):
+        check_plain(user)
+        source = user.detach()
+    else:
+        host = adapt(user, writable=writable)
+        bits = host.array.view(np.int16) if host.array.dtype == ml_dtypes.bfloat16 else host.array
+        source = torch.from_numpy(bits if bits.flags.writeable else bits.copy())
+        if bits is not host.array:
+            source = source.view(torch.bfloat16)
+    moved = source.to(device).contiguous()
+    if is_tensor(user):
+        is_shared = moved.data_ptr() == source.data_ptr() and moved.device == source.device
+        store = None if is_shared else lambda: user.data.copy_(moved)
+    else:
+
+        def store() -> None:
+            source.copy_(moved)
+            host.write_back()
+
+    return Adapted(user, moved, store)
+
+
+def collide(given: Any, result: Any, rank: int, world_size: int) -> bool:
+    """Whether two arrays overlap, other than as a whole and its part ``rank``."""
+    if not np.may_share_memory(given, result):
+        return False
+    part, whole = sorted((given, result), key=lambda array: int(array.nbytes))
+    begin: int = whole.ctypes.data + rank * part.nbytes
+    is_part: bool = world_size * part.nbytes == whole.nbytes and part.ctypes.data == begin
+    return not is_part

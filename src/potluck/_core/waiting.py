@@ -1,0 +1,91 @@
+"""Reminders: lines on stderr about a long wait, after 3 s and then every 10 s.
+
+A wait in slices calls ``Reminder.tick`` between them. A call that blocks in other code runs inside
+``reminding``, which calls ``tick`` on a thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from potluck._core.background import start_thread
+from potluck._core.printable import plain
+
+FIRST_S = 3.0
+EVERY_S = 10.0
+
+
+def to_stderr(text: str) -> None:
+    """Write one line to stderr, with ``potluck`` in front."""
+    with contextlib.suppress(OSError, ValueError):  # stderr is closed, here or by its reader
+        print(f"potluck: {plain(text)}", file=sys.stderr, flush=True)
+
+
+class Reminder:
+    """The reminders of one wait.
+
+    ``describe()`` returns the text of a line: the missing ranks and what to check. It is called
+    when a line is due; an empty text writes no line, for example because another process of this
+    machine writes it. ``deadline`` is in the time of ``clock``; None: the wait has no deadline.
+    """
+
+    def __init__(
+        self,
+        describe: Callable[[], str],
+        deadline: float | None = None,
+        *,
+        say: Callable[[str], None] = to_stderr,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._describe = describe
+        self._deadline = deadline
+        self._say = say
+        self._clock = clock
+        self._began = clock()
+        self._due = self._began + FIRST_S
+
+    def patience(self) -> float:
+        """The seconds until a line is due or the deadline passes; at least 0."""
+        until = self._due if self._deadline is None else min(self._due, self._deadline)
+        return max(0.0, until - self._clock())
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether the deadline has passed."""
+        return self._deadline is not None and self._clock() >= self._deadline
+
+    def tick(self) -> None:
+        """Write a line if it is due."""
+        now = self._clock()
+        if now < self._due or self.is_overdue:
+            return
+        self._due = now + EVERY_S
+        text = self._describe()
+        if text:
+            left = "" if self._deadline is None else f", {self._deadline - now:.0f} s left"
+            self._say(f"{text} ({now - self._began:.0f} s so far{left})")
+
+
+@contextlib.contextmanager
+def reminding(reminder: Reminder) -> Iterator[None]:
+    """Call ``tick`` of ``reminder`` on a thread while the body blocks.
+
+    ``describe`` is called on that thread; if it raises, the error is logged and the lines end, not
+    the wait.
+    """
+    over = threading.Event()
+
+    def run() -> None:
+        while not reminder.is_overdue and not over.wait(reminder.patience()):
+            reminder.tick()
+
+    thread = start_thread(run, name="potluck-reminder", on_broken=lambda _: None)
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

@@ -1,0 +1,118 @@
+"""The greeting: the first messages on every connection.
+
+Client -> server: ``Hello``. Server -> client: ``Welcome`` or ``Refusal``. Each is msgpack with a
+little-endian u32 length in front, of at most ``MAX_GREETING`` bytes, which is checked before memory
+is allocated. No other data is sent before ``Welcome``: in TLS 1.3 a client's handshake ends before
+the server has verified the client's certificate.
+
+Unknown fields are ignored, so that peers of different versions can report the difference.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import msgspec
+
+from potluck._core.types import Engine, Site
+from potluck._core.wire.format import MessageFormat
+from potluck._core.wire.names import Name
+
+PROTOCOL_VERSION = 1
+MAX_GREETING = 64 * 1024
+
+SEALED: Final = "sealed"
+SIGNED: Final = "signed"
+SECRET_BYTES = 32
+
+WORKER: Final = "worker"
+"""The kind of the connection of a worker to its agent."""
+
+
+class LinkSecret(msgspec.Struct, frozen=True):
+    """Random bytes of one end, from which both ends make the keys of a signed link
+    (``transport/record_tags.py``). Not shown in any repr."""
+
+    value: Annotated[bytes, msgspec.Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]
+
+    def __repr__(self) -> str:
+        return "LinkSecret(...)"
+
+
+class LinkMemoryOffer(msgspec.Struct, frozen=True):
+    """The location of shared memory for both directions of a link between peers of one node.
+
+    The client creates the memory and offers it in ``Hello``; the server says in ``Welcome`` whether
+    it has mapped it. ``boot`` identifies the running kernel, so that a server on another host does
+    not look for ``pid``.
+    """
+
+    boot: str
+    pid: int
+    fd: int
+    token: bytes
+    num_slots: int
+    slot_bytes: int
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """The client's first message: its identity in the job, and the kind of the connection.
+
+    ``kind``, to the listener of a worker: ``data`` (a link of two ranks), ``rendezvous`` (to rank
+    0, which sends the addresses of all ranks; ``port`` is the port of the client's listener,
+    ``world_size`` the size that it expects), ``store`` (a process group's store), ``meet`` and
+    ``join`` (discovery). To an agent: ``node`` (another agent), ``worker``, ``client``
+    (a command of the same machine). To either: ``measure`` (one measurement of the path). ``wire``
+    is the form of a data link after WELCOME: ``sealed`` (TLS) or ``signed`` (clear text with tags;
+    ``secret`` is the client's part of its keys). ``engine`` is the engine of the client, ``site``
+    where its machine stands (``rendezvous`` and ``join`` only). ``relay``, to an agent: it is to
+    pass this connection on to the agent of ``target``; ``via`` is the node that passes a ``node``
+    connection on.
+    """
+
+    kind: str
+    job: str = ""
+    epoch: int = 0
+    rank: int = -1
+    to_rank: int = -1
+    worker: str = ""
+    version: int = PROTOCOL_VERSION
+    memory: LinkMemoryOffer | None = None
+    port: int = 0
+    world_size: int = 0
+    local_rank: int = 0
+    wire: str = SEALED
+    secret: LinkSecret | None = None
+    engine: Engine = Engine.NATIVE
+    target: Name = ""
+    via: Name = ""
+    site: Site = ""
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """The server accepts the connection; both peers may send from now on.
+
+    ``memory``: the server has mapped the offered memory; otherwise neither peer uses it. ``wire``
+    is the form that the server uses; a client with another ``wire`` ends the connection.
+    ``secret``: the server's part of a signed link's keys.
+    """
+
+    rank: int = -1
+    version: int = PROTOCOL_VERSION
+    memory: bool = False
+    wire: str = SEALED
+    secret: LinkSecret | None = None
+
+
+class Refusal(msgspec.Struct, frozen=True, tag=True):
+    """The server refuses the connection. ``code`` is a word for programs, ``reason`` a sentence."""
+
+    code: str
+    reason: str
+
+
+Greeting = Hello | Welcome | Refusal
+
+GREETING: MessageFormat[Greeting] = MessageFormat(
+    Greeting, limit=MAX_GREETING, name="a potluck greeting"
+)

@@ -1,0 +1,107 @@
+"""The speed of compressors on one core, next to the same operations in torch, in one run."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from potluck._core.optional import installed
+from potluck.cli.bench.sizes import show_seconds
+from potluck.compressors import BF16, FP16, GradientCompressor, Int, Random, Strategy, TopK
+
+COUNT = 26_000_000
+"""Elements: the gradients of a ResNet-50, 104 MB of float32."""
+
+
+class Case(NamedTuple):
+    """One row: a strategy, with error feedback or without, and what does the same in torch."""
+
+    strategy: Strategy
+    error_feedback: bool
+    in_torch: str | None = None
+
+
+CASES = (
+    Case(FP16(), False, "fp16"),
+    Case(BF16(), False, "bf16"),
+    Case(Int(8), True, "int8"),
+    Case(Int(4), True, "int4"),
+    Case(Int(2), True, "int2"),
+    Case(TopK(0.01), False, "chunked"),
+    Case(TopK(0.01), True),
+    Case(TopK(0.01, chunk=None), False, "topk"),
+    Case(TopK(0.01, chunk=None), True),
+    Case(Random(0.01), True),
+    Case(Random(0.01, "k"), True),
+)
+
+
+def measure(count: int = COUNT, rounds: int = 7) -> Iterator[dict[str, Any]]:
+    """Measure each case in turns with torch, if torch is installed; a row for each case.
+
+    ``compress`` of the whole object is measured: with its check for inf and NaN, its payload's
+    memory, and the positions' code. Times are medians of wall time; ``cpu_s`` is the least CPU time
+    of a round, which other load on the machine changes less.
+    """
+    source = np.random.default_rng(0).standard_normal(count).astype(np.float32)
+    theirs: dict[str, Callable[[], object]] = {}
+    if installed("torch"):
+        from potluck.cli.bench.libraries.torch_operations import operations
+
+        theirs = operations(source)
+    for case in CASES:
+        compressor = GradientCompressor(case.strategy, error_feedback=case.error_feedback)
+        other = theirs.get(case.in_torch or "")
+        mine, its = _in_turns(lambda c=compressor: c.compress(source), other, rounds)  # type: ignore[misc]
+        yield {
+            "strategy": repr(case.strategy),
+            "error_feedback": case.error_feedback,
+            "ratio": compressor.compress(source).ratio,
+            **mine,
+            "torch": its,
+        }
+        del compressor
+        gc.collect()
+
+
+def head() -> str:
+    """The titles of the columns."""
+    return f"{'strategy':<44}{'feedback':>9}{'bytes':>8}{'time':>10}{'CPU':>10}{'torch':>20}"
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row as text; "(2.0x)": torch takes 2.0 times as long."""
+    text = f"{row['strategy']:<44}{'yes' if row['error_feedback'] else 'no':>9}"
+    text += f"{'1/' + format(row['ratio'], '.3g'):>8}"
+    text += f"{show_seconds(row['median_s']):>10}{show_seconds(row['cpu_s']):>10}"
+    other = row["torch"]
+    if other is None:
+        return f"{text}{'-':>20}"
+    times = other["median_s"] / row["median_s"]
+    return f"{text}{show_seconds(other['median_s']) + f' ({times:.2g}x)':>20}"
+
+
+def _in_turns(
+    mine: Callable[[], object], other: Callable[[], object] | None, rounds: int
+) -> tuple[dict[str, float], dict[str, float] | None]:
+    each = [one for one in (mine, other) if one is not None]
+    for one in each:
+        one()  # allocates and warms up
+    wall: list[list[float]] = [[] for _ in each]
+    cpu: list[list[float]] = [[] for _ in each]
+    for _ in range(rounds):
+        for index, one in enumerate(each):
+            began, busy = time.perf_counter(), time.thread_time()
+            one()
+            wall[index].append(time.perf_counter() - began)
+            cpu[index].append(time.thread_time() - busy)
+    found = [
+        {"median_s": statistics.median(walls), "least_s": min(walls), "cpu_s": min(cpus)}
+        for walls, cpus in zip(wall, cpu, strict=True)
+    ]
+    return found[0], found[1] if other is not None else None

@@ -1,7 +1,0 @@
-"""Codecs: lossy encodings of float32 arrays for sending. Pure: arrays in, arrays out."""
-
-from potluck.codecs import kernels as kernels
-from potluck.codecs.codec import Codec, check_dtype
-from potluck.codecs.registry import NAMES, codec_of, digest_of, register
-
-__all__ = ["NAMES", "Codec", "check_dtype", "codec_of", "digest_of", "register"]
