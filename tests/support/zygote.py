@@ -226,13 +226,17 @@ def _tell_ends(workers: dict[int, socket.socket], poll: select.poll) -> None:
 # ---------------------------------------------------------------- in a forked worker
 
 
-def become(request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
-    """Make this process what the request describes."""
+def end_with_parent() -> None:
     parent = os.getppid()
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def become(request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
+    """Make this process what the request describes."""
+    end_with_parent()
+    libc = ctypes.CDLL(None, use_errno=True)
     nothing = os.open("/dev/null", os.O_RDONLY)
     for number, descriptor in enumerate((nothing, *descriptors)):
         os.dup2(descriptor, number)
@@ -289,6 +293,7 @@ _OWN_PATHS = {path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep
 
 
 def main() -> None:
+    end_with_parent()
     gc.disable()
     for name in LIBRARIES:
         importlib.import_module(name)
