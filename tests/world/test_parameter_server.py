@@ -259,7 +259,7 @@ def test_mistakes_are_one_clear_error_each() -> None:
         with pytest.raises(TypeError, match="parameters are floats, but 'w' is int64"):
             ps.set_parameters("n", {"w": np.zeros(3, np.int64)})
         ps.get_parameters("m")
-        with pytest.raises(ValueError, match="worker_rank is 5, but this worker has 0"):
+        with pytest.raises(ValueError, match="worker_rank is 5, but the rank of this worker is 0"):
             ps.accumulate_gradient("m", {"w": np.zeros(2)}, worker_rank=5)
         with pytest.raises(ValueError, match=r"step 7 of worker 0 .* the model is at step 0"):
             ps.accumulate_gradient("m", {"w": np.zeros(2)}, step=7)

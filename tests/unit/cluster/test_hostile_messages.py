@@ -161,7 +161,7 @@ def test_early_orders_of_any_kind_are_bounded() -> None:
 def test_an_agent_reads_back_the_largest_record_that_it_can_write(tmp_path: Path) -> None:
     """Views of the largest size, in all histories: an agent that can't read its record back does
     not start again."""
-    members = tuple(Member(f"{'w' * 80}{i}", "a") for i in range(3000))
+    members = tuple(Member(f"{'w' * 80}{i}", "a") for i in range(2900))
     histories = []
     for number in range(MAX_HISTORIES):
         large = View(f"L{number}", 6, view("abc").members, (JobGroup("job", 6, members),))
