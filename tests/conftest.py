@@ -20,7 +20,7 @@ import time
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 # Before NumPy is imported, here and in the processes of tests. Ranks are threads and processes that
 # share the processors; the threads that BLAS would add for each of them mostly wait busily for each
@@ -33,7 +33,9 @@ import pytest
 from support.figures import Figures
 from support.jitter import dawdle
 from support.quiet_imports import VARIABLE, ZYGOTE
-from support.zygote import Zygote
+
+if TYPE_CHECKING:
+    from support.zygote import Zygote
 
 ALWAYS = 1
 SEED = int(os.environ.get("POTLUCK_TEST_SEED") or ALWAYS)
@@ -179,6 +181,8 @@ def homes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def zygote(homes: Path) -> Iterator[Zygote]:
     """A process from which the workers of this process's tests are forked."""
+    from support.zygote import Zygote
+
     global _zygote
     process = Zygote(homes / "zygote")
     _zygote = process.pid
@@ -200,7 +204,7 @@ def own_environment(
     monkeypatch.setenv("OMPI_MCA_orte_tmpdir_base", str(homes))
     # Else in /dev/shm, where a test beside this one would take it for a leak of its own.
     monkeypatch.setenv("JOBLIB_TEMP_FOLDER", str(homes))
-    if HAS_TORCH and starts_workers(request.node):
+    if HAS_TORCH and sys.platform == "linux" and starts_workers(request.node):
         monkeypatch.setenv(ZYGOTE, str(request.getfixturevalue("zygote").path))
     random.seed(SEED)
     return home

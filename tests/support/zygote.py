@@ -29,6 +29,8 @@ from typing import Any
 
 from support.quiet_imports import ZYGOTE
 
+assert sys.platform != "win32", "it forks"
+
 LIBRARIES = ("numpy", "ml_dtypes", "msgspec", "torch", "torch.distributed")
 _MAX_REQUEST = 4 << 20
 _PR_SET_PDEATHSIG = 1
