@@ -84,7 +84,9 @@ class StartsWorkers(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(fullname, path, target) if fullname == SEAM else None
+        if sys.platform == "win32" or fullname != SEAM:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
         if spec is None or spec.loader is None:
             return None
         load = spec.loader.exec_module
