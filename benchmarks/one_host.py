@@ -42,7 +42,7 @@ def measure(quick: bool, say: script.Say) -> script.Measured:
 
 
 def what_follows(result: dict[str, Any]) -> list[Claim]:
-    """The rows of docs/performance.md."""
+    """What was asked, and whether it was met."""
     found = []
     for world_size in dict.fromkeys(row["world_size"] for row in result["rows"]):
         found.append(

@@ -49,7 +49,8 @@ QUESTIONS = (
     ("How fast is it between machines at 10 Gbit/s?", r"hosts at 10 Gbit/s"),
     ("How fast is it inside one machine?", r""),
 )
-"""Headings of docs/performance.md and what a claim below them is about; the first that fits."""
+"""Headings of docs/dev/performance-asked.md and what a claim below them is about; the first that
+fits."""
 
 
 def question(claim: Claim) -> str:
@@ -58,7 +59,7 @@ def question(claim: Claim) -> str:
 
 
 def markdown(claims: Iterable[Claim]) -> str:
-    """What docs/performance.md holds: a table for each question, in the order of the claims."""
+    """A table for each question, in the order of the claims."""
     tables: dict[str, list[str]] = {}
     for claim in claims:
         tables.setdefault(question(claim), [HEAD]).extend(claim.rows())

@@ -42,13 +42,15 @@ def main(name: str, description: str, measure: Measure) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
     parser.add_argument("--save", action="store_true", help="write them to benchmarks/results/")
     arguments = parser.parse_args()
-    found = run(name, measure, quick=arguments.quick, save=arguments.save, json_file=arguments.json)
+    _, found = run(
+        name, measure, quick=arguments.quick, save=arguments.save, json_file=arguments.json
+    )
     return 0 if all(claim.met is not False for claim in found) else 1
 
 
 def run(
     name: str, measure: Measure, *, quick: bool, save: bool, json_file: Path | None = None
-) -> list[Claim]:
+) -> Measured:
     """Measure, print the table and the claims, keep both if asked to."""
     page = Page()
     page.say(heading(machine()))
@@ -60,7 +62,7 @@ def run(
         json_file.write_text(json.dumps(result, indent=1) + "\n")
     if save:
         print(f"saved: {results.save(result, page.lines)}")
-    return found
+    return result, found
 
 
 def compared(
