@@ -10,7 +10,8 @@ import pytest
 from support.sources import PACKAGE, ROOT, named, parsed
 
 POTLUCK = ROOT / "src" / "potluck"
-PAGES = ("ARCHITECTURE.md", "docs/algorithms.md", "docs/membership.md", "docs/security.md")
+PAGES = ("ARCHITECTURE.md", "CONTRIBUTING.md", "docs/glossary.md", "docs/algorithms.md")
+PAGES += ("docs/membership.md", "docs/security.md")
 
 
 def test_a_module_names_files_that_exist() -> None:
