@@ -18,6 +18,7 @@ import potluck
 import potluck.errors
 from potluck._core.settings import describe_settings
 from potluck.cli.main import app
+from support.ways import WAYS, hops
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs" / "reference"
@@ -96,26 +97,31 @@ def test_a_reader_of_the_site_asks_no_other_machine_for_anything(site: Path) -> 
 
 def test_the_walk_of_a_run_counts_its_files() -> None:
     training, most_until_training, most, num_carriers = 13, 24, 26, 2
-    source = ROOT / "src" / "potluck"
-    _, _, walk = (ROOT / "ARCHITECTURE.md").read_text().partition("## Follow one `potluck run`\n")
-    walk, _, _ = walk.partition("\n## ")
     first_hop: dict[Path, int] = {}
-    for row in re.findall(r"^\| \d+ \|.*$", walk, re.MULTILINE):
-        hop, folder = int(row.split("|")[1]), source
-        for name in re.findall(r"`([\w/]+\.py)`", row.split("|")[3]):
-            places = (
-                base / name for base in (folder, source, source / "_core", source / "_core/cluster")
-            )
-            path = next((place for place in places if place.is_file()), None)
-            assert path is not None, f"{name} is no file, in: {row}"
-            first_hop.setdefault(path, hop)
-            folder = path.parent
+    for hop, files in hops("run"):
+        for path in files:
+            first_hop.setdefault(path, int(hop))
     until_training = sum(hop <= training for hop in first_hop.values()) + num_carriers
     to_the_end = len(first_hop) + num_carriers
     told = (
         f"crosses {until_training} files until its workers train (hops 1 to {training}), "
         f"and {to_the_end} to its exit code"
     )
-    assert told in " ".join(walk.split())
+    assert told in " ".join((WAYS / "run.md").read_text().split())
     assert until_training <= most_until_training
     assert to_the_end <= most
+
+
+def test_the_map_is_one_page() -> None:
+    """Neither it nor a way has lines that nobody reads to their end."""
+    most_bytes, most_columns, most_of_a_cell = 12_000, 130, 300
+    page = ROOT / "ARCHITECTURE.md"
+    assert len(page.read_bytes()) <= most_bytes
+    too_long = [
+        f"{path.name}:{number}"
+        for path in (page, *sorted(WAYS.glob("*.md")))
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if max(map(len, line.split(" | "))) > most_of_a_cell
+        or (len(line) > most_columns and not line.startswith("|"))
+    ]
+    assert too_long == []

@@ -8,10 +8,12 @@ import re
 import pytest
 
 from support.sources import PACKAGE, ROOT, named, parsed
+from support.ways import WAYS
 
 POTLUCK = ROOT / "src" / "potluck"
 PAGES = ("ARCHITECTURE.md", "CONTRIBUTING.md", "docs/glossary.md", "docs/algorithms.md")
 PAGES += ("docs/membership.md", "docs/security.md")
+PAGES += tuple(named(page) for page in sorted(WAYS.glob("*.md")))
 
 
 def test_a_module_names_files_that_exist() -> None:

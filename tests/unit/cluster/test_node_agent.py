@@ -35,6 +35,7 @@ from potluck._core.wire.nodes import StableRecord
 from potluck.errors import ConfigurationError, IdentityError, Refused
 from support.clusters import admit, ban, found_cluster
 from support.disk import changes_by_this_thread
+from support.ways import watched
 
 WAIT_S = 40.0
 OLD, NEW = b"o" * 32, b"n" * 32
@@ -211,6 +212,19 @@ def test_three_agents_agree_lose_one_and_take_it_back(tmp_path: Path) -> None:
         assert not any(node.id in line for node in (ada, bob) for line in again.notes), "by name"
 
     run(tmp_path, story)
+
+
+def test_a_view_goes_the_way_of_its_page(tmp_path: Path) -> None:
+    """Of two agents, which agree that the second one joins."""
+
+    async def story(cluster: Cluster) -> None:
+        ada, bob = await cluster.node("ada"), await cluster.node("bob")
+        for node in (ada, bob):
+            await node.sees(ada, bob)
+
+    with watched() as trace, trace.recording():
+        run(tmp_path, story)
+    trace.check("view", within="_core/cluster/membership/")
 
 
 def test_a_ban_takes_a_node_out_everywhere_with_its_links_and_the_secret(tmp_path: Path) -> None:
