@@ -328,11 +328,16 @@ def processes(home: Path) -> dict[int, str]:
 
 
 def mine(path: str) -> bool:
-    """False for shared memory that only processes outside of this test run have mapped."""
+    """False for shared memory that only processes outside of this test run have mapped, or that is
+    gone. A semaphore is mapped under the name that it had before its own: the inode tells."""
     holders = set()
+    try:
+        inode = f" {os.stat(path).st_ino} "
+    except FileNotFoundError:
+        return False
     for entry in listing("/proc"):
         try:
-            if entry.isdigit() and path in Path(f"/proc/{entry}/maps").read_text():
+            if entry.isdigit() and inode in Path(f"/proc/{entry}/maps").read_text():
                 holders.add(int(entry))
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue

@@ -11,6 +11,8 @@ pytest.importorskip("sklearn", reason="pip install 'potluck[sklearn]'")
 from support.commands import run_command
 from support.unlike import old_processor
 
+pytestmark = pytest.mark.real_exec  # libraries look at the processor while they are loaded
+
 FITS = """
 import hashlib, warnings
 import numpy as np

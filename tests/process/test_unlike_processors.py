@@ -12,9 +12,12 @@ from support.commands import run_command
 from support.unlike import old_processor
 
 pytest.importorskip("torch")
-pytestmark = pytest.mark.skipif(
-    platform.machine() not in ("x86_64", "AMD64"), reason="the old processor is an x86-64 one"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        platform.machine() not in ("x86_64", "AMD64"), reason="the old processor is an x86-64 one"
+    ),
+    pytest.mark.real_exec,  # torch looks at the processor while it is loaded
+]
 
 SCRIPT = """
 import numpy as np

@@ -75,6 +75,9 @@ def is_at_top_level(frame: FrameType | None) -> bool:
 ZYGOTE = "PYTHON_ZYGOTE"
 """The variable with the socket of the process that forks workers (``zygote.py``)."""
 
+STACKS = "PYTHON_STACKS"
+"""The variable with a file into which SIGUSR2 writes the stacks of all threads."""
+
 SEAM = "potluck._core.cluster.jobs.process"
 
 
@@ -106,5 +109,11 @@ class StartsWorkers(MetaPathFinder):
 def install() -> None:
     """Make the imports of this process quiet, and an agent's starts of workers quick."""
     sys.meta_path.insert(0, QuietImports())
+    if os.environ.get(STACKS) and sys.platform != "win32":
+        import faulthandler
+        import signal
+
+        # The file stays open as long as the process.
+        faulthandler.register(signal.SIGUSR2, open(os.environ[STACKS], "w"))  # noqa: SIM115
     if os.environ.get(ZYGOTE):
         sys.meta_path.insert(0, StartsWorkers())

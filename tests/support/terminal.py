@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import fcntl
 import os
 import pty
@@ -11,10 +12,14 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import termios
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+
+from support.quiet_imports import STACKS
 
 assert sys.platform != "win32"  # which has no such terminals
 
@@ -28,12 +33,14 @@ class Terminal:
         self.drawn = ""
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self._master, slave = pty.openpty()
+        self._stacks = tempfile.NamedTemporaryFile("r", prefix="stacks-")  # noqa: SIM115
         self.process = subprocess.Popen(
             command,
             stdin=slave,
             stdout=slave,
             stderr=slave,
-            env=os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "40"},
+            env=os.environ
+            | {"TERM": "xterm", "COLUMNS": "100", "LINES": "40", STACKS: self._stacks.name},
             start_new_session=True,
             preexec_fn=partial(fcntl.ioctl, 0, termios.TIOCSCTTY, 0),
         )
@@ -67,7 +74,18 @@ class Terminal:
 
     def finish(self) -> int:
         self.read_until(lambda drawn: False)
-        return self.process.wait(DEADLINE_S)
+        return self.wait()
+
+    def wait(self) -> int:
+        """The exit code; AssertionError with the stacks of its threads if it does not end."""
+        try:
+            return self.process.wait(DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            status = Path(f"/proc/{self.process.pid}/status").read_text()
+            self.process.send_signal(signal.SIGUSR2)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(2.0)
+            raise AssertionError(f"it does not end:\n{status}\n{self._stacks.read()}") from None
 
     def hang_up(self) -> None:
         """The terminal is closed: the kernel sends SIGHUP to its session."""
@@ -83,3 +101,4 @@ class Terminal:
             self.process.wait()
         if self._master >= 0:
             os.close(self._master)
+        self._stacks.close()

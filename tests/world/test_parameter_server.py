@@ -512,6 +512,8 @@ def test_a_parameter_without_dimensions_is_one_as_any_other(
             ps.set_parameters("m", given)
             for step in range(3):
                 pulled = ps.get_parameters("m").parameters
+                if step == 0:
+                    ctx.barrier()  # no worker pushes before all have pulled
                 if mode == MODES[-1]:
                     moved = {name: each + each.dtype.type(1) for name, each in pulled.items()}
                     pulled = ps.average_parameters("m", moved)
