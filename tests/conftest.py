@@ -98,6 +98,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # process that a test starts and interrupts.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # The same for nohup, whose ignored SIGHUP a command of a test would keep.
+    if sys.platform != "win32" and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 SLOWEST_FIRST = (("net", "process", "world", "conformance"), ("unit",), ("architecture",))
