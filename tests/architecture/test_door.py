@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import potluck
+from support.sources import PACKAGE as SOURCES
+from support.sources import ROOT, parsed
 
-PACKAGE = Path(potluck.__file__).parent
-ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "src" / "potluck"
 CORE = "potluck._core"
 LIST = Path(__file__).with_name("door.toml")
 MAX_ENTRIES = 18
@@ -20,13 +21,11 @@ NOT_ATTRIBUTES = {"cli"}  # the commands
 
 
 def tops() -> list[str]:
-    """What a person sees who lists the package: no caches, nothing that was built."""
-    left_out = {"__pycache__"}
-    return sorted(
-        path.name
-        for path in PACKAGE.iterdir()
-        if path.name not in left_out and path.suffix not in (".so", ".pyd")
-    )
+    """The package's own files and folders: not what was built, nor the caches that an earlier
+    version's folders leave in a checkout."""
+    files = (path for path in PACKAGE.rglob("*") if path.is_file())
+    own = (path for path in files if path.suffix not in (".pyc", ".so", ".pyd"))
+    return sorted({path.relative_to(PACKAGE).parts[0] for path in own})
 
 
 def is_for_type_checkers(node: ast.AST) -> bool:
@@ -56,11 +55,11 @@ def taken(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 def by_guest() -> dict[str, dict[str, list[str]]]:
     found: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
-    for path in sorted(PACKAGE.rglob("*.py")):
+    for path in SOURCES:
         first = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
         if first in ("_core", "__init__"):
             continue
-        for module, name in taken(ast.parse(path.read_text())):
+        for module, name in taken(parsed(path)):
             found[first][module].add(name)
     return {
         guest: {module: sorted(names) for module, names in sorted(modules.items())}
