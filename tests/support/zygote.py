@@ -83,6 +83,7 @@ class Forked:
 
     def __init__(self, zygote: str, request: dict[str, Any]) -> None:
         out, err = os.pipe(), os.pipe()
+        self.stdout, self.stderr = io.FileIO(out[0]), io.FileIO(err[0])
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._socket.connect(zygote)
@@ -93,7 +94,6 @@ class Forked:
         finally:
             os.close(out[1])
             os.close(err[1])
-        self.stdout, self.stderr = io.FileIO(out[0]), io.FileIO(err[0])
 
     def wait(self) -> int:
         """The exit code, negative for a signal, as Popen's."""

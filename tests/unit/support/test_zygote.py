@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +30,8 @@ sys.exit(7)
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="namespaces and PDEATHSIG are Linux's"),
+    pytest.mark.skipif(find_spec("torch") is None, reason="the zygote imports torch"),
 ]
-
-
-@pytest.fixture(scope="module")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    pytest.importorskip("torch")
-    process = Zygote(tmp_path_factory.mktemp("zygote") / "socket")
-    yield process
-    process.close()
 
 
 @pytest.fixture
@@ -67,9 +60,9 @@ def read(worker: Any) -> tuple[str, str]:
 
 
 def test_a_forked_worker_is_the_script_with_its_own_session_and_environment(
-    forks: Zygote, script: Path, monkeypatch: pytest.MonkeyPatch
+    zygote: Zygote, script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(ZYGOTE, str(forks.path))
+    monkeypatch.setenv(ZYGOTE, str(zygote.path))
     monkeypatch.setenv("ONLY_HERE", "1")
     worker = start(script, "end")
     assert isinstance(worker, Forked)
@@ -82,9 +75,9 @@ def test_a_forked_worker_is_the_script_with_its_own_session_and_environment(
 
 
 def test_an_error_of_the_script_is_shown_as_python_shows_it(
-    forks: Zygote, script: Path, monkeypatch: pytest.MonkeyPatch
+    zygote: Zygote, script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(ZYGOTE, str(forks.path))
+    monkeypatch.setenv(ZYGOTE, str(zygote.path))
     worker = start(script, "raise")
     own = subprocess.run(
         [sys.executable, str(script), "raise"],
@@ -97,9 +90,9 @@ def test_an_error_of_the_script_is_shown_as_python_shows_it(
 
 
 def test_a_worker_can_be_killed_at_once_with_its_group(
-    forks: Zygote, script: Path, monkeypatch: pytest.MonkeyPatch
+    zygote: Zygote, script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(ZYGOTE, str(forks.path))
+    monkeypatch.setenv(ZYGOTE, str(zygote.path))
     workers = [start(script, "wait") for _ in range(20)]
     for worker in workers:
         os.killpg(worker.pid, signal.SIGKILL)
@@ -109,9 +102,9 @@ def test_a_worker_can_be_killed_at_once_with_its_group(
 
 
 def test_a_worker_ends_with_its_agent(
-    forks: Zygote, script: Path, monkeypatch: pytest.MonkeyPatch
+    zygote: Zygote, script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(ZYGOTE, str(forks.path))
+    monkeypatch.setenv(ZYGOTE, str(zygote.path))
     worker = start(script, "wait")
     worker.stdout.read(8)
     worker._socket.close()  # what the end of an agent's process does
@@ -120,9 +113,9 @@ def test_a_worker_ends_with_its_agent(
 
 @pytest.mark.parametrize("orders", ['{"nice": 5}', '{"sandbox": ["bwrap"]}'])
 def test_a_worker_with_limits_is_executed(
-    orders: str, forks: Zygote, script: Path, monkeypatch: pytest.MonkeyPatch
+    orders: str, zygote: Zygote, script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(ZYGOTE, str(forks.path))
+    monkeypatch.setenv(ZYGOTE, str(zygote.path))
     worker = start(script, "end", orders=orders)
     assert isinstance(worker, subprocess.Popen)
     read(worker)
