@@ -96,11 +96,12 @@ def pytest_configure(config: pytest.Config) -> None:
         compileall.compile_dir(Path(__file__).parents[1] / "src" / "potluck", quiet=2)
     # A shell ignores SIGINT for what it runs in the background (make test &), and so would every
     # process that a test starts and interrupts.
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    # The same for nohup, whose ignored SIGHUP a command of a test would keep.
-    if sys.platform != "win32" and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    # nohup does the same with SIGHUP.
+    usual = {"SIGINT": signal.default_int_handler, "SIGHUP": signal.SIG_DFL}
+    for name, handler in usual.items():
+        number = getattr(signal, name, None)  # Windows has no SIGHUP
+        if number is not None and signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 SLOWEST_FIRST = (("net", "process", "world", "conformance"), ("unit",), ("architecture",))
