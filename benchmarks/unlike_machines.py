@@ -198,7 +198,7 @@ def worker(batch: int, steps: int, rounds: int, width: int) -> int:
         def on_train_begin(self, job: ElasticLoop) -> None:
             self.job = job
             if self.plan is not None:
-                job._pace.plan = self.plan
+                job._training.pace.plan = self.plan
             self.last = time.perf_counter()
 
         def on_step_end(self, step: int, loss: float) -> None:

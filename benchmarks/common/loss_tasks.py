@@ -23,7 +23,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from potluck.training.splitmix import GOLDEN, hashed
+from potluck.training.shard_order import GOLDEN, hashed
 
 Pair = tuple[Tensor, Tensor]
 

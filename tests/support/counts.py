@@ -16,8 +16,8 @@ import numpy as np
 from potluck._core.context import DistributedContext
 from potluck.checkpoint.store import CheckpointStore
 from potluck.training.elastic import ElasticLoop, Policy
-from potluck.training.nearly import two_grids
 from potluck.training.replica import StateReplica
+from potluck.training.rounding import tolerant_hash
 from potluck.training.sampler import Schedule
 
 
@@ -84,7 +84,7 @@ class Counts:
         del self.kept[number]
 
     def inner_hash(self) -> int:
-        return two_grids(self.rate)
+        return tolerant_hash(self.rate)
 
     def synchronize(self) -> None:
         return None

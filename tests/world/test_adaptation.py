@@ -186,7 +186,7 @@ def test_waiting_for_others_is_no_work_and_applying_the_step_is() -> None:
         job = elastic.ElasticLoop(ctx, schedule, StateReplica(lambda: {}, lambda state: None))
         gate = threading.Event()
         computed: list[float] = []
-        job._pace.add_time = lambda num, seconds: computed.append(seconds)  # type: ignore[method-assign]
+        job._training.pace.add_time = lambda num, seconds: computed.append(seconds)  # type: ignore[method-assign]
         for _ in job:
             with job.step():
                 if ctx.rank == 1:
@@ -254,7 +254,7 @@ def test_the_loops_noise_scale_is_that_of_the_data_on_unequal_shares() -> None:
         """Shares of 5, 5 and 2."""
 
         def on_train_begin(self, job: ElasticLoop) -> None:
-            job._pace.plan = ShareCosts((Cost(0.0, 1.0), Cost(0.0, 1.0), Cost(0.0, 2.5)))
+            job._training.pace.plan = ShareCosts((Cost(0.0, 1.0), Cost(0.0, 1.0), Cost(0.0, 2.5)))
 
     def work(ctx: DistributedContext) -> ElasticLoop:
         model = DDP(nn.Linear(4, 1, bias=False).double(), ctx)
@@ -279,7 +279,7 @@ def test_the_loops_noise_scale_is_that_of_the_data_on_unequal_shares() -> None:
 
     for job in run_world(3, work):
         assert job.shares == (5, 5, 2)
-        estimate = job._progress.noise
+        estimate = job._training.progress.noise
         # 200 steps: standard errors of about 0.15 and 0.7.
         assert estimate.signal == pytest.approx(signal, abs=0.3)
         assert estimate.noise == pytest.approx(noise, abs=1.4)

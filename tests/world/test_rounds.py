@@ -54,7 +54,7 @@ def test_a_slow_rank_gets_fewer_steps_of_the_rounds_after_the_first_reports(dela
 
     def work(ctx: DistributedContext) -> Counts:
         counts = Counts(ctx, schedule, 4, policy=policy, delay=delay)
-        pace = counts.job._pace
+        pace = counts.job._training.pace
         add_round = pace.add_round
 
         def told(ctx: DistributedContext, step: int, done: Any) -> None:
@@ -153,7 +153,7 @@ def test_over_random_deaths_and_joins_every_sample_is_committed_exactly_once(
     results = world.run()
     assert "0" in results
     assert_complete(results, schedule.epochs)
-    assert len({counts.job._progress.round for counts in results.values()}) == 1
+    assert len({counts.job._training.progress.round for counts in results.values()}) == 1
 
 
 @pytest.mark.parametrize("delay", [0, 1])

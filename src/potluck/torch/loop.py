@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -27,7 +26,6 @@ from potluck.torch.replica import TorchReplica, parameter_hash
 from potluck.torch.schedules import check_samples, schedule_of
 from potluck.training import elastic
 from potluck.training.policy import Policy
-from potluck.training.sampler import Share
 from potluck.training.strategies import DataParallel, DiLoCo, Gossip, LocalSGD
 
 
@@ -252,22 +250,9 @@ class ElasticLoop(elastic.ElasticLoop):
         if isinstance(self._model, DistributedDataParallel):
             self._model.compression.undo()
 
-    def _measure(self) -> None:
-        super()._measure()
-        if self._is_typical and self._suggestion is not None:
-            waited_s = self.ctx.waited_s - self._waited_s
-            self._suggestion.add(time.monotonic() - self._began, waited_s)
-
-    def _upcoming(self) -> Iterator[Share]:
-        """This rank's shares after the present step, if it counts and nothing changes; with a
-        strategy of rounds to the end of the round."""
-        if self._rounds is not None:
-            return self._rounds.upcoming()
-        assert self._batch is not None
-        ctx, committed = self.ctx, self.committed + self._batch.size
-        return self.schedule.upcoming(
-            committed, self.batch_size, ctx.rank, ctx.world_size, self._pace.costs
-        )
+    def _on_step_time(self, step_s: float, waited_s: float) -> None:
+        if self._suggestion is not None:
+            self._suggestion.add(step_s, waited_s)
 
     def _before_optimizer_step(self, _: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._open:

@@ -31,9 +31,9 @@ from potluck.compressors.wide import cast
 from potluck.errors import CheckpointError
 from potluck.torch.device import synchronize
 from potluck.training.buckets import Bucket, Slot, assign
-from potluck.training.nearly import two_grids
+from potluck.training.rounding import tolerant_hash
 from potluck.training.strategies import DiLoCo, Gossip, LocalSGD
-from potluck.training.strategies.fragments import fragment_of, partition
+from potluck.training.strategies.kinds import fragment_of, partition
 
 if TYPE_CHECKING:
     from potluck._core.context import DistributedContext
@@ -328,7 +328,7 @@ class OuterStrategy:
         return fingerprint(anchors if anchors is not None else list(self._tensors))
 
     def inner_hash(self) -> int:
-        return two_grids(hyperparameters(self._optimizers))
+        return tolerant_hash(hyperparameters(self._optimizers))
 
     def synchronize(self) -> None:
         for device in {tensor.device for tensor in self._tensors}:

@@ -1,8 +1,7 @@
 """Elastic training without torch: the schedule of samples, and a loop that survives lost
 workers."""
 
-from potluck.training.elastic import ElasticLoop
-from potluck.training.metrics import average
+from potluck.training.elastic import ElasticLoop, average
 from potluck.training.noise import NoiseBatching
 from potluck.training.policy import Policy
 from potluck.training.replica import Replica, StateReplica

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from potluck.errors import Diverged
-from potluck.training.distance import Distance, distance
+from potluck.training.rounding import Distance, distance
 from potluck.training.transfer import Expected, broadcast_state
 
 if TYPE_CHECKING:

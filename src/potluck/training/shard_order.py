@@ -20,8 +20,6 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from potluck.training.splitmix import hashed
-
 _ROUNDS = 4
 
 
@@ -165,3 +163,15 @@ def _counter(stream: int) -> NDArray[np.uint64]:
 
 def _starts(sizes: Sequence[int]) -> NDArray[np.int64]:
     return np.concatenate([[0], np.cumsum(np.array(sizes, np.int64))]).astype(np.int64)
+
+
+def hashed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finalizer of SplitMix64, element by element (Steele, Lea and Flood 2014, "Fast splittable
+    pseudorandom number generators", figure 18). A permutation of all uint64."""
+    values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return values ^ values >> np.uint64(31)
+
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+"""What SplitMix64 adds to its state for each number: 2**64 over the golden ratio."""

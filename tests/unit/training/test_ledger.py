@@ -9,8 +9,8 @@ import pytest
 
 from potluck.training.ledger import Deal, cut, merged, total
 from potluck.training.progress import Progress
+from potluck.training.round_part import Arrivals
 from potluck.training.sampler import Schedule
-from potluck.training.strategies.deadline import Arrivals
 
 
 def test_a_part_of_a_deal_is_found_by_offsets_through_all_its_spans() -> None:

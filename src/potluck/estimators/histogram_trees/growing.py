@@ -26,7 +26,7 @@ from potluck.estimators.histogram_trees.bags import Bag
 from potluck.estimators.histogram_trees.splits import Rules, best_splits
 from potluck.estimators.histogram_trees.targets import Targets
 from potluck.estimators.shards import Array
-from potluck.training.splitmix import GOLDEN, hashed
+from potluck.training.shard_order import GOLDEN, hashed
 
 if TYPE_CHECKING:
     from potluck._core.context import DistributedContext

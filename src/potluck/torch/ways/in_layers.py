@@ -17,10 +17,10 @@ from potluck.torch.schedules import schedule_of
 from potluck.torch.structure import SAME_MODEL
 from potluck.torch.ways.samples import Part, TrainerSamples
 from potluck.torch.ways.way import EpochEnd, Recipe, Way
-from potluck.training.agreement import telling_others
 from potluck.training.callbacks import Callbacks
 from potluck.training.own_samples import warn_of_equal_samples
 from potluck.training.sampler import Batch, Holding, Schedule
+from potluck.training.training import abort_on_error
 from potluck.training.transfer import gather_states
 
 
@@ -48,7 +48,7 @@ class InLayers(Way):
             schedule, empty = self._agree(samples, first + epoch, warns=not (first or epoch))
             local, loss, num = self._train_epoch(samples, schedule, empty)
             on_epoch(EpochEnd(epoch, loss, local, num))
-            with telling_others(self.recipe.ctx):
+            with abort_on_error(self.recipe.ctx):
                 Callbacks(callbacks).call("on_epoch_end", epoch, loss)
         self._pipeline.share_layers()
 
@@ -136,7 +136,7 @@ class InLayers(Way):
             if self.optimizer is not None:
                 self.optimizer.step()
             if loss is not None:
-                with telling_others(ctx):
+                with abort_on_error(ctx):
                     recipe.check_loss(loss, f"step {step}")
                 total, num = total + loss * sum(counts), num + sum(counts)
             at, step = at + batch.size, step + 1

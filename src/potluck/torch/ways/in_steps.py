@@ -10,9 +10,9 @@ from potluck.torch.loop import ElasticLoop
 from potluck.torch.structure import broadcast_tensors
 from potluck.torch.ways.samples import TrainerSamples
 from potluck.torch.ways.way import EpochEnd, Recipe, Way
-from potluck.training.agreement import LOST
 from potluck.training.policy import Policy
 from potluck.training.strategies import Gossip
+from potluck.training.training import LOST
 
 
 class InSteps(Way):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,7 +60,7 @@ class Report:
 
 
 @dataclass(eq=False, slots=True)
-class Work:
+class RoundPart:
     """This rank's part of a round that is not committed yet.
 
     ``batches`` are the offsets of its steps, empty if others were dealt the round before this rank
@@ -108,3 +110,37 @@ class Work:
             *(self.number, start, self.num_samples, self.num_steps, self.seconds),
             *(self.inner_hash, self.saves, self.stops, self.ends, self.num_recent),
         )
+
+
+WINDOW = 4
+"""The number of rounds that are looked at."""
+
+SLACK = 0.1
+"""The least time beyond the median, as a part of it: equal machines are never quite equal."""
+
+
+class Arrivals:
+    """The seconds that the ranks took for the steps of the last rounds."""
+
+    def __init__(self) -> None:
+        self._rounds: deque[tuple[float, ...]] = deque(maxlen=WINDOW)
+
+    def add(self, seconds: Iterable[float]) -> None:
+        """Add the times of a round, of the ranks that computed in it."""
+        arrived = tuple(each for each in seconds if each > 0)
+        if arrived:
+            self._rounds.append(arrived)
+
+    @property
+    def longest_s(self) -> float:
+        """The longest time known, 0 without any."""
+        return max((max(each) for each in self._rounds), default=0.0)
+
+    def deadline_s(self, num_deviations: float) -> float | None:
+        """Median + ``num_deviations`` median absolute deviations; None before the first round."""
+        times = [each for arrived in self._rounds for each in arrived]
+        if not times:
+            return None
+        middle = statistics.median(times)
+        deviation = statistics.median(abs(each - middle) for each in times)
+        return middle + max(num_deviations * deviation, SLACK * middle)

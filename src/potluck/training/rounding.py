@@ -1,13 +1,17 @@
-"""The distance of two states that were equal some steps ago, in units of what rounding explains.
+"""Comparing what machines have computed that round differently. Pure.
 
-Pure functions. Machines that apply the same updates and round them differently come apart by some
-units in the last place for each step, which add up like a random walk. An update that only one of
-them has applied, or another learning rate, moves parameters by much more.
+``distance`` is that of two states which were equal some steps ago, in units of what rounding
+explains; ``tolerant_hash`` is for numbers that may differ in their last bits only. Machines that
+apply the same updates and round them differently come apart by some units in the last place for
+each step, which add up like a random walk. An update that only one of them has applied, or another
+learning rate, moves parameters by much more.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -119,3 +123,49 @@ def _largest(mine: NDArray[Any], theirs: NDArray[Any]) -> tuple[float, float]:
 
 def _wide(array: NDArray[Any]) -> NDArray[Any]:
     return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
+
+
+_IGNORED_BITS = 24
+"""Mantissa bits of a float64, of 52, that ``tolerant_hash`` ignores: ``1 + cos(x)`` near its zero,
+the end of a schedule, loses about as many."""
+_HALF = 24
+"""Bits of each of the two hashes."""
+
+
+def tolerant_hash(value: Any) -> int:
+    """A hash, below 2**48, of a nesting of dict, list and tuple over numbers, tensors and texts,
+    for ``nearly_equal``.
+
+    Floats are rounded on two grids, one half a cell beside the other: two floats that are close to
+    each other, but on two sides of a border of the first grid, are in one cell of the second.
+    """
+    halves = []
+    for offset in (0, 1 << (_IGNORED_BITS - 1)):
+        text = repr(_rounded(value, offset)).encode()
+        halves.append(int.from_bytes(hashlib.sha256(text).digest()[: _HALF // 8], "little"))
+    return halves[0] << _HALF | halves[1]
+
+
+def nearly_equal(one: int, other: int) -> bool:
+    """Whether two results of ``tolerant_hash`` are of nearly equal values.
+
+    True if one number is at most 9e-10 of its size off and all others are equal. Of several that
+    are off, two may be on borders, each of another grid: at 1e-12 of their size with a probability
+    below one in a million for a pair.
+    """
+    below = (1 << _HALF) - 1
+    return one >> _HALF == other >> _HALF or one & below == other & below
+
+
+def _rounded(value: Any, offset: int) -> Any:
+    if isinstance(value, dict):
+        return [(key, _rounded(each, offset)) for key, each in value.items()]
+    if isinstance(value, list | tuple):
+        return [_rounded(each, offset) for each in value]
+    if hasattr(value, "tolist"):
+        return _rounded(value.tolist(), offset)
+    if isinstance(value, float):
+        # The bits of a float, as a whole number, grow as its size does, also over a power of two.
+        (bits,) = struct.unpack("<q", struct.pack("<d", value))
+        return (bits + offset) >> _IGNORED_BITS
+    return value

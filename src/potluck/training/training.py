@@ -1,9 +1,9 @@
-"""Agreement between two steps: the members of a group get equal states and save checkpoints.
+"""The state of an elastic training on one rank, which its steps and its rounds share.
 
-After a change of the group every member sends how many steps it has committed, and
-``context/commit.py`` decides which steps count. Members that are behind receive the state of the
-most senior rank that is up to date. If no member has a state, the rank with the newest checkpoint
-loads it.
+Between two steps the members of a group get equal states and save checkpoints: after a change of
+the group every member sends how many steps it has committed, and ``context/commit.py`` decides
+which steps count. Members that are behind receive the state of the most senior rank that is up to
+date. If no member has a state, the rank with the newest checkpoint loads it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,6 +36,7 @@ from potluck.training import saving
 from potluck.training.alignment import Alignment
 from potluck.training.noise import NoiseEstimate
 from potluck.training.own_samples import told_of_change, warn_of_equal_samples
+from potluck.training.pace import Pace
 from potluck.training.policy import Policy
 from potluck.training.progress import Progress
 from potluck.training.replica import Replica
@@ -40,7 +44,7 @@ from potluck.training.sampler import Holding
 from potluck.training.transfer import Expected, broadcast_state, gather_states
 
 if TYPE_CHECKING:
-    from potluck._core.context import DistributedContext
+    from potluck._core.context import Commit, DistributedContext
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +56,7 @@ _MAX_OPEN = 2
 
 
 @contextlib.contextmanager
-def telling_others(ctx: DistributedContext) -> Iterator[None]:
+def abort_on_error(ctx: DistributedContext) -> Iterator[None]:
     """An error in this block that other ranks do not meet by themselves ends the group."""
     try:
         yield
@@ -62,18 +66,23 @@ def telling_others(ctx: DistributedContext) -> Iterator[None]:
         raise
 
 
-class Agreement:
-    """This rank's view of the group between two steps, and the work that is due there.
+class Training:
+    """What is committed, what the group has agreed on, and what is due between two steps.
 
     ``history`` is the epoch of the last committed vote. ``cause`` is the error that ended the
-    group, None while it is intact. ``newcomers``: workers wait to join. ``hash_due``: parameters
-    must be compared at the next vote. ``save_due``: the script, on any rank, called for a
-    checkpoint that is not written yet. ``lost_at`` is the time of the loss, until training goes on.
-    ``num_dealt``: the number of rounds that some member was dealt. ``dealt_in()``: the epochs in
-    which the open rounds were dealt on this rank, oldest first, 0 for a round without work;
-    ``valid_deals``: by number of the round, the one that counts. ``is_restored``: this rank has
-    received the state of another one. ``is_afresh``: no member had a state, so all begin, or resume
-    from a checkpoint. ``steps_run_again``: after a loss; not in rounds.
+    group, None while it is intact. ``interrupted`` is the error that ended a group since the last
+    step began: until the next step other ranks may be at another place of their scripts.
+    ``newcomers``: workers wait to join. ``hash_due``: parameters must be compared at the next vote.
+    ``save_due``: the script, on any rank, called for a checkpoint that is not written yet.
+    ``lost_at`` is the time of the loss, until training goes on. ``num_failed``: the number of
+    groups and votes that have failed since the last commit. ``recoveries`` are the seconds from
+    each loss until training went on.
+
+    Of a training in rounds (``in_rounds``), in which no step is run again: ``num_dealt`` is the
+    number of rounds that some member was dealt. ``dealt_in()``: the epochs in which the open rounds
+    were dealt on this rank, oldest first, 0 for a round without work; ``valid_deals``: by number of
+    the round, the one that counts. ``is_restored``: this rank has received the state of another
+    one. ``is_afresh``: no member had a state, so all begin, or resume from a checkpoint.
     ``longest_s``: the longest time that a rank took for the steps of one of the last rounds, 0 if
     no member knows it.
     """
@@ -85,27 +94,34 @@ class Agreement:
         replica: Replica,
         store: CheckpointStore | None,
         policy: Policy,
+        *,
+        in_rounds: bool = False,
     ) -> None:
+        self.ctx = ctx
+        self.progress = progress
+        self.policy = policy
+        self.in_rounds = in_rounds
+        self.pace = Pace(policy)
+        self.interrupt = Interrupt()
+        self.alignment = Alignment(ctx, progress, replica, policy)
         self.has_state = False
         self.history = 0
-        self.cause: BaseException | None = None
+        self.cause: GroupError | None = None
+        self.interrupted: GroupError | None = None
         self.newcomers = False
         self.hash_due = True
         self.save_due = False
         self.lost_at: float | None = None
+        self.num_failed = 0
+        self.recoveries: list[float] = []
         self.last_loss = math.nan
         self.num_dealt = 0
         self.dealt_in: Callable[[], list[int]] = list
         self.valid_deals: dict[int, int] = {}
         self.is_restored = self.is_afresh = False
-        self.steps_run_again = True
         self.longest_s = 0.0
-        self.alignment = Alignment(ctx, progress, replica, policy)
-        self._ctx = ctx
-        self._progress = progress
         self._replica = replica
         self._store = store
-        self._policy = policy
         self._resolution: Resolution | None = None
         self._agreed = False
         self._tried_at = self._saved_at = -1
@@ -121,12 +137,66 @@ class Agreement:
         """Whether the members must agree before any other collective call."""
         return not self._agreed or self.cause is not None
 
-    def agree(self, pending: int) -> tuple[Resolution, float]:
+    # ------------------------------------------------------------ votes and losses
+
+    def state_hash(self, *, num_steps: int = 1) -> int:
+        """This rank's hash for the vote on the next ``num_steps`` steps; 0 if none is compared."""
+        due = self.progress.passes(self.policy.hash_every, num_steps)
+        is_aligned = not self.in_rounds and self.alignment.is_unlike
+        if is_aligned or not (self.hash_due or due):
+            return 0
+        return 1 + int(self._replica.fingerprint()[:15], 16)
+
+    def voted(self, outcome: Commit) -> None:
+        """All members of the present group have committed a step or a round."""
+        self.newcomers = outcome.reform
+        self.save_due |= outcome.ends
+        self.interrupt.is_agreed |= outcome.ends
+        self.history = self.ctx.epoch
+        # hash_due stays where the next group resolves a vote: its members may have applied
+        # different steps.
+        self.hash_due = False
+
+    def refused(self, reason: str) -> None:
+        """Members voted against the step. RuntimeError after too many such votes."""
+        step = self.progress.step
+        _log.warning("step %d does not count: %s", step, reason)
+        self.num_failed += 1
+        if self.num_failed > self.policy.max_attempts:
+            raise RuntimeError(f"step {step} was refused {self.num_failed} times: {reason}")
+
+    def lost(self, error: GroupError) -> None:
+        """Note that the group is lost; raise ``error`` if no next group is to be formed."""
+        now, step = time.monotonic(), self.progress.step
+        if self.lost_at is None:
+            self.lost_at = now
+        self.num_failed += 1
+        self.cause = self.interrupted = error
+        if not self.ctx.elastic:
+            raise error
+        waited = now - self.lost_at
+        if self.num_failed > self.policy.max_attempts or waited > self.policy.recovery_s:
+            error.add_note(
+                f"step {step} was not committed in {self.num_failed} groups and "
+                f"{waited:.0f} s (Policy's max_attempts and recovery_s)"
+            )
+            raise error
+        _log.info("step %d: %s", step, error)
+
+    def end_recovery(self) -> None:
+        """Training goes on: record the seconds since the loss, if there was one."""
+        if self.lost_at is not None:
+            self.recoveries.append(time.monotonic() - self.lost_at)
+            self.lost_at = None
+
+    # ------------------------------------------------------------ between two steps
+
+    def agree(self, pending: int) -> tuple[bool, float]:
         """Form the next group if the present one ended or newcomers wait; decide which steps count.
 
-        ``pending`` is the epoch of the vote whose outcome this rank does not know, 0 for none. Also
-        returns the loss of the last step that counts, NaN if no member knows it. Cost: one
-        all_gather of 160 bytes per rank.
+        ``pending`` is the epoch of the vote whose outcome this rank does not know, 0 for none.
+        Returns whether that vote's step or round counts, and its loss, NaN if no member knows it.
+        Cost: one all_gather of 160 bytes per rank.
         """
         began = time.monotonic()
         reformed = self.cause is not None or self.newcomers
@@ -134,11 +204,11 @@ class Agreement:
             self._agreed = False
             if self._store is not None and self.cause is not None:
                 self._store.give_up()
-            if not self.steps_run_again:
-                self._ctx.begin_step(-1)
-            self._ctx.reform(self.cause)
+            if self.in_rounds:
+                self.ctx.begin_step(-1)
+            self.ctx.reform(self.cause)
             self.cause, self.newcomers = None, False
-        progress = self._progress
+        progress = self.progress
         noise, holding = progress.noise, progress.schedule.holding
         structure = self._replica.structure()
         mine = [
@@ -150,10 +220,10 @@ class Agreement:
             *holding.row,
             *(*self.dealt_in(), 0, 0)[:_MAX_OPEN],
         ]
-        rows = self._ctx.all_gather(np.array(mine, np.float64)).reshape(-1, len(mine))
+        rows = self.ctx.all_gather(np.array(mine, np.float64)).reshape(-1, len(mine))
         if (rows[:, 14] != rows[0, 14]).any():
             remedy = "give every rank the same model"
-            compare(self._ctx, "the model", structure, remedy, operation="join")
+            compare(self.ctx, "the model", structure, remedy, operation="join")
         resolution = reconcile([Standing(*map(int, row[:3])) for row in rows])
         losses = [float(row[3]) for row in rows if int(row[0]) == resolution.committed]
         self._adopt(rows[max(resolution.source, 0)])
@@ -173,24 +243,23 @@ class Agreement:
         if reformed and self.has_state:
             since = began if self.lost_at is None else self.lost_at
             seconds = time.monotonic() - since
-            event = f"re-formed with {self._ctx.world_size} in {seconds:.1f} s"
-            runs_again = self.steps_run_again and self._ctx.rank not in resolution.apply
+            event = f"re-formed with {self.ctx.world_size} in {seconds:.1f} s"
+            runs_again = not self.in_rounds and self.ctx.rank not in resolution.apply
             if runs_again and self.lost_at is not None:
                 event += f", step {resolution.committed} run again"
             _log.info("%s: %s", event, resolution.reason)
-        return resolution, next(iter(losses), math.nan)
-
-    def end_recovery(self) -> list[float]:
-        """Training goes on: the seconds since the loss, if there was one."""
-        lost_at, self.lost_at = self.lost_at, None
-        return [] if lost_at is None else [time.monotonic() - lost_at]
+        self.pace.new_group()
+        counts = self.ctx.rank in resolution.apply
+        if counts:
+            self.history = resolution.history
+        return counts, next(iter(losses), math.nan)
 
     def bring_up_to_date(self) -> None:
         """Send the state of a member that is up to date to the members that are not."""
         resolution = self._resolution
         if resolution is None:
             return
-        ctx, source = self._ctx, resolution.source
+        ctx, source = self.ctx, resolution.source
         afresh = source < 0
         if afresh:
             source = self._start_afresh()
@@ -203,28 +272,28 @@ class Agreement:
                 self._restore(received)
                 self.is_restored = True
                 self.alignment.received()
-                if self._progress.step:
-                    _log.info("joined at step %d", self._progress.step)
+                if self.progress.step:
+                    _log.info("joined at step %d", self.progress.step)
         mine = self._own[ctx.rank :: ctx.world_size]
         if mine:
             self._replica.restore_own(mine)
         self._own = []
         self.is_afresh = afresh
         if afresh:
-            self._tried_at = self._progress.step
+            self._tried_at = self.progress.step
         self.has_state, self._resolution = True, None
         self.history = max(self.history, resolution.history)
 
     @property
     def is_save_due(self) -> bool:
         """Whether a checkpoint is due or the script called for one, and there is a store."""
-        progress = self._progress
-        due = progress.done or progress.has_passed(self._policy.save_every) or self.save_due
+        progress = self.progress
+        due = progress.done or progress.has_passed(self.policy.save_every) or self.save_due
         return due and self.has_store
 
     def will_save(self, num_steps: int) -> bool:
         """Whether ``is_save_due`` after a commit of ``num_steps`` steps."""
-        passes = self._progress.will_pass(self._policy.save_every, num_steps)
+        passes = self.progress.will_pass(self.policy.save_every, num_steps)
         return self.has_store and (passes or self.save_due)
 
     def save(self) -> CheckpointError | None:
@@ -233,7 +302,7 @@ class Agreement:
         Returns the error of a rank that could not write, for training goes on without a checkpoint;
         None if nothing failed.
         """
-        step = self._progress.step
+        step = self.progress.step
         is_asked = self.save_due and step != self._saved_at
         is_due = self.is_save_due and step not in (0, self._tried_at)
         if self._store is None or not (is_asked or is_due):
@@ -241,9 +310,9 @@ class Agreement:
             return None
         failed: CheckpointError | None = None
         try:
-            own = gather_states(self._ctx, self._replica.capture_own())
+            own = gather_states(self.ctx, self._replica.capture_own())
             state = self.capture() | {"own": own}
-            elsewhere = saving.save(self._ctx, self._store, state, step)
+            elsewhere = saving.save(self.ctx, self._store, state, step)
             failed = CheckpointError(elsewhere) if elsewhere else None
         except CheckpointError as error:
             self._report(error)  # an error of another rank is reported by that rank
@@ -265,31 +334,31 @@ class Agreement:
     def compare_at_the_end(self) -> None:
         """Wait for all ranks at the end of the training. Diverged if their parameters differ."""
         mine = np.frombuffer(bytes.fromhex(self._replica.fingerprint()), np.uint8)
-        hashes = self._ctx.all_gather(mine.copy()).reshape(-1, len(mine))
+        hashes = self.ctx.all_gather(mine.copy()).reshape(-1, len(mine))
         different = [str(rank) for rank, other in enumerate(hashes) if (other != hashes[0]).any()]
         if different:
-            self._ctx.settle()
+            self.ctx.settle()
             raise Diverged(
-                f"after step {self._progress.step} the parameters of rank {', '.join(different)} "
+                f"after step {self.progress.step} the parameters of rank {', '.join(different)} "
                 "differ from those of rank 0"
             )
 
     def capture(self) -> dict[str, Any]:
         """The part of the training's state that is equal on all ranks."""
-        return self._progress.capture() | {"replica": self._replica.capture()}
+        return self.progress.capture() | {"replica": self._replica.capture()}
 
     # ------------------------------------------------------------ inside
 
     def _adopt(self, row: Any) -> None:
         """Take the batch size and noise of the rank whose state counts; other ranks may be
         ahead."""
-        if self._progress.batching is not None:
-            self._progress.batch_size = self._progress.batching.clamp(float(row[4]))
-            self._progress.noise = NoiseEstimate(float(row[5]), float(row[6]), int(row[7]))
+        if self.progress.batching is not None:
+            self.progress.batch_size = self.progress.batching.clamp(float(row[4]))
+            self.progress.noise = NoiseEstimate(float(row[5]), float(row[6]), int(row[7]))
 
     def _hold(self, holdings: list[Holding], afresh: bool) -> None:
         """Take the schedule for a group whose ranks have said what samples they hold."""
-        progress, ctx = self._progress, self._ctx
+        progress, ctx = self.progress, self.ctx
         before = progress.schedule.held
         progress.schedule = progress.schedule.for_group(holdings, afresh=afresh)
         if before and (change := told_of_change(before, progress.schedule.held)) and ctx.is_master:
@@ -303,31 +372,31 @@ class Agreement:
         Returns that rank."""
         found = self._store.load_latest() if self._store is not None else None
         mine = np.array([found.step if found else -1], np.int64)
-        source = int(np.argmax(self._ctx.all_gather(mine).reshape(-1)))
-        if found is not None and self._ctx.rank == source:
+        source = int(np.argmax(self.ctx.all_gather(mine).reshape(-1)))
+        if found is not None and self.ctx.rank == source:
             self._restore(found.state)
-            step = self._progress.step
+            step = self.progress.step
             said = f"resumed from the checkpoint of step {step}"
-            if self._progress.is_stopped:
+            if self.progress.is_stopped:
                 said += (
                     ", at which job.stop() has ended the training: no step follows. To train on, "
                     "begin another training, with its own directory, from that model"
                 )
                 _log.warning("%s", said)
-            self._ctx.report(event=said)
+            self.ctx.report(event=said)
         return source
 
     def _expected(self) -> Expected:
         return Expected(
             own={"replica": self._replica.capture()},
             fixed={"replica": self._replica.fixed()},
-            max_bytes=self._policy.max_state_bytes,
+            max_bytes=self.policy.max_state_bytes,
         )
 
     def _restore(self, state: State) -> None:
         if not isinstance(state, dict) or not isinstance(state.get("own"), list):
             raise CheckpointError("not the state of an elastic loop")
-        self._progress.restore(state)
+        self.progress.restore(state)
         try:
             self._replica.restore(state["replica"])
         except (KeyError, TypeError) as error:
@@ -336,4 +405,36 @@ class Agreement:
 
     def _report(self, error: CheckpointError) -> None:
         _log.error("%s", error)
-        self._ctx.report(event=str(error))
+        self.ctx.report(event=str(error))
+
+
+class Interrupt:
+    """Within its ``with`` block the first SIGINT sets ``is_asked``; a second one raises
+    KeyboardInterrupt, as ever. Where the script has a handler of its own, or on another thread than
+    the main one, the block changes nothing. ``is_agreed``: all ranks are to end after this step."""
+
+    def __init__(self) -> None:
+        self.is_asked = False
+        self.is_agreed = False
+        self._is_set = False
+
+    @property
+    def is_due(self) -> bool:
+        """Whether this rank begins no further step of a round."""
+        return self.is_asked or self.is_agreed
+
+    def __enter__(self) -> None:
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._asked)
+            self._is_set = True
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_set and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            self._is_set = False
+
+    def _asked(self, number: int, frame: FrameType | None) -> None:
+        if self.is_asked:
+            signal.default_int_handler(number, frame)
+        self.is_asked = True

@@ -1,4 +1,4 @@
-"""How far two states are apart, in units of what rounding explains."""
+"""The distance of two states in units of what rounding explains, and hashes that ignore it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
-from potluck.training.distance import distance
+from potluck.training.rounding import distance, nearly_equal, tolerant_hash
 
 DTYPES = ["float16", "float32", "float64", "bfloat16"]
 
@@ -108,3 +110,49 @@ def test_what_is_no_rounding(mine: Any, theirs: Any, what: str) -> None:
     found = distance(mine, theirs, 1)
     assert found.excess == math.inf
     assert what in found.what
+
+
+# ------------------------------------------------------------ tolerant hashes
+
+
+@given(st.floats(1e-300, 1e300), st.integers(-200, 200))
+@example(1.0, -1)  # the floats below a power of two lie closer together
+@example(0.5, -200)
+def test_neighbours_of_a_number_are_nearly_equal(number: float, steps: int) -> None:
+    other = float((np.float64(number).view(np.int64) + steps).view(np.float64))
+    for value, near in ((number, other), (-number, -other)):
+        assert nearly_equal(tolerant_hash({"lr": value}), tolerant_hash({"lr": near}))
+
+
+@pytest.mark.parametrize("left", [2, 10, 50, 5000])
+def test_the_last_rates_of_a_schedule_by_two_libraries_are_nearly_equal(left: int) -> None:
+    """Of the few bits that 1 + cos(x) keeps there, the last one is the library's."""
+    found = []
+    for neighbour in (-2.0, 1.0):
+        cos = math.nextafter(math.cos(math.pi * (10_000 - left) / 10_000), neighbour)
+        found.append({"lr": 0.1 * (1 + cos) / 2, "initial_lr": 0.1})
+    assert nearly_equal(*map(tolerant_hash, found))
+    assert distance(*found, 1).excess < 1
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (0.1, 0.1 * (1 + 1e-8)),
+        (0.1, -0.1),
+        ({"lr": 0.1}, {"eps": 0.1}),
+        ([0.1, 0.2], [0.2, 0.1]),
+        ((0.9, 0.999), (0.9, 0.99)),
+        (True, False),
+        (None, 0.0),
+        (math.inf, 1e300),
+    ],
+)
+def test_values_that_differ_by_more_are_not_nearly_equal(one: object, other: object) -> None:
+    assert not nearly_equal(tolerant_hash(one), tolerant_hash(other))
+    assert nearly_equal(tolerant_hash(one), tolerant_hash(one))
+
+
+def test_a_tensor_is_its_numbers() -> None:
+    assert tolerant_hash(np.array([0.1, 0.2])) == tolerant_hash([0.1, 0.2])
+    assert tolerant_hash([math.nan]) == tolerant_hash([math.nan])
