@@ -27,8 +27,11 @@ from typing import Any
 from common import script
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from potluck._core.cluster.trust.credentials import load_admissions, load_credentials
-from potluck._core.cluster.trust.identity import load_or_create_identity
+from potluck._core.cluster.trust.credentials import (
+    load_admissions,
+    load_credentials,
+    load_or_create_identity,
+)
 from potluck._core.settings import Settings
 from potluck._core.transport.credentials import Credentials
 from potluck._core.transport.delegation import delegate

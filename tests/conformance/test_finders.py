@@ -24,11 +24,10 @@ from potluck._core.cluster.discovery.advert import (
     new_instance,
 )
 from potluck._core.cluster.discovery.beacon import GROUP4, Beacon
-from potluck._core.cluster.discovery.finder import Finder
+from potluck._core.cluster.discovery.configured import StaticPeers
+from potluck._core.cluster.discovery.finder import Finder, Presence
 from potluck._core.cluster.discovery.interfaces import Interface, usable_interfaces
 from potluck._core.cluster.discovery.mdns import SERVICE, Mdns
-from potluck._core.cluster.discovery.presence import Presence
-from potluck._core.cluster.discovery.static import StaticPeers
 
 KEY, OTHER = os.urandom(32), os.urandom(32)
 """Of this process alone: other runs of tests on this machine speak by the same multicast."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from potluck._core.cluster.trust.identity import load_or_create_identity
+from potluck._core.cluster.trust.credentials import load_or_create_identity
 from potluck._core.transport.credentials import node_id_of
 from support.clusters import lock
 from support.figures import Figures

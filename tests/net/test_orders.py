@@ -24,8 +24,8 @@ from pathlib import Path
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from potluck._core.cluster.jobs.dispatcher import JobDispatcher
-from potluck._core.cluster.trust.identity import load_or_create_identity
-from potluck._core.cluster.trust.signed_jobs import signed
+from potluck._core.cluster.trust.credentials import load_or_create_identity
+from potluck._core.cluster.trust.credentials import signed
 from potluck._core.transport.credentials import node_id_of
 from potluck._core.wire import jobs
 

@@ -29,8 +29,8 @@ import asyncio, json, sys
 from contextlib import ExitStack
 from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from potluck._core.cluster.topology.versions import own_versions
-from potluck._core.cluster.trust.identity import load_or_create_identity
+from potluck._core.cluster.topology.hardware import own_versions
+from potluck._core.cluster.trust.credentials import load_or_create_identity
 from potluck.errors import PotluckError
 from potluck._core.transport import aio
 from potluck._core.transport.credentials import make_credentials

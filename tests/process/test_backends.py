@@ -104,7 +104,7 @@ number = os.environ["RANK"]
 os.environ["POTLUCK_SITE"] = f"home/rack{number}"
 if START == "discovery":
     from potluck import AutoDiscoveryBackend, DistributedContext
-    from potluck._core.cluster.discovery.static import StaticPeers
+    from potluck._core.cluster.discovery.configured import StaticPeers
     ports = [int(port) for port in os.environ["PORTS"].split(",")]
     finders = [StaticPeers([("127.0.0.1", port) for port in ports])]
     backend = AutoDiscoveryBackend(2, finders=finders, port=ports[int(number)])

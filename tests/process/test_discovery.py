@@ -24,7 +24,7 @@ HEAD = """
 import json, sys, time
 import numpy as np
 from potluck import AutoDiscoveryBackend, DistributedContext
-from potluck._core.cluster.discovery.static import StaticPeers
+from potluck._core.cluster.discovery.configured import StaticPeers
 from potluck.errors import GroupError, PotluckError
 
 def say(**facts):

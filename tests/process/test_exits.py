@@ -57,7 +57,7 @@ PAIR = """
 import os, signal, sys, threading, time
 import numpy as np
 from potluck._core.backends.discovery import AutoDiscoveryBackend
-from potluck._core.cluster.discovery.static import StaticPeers
+from potluck._core.cluster.discovery.configured import StaticPeers
 from potluck._core.context import DistributedContext
 from potluck.errors import PotluckError
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from potluck._core.cluster.trust import keyring, operator
+from potluck._core.cluster.trust import operator, secret
 from potluck._core.cluster.trust.admission_file import AdmissionFile
-from potluck._core.cluster.trust.credentials import load_admissions
-from potluck._core.cluster.trust.identity import load_or_create_identity
+from potluck._core.cluster.trust.credentials import load_admissions, load_or_create_identity
 from potluck._core.settings import Settings
 from potluck._core.transport.credentials import node_id_of
 
@@ -22,7 +21,7 @@ def found_cluster(*homes: Path, psk: bytes = b"o" * 32) -> list[str]:
     admissions = first.load()
     assert admissions is not None
     for home in homes:
-        keyring.replace_secret(home, psk)
+        secret.replace_secret(home, psk)
         if home != homes[0]:
             AdmissionFile(home).take_over(admissions.founding, admissions.records)
     return [node_id_of(key.public_key()) for key in keys]
@@ -51,7 +50,7 @@ def admit(host: Path, home: Path) -> str:
     admissions = file.load()
     assert admissions is not None
     AdmissionFile(home).take_over(admissions.founding, admissions.records)
-    keyring.replace_secret(home, bytes.fromhex((host / "cluster_secret").read_text()))
+    secret.replace_secret(home, bytes.fromhex((host / "cluster_secret").read_text()))
     return node_id_of(key.public_key())
 
 
@@ -59,4 +58,4 @@ def ban(host: Path, node: str, reason: str = "", *, psk: bytes | None = None) ->
     """Ban ``node`` in the list of ``host``, an admin; ``psk`` is the next secret."""
     operator.revoke(AdmissionFile(host), load_or_create_identity(host), node, reason, psk=psk)
     if psk is not None:
-        keyring.change_secret(host, psk)
+        secret.change_secret(host, psk)

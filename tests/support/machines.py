@@ -26,9 +26,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from potluck._core.cluster.sharing.offers import SharingStore
 from potluck._core.cluster.sharing.rules import Kept
-from potluck._core.cluster.sharing.store import SharingStore
-from potluck._core.cluster.trust.identity import load_or_create_identity
+from potluck._core.cluster.trust.credentials import load_or_create_identity
 from potluck._core.system import SIGCONT, SIGKILL
 from potluck._core.transport.credentials import node_id_of
 from support.commands import Command, potluck_command

@@ -26,8 +26,8 @@ from itertools import combinations
 from typing import Any
 
 from potluck._core.cluster.membership.agreement import ViewAgreement
-from potluck._core.cluster.membership.election import has_majority
 from potluck._core.cluster.membership.events import Install, Save, Send
+from potluck._core.cluster.membership.view import has_majority
 from potluck._core.wire import nodes as wire
 from potluck._core.wire.nodes import HistoryRecord, StableRecord, View, ViewMember
 from support.paxos_node import HISTORY, Local, Wish, freeze, start, thaw

@@ -6,11 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from potluck._core.cluster.membership.agreement import ViewAgreement
-from potluck._core.cluster.membership.outbox import Outbox
-from potluck._core.cluster.membership.paxos import PaxosInstance
-from potluck._core.cluster.membership.proposer import Round
-from potluck._core.cluster.membership.recovery import Evidence
-from potluck._core.cluster.membership.stable_storage import StableStorage
+from potluck._core.cluster.membership.outbox import Outbox, StableStorage
+from potluck._core.cluster.membership.paxos import Evidence, PaxosInstance, Round
 from potluck._core.cluster.membership.view import following
 from potluck._core.wire.nodes import StableRecord, View, ViewMember
 

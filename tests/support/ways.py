@@ -8,7 +8,8 @@ import inspect
 import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,29 +22,51 @@ _BASES = (SOURCE, SOURCE / "_core", SOURCE / "_core" / "cluster")
 _BESIDE = "\n## Asked beside the way\n"
 
 
-def hops(page: str) -> list[tuple[str, list[Path]]]:
-    """The rows of a page's tables that have a column *file*: the first cell, and the Python files.
+Roles = tuple[str, ...]
+"""What a process is on a way. Empty: all of it."""
+
+
+@dataclass(frozen=True)
+class Hop:
+    """A row of a page's tables that have a column *file*: its first cell, the roles in the column
+    *where* (empty without one), and its Python files. ``is_beside``: it is no hop, but a row of the
+    table *asked beside the way*."""
+
+    number: str
+    where: str
+    files: tuple[Path, ...]
+    is_beside: bool
+
+    def is_of(self, roles: Roles) -> bool:
+        return not roles or any(role in self.where for role in roles)
+
+
+def hops(page: str) -> list[Hop]:
+    """The rows of ``page``.
 
     A name begins at ``src/potluck``, ``_core``, ``cluster`` or the folder of the name before it.
     """
-    way, _, _ = (WAYS / f"{page}.md").read_text().partition(_BESIDE)
-    rows: list[tuple[str, list[Path]]] = []
-    column = 0
-    for line in way.splitlines():
+    way, _, beside = (WAYS / f"{page}.md").read_text().partition(_BESIDE)
+    return [*_rows(way, is_beside=False), *_rows(beside, is_beside=True)]
+
+
+def _rows(text: str, *, is_beside: bool) -> Iterator[Hop]:
+    columns: list[str] = []
+    for line in text.splitlines():
         cells = [cell.strip() for cell in line.split("|")[1:-1]]
         if "file" in cells:
-            column = cells.index("file")
+            columns = cells
         elif not cells:
-            column = 0
-        elif column:
+            columns = []
+        elif columns:
+            row = dict(zip(columns, cells, strict=True))
             folder, files = SOURCE, list[Path]()
-            for name in re.findall(r"`([\w/]+\.py)`", cells[column]):
+            for name in re.findall(r"`([\w/]+\.py)`", row["file"]):
                 places = [base / name for base in (folder, *_BASES) if (base / name).is_file()]
                 assert places, f"{name} is no file, in: {line}"
                 files.append(places[0])
                 folder = places[0].parent
-            rows.append((cells[0], files))
-    return rows
+            yield Hop(cells[0], row.get("where", ""), tuple(files), is_beside)
 
 
 def told(*pages: str) -> set[str]:
@@ -77,14 +100,7 @@ class Trace:
     def check(self, page: str, *others: str, within: str = "") -> None:
         """The files of the tables of ``page`` were entered, and, of the folder ``within``, no files
         that neither it nor the ``others`` name."""
-        wanted = {_short(file) for _, files in hops(page) for file in files}
-        entered = {name for name in self.files if not name.startswith("testing/")}
-        missing = wanted - entered
-        strange = {name for name in entered if name.startswith(within)} - told(page, *others)
-        assert wanted
-        name = f"docs/dev/ways/{page}.md"
-        assert not missing, f"{name} names files that the run did not enter: {sorted(missing)}"
-        assert not strange, f"the run entered files that {name} does not name: {sorted(strange)}"
+        compare(page, {(): self.files}, {(): told(page, *others)}, within)
 
     def _hook(self, frame: FrameType, event: str, arg: Any) -> None:
         code = frame.f_code
@@ -94,6 +110,29 @@ class Trace:
         _, found, name = code.co_filename.partition(_PREFIX)
         if found:
             self.files.add(name)
+
+
+def compare(
+    page: str, entered: Mapping[Roles, set[str]], named: Mapping[Roles, set[str]], within: str = ""
+) -> None:
+    """Processes with these roles ``entered`` the files of the hops of ``page``, and, of the folder
+    ``within``, none but the ones that are ``named`` for their roles."""
+    name = f"docs/dev/ways/{page}.md"
+    way = [hop for hop in hops(page) if not hop.is_beside]
+    assert way
+    for hop in way:
+        seen = set[str]().union(*(files for roles, files in entered.items() if hop.is_of(roles)))
+        missing = set(map(_short, hop.files)) - seen
+        assert not missing, f"{name}, {hop.number}: the run did not enter {sorted(missing)}"
+    for roles, files in entered.items():
+        strange = {each for each in files - named[roles] if each.startswith(within)}
+        strange = {each for each in strange if not each.startswith("testing/")}
+        assert not strange, f"{name} does not name for {roles}: {sorted(strange)}"
+
+
+def of_roles(page: str, roles: Roles) -> set[str]:
+    """The files of all rows of ``page`` that have one of these ``roles``."""
+    return {_short(file) for hop in hops(page) for file in hop.files if hop.is_of(roles)}
 
 
 _PREFIX = f"{SOURCE}/"
@@ -111,3 +150,14 @@ def watched() -> Iterator[Trace]:
     finally:
         sys.setprofile(before[0])
         threading.setprofile(before[1])
+
+
+@contextlib.contextmanager
+def dumped(path: str) -> Iterator[None]:
+    """Record this process meanwhile; at the end its files are written to ``path``."""
+    with watched() as trace:
+        try:
+            with trace.recording():
+                yield
+        finally:
+            Path(path).write_text("\n".join(sorted(trace.files)))

@@ -14,10 +14,9 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from potluck._core.background import start_thread, stop
-from potluck._core.cluster.discovery.static import StaticPeers
+from potluck._core.cluster.discovery.configured import StaticPeers
 from potluck._core.cluster.node_agent import NodeAgent
-from potluck._core.cluster.trust.credentials import load_node_credentials
-from potluck._core.cluster.trust.identity import load_or_create_identity
+from potluck._core.cluster.trust.credentials import load_node_credentials, load_or_create_identity
 from potluck._core.settings import Settings
 from potluck._core.transport.credentials import Credentials
 from potluck._core.transport.delegation import delegate

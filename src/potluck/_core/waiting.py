@@ -1,8 +1,8 @@
-"""Reminders: lines on stderr about a long wait, after 3 s and then every 10 s.
+"""Lines for people about what lasts or repeats: reminders of a long wait, complaints.
 
-A wait in slices calls ``Reminder.tick`` between them. A call that blocks in other code runs inside
-``reminding``, which calls ``tick`` on a thread.
-"""
+A reminder is a line on stderr after 3 s and then every 10 s. A wait in slices calls
+``Reminder.tick`` between them. A call that blocks in other code runs inside ``reminding``, which
+calls ``tick`` on a thread. A ``Complaint`` is a line about a failure, once until it is over."""
 
 from __future__ import annotations
 
@@ -89,3 +89,20 @@ def reminding(reminder: Reminder) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
+
+
+class Complaint:
+    """Passes a text on to ``say`` unless it is the text of the last call; ``over`` forgets that."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._last = ""
+
+    def __call__(self, text: str) -> None:
+        if text != self._last:
+            self._last = text
+            self._say(text)
+
+    def over(self) -> None:
+        """It goes well again: the next text is said, whatever it is."""
+        self._last = ""

@@ -1,15 +1,20 @@
-"""Questions to the person at the terminal, in an event loop that goes on meanwhile."""
+"""Questions to the person at the terminal, in an event loop that goes on meanwhile.
+
+``Questions`` asks the owner at the terminal of ``potluck up`` whose scripts may run here."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import sys
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
 
 import typer
 
-from potluck._core.system import forget_typed
-from potluck.errors import ConfigurationError
+from potluck._core.background import Tasks
+from potluck._core.system import forget_typed, has_terminal
+from potluck.errors import ConfigurationError, PotluckError
 
 
 def confirm(question: str) -> None:
@@ -65,3 +70,84 @@ async def _readable() -> None:
         await ready.wait()
     finally:
         loop.remove_reader(sys.stdin.fileno())
+
+
+_MAX_LINE = 1024
+
+
+class Undecided(Protocol):
+    """The owner's decisions, as ``Offers`` has them."""
+
+    def undecided(self) -> tuple[str, ...]:
+        """The nodes about which the owner is to be asked."""
+
+    async def decide(self, node: str, *, is_allowed: bool) -> None:
+        """The owner's answer."""
+
+
+class Questions:
+    """Asks about one node at a time. ``look`` when there may be new ones, ``remind`` after each
+    line of others, so that an open question is the last line, ``answer`` with each line of the
+    owner; ``say`` prints."""
+
+    def __init__(
+        self,
+        offers: Undecided,
+        called: Callable[[str], str],
+        user: str,
+        say: Callable[[str], None],
+    ) -> None:
+        self._offers = offers
+        self._called = called
+        self._user = user
+        self._say = say
+        self._asked = ""
+
+    def look(self) -> None:
+        """Ask about the first node that is undecided, unless it was asked about last."""
+        waiting = self._offers.undecided()
+        if self._asked in waiting:
+            return
+        self._asked = waiting[0] if waiting else ""
+        if self._asked:
+            self._ask()
+
+    def remind(self) -> None:
+        """Another line was printed: ask again below it."""
+        if self._asked in self._offers.undecided():
+            self._ask()
+
+    async def answer(self, line: str) -> None:
+        """The owner wrote ``line``."""
+        word, node = line.strip().lower(), self._asked
+        if not node:
+            return
+        if word not in ("y", "yes", "n", "no"):
+            self._ask()
+            return
+        self._asked = ""
+        try:
+            await self._offers.decide(node, is_allowed=word.startswith("y"))
+        except PotluckError as error:  # it could not be kept, so nothing is decided
+            self._say(str(error))
+
+    def _ask(self) -> None:
+        name = self._called(self._asked)
+        self._say(f"may scripts of {name} run on this machine, as {self._user}? y or n, then Enter")
+
+
+def read_answers(take: Callable[[str], Coroutine[Any, Any, None]]) -> None:
+    """Give each line that the owner writes to ``take``, in a task of the event loop, until there is
+    no terminal in the foreground any more."""
+    loop = asyncio.get_running_loop()
+    tasks = Tasks()
+
+    def read() -> None:
+        # A process in the background that reads from the terminal is stopped by it.
+        line = os.read(0, _MAX_LINE) if has_terminal() else b""
+        if not line:
+            loop.remove_reader(0)
+            return
+        tasks.start(take(line.decode(errors="replace")))
+
+    loop.add_reader(0, read)

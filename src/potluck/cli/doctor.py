@@ -9,7 +9,7 @@ import typer
 
 from potluck._core import native
 from potluck._core.optional import installed
-from potluck.cli.files import print_json
+from potluck.cli.terminal import print_json
 
 _OPTIONAL = {"torch": "torch", "scikit-learn": "sklearn", "mpi4py": "mpi", "matplotlib": "bench"}
 """The extra that installs each optional package."""

@@ -9,9 +9,8 @@ from pathlib import Path
 from potluck._core.cluster.code_store.selection import Selection, check_script, select
 from potluck._core.cluster.code_store.wording import in_words, links_in_words, size_in_words
 from potluck._core.settings import Settings
-from potluck.cli.files import as_json, check_writable, print_json
 from potluck.cli.nodes import ask_nodes
-from potluck.cli.terminal import say
+from potluck.cli.terminal import as_json, check_writable, print_json, say
 
 SCHEMA_VERSION = 1
 _STDOUT = Path("-")

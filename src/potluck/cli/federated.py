@@ -11,8 +11,7 @@ from typing import Annotated
 
 import typer
 
-from potluck.cli.files import as_json, check_writable, print_json
-from potluck.cli.terminal import say
+from potluck.cli.terminal import as_json, check_writable, print_json, say
 from potluck.errors import ConfigurationError
 
 app = typer.Typer(

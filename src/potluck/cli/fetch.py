@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from potluck.cli.files import print_json
-from potluck.cli.terminal import console_on, date, say
+from potluck.cli.terminal import console_on, date, print_json, say
 from potluck.errors import ConfigurationError
 
 if TYPE_CHECKING:

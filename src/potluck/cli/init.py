@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from potluck.cli.files import print_json
-from potluck.cli.machines import when_others_learn
+from potluck.cli.nodes import when_others_learn
+from potluck.cli.terminal import print_json
 
 if TYPE_CHECKING:
     from potluck._core.cluster.trust.admissions import Admissions
@@ -101,8 +101,7 @@ def _make_codes(settings: Settings, count: int, show: Callable[[Sequence[str], i
     """Make ``count`` recovery codes for this home's cluster, and ``show`` them before they count,
     so that none count that nobody has seen. Whether other machines are in the cluster."""
     from potluck._core.cluster.trust.admissions import new_founding
-    from potluck._core.cluster.trust.credentials import load_admissions
-    from potluck._core.cluster.trust.identity import load_or_create_identity
+    from potluck._core.cluster.trust.credentials import load_admissions, load_or_create_identity
     from potluck._core.cluster.trust.recovery import make_codes
 
     file, me = load_admissions(settings), load_or_create_identity(settings.home)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from potluck.cli.files import print_json
 from potluck.cli.pair import MAY
+from potluck.cli.terminal import print_json
 from potluck.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -51,12 +51,12 @@ def join(
     """
     from potluck._core.cluster.home.node_state import find_agent
     from potluck._core.cluster.trust.admission_file import AdmissionFile
-    from potluck._core.cluster.trust.keyring import replace_secret
     from potluck._core.cluster.trust.known_nodes import KnownNodes
+    from potluck._core.cluster.trust.secret import replace_secret
     from potluck._core.settings import load_settings
     from potluck._core.transport.credentials import namespace_of
     from potluck.cli.asking import Asker
-    from potluck.cli.sharing import ask_about_scripts
+    from potluck.cli.owner_commands import ask_about_scripts
 
     if code:
         raise ConfigurationError(
@@ -112,8 +112,7 @@ def _check(settings: Settings, replace: bool) -> None:
 def _is_alone(settings: Settings) -> bool:
     """Whether this machine's cluster is one that it founded, without another machine: `potluck up`
     or `potluck nodes` made it, and nothing is lost with it."""
-    from potluck._core.cluster.trust.credentials import load_admissions
-    from potluck._core.cluster.trust.identity import load_or_create_identity
+    from potluck._core.cluster.trust.credentials import load_admissions, load_or_create_identity
     from potluck._core.transport.credentials import node_id_of
 
     me = node_id_of(load_or_create_identity(settings.home).public_key())
@@ -123,9 +122,8 @@ def _is_alone(settings: Settings) -> bool:
 async def _ask(
     settings: Settings, asker: Asker, address: str, wait_s: float, yes: bool
 ) -> Handover:
-    from potluck._core.cluster.discovery.configured import all_finders
-    from potluck._core.cluster.discovery.static import parse_peers
-    from potluck._core.cluster.trust.identity import load_or_create_identity
+    from potluck._core.cluster.discovery.configured import all_finders, parse_peers
+    from potluck._core.cluster.trust.credentials import load_or_create_identity
     from potluck._core.cluster.trust.pairing import parse_code
     from potluck._core.cluster.trust.pairing_joiner import Me, take_over
 

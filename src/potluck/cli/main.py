@@ -14,7 +14,6 @@ from typer.core import TyperGroup
 
 from potluck._core import hints
 from potluck._core.system import need_posix
-from potluck.cli.agent_commands import continue_
 from potluck.cli.bench.command import bench
 from potluck.cli.doctor import doctor
 from potluck.cli.federated import app as federated
@@ -22,12 +21,12 @@ from potluck.cli.fetch import fetch
 from potluck.cli.init import init
 from potluck.cli.job_display import silence
 from potluck.cli.join import join
+from potluck.cli.owner_commands import allow, continue_, deny, pause, resume
 from potluck.cli.pair import pair
 from potluck.cli.plan import plan
 from potluck.cli.roster import nodes
 from potluck.cli.run import run
 from potluck.cli.services import services
-from potluck.cli.sharing import allow, deny, pause, resume
 from potluck.cli.status import status
 from potluck.cli.terminal import say
 from potluck.cli.trust import admit, ban, lock, rotate, unban

@@ -1,5 +1,5 @@
-"""The nodes, links and jobs of a cluster in ``potluck status``: requests to the agent, and
-tables."""
+"""The nodes, links and jobs of a cluster for ``potluck status``: requests to the agent, tables, and
+the machine that a name or id means."""
 
 from __future__ import annotations
 
@@ -17,6 +17,31 @@ if TYPE_CHECKING:
     from potluck._core.settings import Settings
     from potluck._core.wire.local import NodeInfo, NodesReply
     from potluck._core.wire.worker_link import JobState
+
+
+def when_others_learn(settings: Settings) -> str:
+    """A sentence for a change of the list that was made on this machine."""
+    from potluck._core.cluster.home.node_state import find_agent
+
+    if find_agent(settings.home) is None:
+        return "The other machines learn of it when `potluck up` runs here."
+    return "Machines that are switched off learn of it when they come back."
+
+
+def find_known(settings: Settings, text: str) -> str:
+    """The id of the machine that ``text`` names: a name, an id, or the beginning of an id.
+    ConfigurationError if that is none of the machines that are known here, or several."""
+    from potluck._core.cluster.names import find_node
+    from potluck._core.cluster.trust.credentials import load_admissions, load_or_create_identity
+    from potluck._core.cluster.trust.known_nodes import KnownNodes
+    from potluck._core.transport.credentials import node_id_of
+
+    named = {node: each.name for node, each in load_admissions(settings).roster.entries.items()}
+    for each in KnownNodes(settings.home).nodes():
+        named[each.node] = each.name or named.get(each.node, "")
+    named[node_id_of(load_or_create_identity(settings.home).public_key())] = settings.machine_name
+    return find_node(text, named.items())
+
 
 _ANSWER_S = 3.0
 

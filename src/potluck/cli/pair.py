@@ -64,7 +64,7 @@ def pair(
     from potluck._core.cluster.trust.pairing import new_code
     from potluck._core.settings import load_settings
     from potluck._core.transport.credentials import node_id_of_bytes
-    from potluck.cli.sharing import ask_about_scripts
+    from potluck.cli.owner_commands import ask_about_scripts
 
     if admin and days:
         raise ConfigurationError("the admission of an admin can't end: leave --days or --admin out")
@@ -99,8 +99,11 @@ async def _wait(
     from potluck._core.cluster.discovery.configured import all_finders
     from potluck._core.cluster.discovery.interfaces import bound_interfaces
     from potluck._core.cluster.trust import operator
-    from potluck._core.cluster.trust.credentials import load_admissions, load_node_credentials
-    from potluck._core.cluster.trust.identity import load_or_create_identity
+    from potluck._core.cluster.trust.credentials import (
+        load_admissions,
+        load_node_credentials,
+        load_or_create_identity,
+    )
     from potluck._core.cluster.trust.known_nodes import KnownNodes
     from potluck._core.cluster.trust.pairing_host import hand_over
     from potluck._core.cluster.trust.secret import load_secret

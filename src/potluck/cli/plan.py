@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from potluck.cli.files import as_json, check_writable, print_json
 from potluck.cli.run import (
     Env,
     Include,
@@ -22,6 +21,7 @@ from potluck.cli.run import (
     check_cluster,
     machines_of,
 )
+from potluck.cli.terminal import as_json, check_writable, print_json
 from potluck.errors import ConfigurationError
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from potluck.cli.files import print_json
-from potluck.cli.terminal import console_on, date
+from potluck.cli.terminal import console_on, date, print_json
 from potluck.errors import PotluckError
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import msgspec
 import typer
 
 from potluck._core import native
-from potluck.cli.files import as_json, check_writable
+from potluck.cli.terminal import as_json, check_writable
 from potluck.errors import ConfigurationError
 
 if TYPE_CHECKING:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from potluck.cli.files import print_json
-from potluck.cli.terminal import console_on, say
+from potluck.cli.terminal import console_on, print_json, say
 
 if TYPE_CHECKING:
     from potluck._core.wire.local import ServicesReply

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from msgspec import structs
 
-from potluck.cli.files import print_json
 from potluck.cli.nodes import ask_jobs, ask_nodes, show_jobs, show_nodes
-from potluck.cli.terminal import console_on, say
+from potluck.cli.terminal import console_on, print_json, say
 from potluck.errors import PotluckError
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ async def _ask_all(
 ) -> tuple[NodesReply | None, list[JobState], list[str]]:
     """The cluster, all jobs (of the cluster and of private agents), and for each agent that did not
     answer a sentence."""
-    from potluck._core.cluster.home.private_state import private_agents
+    from potluck._core.cluster.home.node_state import private_agents
 
     cluster: NodesReply | None = None
     jobs: list[JobState] = []

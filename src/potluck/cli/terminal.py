@@ -1,18 +1,46 @@
-"""The commands' way to a terminal for text that others may have written: lines and tables."""
+"""The output of commands: lines, tables and JSON, safe for a terminal where others may have written
+the text."""
 
 from __future__ import annotations
 
 import datetime
 import logging
+import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+import msgspec
 import typer
 
-from potluck._core.printable import paragraph
+from potluck._core.printable import json_text, paragraph
+from potluck.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+def check_writable(option: str, path: Path | None) -> None:
+    """ConfigurationError that names ``option`` if no file can be written at ``path``."""
+    if path is None:
+        return
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ConfigurationError(f"{option} {path}: there is no directory {folder}")
+    if path.is_dir():
+        raise ConfigurationError(f"{option} {path}: that is a directory; name a file in it")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ConfigurationError(f"{option} {path}: you may not write there")
+
+
+def as_json(value: Any) -> bytes:
+    """``value`` as indented JSON, safe to show on a terminal."""
+    return json_text(msgspec.json.format(msgspec.json.encode(value), indent=2).decode()).encode()
+
+
+def print_json(value: Any) -> None:
+    """Write ``value`` to stdout as indented JSON."""
+    typer.echo(as_json(value).decode())
 
 
 def say(text: str, *, err: bool = False) -> None:

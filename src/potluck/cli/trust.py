@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from potluck.cli.asking import confirm
-from potluck.cli.machines import find_known, when_others_learn
+from potluck.cli.nodes import find_known, when_others_learn
 from potluck.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -72,9 +72,8 @@ def ban(
     """
     from potluck._core.cluster.home.node_state import find_agent
     from potluck._core.cluster.trust import operator
-    from potluck._core.cluster.trust.keyring import change_secret
-    from potluck._core.cluster.trust.secret import is_secret_given
-    from potluck.cli.sharing import forget
+    from potluck._core.cluster.trust.secret import change_secret, is_secret_given
+    from potluck.cli.owner_commands import forget
 
     settings, file, key = _load()
     found = find_known(settings, node)
@@ -130,7 +129,7 @@ def unban(node: _Node, yes: _Yes = False) -> None:
     cluster with an earlier one (at most seven changes ago); if it can't: `potluck pair`.
     """
     from potluck._core.cluster.trust import operator
-    from potluck.cli.sharing import ask_about_scripts
+    from potluck.cli.owner_commands import ask_about_scripts
 
     settings, file, key = _load()
     found = find_known(settings, node)
@@ -198,8 +197,7 @@ def rotate() -> None:
     `potluck ban` changes the secret by itself.
     """
     from potluck._core.cluster.trust import operator
-    from potluck._core.cluster.trust.keyring import change_secret
-    from potluck._core.cluster.trust.secret import is_secret_given
+    from potluck._core.cluster.trust.secret import change_secret, is_secret_given
     from potluck._core.transport.credentials import namespace_of
 
     settings, file, key = _load()
@@ -284,8 +282,11 @@ def _lock(
 
 
 def _load() -> tuple[Settings, AdmissionFile, Ed25519PrivateKey]:
-    from potluck._core.cluster.trust.credentials import load_admissions, load_node_credentials
-    from potluck._core.cluster.trust.identity import load_or_create_identity
+    from potluck._core.cluster.trust.credentials import (
+        load_admissions,
+        load_node_credentials,
+        load_or_create_identity,
+    )
     from potluck._core.settings import load_settings
 
     settings = load_settings()

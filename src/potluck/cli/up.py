@@ -163,9 +163,9 @@ def check_user(settings: Settings) -> None:
 
 def keep_rule(settings: Settings) -> None:
     """Keep whose scripts run here, if the owner says it now."""
+    from potluck._core.cluster.sharing.offers import SharingStore
     from potluck._core.cluster.sharing.rules import ruled
-    from potluck._core.cluster.sharing.store import SharingStore
-    from potluck.cli.machines import find_known
+    from potluck.cli.nodes import find_known
 
     if settings.run_for:
         store = SharingStore(settings.home)
@@ -222,7 +222,7 @@ def _say_who_may(agent: NodeAgent, *, is_asking: bool) -> list[Callable[[], None
     """Say who may run scripts here, as which user, and ask if the owner is to decide. Returns what
     is to be called after each further line."""
     from potluck._core.cluster.sharing.rules import who_may
-    from potluck.cli.questions import Questions, read_answers
+    from potluck.cli.asking import Questions, read_answers
 
     user, called, offer = user_name(), agent.names.called, agent.offers.mine
     hints = "`potluck deny NODE`, `potluck up --run-for`"

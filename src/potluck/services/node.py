@@ -14,8 +14,8 @@ import msgspec
 from potluck._core.backends.doors import Caller, admission, dial
 from potluck._core.checks import Duration, checked_seconds
 from potluck._core.cluster.links.local import running_agent
+from potluck._core.cluster.names import MIN_PREFIX
 from potluck._core.cluster.trust.credentials import load_node_credentials
-from potluck._core.cluster.trust.known_nodes import MIN_PREFIX
 from potluck._core.forks import Owner
 from potluck._core.settings import load_settings
 from potluck._core.transport.acceptor import Limits

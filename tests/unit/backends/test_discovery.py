@@ -18,10 +18,10 @@ import potluck
 from potluck._core.backends.discovery import AutoDiscoveryBackend
 from potluck._core.cluster.discovery.advert import Hint
 from potluck._core.cluster.discovery.beacon import Beacon
+from potluck._core.cluster.discovery.configured import StaticPeers
 from potluck._core.cluster.discovery.finder import Finder
 from potluck._core.cluster.discovery.interfaces import Interface, usable_interfaces
 from potluck._core.cluster.discovery.mdns import Mdns
-from potluck._core.cluster.discovery.static import StaticPeers
 from potluck._core.settings import load_settings
 from potluck.errors import ConfigurationError, LinkError, OperationTimeout
 

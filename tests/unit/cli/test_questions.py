@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from potluck.cli.questions import Questions
+from potluck.cli.asking import Questions
 
 
 class Owner:

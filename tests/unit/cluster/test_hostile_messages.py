@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from potluck._core.cluster.home.node_state import NodeState
-from potluck._core.cluster.jobs.early import OF_ALL_NODES, EarlyOrders
+from potluck._core.cluster.jobs.deferred_messages import MAX_BYTES, DeferredMessages
 from potluck._core.cluster.jobs.groups import membership
 from potluck._core.cluster.jobs.groups.roster import JobPolicy
 from potluck._core.cluster.membership.failure_detector import MAX_PEERS
@@ -147,14 +147,14 @@ def test_facts_of_many_nodes_are_kept_of_linked_ones_only() -> None:
 
 
 def test_early_orders_of_any_kind_are_bounded() -> None:
-    early, hostile = EarlyOrders(), Hostile(random.Random(2), ["a"])
+    early, hostile = DeferredMessages(), Hostile(random.Random(2), ["a"])
     for number in range(2000):
         order = hostile.anything(jobs.FromLeader)
         try:
-            early.keep(f"node{number % 50}", order)
+            early.keep_orders(f"node{number % 50}", order)
         except ProtocolError:
             continue
-        assert early.nbytes <= OF_ALL_NODES
+        assert early.nbytes <= MAX_BYTES
     assert early.take()
 
 

@@ -15,17 +15,16 @@ import msgspec
 import pytest
 
 from potluck._core.cluster import admission_exchange
-from potluck._core.cluster.discovery.static import StaticPeers
+from potluck._core.cluster.discovery.configured import StaticPeers
 from potluck._core.cluster.home import node_state
 from potluck._core.cluster.home.node_state import AgentRecord, NodeState, find_agent
 from potluck._core.cluster.links.local import ask_agent
 from potluck._core.cluster.links.peers import KIND
 from potluck._core.cluster.node_agent import NodeAgent
-from potluck._core.cluster.trust import keyring, operator
+from potluck._core.cluster.trust import operator, secret
 from potluck._core.cluster.trust.admission_file import AdmissionFile
 from potluck._core.cluster.trust.admissions import sign
-from potluck._core.cluster.trust.credentials import load_admissions
-from potluck._core.cluster.trust.identity import load_or_create_identity
+from potluck._core.cluster.trust.credentials import load_admissions, load_or_create_identity
 from potluck._core.settings import Settings
 from potluck._core.transport import aio
 from potluck._core.transport.credentials import namespace_of
@@ -411,7 +410,7 @@ def test_a_member_that_takes_no_part_in_a_change_of_the_secret_vetoes_nothing(
         ada, bob, carl = await cluster.three()
         carl.agent.links.on(admissions.AdmissionMessage, lambda node, message: None)
         operator.change_of_secret(AdmissionFile(ada.home), load_or_create_identity(ada.home), NEW)
-        keyring.change_secret(ada.home, NEW)
+        secret.change_secret(ada.home, NEW)
         for node in (ada, bob):
             await node.has(lambda agent: agent.credentials.namespace == namespace_of(NEW))
         assert carl.agent.credentials.namespace == namespace_of(OLD)
@@ -434,7 +433,7 @@ def test_the_secret_is_changed_on_all_nodes_while_they_stay_together(
         epochs = [node.agent.report.status().epoch for node in nodes]
         ada = nodes[0].home
         operator.change_of_secret(AdmissionFile(ada), load_or_create_identity(ada), NEW)
-        keyring.change_secret(ada, NEW)
+        secret.change_secret(ada, NEW)
         for node in nodes:
             await node.has(lambda agent: agent.credentials.namespace == namespace_of(NEW))
         await nodes[0].has(

@@ -13,8 +13,7 @@ from potluck._core.backends.discovery_peers import FORMED, KnownPeers
 from potluck._core.background import start_thread, stop
 from potluck._core.cluster.discovery.advert import INSTANCE_BYTES, Hint
 from potluck._core.cluster.discovery.caller import HintCaller
-from potluck._core.cluster.discovery.finder import Finder, running_finders
-from potluck._core.cluster.discovery.presence import Presence
+from potluck._core.cluster.discovery.finder import Finder, Presence, running_finders
 from potluck._core.transport import aio
 from potluck._core.transport.blocking import send_all
 from potluck._core.transport.credentials import Credentials

@@ -15,5 +15,5 @@ Each folder may import those below it; the last five do not know each other:
 - ``code_store``: a script's folder on its way to the nodes
 - ``discovery``: where other nodes may be
 - ``home``: what agents keep on disk
-- ``names.py``: what people call the nodes
+- ``names.py``: the names of nodes for people
 """

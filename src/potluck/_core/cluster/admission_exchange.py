@@ -19,15 +19,14 @@ from collections.abc import Callable, Collection
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from potluck._core.background import OnBroken, start_task, stop
-from potluck._core.cluster.complaint import Complaint
 from potluck._core.cluster.links.peers import PeerLinks
 from potluck._core.cluster.trust.admission_file import AdmissionFile
 from potluck._core.cluster.trust.admissions import Admissions, now_of
-from potluck._core.cluster.trust.keyring import change_secret
 from potluck._core.cluster.trust.operator import end_expired
-from potluck._core.cluster.trust.secret import is_secret_given, load_secret
+from potluck._core.cluster.trust.secret import change_secret, is_secret_given, load_secret
 from potluck._core.settings import Settings
 from potluck._core.transport.credentials import Credentials, namespace_of
+from potluck._core.waiting import Complaint
 from potluck._core.wire import admissions as wire
 from potluck._core.wire.peers import Introduction
 from potluck.errors import PotluckError, SecurityError

@@ -11,8 +11,7 @@ import asyncio
 from collections.abc import Callable
 
 from potluck._core.background import Alarm, OnBroken, start_task, stop
-from potluck._core.cluster.home.node_state import NodeState
-from potluck._core.cluster.home.private_state import PrivateState
+from potluck._core.cluster.home.node_state import NodeState, PrivateState
 from potluck._core.cluster.links.peers import PeerLinks
 from potluck._core.cluster.membership import events
 from potluck._core.cluster.membership.failure_detector import Status

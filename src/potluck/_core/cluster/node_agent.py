@@ -10,8 +10,11 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from potluck._core.background import Tasks
 from potluck._core.cluster.admission_exchange import AdmissionExchange
@@ -19,16 +22,13 @@ from potluck._core.cluster.code_store.job_folders import keeping_of
 from potluck._core.cluster.code_store.store import CodeStore
 from potluck._core.cluster.control_plane import ControlPlane
 from potluck._core.cluster.discovery.advert import new_instance
-from potluck._core.cluster.discovery.finder import Finder, running_finders
-from potluck._core.cluster.discovery.presence import Presence
-from potluck._core.cluster.home.node_state import NodeState
-from potluck._core.cluster.home.private_state import PrivateState
+from potluck._core.cluster.discovery.finder import Finder, Presence, running_finders
+from potluck._core.cluster.home.node_state import NodeState, PrivateState
 from potluck._core.cluster.jobs.agent_parts import AgentParts, OuterWorld
 from potluck._core.cluster.jobs.dispatcher import JobDispatcher
-from potluck._core.cluster.jobs.ledger import JobLedger
+from potluck._core.cluster.jobs.ledger import JobLedger, Vouching
 from potluck._core.cluster.jobs.log import JobLog
 from potluck._core.cluster.jobs.process import launcher_of
-from potluck._core.cluster.jobs.vouching import Vouching
 from potluck._core.cluster.links import relay
 from potluck._core.cluster.links.local import CLIENT, Client, Commands
 from potluck._core.cluster.links.peers import KIND, PeerLinks
@@ -42,20 +42,23 @@ from potluck._core.cluster.service_registry import ServiceRegistry
 from potluck._core.cluster.sharing.broker import Broker
 from potluck._core.cluster.sharing.confinement import Confinement, own_limits, own_sandbox
 from potluck._core.cluster.sharing.limits import Limits
-from potluck._core.cluster.sharing.offers import Offers
-from potluck._core.cluster.sharing.store import SharingStore
+from potluck._core.cluster.sharing.offers import Offers, SharingStore
 from potluck._core.cluster.topology import measure
-from potluck._core.cluster.topology.hardware import own_facts
+from potluck._core.cluster.topology.hardware import own_facts, own_versions
 from potluck._core.cluster.topology.surveyor import Surveyor
-from potluck._core.cluster.topology.versions import own_versions
-from potluck._core.cluster.trust.credentials import load_admissions, load_node_credentials
-from potluck._core.cluster.trust.identity import load_or_create_identity
+from potluck._core.cluster.trust.admission_file import AdmissionFile
+from potluck._core.cluster.trust.credentials import (
+    load_admissions,
+    load_node_credentials,
+    load_or_create_identity,
+    signed,
+)
 from potluck._core.cluster.trust.known_nodes import KnownNodes
-from potluck._core.cluster.trust.signed_jobs import signed
 from potluck._core.cluster.trust.worker_home import WorkerHomes
 from potluck._core.settings import Settings
 from potluck._core.transport import aio
 from potluck._core.transport.acceptor import is_port_taken
+from potluck._core.transport.credentials import Credentials
 from potluck._core.wire import local, peers
 from potluck._core.wire.greeting import WORKER, Hello, Refusal
 from potluck.errors import ConfigurationError, PotluckError
@@ -65,6 +68,178 @@ _OF_THIS_MACHINE = (CLIENT, WORKER)
 """Kinds of connections that only this node's own identity may make."""
 
 Close = Callable[[], Coroutine[Any, Any, None]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """What all parts need of their node. ``note(text)`` shows a line to people at this machine;
+    ``fail(error)`` ends the agent. A node of a private agent has no rules of an owner, no limits,
+    and keeps no record of jobs."""
+
+    settings: Settings
+    state: NodeState | PrivateState
+    key: Ed25519PrivateKey
+    credentials: Credentials
+    admissions: AdmissionFile
+    names: NodeNames
+    bind: str
+    port: int
+    is_private: bool
+    note: Callable[[str], None]
+    fail: Callable[[BaseException], None]
+
+    @property
+    def me(self) -> str:
+        return self.credentials.node_id
+
+    def introduction(self) -> peers.Introduction:
+        name, key = self.settings.machine_name, self.credentials.public_key
+        return peers.Introduction(self.state.incarnation, name, key, self.port, own_versions())
+
+    def cluster(self) -> bytes:
+        """The id of the cluster; empty while it is open."""
+        admissions = self.admissions.load()
+        return b"" if admissions is None else admissions.founding.cluster
+
+
+class _Members:
+    """The cluster's other nodes: ``links`` to them, the views that all agree on (``plane``, which
+    runs ``protocol``), and the ``exchange`` of admitted keys."""
+
+    def __init__(
+        self,
+        node: _Node,
+        on_met: Callable[[str, peers.Introduction], None],
+        on_barred: Callable[[frozenset[str], frozenset[str]], None],
+    ) -> None:
+        state, now = node.state, asyncio.get_running_loop().time()
+        self.links = PeerLinks(
+            node.credentials, node.introduction, bind=node.bind, on_broken=node.fail
+        )
+        self.links.on_linked.append(on_met)  # the parts after it use the new node's name
+        self.protocol = MembershipProtocol(node.me, state.incarnation, state.record, now)
+        self.plane = ControlPlane(
+            self.protocol, self.links, state, on_note=node.note, on_broken=node.fail
+        )
+        self.exchange = AdmissionExchange(
+            node.settings,
+            node.key,
+            node.admissions,
+            node.credentials,
+            self.links,
+            watched=self.plane.watched,
+            on_barred=on_barred,
+            on_note=node.note,
+            on_broken=node.fail,
+        )
+
+    async def close(self) -> None:
+        await self.exchange.close()
+        await self.plane.close()
+        await self.links.close()
+
+
+class _Machine:
+    """This machine as jobs use it: whose jobs it runs (``offers``), the part of it that workers get
+    (``confinement``), its measured links (``surveyor``), and the folders and credentials of jobs
+    (``code_store``, ``worker_homes``)."""
+
+    def __init__(self, node: _Node, members: _Members, commands: Commands) -> None:
+        settings, links = node.settings, members.links
+        limits = Limits() if node.is_private else own_limits(settings)
+        sandbox = None if node.is_private else own_sandbox(settings, limits)
+        self.confinement = confinement = Confinement(limits, sandbox)
+        self.surveyor = Surveyor(
+            node.credentials,
+            links,
+            members.protocol.detector,
+            members.plane.busy,
+            lambda: confinement.facts(own_facts(node.me, settings.site)),
+        )
+        self.offers = Offers(
+            node.me,
+            node.names,
+            links,
+            commands,
+            store=None if node.is_private else SharingStore(settings.home),
+            objects_to=node.admissions.objects_to,
+            on_note=node.note,
+        )
+        # Served to every linked node: a new member may ask before this node knows that it is one.
+        self.code_store = CodeStore(
+            settings.home, node.me, links.send, keeping=keeping_of(settings), on_note=node.note
+        )
+        self.worker_homes = WorkerHomes(
+            settings.home,
+            node.key,
+            node.credentials,
+            node.admissions,
+            on_note=node.note,
+            on_broken=node.fail,
+        )
+
+    async def close(self) -> None:
+        await self.code_store.results.close()
+        await self.worker_homes.close()
+        await self.confinement.close()
+        await self.surveyor.close()
+
+
+class _Jobs:
+    """The jobs of this node (``dispatcher``), their record, and the ``relays`` that a job may need
+    for its links."""
+
+    def __init__(
+        self,
+        node: _Node,
+        members: _Members,
+        machine: _Machine,
+        commands: Commands,
+        outer_world: OuterWorld | None,
+    ) -> None:
+        settings, credentials = node.settings, node.credentials
+        ledger = JobLedger(node.me, None if node.is_private else settings.home)
+        self._vouching = Vouching(node.me, members.links, ledger, node.cluster, node.note)
+        self._log = JobLog(settings.home, on_note=node.note)
+        parts = AgentParts(
+            me=node.me,
+            port=node.port,
+            bind=node.bind,
+            wire=settings.wire,
+            names=node.names,
+            sign=partial(signed, key=node.key),
+            worker_homes=machine.worker_homes,
+            broker=partial(
+                Broker, eras=lambda: credentials.eras, bind=node.bind, on_broken=node.fail
+            ),
+            launcher=partial(launcher_of, settings, machine.confinement),
+            confinement=machine.confinement,
+            links=members.links,
+            plane=members.plane,
+            surveyor=machine.surveyor,
+            offers=machine.offers,
+            vouching=self._vouching,
+            commands=commands,
+            log=self._log,
+            note=node.note,
+            outer_world=outer_world,
+        )
+        self.dispatcher = JobDispatcher(parts, machine.code_store)
+        self.relays = Relays(
+            credentials,
+            members.links,
+            members.protocol.detector,
+            lambda: members.plane.view,
+            lambda: members.protocol.banned,
+            self.dispatcher.is_elastic,
+            on_broken=node.fail,
+        )
+
+    async def close(self) -> None:
+        await self.dispatcher.close()
+        await self._vouching.close()
+        await self._log.close()
+        await self.relays.close()
 
 
 class NodeAgent:
@@ -96,8 +271,7 @@ class NodeAgent:
         self._finders = finders
         self._is_private = is_private
         self._bind = "127.0.0.1" if is_private else host or settings.bind
-        self._name = settings.machine_name
-        self.names = NodeNames(self.credentials.node_id, self._name)
+        self.names = NodeNames(self.credentials.node_id, settings.machine_name)
         self._wanted_port = settings.discovery_port if port is None else port
         self._admissions = load_admissions(settings)
         self._known = KnownNodes(settings.home)
@@ -138,146 +312,52 @@ class NodeAgent:
             state.close()
 
     def _connect(self, state: NodeState | PrivateState) -> list[Close]:
-        """Make the parts, each of which registers for what concerns it; what ends them, in this
-        order."""
-        settings, credentials, names = self._settings, self.credentials, self.names
-        me = credentials.node_id
-        key = load_or_create_identity(settings.home)
-
-        def introduction() -> peers.Introduction:
-            return peers.Introduction(
-                state.incarnation, self._name, credentials.public_key, self.port, own_versions()
-            )
-
-        self.links = links = PeerLinks(
-            credentials, introduction, bind=self._bind, on_broken=self._fail
-        )
-        links.on_linked.append(self._met)
-        now = asyncio.get_running_loop().time()
-        protocol = MembershipProtocol(me, state.incarnation, state.record, now)
-        self.plane = plane = ControlPlane(
-            protocol, links, state, on_note=self._note, on_broken=self._fail
+        """Make the parts, each of parts made before it; each registers for the messages that
+        concern it. Returns what ends them, in this order."""
+        node = _Node(
+            settings=self._settings,
+            state=state,
+            key=load_or_create_identity(self._settings.home),
+            credentials=self.credentials,
+            admissions=self._admissions,
+            names=self.names,
+            bind=self._bind,
+            port=self.port,
+            is_private=self._is_private,
+            note=self._note,
+            fail=self._fail,
         )
         commands = Commands()
         commands.on(local.ContinueRequest, self._continue_alone)
-        self.exchange = exchange = AdmissionExchange(
-            settings,
-            key,
-            self._admissions,
-            credentials,
-            links,
-            watched=plane.watched,
-            on_barred=self._barred,
-            on_note=self._note,
-            on_broken=self._fail,
-        )
-        relays = Relays(
-            credentials,
-            links,
-            protocol.detector,
-            lambda: plane.view,
-            lambda: protocol.banned,
-            lambda job: dispatcher.is_elastic(job),
-            on_broken=self._fail,
-        )
-        limits = Limits() if self._is_private else own_limits(settings)
-        sandbox = None if self._is_private else own_sandbox(settings, limits)
-        confinement = Confinement(limits, sandbox)
-        surveyor = Surveyor(
-            credentials,
-            links,
-            protocol.detector,
-            plane.busy,
-            lambda: dispatcher.rate(),
-            lambda: confinement.facts(own_facts(me, settings.site)),
-        )
-        self.offers = offers = Offers(
-            me,
-            names,
-            links,
-            commands,
-            store=None if self._is_private else SharingStore(settings.home),
-            objects_to=self._admissions.objects_to,
-            on_note=self._note,
-        )
+        members = _Members(node, self._met, self._barred)
+        machine = _Machine(node, members, commands)
+        jobs = _Jobs(node, members, machine, commands, self._outer_world)
+        self.links, self.plane, self.exchange = members.links, members.plane, members.exchange
+        self.offers, self._code_store = machine.offers, machine.code_store
+        self.jobs = jobs.dispatcher
         self.report = Report(
-            credentials,
-            names,
-            links,
-            plane,
-            surveyor,
+            self.credentials,
+            self.names,
+            self.links,
+            self.plane,
+            machine.surveyor,
             self._admissions,
-            exchange,
-            offers,
+            self.exchange,
+            self.offers,
             commands,
             port=self.port,
             notes=lambda: self._notes,
         )
-        ServiceRegistry(me, names, links, commands)
-        # Served to every linked node: a new member may ask before this node knows that it is one.
-        self._code_store = code_store = CodeStore(
-            settings.home, me, links.send, keeping=keeping_of(settings), on_note=self._note
-        )
-        ResultRelay(links, commands, code_store)
-        worker_homes = WorkerHomes(
-            settings.home,
-            key,
-            credentials,
-            self._admissions,
-            on_note=self._note,
-            on_broken=self._fail,
-        )
-        ledger = JobLedger(me, None if self._is_private else settings.home)
-        vouching = Vouching(me, links, ledger, self._cluster, self._note)
-        log = JobLog(settings.home, on_note=self._note)
-        parts = AgentParts(
-            me=me,
-            port=self.port,
-            bind=self._bind,
-            wire=settings.wire,
-            names=names,
-            sign=partial(signed, key=key),
-            worker_homes=worker_homes,
-            broker=partial(
-                Broker, eras=lambda: credentials.eras, bind=self._bind, on_broken=self._fail
-            ),
-            launcher=partial(launcher_of, settings, confinement),
-            confinement=confinement,
-            links=links,
-            plane=plane,
-            surveyor=surveyor,
-            offers=offers,
-            vouching=vouching,
-            commands=commands,
-            log=log,
-            note=self._note,
-            outer_world=self._outer_world,
-        )
-        self.jobs = dispatcher = JobDispatcher(parts, code_store)
-        self._callers = {
-            CLIENT: commands.greeted,
-            WORKER: dispatcher.greeted,
-        }
+        ServiceRegistry(node.me, self.names, self.links, commands)
+        ResultRelay(self.links, commands, self._code_store)
+        self._callers = {CLIENT: commands.greeted, WORKER: self.jobs.greeted}
         if not self._is_private:
             self._callers |= {
-                KIND: links.greeted,
-                measure.KIND: surveyor.greeted,
-                relay.KIND: relays.greeted,
+                KIND: self.links.greeted,
+                measure.KIND: machine.surveyor.greeted,
+                relay.KIND: jobs.relays.greeted,
             }
-        return [
-            dispatcher.close,
-            vouching.close,
-            code_store.results.close,
-            log.close,
-            worker_homes.close,
-            confinement.close,
-            surveyor.close,
-            relays.close,
-            exchange.close,
-            plane.close,
-            links.close,
-            self._tasks.close,
-        ]
+        return [jobs.close, machine.close, members.close, self._tasks.close]
 
     def _serve(self) -> aio.Server:
         try:
@@ -324,11 +404,6 @@ class NodeAgent:
         count = await self._code_store.delete_from(node)
         if count:
             self._note(f"{count} code packages of {node} were deleted")
-
-    def _cluster(self) -> bytes:
-        """The id of the cluster; empty while it is open."""
-        admissions = self._admissions.load()
-        return b"" if admissions is None else admissions.founding.cluster
 
     def _met(self, node: str, introduction: peers.Introduction) -> None:
         self.names.met(node, introduction.name)

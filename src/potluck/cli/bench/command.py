@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from potluck.cli.files import as_json, check_writable
+from potluck.cli.terminal import as_json, check_writable
 from potluck.errors import ConfigurationError
 
 if TYPE_CHECKING:

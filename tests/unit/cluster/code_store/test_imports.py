@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from potluck._core.cluster.code_store.imports import (
+    describe_missing,
     imported,
     lacking,
     module_file,
@@ -16,7 +17,6 @@ from potluck._core.cluster.code_store.imports import (
     own_modules,
     wants_torch,
 )
-from potluck._core.cluster.jobs.missing import describe_missing
 from potluck._core.wire.jobs import Need
 
 

@@ -21,7 +21,8 @@ from potluck._core.cluster.code_store.package import (
     unpacked_manifest,
 )
 from potluck._core.cluster.code_store.transfer import PackageFetcher, PackageServer
-from potluck._core.cluster.topology.versions import differences, own_versions
+from potluck._core.cluster.jobs.placement import differences
+from potluck._core.cluster.topology.hardware import own_versions
 from potluck._core.wire import peers
 from potluck.errors import LinkError, ProtocolError
 

@@ -13,8 +13,12 @@ import pytest
 
 from potluck._core.cluster.code_store.job_folders import JobFolders, Record
 from potluck._core.cluster.code_store.package import PackageFile, PackageManifest, encode_manifest
-from potluck._core.cluster.code_store.results import ResultsClient, ResultsServer, is_wanted
-from potluck._core.cluster.code_store.started import StartedJobs
+from potluck._core.cluster.code_store.results import (
+    ResultsClient,
+    ResultsServer,
+    StartedJobs,
+    is_wanted,
+)
 from potluck._core.cluster.fetch import Found, Machine, Machines, check_results, fetch, placed
 from potluck._core.wire import peers
 from potluck._core.wire.results import JobFiles, ResultsTold, ResultsWanted, Written

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from potluck._core.cluster.code_store.sensitive import kind_of_head, kind_of_name
+from potluck._core.cluster.code_store.selection import kind_of_head, kind_of_name
 
 KEYS = """
     id_rsa id_ed25519 id_rsa_github id_ed25519.bak id_work id_ecdsa_sk ID_RSA ssh_host_rsa_key

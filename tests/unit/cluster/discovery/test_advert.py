@@ -15,8 +15,8 @@ from potluck._core.cluster.discovery.advert import (
     make_advert,
     new_instance,
 )
-from potluck._core.cluster.discovery.presence import Presence
-from potluck._core.cluster.discovery.static import parse_peers
+from potluck._core.cluster.discovery.configured import parse_peers
+from potluck._core.cluster.discovery.finder import Presence
 from potluck._core.transport.credentials import namespace_of
 from potluck.errors import ConfigurationError
 from support.links import new_credentials, psk

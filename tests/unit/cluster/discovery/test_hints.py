@@ -8,8 +8,8 @@ import random
 import pytest
 
 from potluck._core.cluster.discovery.advert import WINDOW_S, Hint
+from potluck._core.cluster.discovery.finder import Presence
 from potluck._core.cluster.discovery.hints import MAX_HINTS, HintBook
-from potluck._core.cluster.discovery.presence import Presence
 
 
 def hint(host: str, instance: str = "", port: int = 1) -> Hint:

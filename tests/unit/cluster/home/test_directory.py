@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from potluck._core.cluster.code_store.store import CodeStore
-from potluck._core.cluster.home.directory import check_private, make_private
-from potluck._core.cluster.home.node_state import NodeState
-from potluck._core.cluster.home.private_state import PrivateState
-from potluck._core.cluster.trust.identity import load_or_create_identity
+from potluck._core.cluster.home.keyfile import check_private, make_private
+from potluck._core.cluster.home.node_state import NodeState, PrivateState
+from potluck._core.cluster.trust.credentials import load_or_create_identity
 from potluck._core.cluster.trust.known_nodes import KnownNodes
 from potluck._core.cluster.trust.secret import load_or_create_secret
 from potluck.errors import IdentityError

@@ -11,14 +11,18 @@ from pathlib import Path
 import pytest
 
 from potluck._core.cluster.home import keyfile
-from potluck._core.cluster.home.node_state import AgentRecord, find_agent
-from potluck._core.cluster.home.private_state import PrivateState, private_agents
+from potluck._core.cluster.home.node_state import (
+    AgentRecord,
+    PrivateState,
+    find_agent,
+    private_agents,
+)
 from potluck.errors import ConfigurationError
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from potluck._core.cluster.home.private_state import PrivateState
+from potluck._core.cluster.home.node_state import PrivateState
 
 PrivateState(Path(sys.argv[1])).listening(1)
 os.kill(os.getpid(), signal.SIGKILL)

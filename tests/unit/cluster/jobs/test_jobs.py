@@ -22,7 +22,7 @@ from potluck._core.cluster.membership.events import WantGroup
 from potluck._core.cluster.names import NodeNames
 from potluck._core.cluster.sharing.confinement import Confinement
 from potluck._core.cluster.sharing.limits import Limits
-from potluck._core.cluster.topology.versions import own_versions
+from potluck._core.cluster.topology.hardware import own_versions
 from potluck._core.types import MeasuredPath
 from potluck._core.wire import jobs, local, peers, worker_link
 from potluck._core.wire.nodes import JobGroup, View, ViewMember

@@ -10,11 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from potluck._core.cluster.jobs import ledger as asking
 from potluck._core.cluster.jobs import ledger as ledgers
-from potluck._core.cluster.jobs import vouching as asking
-from potluck._core.cluster.jobs.ledger import JobLedger
-from potluck._core.cluster.jobs.vouching import Vouching
-from potluck._core.cluster.topology.versions import own_versions
+from potluck._core.cluster.jobs.ledger import JobLedger, Vouching
+from potluck._core.cluster.topology.hardware import own_versions
 from potluck._core.wire import jobs
 from potluck.errors import ConfigurationError, LinkError
 

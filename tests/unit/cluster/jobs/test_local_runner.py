@@ -16,7 +16,7 @@ from potluck._core.cluster.jobs.local_runner import LocalRunner
 from potluck._core.cluster.names import NodeNames
 from potluck._core.cluster.sharing.confinement import Confinement
 from potluck._core.cluster.sharing.limits import Limits
-from potluck._core.cluster.topology.versions import own_versions
+from potluck._core.cluster.topology.hardware import own_versions
 from potluck._core.wire import jobs, worker_link
 from potluck._core.wire.greeting import Hello
 from potluck._core.wire.nodes import View, ViewMember

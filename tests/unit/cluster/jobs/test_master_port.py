@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from potluck._core.cluster.jobs import master_port
-from potluck._core.cluster.jobs.master_port import free_port
+from potluck._core.cluster.jobs import environment
+from potluck._core.cluster.jobs.environment import free_port
 
 GIVEN = Path("/proc/sys/net/ipv4/ip_local_port_range")
 """The first and the last port that Linux gives by itself."""
@@ -31,6 +31,6 @@ def test_no_other_program_is_given_it_meanwhile() -> None:
 def test_one_that_somebody_has_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as server:
         taken = server.getsockname()[1]
-        monkeypatch.setattr(master_port, "_PORTS", range(taken, taken + 1))
-        monkeypatch.setattr(master_port, "_NUM_TRIES", 1)
+        monkeypatch.setattr(environment, "_PORTS", range(taken, taken + 1))
+        monkeypatch.setattr(environment, "_NUM_TRIES", 1)
         assert free_port() not in (0, taken)

@@ -7,7 +7,6 @@ import typing
 
 import pytest
 
-from potluck._core.cluster.jobs.held import MAX_BYTES, HeldMessages
 from potluck._core.cluster.jobs.journal import MAX_FACTS, MAX_NOTES, Journal
 from potluck._core.cluster.jobs.permissions import MAY_SAY, Role, may_lead_soon, may_say
 from potluck._core.wire import jobs, peers, worker_link
@@ -65,18 +64,6 @@ OUT_OF_BOUNDS = {
 def test_what_is_out_of_bounds_is_no_message(message: jobs.JobMessage) -> None:
     with pytest.raises(ProtocolError):
         peers.MESSAGE.decode(peers.MESSAGE.encode(message)[4:])
-
-
-def test_what_is_held_during_a_pause_is_bounded_in_bytes() -> None:
-    held = HeldMessages()
-    for number in range(400):
-        held.keep("b", jobs.Output("job", "0", "stdout", f"{number} " + "x" * 65_000))
-        assert held.nbytes <= MAX_BYTES
-    taken = held.take()
-    assert len(taken) > 200
-    last = taken[-1][1]
-    assert isinstance(last, jobs.Output)
-    assert last.text.startswith("399 "), "the newest are kept"
 
 
 def test_a_lying_worker_does_not_make_the_journal_grow() -> None:

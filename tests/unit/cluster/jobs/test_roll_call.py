@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from potluck._core import waiting
-from potluck._core.cluster.jobs.roll_call import RollCall
+from potluck._core.cluster.jobs.output_relay import RollCall
 
 WAIT_S = 20.0
 

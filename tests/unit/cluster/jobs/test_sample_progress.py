@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from potluck._core.cluster.jobs.sample_progress import WINDOW_S, SampleProgress
+from potluck._core.cluster.jobs.journal import WINDOW_S, SampleProgress
 from potluck._core.wire.worker_link import Samples
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from potluck._core.cluster.code_store.imports import describe_missing
 from potluck._core.cluster.jobs.groups import membership
 from potluck._core.cluster.jobs.groups.events import (
     Entered,
@@ -16,7 +17,6 @@ from potluck._core.cluster.jobs.groups.events import (
 )
 from potluck._core.cluster.jobs.groups.roster import JobPolicy, State
 from potluck._core.cluster.jobs.journal import Journal
-from potluck._core.cluster.jobs.missing import describe_missing
 from potluck._core.cluster.jobs.summary import Summary, explain, summarize
 from potluck._core.types import Member
 from potluck._core.wire.worker_link import Fact, WorkerProgress

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from potluck._core.cluster.jobs.withdrawals import Withdrawals
+from potluck._core.cluster.jobs.placement import Withdrawals
 from potluck._core.wire.jobs import Reported, Seen
 
 

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from potluck._core.cluster.discovery.advert import Hint
 from potluck._core.cluster.links.peers import KIND, PeerLinks, _host_of
-from potluck._core.cluster.topology.versions import own_versions
+from potluck._core.cluster.topology.hardware import own_versions
 from potluck._core.transport import aio, binding
 from potluck._core.transport.credentials import Credentials, make_credentials
 from potluck._core.wire import admissions, nodes, peers

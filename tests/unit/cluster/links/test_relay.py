@@ -18,7 +18,7 @@ from potluck._core.cluster.membership.failure_detector import (
     Status,
     Timing,
 )
-from potluck._core.cluster.topology.versions import own_versions
+from potluck._core.cluster.topology.hardware import own_versions
 from potluck._core.transport import aio
 from potluck._core.transport.knock import CALL_BYTES
 from potluck._core.types import Member

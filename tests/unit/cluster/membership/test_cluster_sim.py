@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from potluck._core.cluster.membership import proposer, reachability, recovery
+from potluck._core.cluster.membership import paxos, reachability
 from potluck._core.cluster.membership.failure_detector import FailureDetector
+from potluck._core.cluster.membership.outbox import StableStorage
 from potluck._core.cluster.membership.protocol import MembershipProtocol
-from potluck._core.cluster.membership.stable_storage import StableStorage
 from potluck._core.wire.nodes import StableRecord, ViewMember
 from support.cluster_sim.__main__ import main, run_world
 from support.cluster_sim.faults import Fault
@@ -409,7 +409,7 @@ def first_failure(seeds: range, **options: Any) -> str:
 
 
 def test_it_notices_a_majority_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (proposer, recovery, reachability):
+    for module in (paxos, reachability):
         monkeypatch.setattr(module, "has_majority", lambda members, acks, dead=(): True)
     found = failures(range(30))
     assert any("two views in epoch" in each or " commits " in each for each in found)
@@ -422,7 +422,7 @@ def test_it_notices_that_both_halves_of_an_even_split_go_on(
         living = [member for member in members if member.node not in dead]
         return 2 * sum(member.node in acks for member in living) >= len(living)
 
-    for module in (proposer, recovery, reachability):
+    for module in (paxos, reachability):
         monkeypatch.setattr(module, "has_majority", half)
     assert first_failure(range(30))
 

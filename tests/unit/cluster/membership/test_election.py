@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from potluck._core.cluster.membership.election import (
+from potluck._core.cluster.membership.view import (
     by_seniority,
     explain_minority,
     has_majority,

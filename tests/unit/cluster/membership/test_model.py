@@ -12,10 +12,8 @@ from typing import Any
 
 import pytest
 
-from potluck._core.cluster.membership import election, proposer, recovery
-from potluck._core.cluster.membership.acceptor import PaxosAcceptor
-from potluck._core.cluster.membership.proposer import Round
-from potluck._core.cluster.membership.recovery import Evidence
+from potluck._core.cluster.membership import paxos, view
+from potluck._core.cluster.membership.paxos import Evidence, PaxosAcceptor, Round
 from potluck._core.wire import nodes as wire
 from potluck._core.wire.nodes import StableRecord, View, ViewMember
 from support import paxos_model
@@ -85,7 +83,7 @@ def test_quorums_meet_whichever_of_the_dead_are_subtracted() -> None:
             for i in (0, 1):
                 votes = {m.node for m, way in zip(members, ways, strict=True) if way[i] == "v"}
                 dead = {m.node for m, way in zip(members, ways, strict=True) if way[i] == "d"}
-                sides.append((votes, election.has_majority(members, votes, dead)))
+                sides.append((votes, view.has_majority(members, votes, dead)))
             (one, first), (other, second) = sides
             if first and second:
                 num_pairs += 1
@@ -149,7 +147,7 @@ def test_without_the_promise_two_views_follow(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_with_minorities_two_views_follow(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (proposer, recovery, paxos_model):
+    for module in (paxos, paxos_model):
         monkeypatch.setattr(module, "has_majority", lambda members, acks, subtracted=(): bool(acks))
     assert "two views follow" in violation(num_crashes=0)
 
@@ -161,18 +159,18 @@ def test_with_both_halves_of_an_even_split_two_views_follow(
         living = [member for member in members if member.node not in subtracted]
         return 2 * sum(member.node in acks for member in living) >= len(living)
 
-    for module in (proposer, recovery, paxos_model):
+    for module in (paxos, paxos_model):
         monkeypatch.setattr(module, "has_majority", half)
     assert "two views follow" in violation(newcomer, num_crashes=0)
 
 
 def test_a_proposer_that_ignores_what_was_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recovery, "_may_be_decided", lambda *_: False)
+    monkeypatch.setattr(paxos, "_may_be_decided", lambda *_: False)
     assert "two views follow" in violation()
 
 
 def test_a_proposal_called_void_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recovery, "_is_void", lambda *_: True)
+    monkeypatch.setattr(paxos, "_is_void", lambda *_: True)
     assert "two views follow" in violation()
 
 
@@ -200,7 +198,7 @@ def test_a_death_subtracted_without_a_lease(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_round_that_subtracts_whom_it_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by this check: a member promised, accepted a newer ballot, and ended; its report told
     so, and its vote was subtracted from the round that it had promised to."""
-    monkeypatch.setattr(proposer.Proposer, "lost", lambda self, node: None)
+    monkeypatch.setattr(paxos.Proposer, "lost", lambda self, node: None)
     assert "two views follow" in violation()
 
 
@@ -210,8 +208,8 @@ def test_members_that_a_ban_leaves_may_not_decide_without_a_majority(
     """The banned leader of two may not know, and decides alone: the other one has to fork."""
 
     def all_left(members: tuple[ViewMember, ...], acks: Any, subtracted: Any = ()) -> bool:
-        return election.has_majority(members, acks, subtracted) or set(acks) == {"b"}
+        return view.has_majority(members, acks, subtracted) or set(acks) == {"b"}
 
-    for module in (proposer, recovery, paxos_model):
+    for module in (paxos, paxos_model):
         monkeypatch.setattr(module, "has_majority", all_left)
     assert "two views follow" in violation(newcomer, num_crashes=0, num_bans=1)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from potluck._core.cluster.membership.paxos import PaxosInstance
-from potluck._core.cluster.membership.proposer import Effects
+from potluck._core.cluster.membership.paxos import Effects, PaxosInstance
 from potluck._core.wire.nodes import (
     Accepted,
     Prepare,

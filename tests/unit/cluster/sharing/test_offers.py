@@ -10,11 +10,10 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from potluck._core.cluster.names import NodeNames
-from potluck._core.cluster.sharing.offers import Offers
+from potluck._core.cluster.sharing.offers import Offers, SharingStore
 from potluck._core.cluster.sharing.rules import Kept
-from potluck._core.cluster.sharing.store import SharingStore
-from potluck._core.cluster.topology.versions import own_versions
-from potluck._core.cluster.trust.signed_jobs import signed
+from potluck._core.cluster.topology.hardware import own_versions
+from potluck._core.cluster.trust.credentials import signed
 from potluck._core.transport.credentials import node_id_of
 from potluck._core.wire import local
 from potluck._core.wire.jobs import JobSpec

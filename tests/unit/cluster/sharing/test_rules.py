@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from potluck._core.cluster.sharing.offers import SharingStore
 from potluck._core.cluster.sharing.rules import (
     Kept,
     decided,
@@ -15,7 +16,6 @@ from potluck._core.cluster.sharing.rules import (
     undecided,
     who_may,
 )
-from potluck._core.cluster.sharing.store import SharingStore
 from potluck._core.wire.sharing import MAX_DECISIONS, Offer
 from potluck.errors import ConfigurationError
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from potluck._core.cluster.trust.admission_file import AdmissionFile
-from potluck._core.cluster.trust.identity import load_or_create_identity
+from potluck._core.cluster.trust.credentials import load_or_create_identity
 from potluck.errors import IdentityError
 
 

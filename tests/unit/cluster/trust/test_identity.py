@@ -12,8 +12,11 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
 
-from potluck._core.cluster.trust.credentials import load_credentials
-from potluck._core.cluster.trust.identity import KEY_FILE, load_or_create_identity
+from potluck._core.cluster.trust.credentials import (
+    KEY_FILE,
+    load_credentials,
+    load_or_create_identity,
+)
 from potluck._core.settings import Settings
 from potluck.errors import IdentityError
 

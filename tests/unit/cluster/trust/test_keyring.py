@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from potluck._core.cluster.trust import keyring
+from potluck._core.cluster.trust import secret
 from potluck._core.cluster.trust.admission_file import AdmissionFile
 from potluck._core.cluster.trust.credentials import load_credentials
-from potluck._core.cluster.trust.keyring import EARLIER_FILE, read_eras
+from potluck._core.cluster.trust.secret import EARLIER_FILE, read_eras
 from potluck._core.settings import Settings
 from potluck._core.transport.credentials import Credentials, era_of, namespace_of
 from potluck._core.transport.handshake import connect
@@ -61,11 +61,11 @@ def test_at_no_moment_of_a_change_do_two_members_refuse_each_other(tmp_path: Pat
         return accepts(ada, bob) and accepts(bob, ada)
 
     assert both_ways()
-    keyring.change_secret(homes[0], NEW)
+    secret.change_secret(homes[0], NEW)
     assert ada.namespace == namespace_of(NEW)
     assert bob.namespace == namespace_of(OLD)
     assert both_ways()
-    keyring.change_secret(homes[1], NEW)
+    secret.change_secret(homes[1], NEW)
     assert both_ways()
 
 
@@ -75,10 +75,10 @@ def test_a_member_that_was_away_is_heard_for_seven_changes_and_then_no_more(
     found_cluster(tmp_path / "away", tmp_path / "here", psk=OLD)
     away, here = load(tmp_path / "away"), load(tmp_path / "here")
     for number in range(1, MAX_ERAS):
-        keyring.change_secret(tmp_path / "here", bytes([number]) * 32)
+        secret.change_secret(tmp_path / "here", bytes([number]) * 32)
     assert accepts(here, away)
     assert accepts(away, here)
-    keyring.change_secret(tmp_path / "here", NEW)
+    secret.change_secret(tmp_path / "here", NEW)
     assert not accepts(here, away)
     assert not accepts(away, here)
 
@@ -89,26 +89,26 @@ def test_after_a_change_the_old_secret_makes_nobody_a_member(tmp_path: Path) -> 
     found_cluster(tmp_path / "thief", psk=OLD)  # a new key under the secret that leaked
     ada, thief = load(tmp_path / "ada"), load(tmp_path / "thief")
     assert not accepts(ada, thief), "before the change"
-    keyring.change_secret(tmp_path / "ada", NEW)
+    secret.change_secret(tmp_path / "ada", NEW)
     assert not accepts(ada, thief)
     assert not accepts(thief, ada)
 
 
 def test_no_secret_of_an_earlier_time_is_left_on_the_disk(tmp_path: Path) -> None:
-    keyring.replace_secret(tmp_path, OLD)
-    keyring.change_secret(tmp_path, NEW)
+    secret.replace_secret(tmp_path, OLD)
+    secret.change_secret(tmp_path, NEW)
     left = b"".join(path.read_bytes() for path in tmp_path.iterdir())
     assert OLD not in left
     assert OLD.hex().encode() not in left
     assert [era.namespace for era in read_eras(tmp_path)] == [namespace_of(NEW), namespace_of(OLD)]
-    keyring.replace_secret(tmp_path, bytes(32))
+    secret.replace_secret(tmp_path, bytes(32))
     assert read_eras(tmp_path) == (era_of(bytes(32)),)
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in tmp_path.iterdir())
 
 
 def test_a_change_to_the_same_secret_is_none(tmp_path: Path) -> None:
-    keyring.replace_secret(tmp_path, OLD)
-    keyring.change_secret(tmp_path, OLD)
+    secret.replace_secret(tmp_path, OLD)
+    secret.change_secret(tmp_path, OLD)
     assert read_eras(tmp_path) == (era_of(OLD),)
 
 

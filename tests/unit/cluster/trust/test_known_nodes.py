@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from potluck._core.cluster.names import find_node
 from potluck._core.cluster.trust import known_nodes
-from potluck._core.cluster.trust.known_nodes import KnownNodes, find_node
+from potluck._core.cluster.trust.known_nodes import KnownNodes
 from potluck.errors import ConfigurationError, IdentityError
 
 ADA = "a1" * 32

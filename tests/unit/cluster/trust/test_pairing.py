@@ -15,8 +15,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from potluck._core.cluster.discovery.advert import Hint
-from potluck._core.cluster.discovery.finder import Finder, OnHint
-from potluck._core.cluster.discovery.presence import Presence
+from potluck._core.cluster.discovery.finder import Finder, OnHint, Presence
 from potluck._core.cluster.trust import pairing_host, pairing_joiner
 from potluck._core.cluster.trust.admissions import sign
 from potluck._core.cluster.trust.pairing import Code, Exchange, new_code, parse_code

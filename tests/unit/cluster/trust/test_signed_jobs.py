@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from potluck._core.cluster.topology.versions import own_versions
-from potluck._core.cluster.trust.signed_jobs import is_by_starter, signed
+from potluck._core.cluster.topology.hardware import own_versions
+from potluck._core.cluster.trust.credentials import is_by_starter, signed
 from potluck._core.transport.credentials import node_id_of
 from potluck._core.wire.jobs import JobSpec, Order
 

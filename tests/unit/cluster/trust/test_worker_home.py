@@ -14,10 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from potluck._core.cluster.trust import keyring
+from potluck._core.cluster.trust import secret
 from potluck._core.cluster.trust.admission_file import AdmissionFile
-from potluck._core.cluster.trust.credentials import load_admissions, load_credentials
-from potluck._core.cluster.trust.identity import KEY_FILE, load_or_create_identity
+from potluck._core.cluster.trust.credentials import (
+    KEY_FILE,
+    load_admissions,
+    load_credentials,
+    load_or_create_identity,
+)
 from potluck._core.cluster.trust.secret import SECRET_FILE
 from potluck._core.cluster.trust.worker_home import FOLDER, WorkerHomes
 from potluck._core.settings import Settings
@@ -163,7 +167,7 @@ def test_a_list_that_cant_be_read_is_noted_once_and_copied_later(tmp_path: Path)
         home = homes.make("train-1")
         path.chmod(0o644)
         await has(lambda: len(notes) == 1)
-        keyring.change_secret(tmp_path, NEW)
+        secret.change_secret(tmp_path, NEW)
         path.chmod(0o600)
         await has(lambda: worker(home).namespace == namespace_of(NEW))
 
@@ -175,7 +179,7 @@ def test_a_list_that_cant_be_read_is_noted_once_and_copied_later(tmp_path: Path)
 KILLED = """
 import asyncio, pathlib, sys
 from potluck._core.cluster.trust.credentials import load_admissions, load_credentials
-from potluck._core.cluster.trust.identity import load_or_create_identity
+from potluck._core.cluster.trust.credentials import load_or_create_identity
 from potluck._core.cluster.trust.worker_home import WorkerHomes
 from potluck._core.settings import Settings
 async def main():

@@ -33,7 +33,7 @@ from potluck._core.cluster.code_store.package import (
     open_below,
 )
 from potluck._core.cluster.code_store.wording import size_in_words
-from potluck._core.cluster.home.directory import make_private
+from potluck._core.cluster.home.keyfile import make_private
 from potluck._core.settings import Settings
 from potluck._core.system import need_posix
 from potluck.errors import ConfigurationError

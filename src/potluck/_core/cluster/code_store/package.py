@@ -23,7 +23,7 @@ from typing import Annotated
 
 import msgspec
 
-from potluck._core.cluster.home.directory import make_private
+from potluck._core.cluster.home.keyfile import make_private
 from potluck._core.system import need_posix
 from potluck._core.wire.format import decoded
 from potluck._core.wire.names import Digest

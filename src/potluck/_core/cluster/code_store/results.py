@@ -1,17 +1,24 @@
 """Results: the files that a job's workers wrote on a node, on their way to the job's starter.
 
 They travel as a package does (``transfer.py``), whose manifest is made when it is asked for.
+``StartedJobs`` records which machines hold files of the jobs that this node started, so that
+machines which are away can be named.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from functools import partial
+from pathlib import Path
+
+import msgspec
 
 from potluck._core.background import Tasks
-from potluck._core.cluster.code_store.job_folders import JobFolder, JobFolders
+from potluck._core.cluster.code_store.job_folders import JobFolder, JobFolders, newest
 from potluck._core.cluster.code_store.package import (
     MAX_MANIFEST,
     PackageManifest,
@@ -19,9 +26,48 @@ from potluck._core.cluster.code_store.package import (
     encode_manifest,
 )
 from potluck._core.cluster.code_store.transfer import PackageServer, PartFetcher, Send
+from potluck._core.cluster.home.keyfile import replace_private
 from potluck._core.wire import peers
-from potluck._core.wire.results import MAX_LISTED, JobFiles, ResultsTold, ResultsWanted, Want
+from potluck._core.wire.results import (
+    MAX_LISTED,
+    JobFiles,
+    ResultsTold,
+    ResultsWanted,
+    Want,
+    Written,
+)
 from potluck.errors import LinkError, PotluckError
+
+_KEPT = 256
+
+
+class StartedJobs:
+    """The records of the node of the potluck ``home``."""
+
+    def __init__(self, home: Path) -> None:
+        self._root = home / "code_store" / "started"
+
+    def remember(self, job: str, written: Sequence[Written]) -> None:
+        """``job`` has ended, and left files. IdentityError if that can't be
+        kept."""
+        data = msgspec.json.encode(written)
+        replace_private(self._root / job, "what a job left on which machine", data)
+        for path in newest(self._root)[_KEPT:]:
+            path.unlink(missing_ok=True)
+
+    def all(self) -> list[tuple[str, tuple[Written, ...]]]:
+        """Each job, the newest first, and what it left."""
+        found = []
+        for path in newest(self._root):
+            with contextlib.suppress(OSError, msgspec.MsgspecError):
+                data = path.read_bytes()
+                found.append((path.name, msgspec.json.decode(data, type=tuple[Written, ...])))
+        return found
+
+    def forget(self, job: str) -> None:
+        """The files of ``job`` were deleted."""
+        (self._root / job).unlink(missing_ok=True)
+
 
 _KEPT_OFFERS = 8
 _ANSWER_S = 15.0

@@ -2,8 +2,8 @@
 into a folder for each job to work in. What is no longer needed is bounded.
 
 Below ``root``: ``objects`` and ``packages`` (see ``package.py``), never changed once there;
-``origins``, the nodes that packages came from; ``jobs``, one folder for each job, in which its
-workers may write (``job_folders.py``).
+``origins``, the nodes that packages came from, so that a node's packages can be deleted; ``jobs``,
+one folder for each job, in which its workers may write (``job_folders.py``).
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import msgspec
+
 from potluck._core.cluster.code_store.job_folders import (
     KEEPING,
     JobFolder,
@@ -23,7 +25,6 @@ from potluck._core.cluster.code_store.job_folders import (
     Record,
     newest,
 )
-from potluck._core.cluster.code_store.origins import Origins
 from potluck._core.cluster.code_store.package import (
     PackageFiles,
     encode_manifest,
@@ -31,13 +32,60 @@ from potluck._core.cluster.code_store.package import (
     read_part,
     unpacked_manifest,
 )
-from potluck._core.cluster.code_store.results import ResultsServer
+from potluck._core.cluster.code_store.results import ResultsServer, StartedJobs
 from potluck._core.cluster.code_store.selection import Selection, check_script, readable, select
-from potluck._core.cluster.code_store.started import StartedJobs
 from potluck._core.cluster.code_store.transfer import PackageFetcher, PackageServer, Send
+from potluck._core.cluster.home.keyfile import replace_private
 from potluck._core.wire import peers
 from potluck._core.wire.results import ResultsWanted
 from potluck.errors import ConfigurationError, ProtocolError
+
+
+class _Origin(msgspec.Struct, frozen=True):
+    nodes: tuple[str, ...] = ()
+
+
+class Origins:
+    """The records in ``folder``, which is made with the first of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def came_from(self, package: bytes, node: str) -> None:
+        """``package`` is a folder of ``node``. Recorded before the package is stored."""
+        before = self._read(package)
+        self._write(package, _Origin(tuple({*before.nodes, node})))
+
+    def drop(self, package: bytes) -> None:
+        """Forget ``package``."""
+        self._path(package).unlink(missing_ok=True)
+
+    def disown(self, node: str) -> list[bytes]:
+        """Take ``node`` out of all records; the packages that are nobody's any more."""
+        left = []
+        for path in self._folder.glob("[0-9a-f]*"):
+            package = bytes.fromhex(path.name)
+            before = self._read(package)
+            if node in before.nodes:
+                nodes = tuple(each for each in before.nodes if each != node)
+                self._write(package, _Origin(nodes))
+                if not nodes:
+                    left.append(package)
+        return left
+
+    def _path(self, package: bytes) -> Path:
+        return self._folder / package.hex()
+
+    def _read(self, package: bytes) -> _Origin:
+        try:
+            return msgspec.json.decode(self._path(package).read_bytes(), type=_Origin)
+        except (FileNotFoundError, msgspec.MsgspecError):
+            return _Origin()
+
+    def _write(self, package: bytes, origin: _Origin) -> None:
+        data = msgspec.json.encode(origin)
+        replace_private(self._path(package), "where a script's folder came from", data)
+
 
 KEPT_PACKAGES = 8
 KEPT_BYTES = 1 << 30

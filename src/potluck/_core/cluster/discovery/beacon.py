@@ -26,9 +26,8 @@ from potluck._core.cluster.discovery.advert import (
     decode_beacon,
     encode_beacon,
 )
-from potluck._core.cluster.discovery.finder import OnHint
+from potluck._core.cluster.discovery.finder import OnHint, Presence
 from potluck._core.cluster.discovery.interfaces import Interface, usable_interfaces
-from potluck._core.cluster.discovery.presence import Presence
 from potluck._core.transport.rate import RateLimitedLog
 
 GROUP4 = "239.255.52.15"

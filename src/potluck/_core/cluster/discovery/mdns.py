@@ -20,9 +20,8 @@ from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZerocon
 
 from potluck._core.background import stop
 from potluck._core.cluster.discovery.advert import INSTANCE_BYTES, TAG_BYTES, WINDOW_S, Advert
-from potluck._core.cluster.discovery.finder import OnHint
+from potluck._core.cluster.discovery.finder import OnHint, Presence
 from potluck._core.cluster.discovery.interfaces import Interface, usable_interfaces
-from potluck._core.cluster.discovery.presence import Presence
 from potluck._core.transport.rate import RateLimitedLog
 
 SERVICE = "_potluck._tcp.local."

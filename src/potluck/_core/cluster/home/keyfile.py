@@ -1,4 +1,5 @@
-"""Small secret files: created once even by concurrent processes, read only if they are private."""
+"""Private files and folders: files that only their owner can read, created once even by concurrent
+processes, in folders that only their owner may change."""
 
 from __future__ import annotations
 
@@ -10,8 +11,45 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from potluck._core import system
-from potluck._core.cluster.home.directory import check_private, make_private
+from potluck._core.system import need_posix
 from potluck.errors import IdentityError
+
+
+def make_private(folder: Path) -> Path:
+    """``folder``, made with mode 0700 if it is missing; folders on the way to it as well.
+
+    IdentityError as for ``check_private``; OSError if it can't be made.
+    """
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    for each in reversed(missing):
+        each.mkdir(mode=0o700, exist_ok=True)
+    check_private(folder)
+    return folder
+
+
+def check_private(folder: Path) -> None:
+    """IdentityError, with what to do, if users other than this one and root may change what is in
+    ``folder``; nothing if there is no such folder.
+
+    Who may write there can put other keys, bans and programs in the place of this node's, whatever
+    the modes of the files. OpenSSH refuses such folders of keys, too.
+    """
+    need_posix("a folder that only its owner can change")
+    try:
+        status = os.stat(folder)
+    except OSError:
+        return  # the file that is looked for there is not there either
+    if status.st_uid not in (os.geteuid(), 0):
+        raise IdentityError(
+            f"{folder} belongs to user {status.st_uid}, who could replace this node's keys there; "
+            "point POTLUCK_HOME at a folder of your own"
+        )
+    if status.st_mode & 0o022:
+        raise IdentityError(
+            f"{folder} can be changed by other users (mode {stat.S_IMODE(status.st_mode):04o}), "
+            f"who could replace this node's keys there; run: chmod go-w {folder}"
+        )
+
 
 _MAX_BYTES = 1 << 20
 

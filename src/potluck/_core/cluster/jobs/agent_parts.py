@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from potluck._core.cluster.control_plane import ControlPlane
+from potluck._core.cluster.jobs.ledger import Vouching
 from potluck._core.cluster.jobs.log import JobLog
 from potluck._core.cluster.jobs.process import Launch
-from potluck._core.cluster.jobs.vouching import Vouching
 from potluck._core.cluster.links.local import Commands
 from potluck._core.cluster.links.peers import PeerLinks
 from potluck._core.cluster.names import NodeNames

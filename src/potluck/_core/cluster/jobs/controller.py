@@ -18,24 +18,19 @@ from dataclasses import replace
 import msgspec
 
 from potluck._core.background import Alarm
+from potluck._core.cluster.code_store.imports import describe_missing
 from potluck._core.cluster.jobs.agent_parts import AgentParts
 from potluck._core.cluster.jobs.chaos import parse_chaos
-from potluck._core.cluster.jobs.endings import Endings
-from potluck._core.cluster.jobs.faults import Faults
+from potluck._core.cluster.jobs.deferred_messages import DeferredMessages
+from potluck._core.cluster.jobs.environment import free_port
 from potluck._core.cluster.jobs.group_agreement import GroupAgreement
 from potluck._core.cluster.jobs.groups import events, membership
 from potluck._core.cluster.jobs.groups.roster import JobPolicy, Phase, State
-from potluck._core.cluster.jobs.held import HeldMessages
 from potluck._core.cluster.jobs.journal import Journal, first_line, lost_text
-from potluck._core.cluster.jobs.master_port import free_port
-from potluck._core.cluster.jobs.missing import describe_missing
-from potluck._core.cluster.jobs.orders import Orders
-from potluck._core.cluster.jobs.output_relay import OutputRelay
-from potluck._core.cluster.jobs.placement import Placement
-from potluck._core.cluster.jobs.roll_call import RollCall
-from potluck._core.cluster.jobs.status import missing_workers, status_of
-from potluck._core.cluster.jobs.summary import Summary, summarize
-from potluck._core.cluster.jobs.withdrawals import Withdrawals
+from potluck._core.cluster.jobs.orders import Endings, Faults, Orders
+from potluck._core.cluster.jobs.output_relay import OutputRelay, RollCall
+from potluck._core.cluster.jobs.placement import Placement, Withdrawals
+from potluck._core.cluster.jobs.summary import Summary, missing_workers, status_of, summarize
 from potluck._core.system import SIGKILL
 from potluck._core.wire import jobs, worker_link
 from potluck._core.wire.greeting import SIGNED
@@ -93,7 +88,7 @@ class JobController:
         self._agent = agent
         self._nodes = set(view.nodes)
         self._reported: set[str] = set()
-        self._held: HeldMessages | None = None
+        self._deferred: DeferredMessages | None = None
         self._looked_at = float("-inf")
         self._groups = GroupAgreement(spec.job, view.group(spec.job))
         self._journal = Journal(names, time.monotonic())
@@ -205,13 +200,14 @@ class JobController:
 
     def hold(self) -> None:
         """No majority can be reached: keep the nodes' messages until ``installed``."""
-        self._held = self._held or HeldMessages()
+        self._deferred = self._deferred or DeferredMessages()
 
     def installed(self, view: View) -> None:
         """``view`` is used from now on, or again after a pause: take over the job's group and nodes
         from it."""
-        held, self._held = self._held or HeldMessages(), None
-        for node, message in held.take():
+        deferred, self._deferred = self._deferred or DeferredMessages(), None
+        for node, message in deferred.take():
+            assert isinstance(message, jobs.FromNode)
             self.received(node, message)
         group = view.group(self.spec.job)
         if group is not None:
@@ -247,7 +243,7 @@ class JobController:
 
     def _want_all_hold(self) -> None:
         """Ask for a view that records that all members hold the job's state, once they do."""
-        want = None if self._held is not None else self._groups.want_all_hold()
+        want = None if self._deferred is not None else self._groups.want_all_hold()
         if want is not None:
             self._agent.plane.handle(want)
 
@@ -255,8 +251,8 @@ class JobController:
 
     def received(self, node: str, message: jobs.FromNode) -> None:
         """``node`` sent ``message`` about its workers."""
-        if self._held is not None:
-            self._held.keep(node, message)
+        if self._deferred is not None:
+            self._deferred.keep_newest(node, message)
             return
         if isinstance(message, jobs.Reported):
             self._report(node, message)

@@ -22,25 +22,25 @@ from potluck._core.background import Tasks
 from potluck._core.cluster.code_store.imports import imported, needs_of, own_modules, wants_torch
 from potluck._core.cluster.code_store.store import CodeStore
 from potluck._core.cluster.code_store.wording import in_words, links_in_words
-from potluck._core.cluster.complaint import Complaint
 from potluck._core.cluster.jobs.agent_parts import AgentParts
+from potluck._core.cluster.jobs.client_jobs import ClientJobs
 from potluck._core.cluster.jobs.controller import JobController
-from potluck._core.cluster.jobs.early import EarlyOrders
+from potluck._core.cluster.jobs.deferred_messages import DeferredMessages
+from potluck._core.cluster.jobs.environment import free_port
 from potluck._core.cluster.jobs.groups.events import Severed
 from potluck._core.cluster.jobs.local_runner import LocalRunner
-from potluck._core.cluster.jobs.master_port import free_port
 from potluck._core.cluster.jobs.permissions import may_lead_soon, may_say
-from potluck._core.cluster.jobs.placement import place
+from potluck._core.cluster.jobs.placement import differences, place
 from potluck._core.cluster.jobs.summary import Summary, encode_summary
-from potluck._core.cluster.jobs.watched import WatchedJobs
 from potluck._core.cluster.links.local import Client
 from potluck._core.cluster.membership import events
 from potluck._core.cluster.membership.view import describe
-from potluck._core.cluster.topology.versions import differences, own_versions
-from potluck._core.cluster.trust.known_nodes import find_node
+from potluck._core.cluster.names import find_node
+from potluck._core.cluster.topology.hardware import own_versions
 from potluck._core.printable import name_of
 from potluck._core.system import SIGHUP
 from potluck._core.transport import aio
+from potluck._core.waiting import Complaint
 from potluck._core.wire import jobs, local, worker_link
 from potluck._core.wire.format import decoded
 from potluck._core.wire.greeting import Hello, Refusal
@@ -64,8 +64,8 @@ class JobDispatcher:
         self._agent = agent
         self._code_store = code_store
         self._controllers: dict[str, JobController] = {}
-        self._watched = WatchedJobs(agent.plane.to_leader, agent.vouching.over)
-        self._early = EarlyOrders()
+        self._clients = ClientJobs(agent.plane.to_leader, agent.vouching.over)
+        self._deferred = DeferredMessages()
         self._complain = Complaint(agent.note)
         self._has_view = asyncio.Event()
         self._view_changed = asyncio.Event()
@@ -77,6 +77,7 @@ class JobDispatcher:
         agent.links.on_linked.append(lambda node, introduction: self.linked(node))
         agent.plane.listeners.append(self.act)
         agent.offers.listeners.append(self._offers_changed)
+        agent.surveyor.rate = self.rate
         agent.commands.on(local.RunRequest, self._run_asked)
         agent.commands.on(local.InterruptRequest, self._interrupt_asked)
         agent.commands.on(local.JobsRequest, self._status_asked)
@@ -131,7 +132,7 @@ class JobDispatcher:
             started=time.time(),
         )
         spec = agent.sign(await agent.vouching.start_own(spec))
-        self._watched.submit(spec, client)
+        self._clients.submit(spec, client)
         return job
 
     def _named(self, texts: Sequence[str]) -> tuple[str, ...]:
@@ -243,7 +244,7 @@ class JobDispatcher:
 
     def interrupt(self, client: Client, number: int) -> None:
         """The operator wants the job of ``client`` to end, by signal ``number``."""
-        self._watched.interrupt(client, number)
+        self._clients.interrupt(client, number)
 
     def status(self) -> tuple[worker_link.JobState, ...]:
         """The status of all jobs: of those led here as it is now, else as the leader told it
@@ -280,13 +281,13 @@ class JobDispatcher:
         if not may_say(node, message, view, self._starter_of):
             is_order = isinstance(message, jobs.FromLeader)
             if is_order and node != self._agent.me and may_lead_soon(node, view):
-                self._early.keep(node, message)
+                self._deferred.keep_orders(node, message)
         elif isinstance(message, jobs.FromLeader):
             self._ordered(message)
         elif isinstance(message, jobs.ToStarter):
-            if isinstance(message, jobs.JobEnded) and message.job in self._watched.names:
+            if isinstance(message, jobs.JobEnded) and message.job in self._clients.names:
                 self._remember(message)  # no leader writes over what earlier jobs left
-            self._watched.received(message)
+            self._clients.received(message)
         elif isinstance(message, jobs.Submit):
             assert view is not None
             self._submitted(node, message.spec, view)
@@ -323,16 +324,16 @@ class JobDispatcher:
                     runner.order_again(message)
                 elif len(self.runners) < jobs.MAX_JOBS:
                     self.runners[spec.job] = LocalRunner(
-                        self._agent, self._code_store, message, lambda: self._watched.is_behind
+                        self._agent, self._code_store, message, lambda: self._clients.is_behind
                     )
             case jobs.JobList(listed):
                 self._end(self.runners.keys() - set(listed))
-                self._watched.listed(listed)
-                self._agent.vouching.listed({*listed, *self._watched.names})
+                self._clients.listed(listed)
+                self._agent.vouching.listed({*listed, *self._clients.names})
             case jobs.JobStatus(status):
                 if (runner := self.runners.get(status.job)) is not None:
                     runner.told = status, time.monotonic()
-                self._watched.show(message)
+                self._clients.show(message)
             case _:
                 if (runner := self.runners.get(message.job)) is not None:
                     runner.ordered(message)
@@ -447,7 +448,7 @@ class JobDispatcher:
                     runner.hold(reason)
                 for controller in self._controllers.values():
                     controller.hold()
-                self._watched.out(self._agent.names.readable(reason))
+                self._clients.out(self._agent.names.readable(reason))
             case events.Resume():
                 assert self._agent.plane.view is not None
                 self._is_back(self._agent.plane.view)
@@ -465,7 +466,7 @@ class JobDispatcher:
                 elif resync:
                     for runner in self.runners.values():
                         runner.resync()
-                self._watched.out(self._agent.names.readable(reason))
+                self._clients.out(self._agent.names.readable(reason))
             case events.GroupRefused(job, floor, reason) if job in self._controllers:
                 self._controllers[job].group_refused(floor, reason)
             case _:
@@ -499,8 +500,8 @@ class JobDispatcher:
             self._stop_leading()
         for runner in self.runners.values():
             runner.installed(view)
-        for node, message in self._early.take():
-            if node == view.leader:
+        for node, message in self._deferred.take():
+            if node == view.leader and isinstance(message, jobs.FromLeader):
                 self._ordered(message)
             elif isinstance(message, jobs.Order):
                 text = "does not lead the cluster, and ordered a job: nothing is run for it"
@@ -508,10 +509,10 @@ class JobDispatcher:
         for runner in self.runners.values():
             runner.say_again()
         self._is_back(view)
-        self._watched.ask_again()
+        self._clients.ask_again()
 
     def _is_back(self, view: View) -> None:
-        self._watched.back(self._agent.names.readable(describe(view)))
+        self._clients.back(self._agent.names.readable(describe(view)))
 
     def barred(self, nodes: Collection[str]) -> None:
         """``nodes`` are out of the cluster: no job that they started runs on."""

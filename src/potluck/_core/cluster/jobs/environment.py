@@ -1,14 +1,16 @@
-"""Which variables of an agent's environment its workers get. Pure.
+"""The variables of workers: which ones of an agent's environment they get, and ``MASTER_PORT``.
 
 A worker runs a script that any member of the cluster may have sent. So an agent of ``potluck up``
-passes on a list of variables that programs need to run, and none that prove who the owner of the
-machine is. The agent of a single ``potluck run`` starts the user's own script for the user: its
-workers get the whole environment.
-"""
+passes on a list of variables that programs need to run, and none that prove the identity of the
+machine's owner. The agent of a single ``potluck run`` starts the user's own script for the user:
+its workers get the whole environment."""
 
 from __future__ import annotations
 
+import contextlib
+import random
 import re
+import socket
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
@@ -103,3 +105,20 @@ def accepted(given: Iterable[tuple[str, str]]) -> dict[str, str]:
 
 def _is_own(name: str) -> bool:
     return _OWN.fullmatch(name) is not None
+
+
+_PORTS = range(20_000, 32_768)
+"""Systems give none of these to programs that ask for any port: they begin at 32768 on Linux, at
+49152 on macOS and Windows. A script listens seconds after its port was chosen."""
+_NUM_TRIES = 64
+
+
+def free_port() -> int:
+    """A port on which nobody listens, at any IPv4 address of this machine: of ``_PORTS``, or any if
+    all that were tried are taken. OSError if there is none."""
+    for port in (*random.SystemRandom().sample(_PORTS, _NUM_TRIES), 0):
+        with contextlib.suppress(OSError), socket.socket() as sock:
+            sock.bind(("", port))
+            found: int = sock.getsockname()[1]
+            return found
+    raise OSError("this machine has no free port")

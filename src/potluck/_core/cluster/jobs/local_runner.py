@@ -22,16 +22,14 @@ from pathlib import Path
 import msgspec
 
 from potluck._core.background import Tasks, stop, why
-from potluck._core.cluster.code_store.imports import lacking
+from potluck._core.cluster.code_store.imports import describe_lack, lacking
 from potluck._core.cluster.code_store.job_folders import JobFolder, Record
 from potluck._core.cluster.code_store.store import CodeStore
 from potluck._core.cluster.discovery.interfaces import interface_of
 from potluck._core.cluster.jobs.agent_parts import AgentParts
 from potluck._core.cluster.jobs.chaos import parse_chaos
-from potluck._core.cluster.jobs.interrupted import InterruptedTraceback
-from potluck._core.cluster.jobs.missing import describe_lack
-from potluck._core.cluster.jobs.process import Launch, WorkerProcess
-from potluck._core.cluster.jobs.pulse import Pulse
+from potluck._core.cluster.jobs.process import InterruptedTraceback, Launch, WorkerProcess
+from potluck._core.cluster.jobs.worker_probe import WorkerProbe
 from potluck._core.cluster.jobs.worker_reports import WorkerReports
 from potluck._core.cluster.sharing.broker import Broker
 from potluck._core.cluster.sharing.sandbox import BROKER_FILE
@@ -99,7 +97,7 @@ class LocalRunner:
         self._links: dict[str, _Link] = {}
         self._unlinked: dict[str, asyncio.Event] = {}
         """By worker: set while it has no link here."""
-        self._pulse = Pulse(
+        self._probes = WorkerProbe(
             lambda worker, reason: self._happened(jobs.Stalled(worker, worker_link.clip(reason))),
             self._say,
         )
@@ -119,7 +117,7 @@ class LocalRunner:
     async def put_away(self) -> None:
         """End all processes, links and tasks. Nothing more is reported."""
         await stop(self._preparing)  # the folder may be on its way, over a slow link
-        self._pulse.close()
+        self._probes.close()
         await self._tasks.close()
         for process in self._processes.values():
             process.signal(SIGKILL)
@@ -335,7 +333,7 @@ class LocalRunner:
                 link.send(message)
                 if isinstance(message, worker_link.Probe):
                     is_alive = worker in self._alive
-                    self._pulse.probed(worker, self._processes[worker].pid if is_alive else 0)
+                    self._probes.probed(worker, self._processes[worker].pid if is_alive else 0)
             elif isinstance(message, worker_link.Stop) and not self._reports.has_finished(worker):
                 self._signal((worker,), signal.SIGTERM)
 
@@ -492,7 +490,7 @@ class LocalRunner:
                     message = await link.receive()
                     if message.worker != worker:
                         raise ProtocolError(f"it spoke for worker {message.worker!r}")
-                    self._pulse.answered(worker)
+                    self._probes.answered(worker)
                     process = self._processes[worker]
                     if isinstance(message, worker_link.Ready) and process.is_sandboxed:
                         # In the sandbox processes have other numbers.
@@ -520,7 +518,7 @@ class LocalRunner:
                 async with asyncio.timeout(_LAST_MESSAGES_S):
                     await self._unlinked[worker].wait()
         self._alive.discard(worker)
-        self._pulse.answered(worker)
+        self._probes.answered(worker)
         link = self._links.pop(worker, None)
         if link is not None:
             link.abort()

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from potluck._core.background import why
-from potluck._core.cluster.complaint import Complaint
-from potluck._core.cluster.home.directory import make_private
+from potluck._core.cluster.home.keyfile import make_private
 from potluck._core.printable import coloured
+from potluck._core.waiting import Complaint
 from potluck.errors import IdentityError
 
 MAX_BYTES = 4 << 20

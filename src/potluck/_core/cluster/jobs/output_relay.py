@@ -1,4 +1,7 @@
-"""The output of a job's workers, on its way from the leader to the command that started the job."""
+"""Lines of a job for people, on their way from the leader to the command that started the job.
+
+``OutputRelay`` passes on the output of the workers; ``RollCall`` names the workers that the first
+group waits for."""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import contextlib
 from collections.abc import Callable
 
 from potluck._core.cluster.jobs.agent_parts import AgentParts
+from potluck._core.waiting import Reminder
 from potluck._core.wire import jobs, worker_link
 
 _MAX_UNSENT = 4 << 20
@@ -84,3 +88,38 @@ class OutputRelay:
                 ):
                     self._was_read.clear()
                     await self._was_read.wait()
+
+
+class RollCall:
+    """Runs in the event loop. ``describe()`` names the missing workers; an empty answer ends the
+    roll call. ``say`` gets the lines."""
+
+    def __init__(self, describe: Callable[[], str], say: Callable[[str], None]) -> None:
+        self._describe = describe
+        self._say = say
+        self._reminder: Reminder | None = None
+        self._next: asyncio.TimerHandle | None = None
+
+    def begin(self) -> None:
+        """Begin, unless it has begun: some worker waits from now on."""
+        if self._reminder is None:
+            self._reminder = Reminder(self._describe, say=self._say)
+            self._wait()
+
+    def close(self) -> None:
+        """Say nothing more."""
+        if self._next is not None:
+            self._next.cancel()
+        self._reminder = None
+
+    def _wait(self) -> None:
+        assert self._reminder is not None
+        loop = asyncio.get_running_loop()
+        self._next = loop.call_later(self._reminder.patience(), self._tick)
+
+    def _tick(self) -> None:
+        if self._reminder is not None and self._describe():
+            self._reminder.tick()
+            self._wait()
+        else:
+            self.close()

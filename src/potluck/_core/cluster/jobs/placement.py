@@ -1,4 +1,5 @@
-"""Which workers a job has on which nodes, and which nodes can take part. Pure."""
+"""The workers of a job by node, the nodes that can take part, and the nodes that their owners took
+out. Pure."""
 
 from __future__ import annotations
 
@@ -6,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 
 from potluck._core.cluster.names import NodeNames
-from potluck._core.cluster.topology.versions import differences
-from potluck._core.wire.jobs import JobSpec, Places, WorkerPlace
+from potluck._core.wire.jobs import JobSpec, Places, Reported, WorkerPlace
+from potluck._core.wire.names import Versions
 from potluck._core.wire.nodes import View
 from potluck._core.wire.peers import Introduction
 
@@ -164,3 +165,76 @@ class Placement:
         if said is None:
             return [f"there is no link to {called}"]
         return differences(called, self._spec.versions, said.versions)
+
+
+class Withdrawals:
+    """Calls ``leave(node, refusal)`` when the owner of a node with workers took the node out, and
+    ``ask(node)`` for a report when the owner gave it again. ``refusal(node)`` is the owner's word,
+    empty if the job may run."""
+
+    def __init__(
+        self,
+        refusal: Callable[[str], str],
+        *,
+        leave: Callable[[str, str], None],
+        ask: Callable[[str], None],
+    ) -> None:
+        self._refusal = refusal
+        self._leave = leave
+        self._ask = ask
+        self._nodes: set[str] = set()
+
+    def __contains__(self, node: object) -> bool:
+        return node in self._nodes
+
+    def look(self, nodes: Iterable[str]) -> None:
+        """The word of some of ``nodes`` may have changed."""
+        for node in nodes:
+            refusal = self._refusal(node)
+            if refusal and node not in self._nodes:
+                self._nodes.add(node)
+                self._leave(node, refusal)
+            elif not refusal and node in self._nodes:
+                self._ask(node)
+
+    def is_out(self, node: str, told: Reported) -> bool:
+        """Whether ``node``, which reported, is still out: also until the workers that it had have
+        ended, so that nothing is taken for the word of new ones."""
+        is_willing = not (told.error or any(each.is_alive for each in told.workers))
+        if is_willing and not self._refusal(node):
+            self._nodes.discard(node)
+        return node in self._nodes
+
+
+def differences(name: str, mine: Versions, theirs: Versions) -> list[str]:
+    """The differences because of which workers on the node ``name`` and here can't be in one job,
+    in words, with what to do; empty if they can.
+
+    Python must have the same major and minor version; torch, unless ``mine.torch`` is empty, and
+    potluck must be the same release.
+    """
+    texts = []
+    pip = f"there: {theirs.executable or 'python'} -m pip install"
+    again = "and start its potluck up again"
+    if _minor(mine.python) != _minor(theirs.python):
+        texts.append(
+            f"{name} has Python {theirs.python}, this node {mine.python} (there: uv venv --python "
+            f"{_minor(mine.python)}, install potluck and the script's packages into it, {again})"
+        )
+    if mine.potluck != theirs.potluck:
+        texts.append(
+            f"{name} has potluck {theirs.potluck}, this node {mine.potluck} (install the same "
+            f"release on both, {again})"
+        )
+    if mine.torch and mine.torch != theirs.torch:
+        theirs_is = f"torch {theirs.torch}" if theirs.torch else "no torch"
+        texts.append(
+            f"{name} has {theirs_is}, this node {mine.torch} ({pip} torch=={mine.torch}, {again})"
+        )
+    if mine.byte_order != theirs.byte_order:
+        texts.append(f"{name} is a {theirs.byte_order}-endian machine ({theirs.machine})")
+    return texts
+
+
+def _minor(python: str) -> str:
+    return ".".join(python.split(".")[:2])

@@ -7,20 +7,42 @@ orders of events.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Collection
 
 import msgspec
 
-from potluck._core.cluster.membership.backoff import Backoff
 from potluck._core.cluster.membership.claims import digest_of
 from potluck._core.cluster.membership.events import Action, Install, Leave, Note, Send
-from potluck._core.cluster.membership.outbox import Outbox
-from potluck._core.cluster.membership.paxos import PaxosInstance
-from potluck._core.cluster.membership.proposer import Build, Effects
-from potluck._core.cluster.membership.stable_storage import StableStorage
+from potluck._core.cluster.membership.outbox import Outbox, StableStorage
+from potluck._core.cluster.membership.paxos import Build, Effects, PaxosInstance
 from potluck._core.cluster.membership.view import describe
 from potluck._core.wire import nodes as wire
 from potluck._core.wire.nodes import HistoryRecord, Proposal, View, ViewMember
+
+
+class Backoff:
+    """The delays of one node, ``me``."""
+
+    def __init__(self, me: str, now: float) -> None:
+        self.num_failures = 0
+        self.retry_at = now
+        self._me = me
+        self._reason = ""
+
+    def reset(self, now: float) -> None:
+        """There is a new view: nothing has failed in it yet."""
+        self.num_failures, self.retry_at, self._reason = 0, now, ""
+
+    def failed(self, reason: str, number: int, now: float) -> bool:
+        """The attempt of ballot ``number`` failed. True if ``reason`` is not that of the last."""
+        self.num_failures += 1
+        # Proposers that outbid each other must not keep step: part of the delay differs by node.
+        jitter = zlib.crc32(f"{self._me} {number}".encode()) % 100 / 500
+        self.retry_at = now + min(0.1 * self.num_failures, 1.0) + jitter
+        is_new, self._reason = reason != self._reason, reason
+        return is_new
+
 
 HoldsLease = Callable[[ViewMember, float], bool]
 """``holds_lease(member, now)``: whether the member may hold a lease from this node, which is the

@@ -12,8 +12,8 @@ from collections.abc import Collection, Mapping
 
 import msgspec
 
-from potluck._core.cluster.membership.election import has_majority
 from potluck._core.cluster.membership.failure_detector import PeerHealth, Status
+from potluck._core.cluster.membership.view import has_majority
 from potluck._core.wire.nodes import Heartbeat, View, ViewMember
 
 _UNCONFIRMED = 1 << 10

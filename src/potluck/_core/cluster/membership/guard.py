@@ -20,10 +20,10 @@ import msgspec
 
 from potluck._core.cluster.membership import claims
 from potluck._core.cluster.membership.agreement import ViewAgreement
-from potluck._core.cluster.membership.election import by_seniority
 from potluck._core.cluster.membership.failure_detector import FailureDetector, Status
-from potluck._core.cluster.membership.recovery import quorum
-from potluck._core.cluster.membership.stable_storage import StableStorage
+from potluck._core.cluster.membership.outbox import StableStorage
+from potluck._core.cluster.membership.paxos import quorum
+from potluck._core.cluster.membership.view import by_seniority
 from potluck._core.wire import nodes as wire
 from potluck._core.wire.nodes import (
     MAX_EPOCH,

@@ -1,14 +1,52 @@
-"""What happens when nodes of different histories meet: which history a node without a view asks to
-join, which node founds one, which of two clusters merges into the other. Pure; the facts are the
-peers' last heartbeats."""
+"""Histories: which one a node joins or founds, how two merge, how one is forked. Pure.
+
+Merging: nodes of different histories meet. The facts are the peers' last heartbeats.
+
+Forks: one node of a view goes on in a history of its own, without the others. Inside a history
+every decision needs a majority, whatever is banned: the other side of a cut may not know of the ban
+yet. Where banned members keep the others from a decision, one of these others goes on as a fork,
+and the rest of them join it. So a history never has two views of one epoch."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+import msgspec
+
 from potluck._core.cluster.membership.failure_detector import PeerHealth, Status
-from potluck._core.wire.nodes import View
+from potluck._core.wire.nodes import JobGroup, View, ViewMember
+
+
+def forked(view: View, first: View) -> View:
+    """``first``, the first view of a history of one node, as a fork of ``view``: with this node's
+    part in the groups of jobs. A fork of a fork is one of the same origin."""
+    (node,) = first.nodes
+    groups = []
+    for group in view.groups:
+        members = tuple(member for member in group.members if member.node == node)
+        if members:
+            groups.append(JobGroup(group.job, first.epoch, members, first.epoch, world=group.world))
+    return msgspec.structs.replace(
+        first, groups=tuple(groups), fork_of=view.fork_of or view.history
+    )
+
+
+def left_by_ban(
+    view: View, subtracted: Collection[ViewMember], banned: Collection[str]
+) -> tuple[ViewMember, ...]:
+    """The members of ``view`` that are neither banned nor ``subtracted``, those that hold the state
+    of a job first: the first of them forks. Empty if no member is banned."""
+    left = [m for m in view.members if m not in subtracted and m.node not in banned]
+    holders = {
+        member.node
+        for group in view.groups
+        for member in group.members
+        if member.worker not in group.entering
+    }
+    if set(view.nodes).isdisjoint(banned):
+        return ()
+    return tuple(sorted(left, key=lambda member: member.node not in holders))
 
 
 @dataclass(frozen=True, slots=True)

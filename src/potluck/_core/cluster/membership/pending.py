@@ -6,12 +6,11 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from potluck._core.cluster.membership.election import newcomers
 from potluck._core.cluster.membership.events import GroupRefused, WantGroup
 from potluck._core.cluster.membership.failure_detector import FailureDetector
 from potluck._core.cluster.membership.outbox import Outbox
 from potluck._core.cluster.membership.reachability import Reachability
-from potluck._core.cluster.membership.view import following, objection_to
+from potluck._core.cluster.membership.view import following, newcomers, objection_to
 from potluck._core.wire.nodes import MAX_NODES, JobGroup, View
 
 

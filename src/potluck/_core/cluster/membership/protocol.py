@@ -14,7 +14,6 @@ from typing import assert_never
 from potluck._core.cluster.membership import merge
 from potluck._core.cluster.membership.agreement import ViewAgreement
 from potluck._core.cluster.membership.claims import digest_of
-from potluck._core.cluster.membership.election import explain_minority
 from potluck._core.cluster.membership.events import (
     Action,
     Barred,
@@ -42,14 +41,13 @@ from potluck._core.cluster.membership.failure_detector import (
     Status,
     Timing,
 )
-from potluck._core.cluster.membership.fork import forked, left_by_ban
 from potluck._core.cluster.membership.guard import Guard
-from potluck._core.cluster.membership.outbox import Outbox
+from potluck._core.cluster.membership.merge import forked, left_by_ban
+from potluck._core.cluster.membership.outbox import Outbox, StableStorage
 from potluck._core.cluster.membership.paxos import PaxosInstance
 from potluck._core.cluster.membership.pending import PendingChanges
 from potluck._core.cluster.membership.reachability import Reachability, ReachabilityTracker
-from potluck._core.cluster.membership.stable_storage import StableStorage
-from potluck._core.cluster.membership.view import describe, first_view
+from potluck._core.cluster.membership.view import describe, explain_minority, first_view
 from potluck._core.wire import nodes as wire
 from potluck._core.wire.nodes import StableRecord, View, ViewMember
 

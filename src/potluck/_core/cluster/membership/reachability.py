@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from potluck._core.cluster.membership.election import Pair, has_majority, keep
 from potluck._core.cluster.membership.failure_detector import FailureDetector, Status
+from potluck._core.cluster.membership.view import Pair, has_majority, keep
 from potluck._core.wire.nodes import View, ViewMember
 
 

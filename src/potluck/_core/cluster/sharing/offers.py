@@ -1,28 +1,59 @@
-"""``Offers``: whose jobs this machine runs and the others run, as their owners said.
+"""``Offers``: whose jobs this machine and the others run, by their owners' rules.
 
-Every agent tells the others its ``Offer``, so that the leader places no worker where it would be
+Every agent sends the others its ``Offer``, so that the leader places no worker where it would be
 refused. That is a courtesy: each machine holds to its own rules whatever the leader orders
-(``cluster/jobs/local_runner.py``).
-"""
+(``cluster/jobs/local_runner.py``). The rule and decisions of this machine's owner are in
+``<home>/sharing.json`` (mode 0600, ``SharingStore``)."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection
+from pathlib import Path
 
 import msgspec
 
+from potluck._core.cluster.home.keyfile import read_private, replace_private
 from potluck._core.cluster.links.local import Client, Commands
 from potluck._core.cluster.links.peers import PeerLinks
 from potluck._core.cluster.names import NodeNames
 from potluck._core.cluster.sharing import rules
-from potluck._core.cluster.sharing.store import SharingStore
-from potluck._core.cluster.trust.signed_jobs import is_by_starter
+from potluck._core.cluster.sharing.rules import Kept
+from potluck._core.cluster.trust.credentials import is_by_starter
 from potluck._core.wire import local
 from potluck._core.wire.jobs import JobSpec
 from potluck._core.wire.peers import Introduction
 from potluck._core.wire.sharing import Offer
-from potluck.errors import PotluckError
+from potluck.errors import ConfigurationError, PotluckError
+
+FILE = "sharing.json"
+_WHAT = "the list of members whose jobs run here"
+
+
+class SharingStore:
+    """The file in ``home``. An agent does not start while the file is damaged: no decision is lost
+    unnoticed."""
+
+    def __init__(self, home: Path) -> None:
+        self._path = home / FILE
+
+    def read(self) -> Kept:
+        """What is kept; the default if there is no file. ConfigurationError if it is damaged."""
+        try:
+            return msgspec.json.decode(read_private(self._path, _WHAT), type=Kept)
+        except FileNotFoundError:
+            return Kept()
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ConfigurationError(
+                f"{_WHAT} {self._path} is damaged: {error}; remove it and decide anew, with "
+                "potluck up --run-for"
+            ) from error
+
+    def write(self, kept: Kept) -> None:
+        """Keep this from now on."""
+        data = msgspec.json.format(msgspec.json.encode(kept), indent=1) + b"\n"
+        replace_private(self._path, _WHAT, data)
+
 
 _MAX_KEPT = 1024
 

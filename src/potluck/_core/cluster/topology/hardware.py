@@ -1,11 +1,11 @@
-"""The facts about this machine: cores, memory, accelerators, and the addresses of its interfaces.
+"""The facts about this machine: cores, memory, accelerators, addresses of its interfaces, versions.
 
 PyTorch is not imported for this: it takes seconds and hundreds of megabytes. Accelerators are read
-from the files of their drivers.
-"""
+from the files of their drivers."""
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import platform
 import socket
@@ -15,8 +15,25 @@ from pathlib import Path
 import psutil
 
 from potluck._core import native
+from potluck._core.optional import installed
 from potluck._core.system import usable_cpus
 from potluck._core.wire.facts import MAX_ADDRESSES, Address, NodeFacts
+from potluck._core.wire.names import Versions
+
+
+@functools.cache
+def own_versions() -> Versions:
+    """The versions in this interpreter. Imports none of the packages; costs some milliseconds."""
+    return Versions(
+        python=platform.python_version(),
+        potluck=installed("potluck"),
+        torch=installed("torch").partition("+")[0],  # +cpu and +cu128 are one release
+        numpy=installed("numpy"),
+        machine=platform.machine(),
+        byte_order=sys.byteorder,
+        executable=sys.executable[:256] if sys.executable.isprintable() else "",
+    )
+
 
 _NVIDIA = Path("/proc/driver/nvidia/gpus")
 _AMD = Path("/sys/class/kfd/kfd/topology/nodes")

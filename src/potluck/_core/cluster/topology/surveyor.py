@@ -43,8 +43,8 @@ _log = logging.getLogger(__name__)
 
 class Surveyor:
     """Runs in the agent's event loop from construction to ``close``. ``busy()`` are the nodes that
-    have workers of a job, ``rate()`` the samples per second of the workers here, 0 without any,
-    ``facts()`` the hardware that this machine gives to jobs."""
+    have workers of a job, ``facts()`` the hardware that this machine gives to jobs. ``rate()`` is
+    the samples per second of the workers here, 0 without any; the dispatcher of jobs sets it."""
 
     def __init__(
         self,
@@ -52,7 +52,6 @@ class Surveyor:
         links: PeerLinks,
         detector: FailureDetector,
         busy: Callable[[], Collection[str]],
-        rate: Callable[[], float],
         facts: Callable[[], NodeFacts],
     ) -> None:
         self.survey = Survey(facts())
@@ -61,7 +60,7 @@ class Surveyor:
         self._links = links
         self._detector = detector
         self._busy = busy
-        self._rate = rate
+        self.rate: Callable[[], float] = lambda: 0.0
         self._told: Facts | None = None
         self._is_measuring = False
         self._looked = asyncio.get_running_loop().time()
@@ -161,7 +160,7 @@ class Surveyor:
 
     def _look(self) -> None:
         """Read the facts about this machine again: interfaces come and go."""
-        rate = float(f"{self._rate():.2g}") or None
+        rate = float(f"{self.rate():.2g}") or None
         facts = self._own_facts()
         self.survey.mine = msgspec.structs.replace(facts, samples_per_s=rate)
         peers = self._detector.peers

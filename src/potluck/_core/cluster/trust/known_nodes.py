@@ -1,8 +1,8 @@
 """The nodes that this node has met: their names, and when they were last seen.
 
 The file ``home/known_nodes.json`` (mode 0600) is shared by the agent and the commands. It gives no
-rights: who is in the cluster is in ``admission_file.py``. It lets people name a node by its name or
-the beginning of its id.
+rights: who is in the cluster is in ``admission_file.py``. It lets people name a node
+(``names.find_node``).
 """
 
 from __future__ import annotations
@@ -11,19 +11,18 @@ import contextlib
 import string
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
 from potluck._core.cluster.home.keyfile import locked, read_private, replace_private
+from potluck._core.cluster.names import NODE_ID_DIGITS
 from potluck._core.wire.names import MachineName
-from potluck.errors import ConfigurationError, IdentityError
+from potluck.errors import IdentityError
 
 KNOWN_FILE = "known_nodes.json"
 FORMAT = 1
-NODE_ID_DIGITS = 64
-MIN_PREFIX = 8
 MAX_NODES = 1024
 MAX_NAME = 64
 
@@ -103,46 +102,6 @@ class KnownNodes:
                 "install the version that wrote it"
             )
         return {each.node: each for each in file.nodes}
-
-
-def find_node(text: str, nodes: Iterable[tuple[str, str]]) -> str:
-    """The full node id that ``text`` means: an id, the beginning of an id, or a name.
-
-    ``nodes`` are the ids and names to choose from. ConfigurationError if ``text`` is unknown, fits
-    several nodes, or is too short a beginning. A whole id is never a name: machines choose their
-    names, and one may call itself like the id of another.
-    """
-    wanted, known = text.strip(), dict(nodes)
-    digits = wanted.lower()
-    is_hex = bool(digits) and set(digits) <= set(string.hexdigits)
-    if is_hex and len(digits) == NODE_ID_DIGITS:
-        return digits
-    named = [node for node, name in known.items() if name and name == wanted]
-    begun = [node for node in known if node.startswith(digits)] if len(digits) >= MIN_PREFIX else []
-    if named and set(begun) - set(named):
-        raise ConfigurationError(
-            f"{text!r} is the name of one machine and the beginning of the id of another: write "
-            f"the whole id of the one that you mean: {', '.join(sorted({*named, *begun}))}"
-        )
-    if len(named) == 1:
-        return named[0]
-    if named:
-        raise ConfigurationError(
-            f"{len(named)} machines are called {wanted!r}: write the id of one, as `potluck nodes` "
-            f"shows it: {', '.join(sorted(node[:12] for node in named))}"
-        )
-    if not is_hex or not MIN_PREFIX <= len(digits) < NODE_ID_DIGITS:
-        raise ConfigurationError(
-            f"{text!r} is no machine that is known here: write its name, or at least the first "
-            f"{MIN_PREFIX} hexadecimal digits of its id, as `potluck nodes` shows them"
-        )
-    if len(begun) == 1:
-        return begun[0]
-    if begun:
-        raise ConfigurationError(f"{text!r} fits {len(begun)} nodes: write more of its digits")
-    raise ConfigurationError(
-        f"no node known here has an id that begins with {digits}; `potluck nodes` shows them"
-    )
 
 
 def _check(node: str) -> None:

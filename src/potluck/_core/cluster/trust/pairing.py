@@ -28,7 +28,7 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from spake2 import SPAKE2_A, SPAKE2_B, SPAKEError
 from spake2.ed25519_basic import NotOnCurve
 
-from potluck._core.cluster.trust.words import word_list
+from potluck._core.cluster.trust.secret import word_list
 from potluck._core.wire import pairing as wire
 from potluck._core.wire.format import decoded
 from potluck.errors import ConfigurationError, ProtocolError, WrongCode

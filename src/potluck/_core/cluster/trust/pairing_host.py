@@ -15,8 +15,7 @@ from typing import TypeVar
 
 from potluck._core.background import start_task, stop, why
 from potluck._core.cluster.discovery.advert import new_instance
-from potluck._core.cluster.discovery.finder import Finder, running_finders
-from potluck._core.cluster.discovery.presence import Presence
+from potluck._core.cluster.discovery.finder import Finder, Presence, running_finders
 from potluck._core.cluster.trust.pairing import Code, Exchange, Sealing
 from potluck._core.cluster.trust.pairing_link import (
     CONFIRM_S,

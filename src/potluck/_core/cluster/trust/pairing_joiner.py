@@ -12,8 +12,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from potluck._core.background import stop
 from potluck._core.cluster.discovery.advert import Advert, Hint, is_genuine, new_instance
-from potluck._core.cluster.discovery.finder import Finder, running_finders
-from potluck._core.cluster.discovery.presence import Presence
+from potluck._core.cluster.discovery.finder import Finder, Presence, running_finders
 from potluck._core.cluster.trust.admissions import Admissions
 from potluck._core.cluster.trust.pairing import Code, Exchange, Sealing, plate_of
 from potluck._core.cluster.trust.pairing_link import (

@@ -24,17 +24,16 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from potluck._core import system
 from potluck._core.background import OnBroken, start_task, stop
-from potluck._core.cluster.complaint import Complaint
-from potluck._core.cluster.home.directory import make_private
-from potluck._core.cluster.home.keyfile import read_private, replace_private, stamp
+from potluck._core.cluster.home.keyfile import make_private, read_private, replace_private, stamp
 from potluck._core.cluster.trust.admission_file import (
     ADMISSIONS_FILE,
     MAX_LIST_BYTES,
     AdmissionFile,
 )
-from potluck._core.cluster.trust.keyring import Keyring
+from potluck._core.cluster.trust.secret import Keyring
 from potluck._core.transport.credentials import Credentials, Era
 from potluck._core.transport.delegation import Delegation, delegate
+from potluck._core.waiting import Complaint
 from potluck.errors import ConfigurationError, IdentityError, PotluckError
 
 CREDENTIALS_FILE = "worker_credentials"

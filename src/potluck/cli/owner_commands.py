@@ -1,18 +1,21 @@
-"""``potluck allow``, ``deny``, ``pause`` and ``resume``: what the owner of this machine lets others
-do here."""
+"""``potluck allow``, ``deny``, ``pause``, ``resume`` and ``continue``: requests of this machine's
+owner to its agent."""
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from potluck.cli.machines import find_known
+from potluck.cli.nodes import find_known
+from potluck.cli.terminal import say
 from potluck.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from potluck._core.settings import Settings
+    from potluck._core.wire.local import Request
 
 _Node = Annotated[
     str,
@@ -59,8 +62,8 @@ def resume() -> None:
 def ask_about_scripts(settings: Settings, node: str, called: str) -> None:
     """Ask the person at the terminal whether scripts of ``node`` may run here, unless the owner's
     rule or an earlier decision says it. Without a terminal nothing is asked or decided."""
+    from potluck._core.cluster.sharing.offers import SharingStore
     from potluck._core.cluster.sharing.rules import is_allowed
-    from potluck._core.cluster.sharing.store import SharingStore
     from potluck._core.system import user_name
 
     verdict = is_allowed(SharingStore(settings.home).read().offer(), node)
@@ -76,8 +79,8 @@ def ask_about_scripts(settings: Settings, node: str, called: str) -> None:
 
 def forget(settings: Settings, node: str) -> None:
     """``node`` was banned: what the owner allowed it is over."""
+    from potluck._core.cluster.sharing.offers import SharingStore
     from potluck._core.cluster.sharing.rules import forgotten
-    from potluck._core.cluster.sharing.store import SharingStore
 
     store = SharingStore(settings.home)
     kept = store.read()
@@ -87,8 +90,8 @@ def forget(settings: Settings, node: str) -> None:
 
 def _decide(text: str, *, is_allowed: bool) -> None:
     from potluck._core.cluster.home.node_state import find_agent
+    from potluck._core.cluster.sharing.offers import SharingStore
     from potluck._core.cluster.sharing.rules import decided
-    from potluck._core.cluster.sharing.store import SharingStore
     from potluck._core.cluster.trust.credentials import load_node_credentials
     from potluck._core.settings import load_settings
 
@@ -107,6 +110,41 @@ def _decide(text: str, *, is_allowed: bool) -> None:
 
 def _ask(change: Literal["allow", "deny", "pause", "resume"], node: str = "") -> None:
     from potluck._core.wire.local import ShareRequest
-    from potluck.cli.agent_commands import ask
 
     ask(ShareRequest(change, node))
+
+
+_ANSWER_S = 30.0
+
+
+def continue_(
+    alone: Annotated[
+        bool, typer.Option("--alone", help="Confirm that the cluster is to have two histories.")
+    ] = False,
+) -> None:
+    """Let a paused node continue without the machines that it can't reach.
+
+    A minority that is cut off pauses, so that two parts of a cluster never train apart. With
+    --alone the minority continues as a fork: when the machines meet again, the work of one part
+    since the fork is dropped, never merged.
+    """
+    from potluck._core.wire.local import ContinueRequest
+
+    if not alone:
+        typer.echo("potluck: this makes a fork; to confirm: potluck continue --alone", err=True)
+        raise typer.Exit(2)
+    ask(ContinueRequest())
+
+
+def ask(request: Request) -> None:
+    """Send ``request`` to the agent of this machine, and print its answer; exit code 1 if that is a
+    refusal."""
+    from potluck._core.cluster.links.local import ask_agent
+    from potluck._core.settings import load_settings
+    from potluck._core.wire.local import CommandResult
+
+    answer = asyncio.run(ask_agent(load_settings(), request, timeout_s=_ANSWER_S))
+    assert isinstance(answer, CommandResult)
+    say(f"potluck: {answer.text}", err=not answer.ok)
+    if not answer.ok:
+        raise typer.Exit(1)

@@ -11,7 +11,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from potluck._core.cluster.jobs.pulse import NUM_DISK_WAITS, Look, Pulse, is_stopped, look
+from potluck._core.cluster.jobs.worker_probe import (
+    NUM_DISK_WAITS,
+    Look,
+    WorkerProbe,
+    is_stopped,
+    look,
+)
 
 WAIT_S = 20.0
 
@@ -41,7 +47,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 class Told:
-    """What a Pulse found out; ``first`` waits for the first."""
+    """What a WorkerProbe found out; ``first`` waits for the first."""
 
     def __init__(self) -> None:
         self.stalled: list[tuple[str, str]] = []
@@ -62,7 +68,7 @@ def test_a_stopped_process_is_named_and_how_to_wake_it(process: subprocess.Popen
 
     async def story() -> None:
         told = Told()
-        pulse = Pulse(told, unexpected)
+        pulse = WorkerProbe(told, unexpected)
         pulse.probed("1", process.pid)
         worker, reason = await told.first()
         assert worker == "1"
@@ -83,7 +89,7 @@ def test_a_process_that_sleeps_in_a_system_call_is_not_blamed(
 
         async def story() -> None:
             told = Told()
-            pulse = Pulse(told, unexpected)
+            pulse = WorkerProbe(told, unexpected)
             pulse.probed("sleeps", process.pid)
             pulse.probed("is stopped", stopped.pid)
             await told.first()
@@ -100,7 +106,7 @@ def test_an_answer_clears_also_a_process_that_was_stopped_since(
 
     async def story() -> None:
         told = Told()
-        pulse = Pulse(told, unexpected)
+        pulse = WorkerProbe(told, unexpected)
         pulse.probed("answers", process.pid)
         pulse.probed("is stopped", process.pid)
         pulse.answered("answers")
@@ -121,7 +127,7 @@ def test_a_process_that_waits_for_its_disk_is_told_of_once_and_blamed_never(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A machine that swaps; its looks are made up here, as nobody can hold a process so at will."""
-    monkeypatch.setattr("potluck._core.cluster.jobs.pulse.ANSWER_S", 0.0)
+    monkeypatch.setattr("potluck._core.cluster.jobs.worker_probe.ANSWER_S", 0.0)
     looks: list[int] = []
     notes: list[str] = []
 
@@ -130,7 +136,7 @@ def test_a_process_that_waits_for_its_disk_is_told_of_once_and_blamed_never(
         return Look("disk-sleep", 1.0)
 
     async def story() -> None:
-        pulse = Pulse(lambda worker, reason: unexpected(reason), notes.append, sees)
+        pulse = WorkerProbe(lambda worker, reason: unexpected(reason), notes.append, sees)
 
         async def unanswered(probes: int) -> None:
             for _ in range(probes):
@@ -154,11 +160,11 @@ def test_a_process_that_waits_for_its_disk_is_told_of_once_and_blamed_never(
 def test_a_process_held_by_a_debugger_is_not_said_to_wake_by_a_signal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("potluck._core.cluster.jobs.pulse.ANSWER_S", 0.0)
+    monkeypatch.setattr("potluck._core.cluster.jobs.worker_probe.ANSWER_S", 0.0)
 
     async def story() -> None:
         told = Told()
-        Pulse(told, unexpected, lambda pid: Look("tracing-stop", 1.0)).probed("1", 77)
+        WorkerProbe(told, unexpected, lambda pid: Look("tracing-stop", 1.0)).probed("1", 77)
         _, reason = await told.first()
         assert "its process 77 is stopped by a debugger" in reason
         assert "kill -CONT" not in reason

@@ -10,7 +10,7 @@ from potluck._core.wire import jobs, local, worker_link
 
 
 @dataclass(slots=True, eq=False)
-class WatchedJob:
+class ClientJob:
     """A job and ``client``, the command that waits for it. ``is_taken``: the leader has said that
     it has the job. ``number`` and ``times``: the last signal for the job, and how many came."""
 
@@ -21,7 +21,7 @@ class WatchedJob:
     times: int = 0
 
 
-class WatchedJobs:
+class ClientJobs:
     """Passes on what commands ask by ``to_leader(message)``, and what they are to be told."""
 
     def __init__(
@@ -32,7 +32,7 @@ class WatchedJobs:
         """``is_over(spec)`` is called when the job of a command has ended, or did not begin."""
         self._to_leader = to_leader
         self._is_over = is_over
-        self._jobs: dict[str, WatchedJob] = {}
+        self._jobs: dict[str, ClientJob] = {}
         self._is_out = False
 
     @property
@@ -49,7 +49,7 @@ class WatchedJobs:
 
     def submit(self, spec: jobs.JobSpec, client: Client) -> None:
         """``client`` waits for the job of ``spec``, which is the leader's to begin."""
-        self._jobs[spec.job] = WatchedJob(spec, client)
+        self._jobs[spec.job] = ClientJob(spec, client)
         self._to_leader(jobs.Submit(spec))
 
     def interrupt(self, client: Client, number: int) -> None:
@@ -111,7 +111,7 @@ class WatchedJobs:
             self._is_out = False
             self._note(f"goes on in {view}")
 
-    def _remove(self, job: str) -> WatchedJob:
+    def _remove(self, job: str) -> ClientJob:
         each = self._jobs.pop(job)
         self._is_over(each.spec)
         return each

@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from potluck._core.cluster.jobs.watched import WatchedJobs
-from potluck._core.cluster.topology.versions import own_versions
+from potluck._core.cluster.jobs.client_jobs import ClientJobs
+from potluck._core.cluster.topology.hardware import own_versions
 from potluck._core.wire import jobs, local
 from potluck._core.wire.worker_link import JobState
 
@@ -40,11 +40,11 @@ def leader() -> Asked:
 
 
 @pytest.fixture
-def watched(leader: Asked) -> WatchedJobs:
-    return WatchedJobs(leader.append, lambda spec: None)
+def watched(leader: Asked) -> ClientJobs:
+    return ClientJobs(leader.append, lambda spec: None)
 
 
-def test_what_became_of_the_machine_is_told_to_each_command(watched: WatchedJobs) -> None:
+def test_what_became_of_the_machine_is_told_to_each_command(watched: ClientJobs) -> None:
     first, second = Terminal(), Terminal()
     watched.submit(spec("a-1"), first)
     watched.submit(spec("b-2"), second)
@@ -62,7 +62,7 @@ def test_what_became_of_the_machine_is_told_to_each_command(watched: WatchedJobs
 
 
 def test_a_new_leader_is_asked_again_for_what_the_old_one_may_not_have_heard(
-    watched: WatchedJobs, leader: Asked
+    watched: ClientJobs, leader: Asked
 ) -> None:
     terminal = Terminal()
     watched.submit(spec("a-1"), terminal)
@@ -76,7 +76,7 @@ def test_a_new_leader_is_asked_again_for_what_the_old_one_may_not_have_heard(
     assert leader == asked, "the second job is taken, and nobody interrupted it"
 
 
-def test_a_job_that_ended_while_this_node_was_away_ends_its_command(watched: WatchedJobs) -> None:
+def test_a_job_that_ended_while_this_node_was_away_ends_its_command(watched: ClientJobs) -> None:
     taken, new = Terminal(), Terminal()
     watched.submit(spec("a-1"), taken)
     watched.submit(spec("b-2"), new)

@@ -61,7 +61,7 @@ def waits_for_disk(before: Look | None, after: Look | None) -> bool:
     return before is not None and before == after and before.status == waiting
 
 
-class Pulse:
+class WorkerProbe:
     """The probes on their way to the workers of one crew. Runs in the loop.
 
     ``on_stalled(worker, reason)`` is told of a worker that does not run, ``on_note(text)`` of what
