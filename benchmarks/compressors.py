@@ -32,7 +32,7 @@ _ASKED_MS: dict[str, tuple[float, tuple[str, ...]]] = {
     "4 and 2 bits, with error feedback": (30, ("Int(bits=4)", "Int(bits=2)")),
     "FP16 and BF16": (15, ("FP16()", "BF16()")),
 }
-"""By claim: milliseconds for all elements, and the strategies that it is about."""
+"""By claim: milliseconds for all elements, and the compressors that it is about."""
 
 
 def measure(quick: bool, say: script.Say) -> script.Measured:
@@ -68,9 +68,9 @@ def _named(row: dict[str, Any]) -> str:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """A row for each strategy, with and without error feedback."""
+    """A row for each compressor, with and without error feedback."""
     lines = [
-        "| strategy | error feedback | times fewer bytes | time | torch's operations |",
+        "| compressor | error feedback | times fewer bytes | time | torch's operations |",
         "|---|---|---|---|---|",
     ]
     for row in rows:

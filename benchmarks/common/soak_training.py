@@ -35,11 +35,11 @@ start_compressed = compressed.start_compressed
 
 
 def checked(
-    ctx: Any, array: Any, strategy: Any, residual: Any, step: int, *, timeout: float | None = None
+    ctx: Any, array: Any, compressor: Any, residual: Any, step: int, *, timeout: float | None = None
 ) -> Callable[[], object]:
     """``start_compressed``, whose wait compares what came out with what went in."""
     owed = array.astype(np.float64) + residual
-    end = start_compressed(ctx, array, strategy, residual, step, timeout=timeout)
+    end = start_compressed(ctx, array, compressor, residual, step, timeout=timeout)
 
     def wait() -> None:
         global worst, num_checked

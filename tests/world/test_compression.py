@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from potluck import BF16, FP16, Int, PowerSGD, Random, TopK
 from potluck._core.context import DistributedContext
-from potluck.compressors import Strategy
+from potluck.compressors import Compressor
 from potluck.errors import CheckpointError, Desync
 from potluck.testing.elastic import ElasticWorld
 from potluck.testing.world import run_world
 from potluck.torch import DDP, ElasticLoop, Policy
 from potluck.training.sampler import Schedule
 
-STRATEGIES: list[Strategy] = [
+STRATEGIES: list[Compressor] = [
     *(FP16(), BF16(), Int(8), Int(4), Int(2), TopK(0.1, chunk=64), TopK(0.05, None, bits=4)),
     *(Random(0.3), Random(0.3, "k"), PowerSGD(2)),
 ]
@@ -59,7 +59,7 @@ def backward(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
 def test_the_ranks_gradients_are_what_is_applied_and_what_is_kept(
-    strategy: Strategy, dtype: torch.dtype
+    strategy: Compressor, dtype: torch.dtype
 ) -> None:
     """sum over steps of the reduced gradient = sum over ranks of their gradients - residuals."""
     steps, size = 4, 3
@@ -97,7 +97,7 @@ def test_the_ranks_gradients_are_what_is_applied_and_what_is_kept(
 
 
 def test_a_policy_and_a_warm_up_choose_what_is_compressed() -> None:
-    def only_first(name: str, parameter: nn.Parameter) -> Strategy | None:
+    def only_first(name: str, parameter: nn.Parameter) -> Compressor | None:
         return TopK(0.01) if name == "0.weight" else None
 
     def work(ctx: DistributedContext) -> list[dict[str, Tensor]]:
@@ -148,7 +148,7 @@ def test_a_parameter_that_no_rank_used_keeps_its_gradient_and_one_that_some_used
     ids=repr,
 )
 def test_a_gradient_that_is_not_finite_is_counted_where_it_is_and_gone_with_its_step(
-    strategy: Strategy, name: str, caplog: pytest.LogCaptureFixture
+    strategy: Compressor, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Exactly, on the rank that has it; the other one sees what the sum has."""
 
@@ -265,7 +265,7 @@ def test_a_loop_of_one_rank_says_which_gradient_is_not_finite() -> None:
 
 
 @pytest.mark.parametrize("strategy", [None, Int(8), PowerSGD(2, start_step=0)], ids=repr)
-def test_a_parameter_whose_shape_changed_is_refused(strategy: Strategy | None) -> None:
+def test_a_parameter_whose_shape_changed_is_refused(strategy: Compressor | None) -> None:
     def work(ctx: DistributedContext) -> None:
         model = DDP(network(), ctx, compression=strategy, dense_below=50)
         layer = model.module[2]
@@ -282,7 +282,7 @@ class Training:
     def __init__(
         self,
         ctx: DistributedContext,
-        strategy: Strategy,
+        strategy: Compressor,
         *,
         on_step: Callable[[Training], None] = lambda training: None,
         error_feedback: bool = True,
@@ -327,7 +327,7 @@ def kept_by(model: DDP) -> dict[str, Any]:
 class ByHand:
     """The same training without a loop, one step at a time, in worlds in which nobody dies."""
 
-    def __init__(self, strategy: Strategy) -> None:
+    def __init__(self, strategy: Compressor) -> None:
         self.strategy = strategy
         self.network = network()
         self.kept: tuple[dict[str, Any], dict[str, Any]] | None = None
@@ -351,7 +351,7 @@ class ByHand:
         return kept_by(model)
 
 
-def undisturbed(strategy: Strategy, with_all: int) -> list[dict[str, Any]]:
+def undisturbed(strategy: Compressor, with_all: int) -> list[dict[str, Any]]:
     """What ranks 0 and 2 have after ``with_all`` steps of three ranks, and the others of these
     two."""
     ranks = [ByHand(strategy) for _ in range(3)]
@@ -364,7 +364,7 @@ def undisturbed(strategy: Strategy, with_all: int) -> list[dict[str, Any]]:
     "strategy", [TopK(0.1, chunk=64), Int(4), Random(0.3), PowerSGD(2, start_step=1)], ids=repr
 )
 def test_a_kill_at_every_half_of_an_operation_leaves_what_an_undisturbed_run_leaves(
-    strategy: Strategy,
+    strategy: Compressor,
 ) -> None:
     """Parameters and residuals, bit by bit: as if three had trained to the last step that counted
     with the lost one, and two from then on."""
@@ -417,7 +417,7 @@ def test_a_newcomer_gets_the_matrices_of_powersgd() -> None:
 )
 @pytest.mark.parametrize(("first", "then"), [(3, 2), (2, 3), (3, 3)])
 def test_a_checkpoint_keeps_what_all_ranks_owe_in_a_world_of_any_size(
-    tmp_path: Path, first: int, then: int, strategy: Strategy, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, first: int, then: int, strategy: Compressor, caplog: pytest.LogCaptureFixture
 ) -> None:
     def owed(trainings: list[Training]) -> dict[str, Any]:
         states = [each.model.compression.capture() for each in trainings]
@@ -471,9 +471,9 @@ def test_residuals_that_nothing_pays_are_said_to_be_dropped(
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"compression": "int8"}, TypeError, "compression is 'int8'; it must be a strategy"),
+        ({"compression": "int8"}, TypeError, "compression is 'int8'; it must be a compressor"),
         ({"compression": lambda n, p: 3}, TypeError, "compression chose 3 for 0.weight"),
-        ({"compression": TopK}, TypeError, "it must be a strategy such as TopK"),
+        ({"compression": TopK}, TypeError, "it must be a compressor such as TopK"),
         ({"compression": Int(8), "dense_below": -1}, ValueError, "dense_below is -1"),
         ({"compression": Int(8), "warmup_steps": -1}, ValueError, "warmup_steps -1"),
         ({"compression": Int(8), "warmup_steps": 0.5}, TypeError, "warmup_steps must be an int"),
@@ -488,7 +488,7 @@ def test_bad_options(options: dict[str, Any], error: type[Exception], message: s
     run_world(1, work)
 
 
-class Signs(Strategy):
+class Signs(Compressor):
     """A strategy of one's own, with something that has another address on each rank."""
 
     def __init__(self, scale: float) -> None:
@@ -541,7 +541,7 @@ def test_a_strategy_of_ones_own_is_the_same_on_all_ranks() -> None:
 def test_a_state_of_another_strategy_rank_or_model() -> None:
     """Residuals fit every strategy with error feedback; a Q of another rank is drawn anew."""
 
-    def made(ctx: DistributedContext, strategy: Strategy, **options: Any) -> Any:
+    def made(ctx: DistributedContext, strategy: Compressor, **options: Any) -> Any:
         return DDP(network(), ctx, compression=strategy, dense_below=50, **options)
 
     def work(ctx: DistributedContext) -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from potluck import PowerSGD, Random, TopK
 from potluck._core.context import DistributedContext
-from potluck.compressors import Strategy
+from potluck.compressors import Compressor
 from potluck.testing.world import run_world
 from potluck.torch import DDP, ElasticLoop, GradScaler, LossScale
 from potluck.torch.encoding import Encoder
@@ -214,7 +214,7 @@ def test_a_gradient_that_is_refused_leaves_ranks_of_unlike_speed_at_the_same_cal
 
 
 @pytest.mark.parametrize("strategy", [TopK(0.1), PowerSGD(2, start_step=0)], ids=repr)
-def test_a_backward_that_raised_half_way_counts_for_nothing(strategy: Strategy) -> None:
+def test_a_backward_that_raised_half_way_counts_for_nothing(strategy: Compressor) -> None:
     """The script's own error, of which the reducer is not told, and which the script survives."""
 
     def fails(_: torch.Tensor) -> None:
@@ -244,7 +244,7 @@ def test_a_backward_that_raised_half_way_counts_for_nothing(strategy: Strategy) 
 
 
 @pytest.mark.parametrize("strategy", [TopK(0.1), Random(0.3), PowerSGD(2, start_step=0)], ids=repr)
-def test_residuals_follow_the_loss_scale(strategy: Strategy) -> None:
+def test_residuals_follow_the_loss_scale(strategy: Compressor) -> None:
     """Scales that are powers of two change no bit of what is decoded."""
 
     def trained(ctx: DistributedContext, scales: list[float]) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from potluck._core.codecs import NAMES, codec_of
 from potluck._core.context import DistributedContext
 from potluck._core.context.compressed import start_compressed
-from potluck.compressors import Random, Strategy, TopK
+from potluck.compressors import Compressor, Random, TopK
 from support.worlds import NATIVE_KINDS, open_world
 
 Array = NDArray[Any]
@@ -157,7 +157,7 @@ def test_sums_and_means_by_every_codec(kind: str, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", SIZES)
 @pytest.mark.parametrize("strategy", [TopK(1.0), TopK(1.0, bits=8), Random(1.0)], ids=repr)
 def test_sums_by_strategies_that_send_all(
-    strategy: Strategy, world_size: int, dtype: type[np.floating[Any]]
+    strategy: Compressor, world_size: int, dtype: type[np.floating[Any]]
 ) -> None:
     """float64 beyond float32's range becomes the largest float32."""
     given = patterns(np.dtype(dtype), world_size)

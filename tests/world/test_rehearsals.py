@@ -124,7 +124,7 @@ def test_a_ddp_keeps_its_own_compression_where_the_strategy_names_none() -> None
     def work(ctx: DistributedContext) -> tuple[Any, Any]:
         model = DDP(nn.Linear(128, 64), ctx, compression=BF16(), error_feedback=False)
         model.follow(DataParallel(bucket_size_mb=5))
-        kept = model.compression.strategies[0]
+        kept = model.compression.compressors[0]
         residual = model.compression._residual(0)
         return kept, residual
 

@@ -565,7 +565,7 @@ def test_data_parallel_sets_the_compression_of_its_model() -> None:
     def work(ctx: DistributedContext) -> None:
         strategy = DataParallel(compression=TopK(0.5))
         training = Training(ctx, strategy)
-        assert training.model.compression.strategies == [None] * 4, "all below dense_below"
+        assert training.model.compression.compressors == [None] * 4, "all below dense_below"
         training.run()
 
     run_world(2, work)
@@ -577,9 +577,9 @@ def test_data_parallel_keeps_the_other_options_of_the_model() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         strategy = DataParallel(compression=TopK(0.5))
         ElasticLoop(model, optimizer, (X, Y), batch_size=8, strategy=strategy)
-        chosen = dict(zip(model.compression.names, model.compression.strategies, strict=True))
+        chosen = dict(zip(model.compression.names, model.compression.compressors, strict=True))
         assert {name for name, each in chosen.items() if each} == {"0.weight"}
-        assert model.compression.strategy(0) is None, "not in the first steps"
+        assert model.compression.compressor(0) is None, "not in the first steps"
 
 
 def test_data_parallel_without_a_compression_leaves_that_of_the_model() -> None:
@@ -587,7 +587,7 @@ def test_data_parallel_without_a_compression_leaves_that_of_the_model() -> None:
         model = DDP(copy.deepcopy(_START), ctx, compression=TopK(0.5), dense_below=1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         before = model.compression
-        assert any(before.strategies)
+        assert any(before.compressors)
         ElasticLoop(model, optimizer, (X, Y), batch_size=8, strategy=DataParallel())
         assert model.compression is before
 

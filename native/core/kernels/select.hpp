@@ -1,4 +1,4 @@
-// The k values of largest magnitude, exactly. The twin is src/potluck/compressors/selection.py.
+// The k values of largest magnitude, exactly. The twin is src/potluck/compressors/topk.py.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-"""The strategies ``FP16``, ``BF16`` and ``Int``: every element in fewer bits, by a codec."""
+"""The compressors ``FP16``, ``BF16`` and ``Int``: every element in fewer bits, by a codec."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 from potluck._core.codecs import Codec, codec_of, kernels
 from potluck._core.codecs.codec import Bytes, Floats
 from potluck.compressors import options
-from potluck.compressors.strategy import Shape, Strategy
+from potluck.compressors.base import Compressor, Shape
 
 
-class Encoded(Strategy):
-    """A strategy that is a codec. On links the codec works inside the reduction."""
+class Encoded(Compressor):
+    """A compressor that is a codec. On links the codec works inside the reduction."""
 
     @property
     @abstractmethod

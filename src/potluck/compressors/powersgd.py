@@ -1,4 +1,4 @@
-"""The strategy ``PowerSGD``: a matrix as the product of two narrow ones."""
+"""The compressor ``PowerSGD``: a matrix as the product of two narrow ones."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 
 from potluck._core.codecs.codec import Bytes, Floats
 from potluck.compressors import options
+from potluck.compressors.base import Compressor, Shape
 from potluck.compressors.low_rank import Matrix, orthonormal, product_into, uniform
-from potluck.compressors.strategy import Shape, Strategy
 
 _ITERATIONS = 2
 _ROWS = 256
@@ -19,7 +19,7 @@ _ROWS = 256
 
 
 @dataclass(frozen=True)
-class PowerSGD(Strategy):
+class PowerSGD(Compressor):
     """Each matrix of n rows and m columns as P Q^T of a ``rank``: rank * (n + m) numbers of n * m.
 
     One step of a power iteration for each reduction, which starts from the Q of the last one:
@@ -125,7 +125,7 @@ class PowerSGD(Strategy):
 class LowRankSum:
     """The sum over all ranks of several matrices of one dtype, by two sums of small arrays.
 
-        one = LowRankSum(strategy, qs, step)
+        one = LowRankSum(compressor, qs, step)
         one.add(name, matrix)                 # for each matrix, in one order on all ranks
         all_reduce(one.begin())               # the P of all matrices, one flat array
         all_reduce(one.turn())                # the Q of all matrices
@@ -137,8 +137,8 @@ class LowRankSum:
     shape, starts from random numbers.
     """
 
-    def __init__(self, strategy: PowerSGD, qs: Mapping[str, Matrix], step: int) -> None:
-        self._strategy = strategy
+    def __init__(self, compressor: PowerSGD, qs: Mapping[str, Matrix], step: int) -> None:
+        self._compressor = compressor
         self._before = qs
         self._step = step
         self._matrices: dict[str, Matrix] = {}
@@ -148,8 +148,8 @@ class LowRankSum:
 
     def add(self, name: str, matrix: Matrix) -> None:
         """Add a matrix; what it costs on this rank is done here."""
-        shape = matrix.shape[1], self._strategy.rank_of(matrix.shape)
-        start = _basis(self._strategy, name, shape, self._before.get(name), self._step)
+        shape = matrix.shape[1], self._compressor.rank_of(matrix.shape)
+        start = _basis(self._compressor, name, shape, self._before.get(name), self._step)
         with np.errstate(over="ignore", invalid="ignore"):
             self._ps[name] = matrix @ start.astype(matrix.dtype)
         self._matrices[name] = matrix
@@ -217,16 +217,16 @@ def _rows_and_columns(shape: Shape) -> tuple[int, int]:
 
 
 def _basis(
-    strategy: PowerSGD, name: str, shape: tuple[int, ...], q: Matrix | None, step: int
+    compressor: PowerSGD, name: str, shape: tuple[int, ...], q: Matrix | None, step: int
 ) -> Matrix:
     """An orthonormal Q to start from. A column that has become zero, or depends on others, would
     stay so for ever, and is drawn anew."""
     rows, rank = shape
     if q is None or q.shape != shape:
-        return orthonormal(uniform(rows, rank, strategy.seed, name, step))
+        return orthonormal(uniform(rows, rank, compressor.seed, name, step))
     made = orthonormal(q)
     lost = ~made.any(axis=0)
     if lost.any():
-        made[:, lost] = uniform(rows, rank, strategy.seed, name, step)[:, lost]
+        made[:, lost] = uniform(rows, rank, compressor.seed, name, step)[:, lost]
         made = orthonormal(made)
     return made

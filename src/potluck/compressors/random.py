@@ -1,4 +1,4 @@
-"""The strategy ``Random``: elements chosen by a seed that all ranks share."""
+"""The compressor ``Random``: elements chosen by a seed that all ranks share."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 
 from potluck._core.codecs.codec import Bytes, Floats
 from potluck.compressors import options
-from potluck.compressors.strategy import Shape, Strategy
+from potluck.compressors.base import Compressor, Shape
 
 _TABLE = 4096
 
 
 @dataclass(frozen=True)
-class Random(Strategy):
+class Random(Compressor):
     """A share ``ratio`` of the elements, chosen anew at each step by a seed that all ranks share.
 
     No positions are sent, and all ranks send the same elements: the values are an ordinary array
@@ -27,7 +27,7 @@ class Random(Strategy):
 
     Without error feedback a value is multiplied by one over its probability, so that the mean over
     steps is the gradient (unbiased). With error feedback it is not: the residual keeps the rest,
-    and larger values would make it grow. (Konecny et al., "Federated Learning: Strategies for
+    and larger values would make it grow. (Konecny et al., "Federated Learning: Compressors for
     Improving Communication Efficiency", 2016; Stich et al., "Sparsified SGD with Memory", 2018.)
 
     The generator is PCG64 of NumPy, whose stream is the same in all versions. ValueError unless 0 <

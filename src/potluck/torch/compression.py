@@ -1,4 +1,4 @@
-"""Compression of a DDP's gradients: which parameters, by which strategy, with which residuals."""
+"""Compression of a DDP's gradients: which parameters, by which compressor, with which residuals."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from torch.nn import Parameter
 from potluck._core.codecs.codec import LARGEST
 from potluck._core.context.compressed import start_compressed, start_low_rank
 from potluck._core.context.structure import compare
-from potluck.compressors import PowerSGD, Strategy, options
+from potluck.compressors import Compressor, PowerSGD, options
+from potluck.compressors.base import Array, text_of
 from potluck.compressors.encoded import Encoded
 from potluck.compressors.low_rank import Matrix
 from potluck.compressors.powersgd import LowRankSum, as_matrix
-from potluck.compressors.strategy import text_of
-from potluck.compressors.wide import Array
 from potluck.errors import CheckpointError
 from potluck.torch.encoding import Encoder
 from potluck.training.buckets import Bucket
@@ -32,8 +31,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-Choice = Strategy | Callable[[str, Any], Strategy | None] | None
-"""One strategy, or a function that chooses for each parameter; None: not compressed."""
+Choice = Compressor | Callable[[str, Any], Compressor | None] | None
+"""One compressor, or a function that chooses for each parameter; None: not compressed."""
 
 
 _JUST_BELOW = 1 - 2.0**-20
@@ -66,18 +65,18 @@ class Compression:
                 "negative"
             )
         is_class = isinstance(choice, type)  # callable, too, but of other arguments
-        if is_class or not (choice is None or isinstance(choice, Strategy) or callable(choice)):
+        if is_class or not (choice is None or isinstance(choice, Compressor) or callable(choice)):
             raise TypeError(
-                f"compression is {choice!r}; it must be a strategy such as TopK(0.01), or a "
+                f"compression is {choice!r}; it must be a compressor such as TopK(0.01), or a "
                 "function of a parameter's name and the parameter that returns one or None"
             )
         self.names = list(parameters)
-        self.strategies = [
+        self.compressors = [
             None if p.numel() < dense_below else chosen(choice, name, p)
             for name, p in parameters.items()
         ]
         """By parameter; None: not compressed."""
-        self.is_used = any(self.strategies)
+        self.is_used = any(self.compressors)
         """Whether any parameter is compressed."""
         self.num_nonfinite: Counter[str] = Counter()
         self._with_nonfinite: set[int] = set()
@@ -102,15 +101,15 @@ class Compression:
         self._is_open = self._is_in_backward = False
 
     def lay_out(self, buckets: tuple[Bucket, ...]) -> None:
-        """Say which parameters are reduced together. Those of a bucket have one strategy."""
+        """Say which parameters are reduced together. Those of a bucket have one compressor."""
         self._buckets = buckets
 
-    def strategy(self, number: int) -> Strategy | None:
-        """The strategy of a bucket in this step; None: not compressed."""
-        strategy = self.strategies[self._buckets[number].parameters[0]]
-        if strategy is None or self._step < max(self._warmup_steps, strategy.start_step):
+    def compressor(self, number: int) -> Compressor | None:
+        """The compressor of a bucket in this step; None: not compressed."""
+        compressor = self.compressors[self._buckets[number].parameters[0]]
+        if compressor is None or self._step < max(self._warmup_steps, compressor.start_step):
             return None
-        return strategy
+        return compressor
 
     @property
     def scale(self) -> float:
@@ -130,7 +129,7 @@ class Compression:
     def is_beside(self) -> bool:
         """Whether buckets of this step are encoded by the ``encoder``. (A codec works inside the
         reduction.)"""
-        chosen = [self.strategy(number) for number in range(len(self._buckets))]
+        chosen = [self.compressor(number) for number in range(len(self._buckets))]
         return any(not (each is None or isinstance(each, Encoded)) for each in chosen)
 
     def agree(self, ctx: DistributedContext) -> None:
@@ -141,7 +140,7 @@ class Compression:
             return
         items = {
             name: "not compressed" if each is None else text_of(each)
-            for name, each in zip(self.names, self.strategies, strict=True)
+            for name, each in zip(self.names, self.compressors, strict=True)
         }
         items |= {
             "error_feedback": str(self._error_feedback),
@@ -196,7 +195,7 @@ class Compression:
         that the scale is too large."""
         if not self.is_used:
             return
-        limit = limit_of(self.strategy(number))
+        limit = limit_of(self.compressor(number))
         if is_within(host, limit):
             return
         if self._count_nonfinite(number, host, "on this rank", limit):
@@ -217,15 +216,15 @@ class Compression:
 
         The matrices of PowerSGD start with ``start_matrices``, in one reduction of all buckets.
         """
-        strategy = self.strategy(number)
-        assert strategy is not None
+        compressor = self.compressor(number)
+        assert compressor is not None
         dtype = self._dtype(number)
         wide = host if host.dtype == _TORCH[dtype] else host.to(_TORCH[dtype])
         array: Array = wide.numpy()
         residual = self._residual(number)
 
         def finish() -> None:
-            limit = saturated_from(strategy)
+            limit = saturated_from(compressor)
             if wide is not host:
                 limit = min(limit, torch.finfo(host.dtype).max * _JUST_BELOW)
                 copy_saturated(host, wide)
@@ -236,11 +235,11 @@ class Compression:
             if self._scale != 1:
                 _show_beyond(host, limit)
 
-        if isinstance(strategy, PowerSGD):
-            self._add_matrices(number, strategy, array, residual, finish)
+        if isinstance(compressor, PowerSGD):
+            self._add_matrices(number, compressor, array, residual, finish)
             return lambda: None
         call = self._step << 16 | self._num_backwards
-        wait = start_compressed(ctx, array, strategy, residual, call)
+        wait = start_compressed(ctx, array, compressor, residual, call)
 
         def wait_and_finish() -> None:
             wait()
@@ -290,7 +289,7 @@ class Compression:
         the parameters that have one now; what others owed is dropped.
 
         A residual is what a rank owes to the sum over all ranks, so those of several ranks add up,
-        and any strategy with error feedback can pay it. CheckpointError for one of another shape.
+        and any compressor with error feedback can pay it. CheckpointError for one of another shape.
         """
         self._residuals, self._before = {}, {}
         kept: set[str] = set()
@@ -299,7 +298,7 @@ class Compression:
         for number in range(len(self._buckets)):
             for name, part in self._parts(number):
                 for state in states:
-                    if name not in state or not self.strategies[self.names.index(name)]:
+                    if name not in state or not self.compressors[self.names.index(name)]:
                         continue
                     owed, mine = np.asarray(state[name]), self._made(number)[part]
                     if owed.shape != mine.shape:
@@ -330,14 +329,14 @@ class Compression:
     def _dtype(self, number: int) -> np.dtype[Any]:
         """What a bucket's gradients are summed as, and its residual kept as."""
         first = self._buckets[number].parameters[0]
-        is_coded = isinstance(self.strategies[first], Encoded)  # codecs encode float32
+        is_coded = isinstance(self.compressors[first], Encoded)  # codecs encode float32
         is_wide = self._dtypes[first] == torch.float64 and not is_coded
         return np.dtype(np.float64 if is_wide else np.float32)
 
     def _add_matrices(
         self,
         number: int,
-        strategy: PowerSGD,
+        compressor: PowerSGD,
         array: Array,
         residual: Array | None,
         finish: Callable[[], None],
@@ -345,8 +344,8 @@ class Compression:
         if residual is not None:
             with np.errstate(over="ignore", invalid="ignore"):
                 residual += array
-        key = strategy, array.dtype
-        one = self._sums.setdefault(key, LowRankSum(strategy, self._qs, self._step))
+        key = compressor, array.dtype
+        one = self._sums.setdefault(key, LowRankSum(compressor, self._qs, self._step))
         source, targets = array if residual is None else residual, {}
         for name, part in self._parts(number):
             shape = self._shapes[self.names.index(name)]
@@ -380,15 +379,15 @@ class Compression:
         return num > 0
 
 
-def limit_of(strategy: Strategy | None) -> float:
+def limit_of(compressor: Compressor | None) -> float:
     """The magnitude from which on a gradient is beyond the range of what encodes it."""
-    return strategy.codec.limit if isinstance(strategy, Encoded) else math.inf
+    return compressor.codec.limit if isinstance(compressor, Encoded) else math.inf
 
 
-def saturated_from(strategy: Strategy | None) -> float:
+def saturated_from(compressor: Compressor | None) -> float:
     """The magnitude from which on what is decoded stands for something beyond the range: just below
     the largest number, for integers decode to its rounding."""
-    return strategy.codec.largest * _JUST_BELOW if isinstance(strategy, Encoded) else math.inf
+    return compressor.codec.largest * _JUST_BELOW if isinstance(compressor, Encoded) else math.inf
 
 
 def is_within(flat: Tensor, limit: float) -> bool:
@@ -432,10 +431,10 @@ def tell_dropped(residuals: Iterable[Mapping[str, Any]], kept: Collection[str]) 
         )
 
 
-def chosen(choice: Choice, name: str, parameter: Tensor) -> Strategy | None:
-    """The strategy of a parameter, None where it does not apply; TypeError for what is none."""
-    made = choice if choice is None or isinstance(choice, Strategy) else choice(name, parameter)
-    if not (made is None or isinstance(made, Strategy)):
-        raise TypeError(f"compression chose {made!r} for {name}; it must be a strategy or None")
+def chosen(choice: Choice, name: str, parameter: Tensor) -> Compressor | None:
+    """The compressor of a parameter, None where it does not apply; TypeError for what is none."""
+    made = choice if choice is None or isinstance(choice, Compressor) else choice(name, parameter)
+    if not (made is None or isinstance(made, Compressor)):
+        raise TypeError(f"compression chose {made!r} for {name}; it must be a compressor or None")
     applies = made is not None and made.applies_to(tuple(parameter.shape))
     return made if applies else None

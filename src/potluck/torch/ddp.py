@@ -47,13 +47,14 @@ class DistributedDataParallel(nn.Module):
     weights. Gradients are reduced in buckets of ``bucket_size_mb`` MiB while backward runs; those
     on other devices than the CPU are copied through host memory.
 
-    ``compression`` sends gradients in fewer bytes: a strategy such as ``TopK(0.01)``, or a function
-    of a parameter's name and the parameter that returns one, or None for those not to compress.
+    ``compression`` sends gradients in fewer bytes: a compressor such as ``TopK(0.01)``, or a
+    function of a parameter's name and the parameter that returns one, or None for those not to
+    compress.
     Parameters with fewer than ``dense_below`` elements are not compressed, nor is any in the first
     ``warmup_steps`` steps. With ``error_feedback`` each rank keeps what was lost, float32 numbers
     as many as the parameters have, and adds it to its next gradients. After a step that does not
     count these are as before it. Compressed gradients are summed as float32, those of float64
-    parameters as float64 where the strategy has no codec.
+    parameters as float64 where the compressor has no codec.
 
     Ranks compare names, shapes, dtypes and ``requires_grad`` of parameters and buffers before these
     are broadcast, and how they compress before the first backward of a group: Desync on all ranks,

@@ -2,7 +2,7 @@
 
     model.register_comm_hook(CompressionState(Int(bits=8)), compression_hook)
 
-All ranks end with the same bits. A codec's strategy (FP16, BF16, Int) works inside the reduction,
+All ranks end with the same bits. A codec's compressor (FP16, BF16, Int) works inside the reduction,
 which needs the backend "potluck"; the others run on any backend.
 """
 
@@ -20,12 +20,11 @@ from torch._C._distributed_c10d import GradBucket
 from potluck._core.context.compressed import sum_payloads
 from potluck._core.context.structure import compare
 from potluck._core.uncopied import Uncopied
-from potluck.compressors import PowerSGD, Random, Strategy, options
+from potluck.compressors import Compressor, PowerSGD, Random, options
+from potluck.compressors.base import Array, compress_any, text_of
 from potluck.compressors.encoded import Encoded
 from potluck.compressors.low_rank import Matrix
 from potluck.compressors.powersgd import LowRankSum, as_matrix
-from potluck.compressors.strategy import text_of
-from potluck.compressors.wide import Array, compress_any
 from potluck.torch.compression import (
     Choice,
     chosen,
@@ -47,7 +46,7 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 class _Piece(NamedTuple):
     """The gradients of a bucket that are sent in one way."""
 
-    strategy: Strategy | None
+    compressor: Compressor | None
     bucket: int
     parameters: list[Tensor]
     flat: Tensor
@@ -93,12 +92,12 @@ class CompressionState(Uncopied):
     """The state of the hook: for each parameter the residual, the error of its last compression.
 
     The residual is added before the gradients of the next step are compressed (error feedback); it
-    takes as much memory as float32 gradients (of float64 gradients float64's, unless the strategy
+    takes as much memory as float32 gradients (of float64 gradients float64's, unless the compressor
     is a codec's). ``process_group`` is that of the model, by default the group of all ranks.
     Gradients with inf or NaN are counted and reported in a warning, by the names of ``model``, if
     it is given, else by number and shape.
 
-    ``strategy`` may be a function of a parameter's name and the parameter that returns one, or
+    ``compressor`` may be a function of a parameter's name and the parameter that returns one, or
     None for those not to compress; it needs the ``model``. Parameters with fewer than
     ``dense_below`` elements are not compressed, nor is any in the first ``warmup_steps`` backwards.
     Cost: a bucket with parameters that are sent in several ways is copied, and is as many
@@ -106,7 +105,7 @@ class CompressionState(Uncopied):
 
     Ranks compare how they compress, and the parameters of the first bucket (of the ``model``, if it
     is given), in the first backward: Desync on all ranks, which names the first difference.
-    TypeError for what is no strategy, for a function without a model, and for parameters with
+    TypeError for what is no compressor, for a function without a model, and for parameters with
     complex or sparse gradients, here if the ``model`` is given, else in the first backward;
     ValueError for negative numbers.
     """
@@ -115,7 +114,7 @@ class CompressionState(Uncopied):
 
     def __init__(
         self,
-        strategy: Choice,
+        compressor: Choice,
         *,
         error_feedback: bool = True,
         dense_below: int = 0,
@@ -131,17 +130,19 @@ class CompressionState(Uncopied):
                 f"dense_below is {dense_below} and warmup_steps {warmup_steps}; neither may be "
                 "negative"
             )
-        if isinstance(strategy, type) or not (isinstance(strategy, Strategy) or callable(strategy)):
+        if isinstance(compressor, type) or not (
+            isinstance(compressor, Compressor) or callable(compressor)
+        ):
             raise TypeError(
-                f"strategy is {strategy!r}; it must be one such as TopK(0.01) or Int(bits=8), or a "
-                "function of a parameter's name and the parameter"
+                f"compressor is {compressor!r}; it must be one such as TopK(0.01) or Int(bits=8), "
+                "or a function of a parameter's name and the parameter"
             )
-        self._chosen: dict[Tensor, Strategy | None] = {}
-        if not isinstance(strategy, Strategy):
+        self._chosen: dict[Tensor, Compressor | None] = {}
+        if not isinstance(compressor, Compressor):
             if model is None:
                 raise TypeError("a function chooses by the names of parameters: pass model=")
-            self._chosen = {p: chosen(strategy, n, p) for n, p in _parameters(model).items()}
-        self.strategy = strategy
+            self._chosen = {p: chosen(compressor, n, p) for n, p in _parameters(model).items()}
+        self.compressor = compressor
         self.model = model
         self.error_feedback = error_feedback
         self._has_agreed = False
@@ -151,12 +152,12 @@ class CompressionState(Uncopied):
         self.num_nonfinite: Counter[str] = Counter()
         """By parameter: how many elements of its gradients were inf, NaN or beyond the range of the
         codec."""
-        self._with_nonfinite: set[tuple[int, Strategy | None]] = set()
-        """The pieces of this backward, by bucket and strategy, in which this rank's own gradients
+        self._with_nonfinite: set[tuple[int, Compressor | None]] = set()
+        """The pieces of this backward, by bucket and compressor, in which this rank's own gradients
         have inf or NaN."""
         self._names = {} if model is None else {p: n for n, p in _parameters(model).items()}
-        # By bucket and strategy, of their parameters.
-        self._flats: dict[tuple[int, Strategy | None], tuple[list[Tensor], Tensor]] = {}
+        # By bucket and compressor, of their parameters.
+        self._flats: dict[tuple[int, Compressor | None], tuple[list[Tensor], Tensor]] = {}
         self._residuals: dict[Tensor, Tensor] = {}  # by parameter, parts of these or loaded
         self._qs: dict[Tensor, Matrix] = {}  # of PowerSGD, equal on all ranks
         self._waiting: dict[PowerSGD, list[_Bucket]] = {}
@@ -185,7 +186,7 @@ class CompressionState(Uncopied):
     def load_state_dict(self, state: Mapping[str, Any], model: nn.Module) -> None:
         """Continue from a ``state_dict`` of this rank, or of any rank of another world.
 
-        Residuals fit any strategy. Those of parameters that are not compressed here, or without
+        Residuals fit any compressor. Those of parameters that are not compressed here, or without
         error feedback, are dropped, and a warning names them. ValueError for what is no such state,
         or for a parameter that ``model`` does not have in this shape; then nothing is changed.
         """
@@ -216,7 +217,7 @@ class CompressionState(Uncopied):
 
     def pieces(self, bucket: GradBucket) -> list[_Piece]:
         """The gradients of a bucket, by the way in which they are sent in this step."""
-        ways: dict[Strategy | None, list[tuple[Tensor, Tensor]]] = {}
+        ways: dict[Compressor | None, list[tuple[Tensor, Tensor]]] = {}
         views = zip(bucket.parameters(), bucket.gradients(), strict=True)
         for parameter, gradient in views:
             ways.setdefault(self._way(parameter), []).append((parameter, gradient))
@@ -230,17 +231,17 @@ class CompressionState(Uncopied):
             pieces.append(_Piece(way, bucket.index(), parameters, flat, parts))
         return pieces
 
-    def _way(self, parameter: Tensor) -> Strategy | None:
-        given = self.strategy
-        way = given if isinstance(given, Strategy) else self._chosen[parameter]
+    def _way(self, parameter: Tensor) -> Compressor | None:
+        given = self.compressor
+        way = given if isinstance(given, Compressor) else self._chosen[parameter]
         if way is None or parameter.numel() < self._dense_below:
             return None
         return way if self.step >= max(self._warmup_steps, way.start_step) else None
 
     def _compresses(self, name: str, parameter: Tensor) -> bool:
         """Whether a parameter is compressed, in some step."""
-        given = self.strategy
-        way = given if isinstance(given, Strategy) else chosen(given, name, parameter)
+        given = self.compressor
+        way = given if isinstance(given, Compressor) else chosen(given, name, parameter)
         return way is not None and parameter.numel() >= self._dense_below
 
     def agree(self, device: torch.device, parameters: Sequence[Tensor] = ()) -> None:
@@ -253,8 +254,8 @@ class CompressionState(Uncopied):
         known = names if self.model is None else {p: n for n, p in _parameters(self.model).items()}
         items = {"error_feedback": str(self.error_feedback)}
         items |= {"dense_below": str(self._dense_below), "warmup_steps": str(self._warmup_steps)}
-        if isinstance(self.strategy, Strategy):
-            items["strategy"] = text_of(self.strategy)
+        if isinstance(self.compressor, Compressor):
+            items["compressor"] = text_of(self.compressor)
         for parameter, name in (known | names).items():
             way = self._chosen.get(parameter)
             items[name] = f"{describe(parameter)}, requires_grad={parameter.requires_grad}"
@@ -271,14 +272,14 @@ class CompressionState(Uncopied):
             if parameter.is_complex() and self._compresses(name, parameter):
                 return TypeError(
                     f"{name} is {parameter.dtype}, and only real gradients can be compressed: pass "
-                    "a function as the strategy that returns None for this parameter"
+                    "a function as the compressor that returns None for this parameter"
                 )
         return None
 
     def look(self, piece: _Piece) -> None:
         """Count what is inf, NaN or beyond the codec's range in this rank's gradients of a piece:
         before they are compressed, for a block of a coded sum has the NaN of any element."""
-        key, limit = (piece.bucket, piece.strategy), limit_of(piece.strategy)
+        key, limit = (piece.bucket, piece.compressor), limit_of(piece.compressor)
         self._with_nonfinite.discard(key)
         if not is_within(piece.flat, limit) and self._count(
             piece, piece.flat, limit, "on this rank"
@@ -288,8 +289,8 @@ class CompressionState(Uncopied):
     def watch(self, piece: _Piece, flat: Tensor) -> Tensor:
         """The same in the reduced gradients of a piece, if this rank's own were within the range;
         returns them."""
-        is_own = (piece.bucket, piece.strategy) in self._with_nonfinite
-        limit = saturated_from(piece.strategy)
+        is_own = (piece.bucket, piece.compressor) in self._with_nonfinite
+        limit = saturated_from(piece.compressor)
         if not is_own and not is_within(flat, limit):
             self._count(piece, flat, limit, "in the mean over the ranks")
         return flat
@@ -319,12 +320,12 @@ class CompressionState(Uncopied):
         assert group is not None
         return group
 
-    def own_group(self, strategy: Strategy) -> PotluckProcessGroup:
+    def own_group(self, compressor: Compressor) -> PotluckProcessGroup:
         """The group, for codecs; TypeError if it is not potluck's."""
         group = self.group()
         if not isinstance(group, PotluckProcessGroup):
             raise TypeError(
-                f"{strategy!r} needs a process group of backend 'potluck', and this group has "
+                f"{compressor!r} needs a process group of backend 'potluck', and this group has "
                 f"{dist.get_backend(group)!r}: call init_process_group('potluck')"
             )
         return group
@@ -333,7 +334,7 @@ class CompressionState(Uncopied):
         """The residual of a piece, flat; parameters keep theirs when DDP builds new buckets."""
         if not self.error_feedback:
             return None
-        index, parameters = (piece.bucket, piece.strategy), piece.parameters
+        index, parameters = (piece.bucket, piece.compressor), piece.parameters
         kept = self._flats.get(index)
         if kept is None or [id(each) for each in kept[0]] != [id(each) for each in parameters]:
             flat = torch.zeros(piece.flat.numel(), dtype=dtype)
@@ -349,7 +350,7 @@ class CompressionState(Uncopied):
 def compression_hook(
     state: CompressionState, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:  # torch checks these annotations
-    """Average a bucket of gradients over the ranks, sent compressed by the state's strategy."""
+    """Average a bucket of gradients over the ranks, sent compressed by the state's compressor."""
     buffer = bucket.buffer()
     state.agree(buffer.device, bucket.parameters())
     pieces = state.pieces(bucket)
@@ -359,8 +360,8 @@ def compression_hook(
     futures = [_start(state, piece, call) for piece in pieces]
     if bucket.is_last():
         waiting, state._waiting = state._waiting, {}
-        for strategy, buckets in waiting.items():
-            _reduce_matrices(state, strategy, buckets, step)
+        for compressor, buckets in waiting.items():
+            _reduce_matrices(state, compressor, buckets, step)
     if len(pieces) == 1:
         return futures[0]
 
@@ -378,46 +379,46 @@ def compression_hook(
 
 def _start(state: CompressionState, piece: _Piece, call: int) -> torch.futures.Future[Tensor]:
     """Start the mean of a piece over the ranks; the future has it in the piece's array."""
-    flat, strategy, group = piece.flat, piece.strategy, state.group()
+    flat, compressor, group = piece.flat, piece.compressor, state.group()
     state.look(piece)
-    if strategy is None:
+    if compressor is None:
         dense = dist.all_reduce(flat.div_(group.size()), group=group, async_op=True)
         assert dense is not None
         summed: torch.futures.Future[Tensor] = dense.get_future().then(lambda done: done.value()[0])
         return summed
-    is_wide = flat.dtype == torch.float64 and not isinstance(strategy, Encoded)
+    is_wide = flat.dtype == torch.float64 and not isinstance(compressor, Encoded)
     dtype = torch.float64 if is_wide else torch.float32
     residual = state.residual(piece, dtype)
     wide = flat if flat.dtype == dtype else flat.to(dtype)
-    if isinstance(strategy, Encoded):
-        own = state.own_group(strategy)
-        coded = own.all_reduce_encoded(wide, strategy.codec.name, residual)
+    if isinstance(compressor, Encoded):
+        own = state.own_group(compressor)
+        coded = own.all_reduce_encoded(wide, compressor.codec.name, residual)
         return coded.get_future().then(
             lambda done: state.watch(piece, copy_saturated(flat, done.value()[0]))
         )
     host = wide.cpu()
     array: Array = host.numpy()
     kept: Array | None = None if residual is None else residual.numpy()
-    if isinstance(strategy, PowerSGD):
+    if isinstance(compressor, PowerSGD):
         waiting = _bucket(piece, host, array, kept)
-        state._waiting.setdefault(strategy, []).append(waiting)
+        state._waiting.setdefault(compressor, []).append(waiting)
         return waiting.future
-    if isinstance(strategy, Random):
-        sent = torch.from_numpy(strategy.take(array, kept, call)).to(flat.device)
+    if isinstance(compressor, Random):
+        sent = torch.from_numpy(compressor.take(array, kept, call)).to(flat.device)
     else:
-        payload, _ = compress_any(strategy, array, kept, call)
+        payload, _ = compress_any(compressor, array, kept, call)
         sent = torch.from_numpy(payload).to(flat.device)
 
     def end(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
         future.value()
-        if isinstance(strategy, Random):
-            strategy.put(array, sent.cpu().numpy(), call)
+        if isinstance(compressor, Random):
+            compressor.put(array, sent.cpu().numpy(), call)
         else:
-            sum_payloads(array, received.cpu().numpy(), strategy, call)
+            sum_payloads(array, received.cpu().numpy(), compressor, call)
         np.divide(array, array.dtype.type(group.size()), out=array)
         return state.watch(piece, copy_saturated(flat, host))
 
-    if isinstance(strategy, Random):
+    if isinstance(compressor, Random):
         work = dist.all_reduce(sent, group=group, async_op=True)
     else:
         received = sent.new_empty(group.size(), sent.numel())
@@ -443,7 +444,7 @@ def _bucket(piece: _Piece, host: Tensor, array: Array, residual: Array | None) -
 
 
 def _reduce_matrices(
-    state: CompressionState, strategy: PowerSGD, buckets: list[_Bucket], step: int
+    state: CompressionState, compressor: PowerSGD, buckets: list[_Bucket], step: int
 ) -> None:
     """Reduce all buckets of a backward together: the tensors that are sent as they are with the P
     of the others, then Q. Here, and not in a callback of a future: callbacks run in another order
@@ -452,10 +453,12 @@ def _reduce_matrices(
     parts = [part for each in buckets for part in each.parts]
     for dtype in sorted({target.dtype for _, target, _ in parts}, key=str):
         mine = [part for part in parts if part[1].dtype == dtype]
-        dense = [part for part in mine if not strategy.applies_to(part[1].shape)]
-        named = {str(i): part for i, part in enumerate(mine) if strategy.applies_to(part[1].shape)}
+        dense = [part for part in mine if not compressor.applies_to(part[1].shape)]
+        named = {
+            str(i): part for i, part in enumerate(mine) if compressor.applies_to(part[1].shape)
+        }
         before = {name: state._qs[p] for name, (p, _, _) in named.items() if p in state._qs}
-        one = LowRankSum(strategy, before, step)
+        one = LowRankSum(compressor, before, step)
         for name, (_, _, source) in named.items():
             one.add(name, as_matrix(source))
         left = one.begin()

@@ -160,7 +160,7 @@ class ElasticLoop(elastic.ElasticLoop):
         for scaler in scalers:
             scaler.attach(optimizers, self._skip)
         is_plain = isinstance(model, DistributedDataParallel) and not any(
-            model.compression.strategies
+            model.compression.compressors
         )
         may_suggest = is_plain and self._outer is None and self._rehearsal is None
         self._suggestion = Suggestion(ctx) if may_suggest else None
@@ -280,7 +280,7 @@ def _check_parameters(optimizers: Sequence[Optimizer], trained: Sequence[Any]) -
 
 def _check_alone(model: nn.Module) -> None:
     """ValueError for a model whose gradients were to be compressed, if none are sent."""
-    if isinstance(model, DistributedDataParallel) and any(model.compression.strategies):
+    if isinstance(model, DistributedDataParallel) and any(model.compression.compressors):
         raise ValueError(
             "the gradients of this DistributedDataParallel are compressed, but with a strategy of "
             "rounds none are sent: leave its compression= out"

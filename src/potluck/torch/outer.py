@@ -26,8 +26,8 @@ from torch.optim import Optimizer
 
 from potluck._core.context.compressed import start_compressed
 from potluck.checkpoint.state import State, fingerprint
+from potluck.compressors.base import cast
 from potluck.compressors.encoded import Encoded
-from potluck.compressors.wide import cast
 from potluck.errors import CheckpointError
 from potluck.torch.device import synchronize
 from potluck.training.buckets import Bucket, Slot, assign

@@ -69,8 +69,8 @@ class Reducer:
         self._algorithm = algorithm
         self._buckets = assign(
             [
-                Slot(p.numel(), p.element_size(), (p.device, p.dtype, strategy))
-                for p, strategy in zip(self._parameters, compression.strategies, strict=True)
+                Slot(p.numel(), p.element_size(), (p.device, p.dtype, compressor))
+                for p, compressor in zip(self._parameters, compression.compressors, strict=True)
             ],
             bucket_bytes=int(bucket_size_mb * _MB),
             first_bucket_bytes=int(min(bucket_size_mb, 1) * _MB),
@@ -249,7 +249,7 @@ class Reducer:
     def _start(self, number: int, host: Tensor) -> Callable[[], object]:
         """Start the sum of a bucket over all ranks; returns the function that waits for it."""
         self._compression.watch(number, host[: self._buckets[number].numel])
-        if self._compression.strategy(number) is None:
+        if self._compression.compressor(number) is None:
             work = self._ctx.all_reduce(host, "sum", algorithm=self._algorithm, async_op=True)
             wait: Callable[[], object] = work.wait
             return wait
@@ -275,7 +275,7 @@ class Reducer:
     def _compressed(self) -> list[int]:
         """The numbers of the buckets that are compressed in this step."""
         numbers = range(len(self._buckets))
-        return [n for n in numbers if self._compression.strategy(n) is not None]
+        return [n for n in numbers if self._compression.compressor(n) is not None]
 
     def _flags(self, number: int) -> Tensor:
         return self._flat(number).host[self._buckets[number].numel :]

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import potluck
-from potluck.compressors import BF16, FP16, GradientCompressor, Int, Random, Strategy, TopK
+from potluck.compressors import BF16, FP16, Compressor, GradientCompressor, Int, Random, TopK
 
-STRATEGIES: list[Strategy] = [
+STRATEGIES: list[Compressor] = [
     FP16(),
     BF16(),
     Int(8),
@@ -42,7 +42,7 @@ def gradient(count: int, seed: int, dtype: np.dtype = DTYPES[0]) -> np.ndarray:
 @settings(max_examples=15, deadline=None)
 @given(count=st.integers(0, 700), num_steps=st.integers(1, 5), seed=st.integers(0, 2**32 - 1))
 def test_what_came_out_is_what_went_in_minus_the_residual(
-    strategy: Strategy, dtype: np.dtype, count: int, num_steps: int, seed: int
+    strategy: Compressor, dtype: np.dtype, count: int, num_steps: int, seed: int
 ) -> None:
     compressor = GradientCompressor(strategy)
     came_in, came_out = np.zeros(count), np.zeros(count)
@@ -58,7 +58,7 @@ def test_what_came_out_is_what_went_in_minus_the_residual(
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
-def test_integers_are_accounted_for_to_the_last_bit(strategy: Strategy) -> None:
+def test_integers_are_accounted_for_to_the_last_bit(strategy: Compressor) -> None:
     """Sums of small integers are exact in float32, so nothing may be lost by rounding either."""
     if isinstance(strategy, Int) or getattr(strategy, "bits", None):
         pytest.skip("a scale of these codecs is no integer")
@@ -115,7 +115,7 @@ def test_random_chooses_the_same_elements_with_any_numpy() -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_inf_and_nan_are_counted_named_and_never_kept(
-    strategy: Strategy, dtype: np.dtype, caplog: pytest.LogCaptureFixture
+    strategy: Compressor, dtype: np.dtype, caplog: pytest.LogCaptureFixture
 ) -> None:
     compressor = GradientCompressor(strategy)
     bad = gradient(600, 0, dtype)
@@ -194,7 +194,11 @@ def test_the_two_functions() -> None:
         (lambda: Random(-0.1), ValueError, "ratio must be above 0"),
         (lambda: Random(0.1, "other"), ValueError, "mode must be 'bernoulli' or 'k'"),
         (lambda: Random(0.1, seed=-1), ValueError, "seed must not be negative"),
-        (lambda: GradientCompressor("int8"), TypeError, "strategy is 'int8'; it must be one such"),
+        (
+            lambda: GradientCompressor("int8"),
+            TypeError,
+            "compressor is 'int8'; it must be one such",
+        ),
         (lambda: potluck.sparsify_gradients(gradient(9, 0), 1.0), ValueError, "sparsity is 1.0"),
         (lambda: potluck.sparsify_gradients(gradient(9, 0), "x"), TypeError, "sparsity must be a"),
         (lambda: potluck.quantize_gradients(gradient(9, 0), 8.0), TypeError, "bits must be an int"),
@@ -211,7 +215,7 @@ def test_bad_input_is_one_clear_error(make, error: type[Exception], message: str
 
 
 def test_the_state_of_a_strategy_of_ones_own_fits_another_object_of_it() -> None:
-    class Zeros(Strategy):
+    class Zeros(Compressor):
         def compress(self, source, residual, step):  # type: ignore[no-untyped-def]
             return np.empty(0, np.uint8)
 
@@ -228,7 +232,7 @@ def test_the_state_of_a_strategy_of_ones_own_fits_another_object_of_it() -> None
 
 
 def test_numbers_of_numpy_are_those_of_python() -> None:
-    """The text of a strategy is compared with that in a state."""
+    """The text of a compressor is compared with that in a state."""
     made = TopK(np.float64(0.25), chunk=np.int64(64), bits=np.int8(4))
     assert repr(made) == repr(TopK(0.25, chunk=64, bits=4))
     assert repr(Random(np.float32(0.5), seed=np.uint8(3))) == repr(Random(0.5, seed=3))
@@ -245,7 +249,7 @@ def test_a_shape_a_dtype_or_a_state_that_does_not_fit() -> None:
     with pytest.raises(ValueError, match=r"the state belongs to Int\(bits=8\), this compressor is"):
         GradientCompressor(TopK(0.1)).load_state_dict(compressor.state_dict())
     with pytest.raises(ValueError, match="not the state of a GradientCompressor"):
-        compressor.load_state_dict({"strategy": "x"})
+        compressor.load_state_dict({"compressor": "x"})
 
 
 def test_memory_is_used_again_only_when_nothing_refers_to_it() -> None:

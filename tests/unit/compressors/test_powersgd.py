@@ -130,7 +130,7 @@ def test_the_object_without_a_network(dtype: type) -> None:
     for step in range(6):
         source = np.random.default_rng(step).standard_normal(came.shape).astype(dtype)
         small = compressor.compress(source, "w")
-        assert small.nbytes == 4 * 3 * (80 + 60) == compressor.strategy.payload_bytes(came.shape)
+        assert small.nbytes == 4 * 3 * (80 + 60) == compressor.compressor.payload_bytes(came.shape)
         assert small.decompress().dtype == dtype
         went += source
         came += small.decompress()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from potluck._core import native
 from potluck.compressors import TopK
-from potluck.compressors.selection import Sizes, select, select_in_python
+from potluck.compressors.topk import Sizes, select, select_in_python
 from support.arrays import odd_array, same_bits
 
 pytestmark = [

@@ -1,4 +1,4 @@
-"""The sum of compressed gradients over all ranks: the network's half of each strategy."""
+"""The sum of compressed gradients over all ranks: the network's half of each compressor."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from potluck.compressors import Random, Strategy
+from potluck.compressors import Compressor, Random
+from potluck.compressors.base import Array, compress_any
 from potluck.compressors.encoded import Encoded
 from potluck.compressors.powersgd import LowRankSum
-from potluck.compressors.wide import Array, compress_any
 
 if TYPE_CHECKING:
     from potluck._core.context.context import DistributedContext
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def start_compressed(
     ctx: DistributedContext,
     array: Array,
-    strategy: Strategy,
+    compressor: Compressor,
     residual: Array | None,
     step: int,
     *,
@@ -28,35 +28,37 @@ def start_compressed(
     """Start the sum of ``array`` over all ranks, in place; returns the function that waits for it.
 
     ``array`` and ``residual`` are flat, contiguous, of one length and one dtype: float32, or
-    float64 for strategies without a codec. All ranks end with the same bits. Cost: a codec's
-    strategy is one all_reduce of encoded bytes; ``Random`` one all_reduce of the values that are
-    sent; any other strategy one all_gather of the payload, whose size must follow from the number
+    float64 for compressors without a codec. All ranks end with the same bits. Cost: a codec's
+    compressor is one all_reduce of encoded bytes; ``Random`` one all_reduce of the values that are
+    sent; any other compressor one all_gather of the payload, whose size must follow from the number
     of elements.
     """
-    if isinstance(strategy, Encoded):
-        codec = strategy.codec.name
+    if isinstance(compressor, Encoded):
+        codec = compressor.codec.name
         coded = ctx.all_reduce(
             array, "sum", codec=codec, residual=residual, timeout=timeout, async_op=True
         )
         return lambda: coded.wait()
-    if isinstance(strategy, Random):
-        values = strategy.take(array, residual, step)
+    if isinstance(compressor, Random):
+        values = compressor.take(array, residual, step)
         work = ctx.all_reduce(values, "sum", timeout=timeout, async_op=True)
-        return lambda: strategy.put(array, work.wait(), step)
-    payload, _ = compress_any(strategy, array, residual, step)
+        return lambda: compressor.put(array, work.wait(), step)
+    payload, _ = compress_any(compressor, array, residual, step)
     work = ctx.all_gather(payload, timeout=timeout, async_op=True)
-    return lambda: sum_payloads(array, work.wait().reshape(ctx.world_size, -1), strategy, step)
+    return lambda: sum_payloads(array, work.wait().reshape(ctx.world_size, -1), compressor, step)
 
 
 def sum_payloads(
-    target: Array, payloads: np.ndarray[tuple[int, int], np.dtype[np.uint8]], strategy: Strategy,
+    target: Array,
+    payloads: np.ndarray[tuple[int, int], np.dtype[np.uint8]],
+    compressor: Compressor,
     step: int,
-) -> None:  # fmt: skip
+) -> None:
     """Set ``target`` to the sum of what the payloads of all ranks stand for, in rank order."""
     target[:] = 0
     with np.errstate(over="ignore", invalid="ignore"):
         for payload in payloads:
-            strategy.add_to(target, payload, step)
+            compressor.add_to(target, payload, step)
 
 
 def start_low_rank(

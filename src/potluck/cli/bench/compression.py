@@ -12,16 +12,16 @@ import numpy as np
 
 from potluck._core.optional import installed
 from potluck.cli.bench.sizes import show_seconds
-from potluck.compressors import BF16, FP16, GradientCompressor, Int, Random, Strategy, TopK
+from potluck.compressors import BF16, FP16, Compressor, GradientCompressor, Int, Random, TopK
 
 COUNT = 26_000_000
 """Elements: the gradients of a ResNet-50, 104 MB of float32."""
 
 
 class Case(NamedTuple):
-    """One row: a strategy, with error feedback or without, and what does the same in torch."""
+    """One row: a compressor, with error feedback or without, and what does the same in torch."""
 
-    strategy: Strategy
+    compressor: Compressor
     error_feedback: bool
     in_torch: str | None = None
 
@@ -55,11 +55,11 @@ def measure(count: int = COUNT, rounds: int = 7) -> Iterator[dict[str, Any]]:
 
         theirs = operations(source)
     for case in CASES:
-        compressor = GradientCompressor(case.strategy, error_feedback=case.error_feedback)
+        compressor = GradientCompressor(case.compressor, error_feedback=case.error_feedback)
         other = theirs.get(case.in_torch or "")
         mine, its = _in_turns(lambda c=compressor: c.compress(source), other, rounds)  # type: ignore[misc]
         yield {
-            "strategy": repr(case.strategy),
+            "strategy": repr(case.compressor),
             "error_feedback": case.error_feedback,
             "ratio": compressor.compress(source).ratio,
             **mine,
@@ -71,12 +71,12 @@ def measure(count: int = COUNT, rounds: int = 7) -> Iterator[dict[str, Any]]:
 
 def head() -> str:
     """The titles of the columns."""
-    return f"{'strategy':<44}{'feedback':>9}{'bytes':>8}{'time':>10}{'CPU':>10}{'torch':>20}"
+    return f"{'compressor':<44}{'feedback':>9}{'bytes':>8}{'time':>10}{'CPU':>10}{'torch':>20}"
 
 
 def line(row: dict[str, Any]) -> str:
     """A row as text; "(2.0x)": torch takes 2.0 times as long."""
-    text = f"{row['strategy']:<44}{'yes' if row['error_feedback'] else 'no':>9}"
+    text = f"{row['compressor']:<44}{'yes' if row['error_feedback'] else 'no':>9}"
     text += f"{'1/' + format(row['ratio'], '.3g'):>8}"
     text += f"{show_seconds(row['median_s']):>10}{show_seconds(row['cpu_s']):>10}"
     other = row["torch"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from potluck.compressors import BF16, Int, PowerSGD, Strategy, TopK
+from potluck.compressors import BF16, Compressor, Int, PowerSGD, TopK
 from potluck.training.strategies import SGD, DataParallel, DiLoCo, Gossip, LocalSGD
 
 BUCKET_SIZE_MB = 25.0
@@ -27,7 +27,7 @@ class Candidate:
     changes: str
 
     @property
-    def compression(self) -> Strategy | None:
+    def compression(self) -> Compressor | None:
         """The method that encodes what is sent."""
         if isinstance(self.strategy, LocalSGD | Gossip):
             return None
@@ -170,7 +170,7 @@ CANDIDATES = (
     _diloco(100),
     _sparse(40),
 )
-METHODS: dict[str, Strategy] = {
+METHODS: dict[str, Compressor] = {
     candidate.name: candidate.compression
     for candidate in CANDIDATES
     if candidate.compression is not None

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from potluck._core import hints
 from potluck._core.collectives.plan import Operation
 from potluck._core.collectives.registry import algorithms_for
-from potluck.compressors import PowerSGD, options
-from potluck.compressors import Strategy as Compressor
+from potluck.compressors import Compressor, PowerSGD, options
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +59,8 @@ class DataParallel:
     def __post_init__(self) -> None:
         if callable(self.compression) and not isinstance(self.compression, type):
             raise TypeError(
-                "DataParallel(compression=...) is one strategy for all parameters; a function that "
-                "chooses for each belongs to DistributedDataParallel(model, compression=...)"
+                "DataParallel(compression=...) is one compressor for all parameters; a function "
+                "that chooses for each belongs to DistributedDataParallel(model, compression=...)"
             )
         _check_compressor(self.compression)
         size = self.bucket_size_mb

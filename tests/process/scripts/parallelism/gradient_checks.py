@@ -215,7 +215,7 @@ def the_q_of_torch(parameters, strategy):
 
 def with_the_q_of_torch(state, bucket):
     if state.step == 2:
-        state._qs |= the_q_of_torch(bucket.parameters(), state.strategy)
+        state._qs |= the_q_of_torch(bucket.parameters(), state.compressor)
     return compression_hook(state, bucket)
 
 

@@ -6,6 +6,7 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import ml_dtypes
@@ -14,11 +15,9 @@ from numpy.typing import NDArray
 
 from potluck._core.codecs.codec import LARGEST, Bytes, Floats
 from potluck.compressors import options
-from potluck.compressors.compressed import Compressed
+from potluck.compressors.base import Compressor, cast, compress_any, largest_of, text_of
 from potluck.compressors.encoded import Encoded, Int
-from potluck.compressors.strategy import Strategy, text_of
 from potluck.compressors.topk import TopK
-from potluck.compressors.wide import compress_any, largest_of
 
 _log = logging.getLogger(__name__)
 
@@ -27,8 +26,41 @@ Array = NDArray[Any]
 _DTYPES = tuple(map(np.dtype, (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)))
 
 
+@dataclass(frozen=True, eq=False)
+class Compressed:
+    """An array that ``compressor`` has compressed into ``payload``, a flat uint8 array.
+
+    ``shape`` and ``dtype`` are the array's, ``step`` is the number of the call. ``num_nonfinite``
+    is how many elements of the array were inf or NaN, or beyond the range of the compressor.
+    """
+
+    compressor: Compressor
+    payload: Bytes
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    step: int = 0
+    num_nonfinite: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes of the payload."""
+        return self.payload.nbytes
+
+    @property
+    def ratio(self) -> float:
+        """How many times more bytes the array has; infinity for an empty array."""
+        whole = int(np.prod(self.shape)) * self.dtype.itemsize
+        return whole / self.nbytes if self.nbytes else float("inf")
+
+    def decompress(self) -> NDArray[Any]:
+        """The array that the payload stands for, of the original shape and dtype."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            decoded = self.compressor.decompress(self.payload, self.shape, self.step)
+            return cast(decoded, self.dtype)
+
+
 class GradientCompressor:
-    """Compresses gradients by a ``strategy``, with error feedback.
+    """Compresses gradients by a ``compressor``, with error feedback.
 
         compressor = GradientCompressor(TopK(0.01))
         small = compressor.compress(gradient, "layer.weight")
@@ -41,18 +73,18 @@ class GradientCompressor:
     float64's) and the array's number of elements.
 
     Elements that are inf or NaN stay visible in what is decompressed; for those beyond the range of
-    the strategy the largest number of its range stands. Both are counted in ``num_nonfinite`` by
+    the compressor the largest number of its range stands. Both are counted in ``num_nonfinite`` by
     name and reported with the name in a warning. They never enter a residual.
     """
 
-    def __init__(self, strategy: Strategy, error_feedback: bool = True) -> None:
-        if not isinstance(strategy, Strategy):
+    def __init__(self, compressor: Compressor, error_feedback: bool = True) -> None:
+        if not isinstance(compressor, Compressor):
             raise TypeError(
-                f"strategy is {strategy!r}; it must be one such as TopK(0.01) or Int(bits=8)"
+                f"compressor is {compressor!r}; it must be one such as TopK(0.01) or Int(bits=8)"
             )
         if not isinstance(error_feedback, bool):
             raise TypeError(f"error_feedback is {error_feedback!r}; it must be True or False")
-        self.strategy = strategy
+        self.compressor = compressor
         self.error_feedback = error_feedback
         self.num_nonfinite: Counter[str] = Counter()
         """By name: how many elements of all calls were inf, NaN or beyond the range."""
@@ -69,14 +101,14 @@ class GradientCompressor:
         source = _checked(array, name)
         residual = self._residual(name, array) if self.error_feedback else None
         step = self._steps[name]
-        if isinstance(self.strategy, Encoded) and array.dtype == np.float32:
-            payload = self._memory(name, self.strategy.codec.encoded_bytes(source.size))
-            num_beyond = self.strategy.compress_into(payload, source, residual)
+        if isinstance(self.compressor, Encoded) and array.dtype == np.float32:
+            payload = self._memory(name, self.compressor.codec.encoded_bytes(source.size))
+            num_beyond = self.compressor.compress_into(payload, source, residual)
         else:
-            payload, wide = compress_any(self.strategy, source, residual, step)
+            payload, wide = compress_any(self.compressor, source, residual, step)
             num_beyond = self._num_beyond(payload, wide, array.dtype)
         self._steps[name] += 1
-        made = Compressed(self.strategy, payload, array.shape, array.dtype, step)
+        made = Compressed(self.compressor, payload, array.shape, array.dtype, step)
         return self._with_count(made, array, name, num_beyond) if num_beyond else made
 
     def decompress(self, compressed: Compressed) -> Array:
@@ -93,24 +125,25 @@ class GradientCompressor:
         return None if kept is None else kept.copy()
 
     def state_dict(self) -> dict[str, Any]:
-        """The residuals and steps by name, copies, with the strategy that they belong to."""
+        """The residuals and steps by name, copies, with the compressor that they belong to."""
         return {
-            "strategy": text_of(self.strategy),
+            "compressor": text_of(self.compressor),
             "steps": dict(self._steps),
             "residuals": {name: each.copy() for name, each in self._residuals.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a ``state_dict()``. ValueError for the state of another strategy."""
+        """Continue from a ``state_dict()``. ValueError for the state of another compressor."""
         if not isinstance(state, Mapping):
             raise TypeError(f"a state_dict() is a dict, not a {type(state).__name__}")
-        missing = {"strategy", "steps", "residuals"} - state.keys()
+        missing = {"compressor", "steps", "residuals"} - state.keys()
         if missing:
             raise ValueError(f"not the state of a GradientCompressor: it has no {min(missing)!r}")
-        if state["strategy"] != text_of(self.strategy):
+        if state["compressor"] != text_of(self.compressor):
             raise ValueError(
-                f"the state belongs to {state['strategy']}, this compressor is {self.strategy!r}: "
-                "a residual means nothing to another strategy; start from zeros instead"
+                f"the state belongs to {state['compressor']}, this compressor is "
+                f"{self.compressor!r}: a residual means nothing to another compressor; start from "
+                "zeros instead"
             )
         self._steps = Counter(state["steps"])
         self._residuals = {name: np.array(each) for name, each in state["residuals"].items()}
@@ -138,23 +171,23 @@ class GradientCompressor:
 
     def _num_beyond(self, payload: Bytes, wide: Floats, dtype: np.dtype[Any]) -> int:
         """How many elements of ``wide``, which the payload stands for, are inf, NaN or beyond the
-        range of the strategy or of the array's ``dtype``."""
-        is_coded = isinstance(self.strategy, Encoded)
-        if dtype == np.float32 and not is_coded and self.strategy.looks_finite(payload, wide):
+        range of the compressor or of the array's ``dtype``."""
+        is_coded = isinstance(self.compressor, Encoded)
+        if dtype == np.float32 and not is_coded and self.compressor.looks_finite(payload, wide):
             return 0
         limit = min(LARGEST, largest_of(dtype))
-        if isinstance(self.strategy, Encoded):
-            limit = min(limit, self.strategy.codec.limit)
+        if isinstance(self.compressor, Encoded):
+            limit = min(limit, self.compressor.codec.limit)
         num = int(np.count_nonzero(~(np.abs(wide) < np.float32(limit))))
-        return num or int(not self.strategy.looks_finite(payload, wide))
+        return num or int(not self.compressor.looks_finite(payload, wide))
 
     def _with_count(self, made: Compressed, array: Array, name: str, num_beyond: int) -> Compressed:
         num = int(np.count_nonzero(~np.isfinite(array)))
-        where = "is inf or NaN" if num else f"is beyond the range of {self.strategy!r}"
+        where = "is inf or NaN" if num else f"is beyond the range of {self.compressor!r}"
         num = num or max(num_beyond, int(np.count_nonzero(~np.isfinite(made.decompress()))))
         self.num_nonfinite[name] += num
         _log.warning("%s: %d of %d elements: a value %s", name, num, array.size, where)
-        return Compressed(made.strategy, made.payload, made.shape, made.dtype, made.step, num)
+        return Compressed(made.compressor, made.payload, made.shape, made.dtype, made.step, num)
 
 
 def quantize_gradients(
@@ -180,8 +213,8 @@ def sparsify_gradients(
     sparsity = options.number("sparsify_gradients", "sparsity", sparsity)
     if not 0 <= sparsity < 1:
         raise ValueError(f"sparsity is {sparsity}; it must be at least 0 and below 1")
-    strategy = TopK(1 - sparsity, chunk=None)
-    return GradientCompressor(strategy, error_feedback=False).compress(gradients, name)
+    compressor = TopK(1 - sparsity, chunk=None)
+    return GradientCompressor(compressor, error_feedback=False).compress(gradients, name)
 
 
 def _checked(array: Array, name: str) -> Array:
