@@ -20,7 +20,6 @@
 
 #ifdef POTLUCK_OPENSSL
 #include "core/loop/progress.hpp"
-#include "core/tls/signed.hpp"
 #include "core/tls/tls.hpp"
 #endif
 
@@ -165,16 +164,6 @@ void adopt(ProgressLoop& loop, uint64_t id, int rank, std::shared_ptr<Stream> st
     loop.adopt(std::move(link));
 }
 
-std::shared_ptr<SignedStream> sign(int fd, nb::bytes sends, nb::bytes receives,
-                                   uint64_t records_per_key, std::string peer) {
-    if (sends.size() != key_bytes || receives.size() != key_bytes || records_per_key == 0) {
-        throw nb::value_error("a signed link has keys of 32 bytes");
-    }
-    return std::make_shared<SignedStream>(fd, static_cast<const uint8_t*>(sends.data()),
-                                          static_cast<const uint8_t*>(receives.data()),
-                                          records_per_key, std::move(peer));
-}
-
 const char* name_of(Event::Kind kind) {
     switch (kind) {
         case Event::Kind::operation_ended: return "operation ended";
@@ -282,10 +271,6 @@ void loop(nb::module_& m) {
              })
         .def_prop_ro("is_readable", &Stream::is_readable);
 
-    nb::class_<SignedStream, Stream>(m, "SignedStream")
-        .def(nb::new_(&sign), nb::arg("fd"), nb::arg("sends"), nb::arg("receives"),
-             nb::arg("records_per_key"), nb::arg("peer"));
-
     nb::class_<TlsStream, Stream>(m, "TlsStream")
         .def(nb::new_([](std::shared_ptr<TlsContext> context, int fd, std::string peer) {
                  return std::make_shared<TlsStream>(std::move(context), fd, std::move(peer));
@@ -313,7 +298,6 @@ void loop(nb::module_& m) {
              })
         .def("take_over", &TlsStream::take_over, nb::arg("peer"))
         .def("pending", &TlsStream::pending)
-        .def("is_clean", &TlsStream::is_clean)
         .def("peer_certificate",
              [](const TlsStream& stream) {
                  const std::string der = stream.peer_certificate();

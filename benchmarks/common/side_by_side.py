@@ -13,7 +13,6 @@ NAMES = {"gloo": "Gloo", "mpi": "Open MPI", "mlx": "MLX"}
 WAYS = {
     "potluck-bf16": "potluck, bf16",
     "potluck-int8": "potluck, int8",
-    "potluck-signed": "potluck, signed",
 }
 EQUAL = 1.05
 """Times whose ratio is smaller are called equal: rounds differ by as much."""

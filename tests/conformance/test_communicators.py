@@ -22,7 +22,7 @@ from potluck._core.collectives import doubling
 from potluck._core.collectives.plan import Algorithm, Operation
 from potluck._core.collectives.registry import algorithms_for
 from potluck._core.context import DistributedContext, all_reduce_mean, all_reduce_sum
-from support.worlds import SIGNED_KINDS, WORLD_KINDS, World, join_world, open_world
+from support.worlds import WORLD_KINDS, World, join_world, open_world
 
 DTYPES = [
     np.dtype(name) for name in ("float16", "float32", "float64", "int8", "int32", "int64", "uint8")
@@ -42,7 +42,6 @@ SEGMENT_BYTES = 6 * 1024
 
 SIZES = (1, 2, 3, 5)
 WORLDS = [(kind, size) for kind in WORLD_KINDS for size in SIZES] + [("inproc", 8)]
-WORLDS += [(kind, 3) for kind in SIGNED_KINDS]
 BACKEND = os.environ.get("POTLUCK_CONFORMANCE", "")
 if BACKEND:
     WORLDS = [(BACKEND, 0)]

@@ -16,9 +16,9 @@ from torch import Tensor
 from potluck._core.context import DistributedContext
 from potluck.torch.process_group.group import PotluckProcessGroup
 from support.process_groups import process_group
-from support.worlds import SIGNED_KINDS, WORLD_KINDS, World, open_world
+from support.worlds import WORLD_KINDS, World, open_world
 
-WORLDS = [(kind, 2) for kind in (*WORLD_KINDS, *SIGNED_KINDS)] + [("inproc", 1), ("native", 1)]
+WORLDS = [(kind, 2) for kind in WORLD_KINDS] + [("inproc", 1), ("native", 1)]
 MOVED_ONLY = (torch.float8_e4m3fn,)
 DTYPES = (
     *(torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64),

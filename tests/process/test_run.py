@@ -504,33 +504,6 @@ def test_two_runs_at_once_are_both_shown(script) -> None:
             run.finish()
 
 
-def test_links_that_are_not_encrypted_are_named_wherever_one_looks(script) -> None:
-    path = script(
-        "import numpy as np, os, potluck, time\n"
-        "ctx = potluck.init()\n"
-        "print('sum', ctx.all_reduce(np.ones(1)).item(), os.environ['POTLUCK_WIRE'], flush=True)\n"
-        "time.sleep(600)\n"
-    )
-    with run_command("--workers", "2", "--wire", "signed", path) as run:
-        run.wait_for("links between workers are signed, not encrypted: the network can read along")
-        for rank in range(2):
-            run.wait_for(lambda line, r=rank: line == f"[{r}] sum 2.0 signed")
-            run.wait_for(lambda line, r=rank: f"[{r}] POTLUCK_WIRE=signed: links between" in line)
-        for options, words in [
-            ((), "links not encrypted (signed)"),
-            (("--json",), '"wire": "signed"'),
-        ]:
-            done = subprocess.run(
-                [*potluck_command(), "status", *options],
-                capture_output=True,
-                text=True,
-                timeout=200,
-            )
-            assert words in done.stdout
-        run.signal(signal.SIGTERM)
-        run.finish()
-
-
 def test_the_file_of_a_killed_agent_is_removed_by_status(script, own_environment: Path) -> None:
     with run_command(script(SLEEPER)) as run:
         run.wait_for("pid")

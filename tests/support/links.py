@@ -10,22 +10,19 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from potluck._core.system import wait_ready
 from potluck._core.transport import native_tls
 from potluck._core.transport.credentials import Credentials, make_credentials
-from potluck._core.transport.handshake import connect
+from potluck._core.transport.handshake import connect, tls_handshake
 from potluck._core.transport.inproc import inproc_pair
 from potluck._core.transport.link import Link
 from potluck._core.transport.link_memory import NUM_SLOTS, SLOT_BYTES
 from potluck._core.transport.listener import Admission, Listener
-from potluck._core.transport.record_tags import KEY_BYTES, Keys
-from potluck._core.transport.signed import NativeSignedLink, SignedLink
-from potluck._core.transport.tcp import TcpLink
-from potluck._core.wire.greeting import SEALED, SIGNED, Hello, Welcome
+from potluck._core.transport.tcp import TcpLink, secured
+from potluck._core.wire.greeting import Hello, Welcome
 
 
 def psk(cluster: str = "ours") -> bytes:
@@ -38,17 +35,22 @@ def new_credentials(cluster: str = "ours", *, use_native: bool = True) -> Creden
     return make_credentials(psk(cluster), Ed25519PrivateKey.generate(), use_native=use_native)
 
 
-def signed_ends(
-    mine: socket.socket, theirs: socket.socket, *, native: tuple[bool, bool], **options: Any
+def tls_ends(
+    mine: socket.socket, theirs: socket.socket, *, native: tuple[bool, bool]
 ) -> tuple[TcpLink, TcpLink]:
-    """Both ends of a signed link over sockets that no greeting has gone over. ``native``: whether
-    each end is the native core's."""
-    keys = Keys(b"1" * KEY_BYTES, b"2" * KEY_BYTES)
-    first, second = (NativeSignedLink if each else SignedLink for each in native)
-    ends: tuple[Any, Any] = mine, theirs
+    """Both ends of a link under TLS over connected sockets, without knock and greeting. ``native``:
+    whether each end is the native core's."""
+    socks = []
+    for sock, use_native, is_server in zip((mine, theirs), native, (False, True), strict=True):
+        sock.setblocking(False)
+        socks.append(secured(sock, new_credentials(use_native=use_native), server_side=is_server))
+    left = [tls_handshake(each) for each in socks]
+    while left:
+        left = [steps for steps in left if next(steps, None) is not None]
+    first, second = socks
     return (
-        first(ends[0], keys, peer="the second end", peer_node="", **options),
-        second(ends[1], keys.of_peer, peer="the first end", peer_node="", **options),
+        TcpLink(first, peer="the second end", peer_node=""),
+        TcpLink(second, peer="the first end", peer_node=""),
     )
 
 
@@ -94,25 +96,23 @@ def tls_pair(
     memory: tuple[int, int] | None = (NUM_SLOTS, SLOT_BYTES),
     use_shared_memory: bool = True,
     native: tuple[bool, bool] = (False, False),
-    wire: str = SEALED,
 ) -> Iterator[tuple[TcpLink, TcpLink]]:
     """The client's and the server's end of a real connection over loopback.
 
     The client offers ``memory`` (slots, bytes), the server takes it if ``use_shared_memory``.
-    ``native``: whether the client's and the server's TLS is the native core's. ``wire``: how they
-    go on.
+    ``native``: whether the client's and the server's TLS is the native core's.
     """
     server = Listener(
         "127.0.0.1", 0, new_credentials(use_native=native[1]), use_shared_memory=use_shared_memory
     )
     delivered: queue.Queue[TcpLink] = queue.Queue()
-    server.serve(lambda hello, node: Admission(Welcome(rank=1, wire=wire), delivered.put))
+    server.serve(lambda hello, node: Admission(Welcome(rank=1), delivered.put))
     credentials = new_credentials(use_native=native[0])
     try:
         client_end, _ = connect(
             "127.0.0.1",
             server.port,
-            Hello("data", rank=0, to_rank=1, wire=wire),
+            Hello("data", rank=0, to_rank=1),
             credentials,
             deadline=time.monotonic() + 30,
             memory=memory,
@@ -139,7 +139,6 @@ LINK_KINDS: dict[str, Callable[[], contextlib.AbstractContextManager[tuple[Link,
     "inproc": inproc_ends,
     "tls": functools.partial(tls_pair, memory=None),
     "tls+shm": tls_pair,
-    "signed": functools.partial(tls_pair, memory=None, wire=SIGNED),
 }
 if native_tls.is_available():
     LINK_KINDS |= {
@@ -147,9 +146,5 @@ if native_tls.is_available():
         "native+shm": functools.partial(tls_pair, native=(True, True)),
         "native to tls": functools.partial(tls_pair, memory=None, native=(True, False)),
         "tls to native": functools.partial(tls_pair, memory=None, native=(False, True)),
-        "native signed": functools.partial(tls_pair, memory=None, native=(True, True), wire=SIGNED),
-        "signed to native": functools.partial(
-            tls_pair, memory=None, native=(False, True), wire=SIGNED
-        ),
     }
 """Every implementation of Link, for the conformance suite."""

@@ -36,10 +36,6 @@ ranks on one node, calls through shared memory (with the native core, else as be
 native kinds.
 """
 
-SIGNED_KINDS = ("signed", *(("native signed", "mixed signed") if is_available() else ()))
-"""The same over loopback in clear text: the Python loop, the native one, every second rank either.
-"""
-
 
 class TcpBackend(StaticBackend):
     """One rank of a world over TCP whose listener has any free port; ``group`` is set later."""
@@ -130,7 +126,7 @@ def open_world(
     rates: Callable[[int, int], float] | None = None,
     timeout_s: float = 30.0,
 ) -> Iterator[World]:
-    """A world of ``world_size`` ranks on links of one of ``WORLD_KINDS`` or ``SIGNED_KINDS``.
+    """A world of ``world_size`` ranks on links of one of ``WORLD_KINDS``.
 
     Over TCP the ranks spread over ``num_nodes`` identities, or as ``nodes`` says, the number of
     every rank's node (in process there is one node). ``rates(a, b)`` are the bytes per second that
@@ -152,7 +148,6 @@ def open_world(
                     shared_memory_slots=2,
                     shared_memory_slot_bytes=64 * 1024,
                     peer_timeout_s=timeout_s,
-                    wire="signed" if kind.endswith("signed") else "sealed",
                 ),
                 kind=kind,
                 nodes=nodes,

@@ -14,11 +14,9 @@ import torch.distributed as dist
 from potluck._core.context import DistributedContext
 from potluck.errors import Desync
 from support.process_groups import process_group
-from support.worlds import SIGNED_KINDS, WORLD_KINDS, open_world
+from support.worlds import WORLD_KINDS, open_world
 
 Act = Callable[[DistributedContext], Any]
-KINDS = (*WORLD_KINDS, *SIGNED_KINDS)
-
 
 CALLS: dict[str, tuple[Act, str]] = {
     "barrier": (lambda ctx: ctx.barrier(), r"barrier(?!\()"),
@@ -58,7 +56,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WORLD_KINDS)
 def test_both_errors_name_both_calls(kind: str, pair: tuple[str, str]) -> None:
     def act(ctx: DistributedContext) -> str:
         ctx.all_reduce(np.ones(3))
@@ -75,7 +73,7 @@ def test_both_errors_name_both_calls(kind: str, pair: tuple[str, str]) -> None:
                 assert re.search(called, text), text
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WORLD_KINDS)
 def test_a_third_rank_hears_of_both_calls_too(kind: str) -> None:
     def act(ctx: DistributedContext) -> str:
         with pytest.raises(Desync) as caught:
@@ -91,7 +89,7 @@ def test_a_third_rank_hears_of_both_calls_too(kind: str) -> None:
             assert re.search(CALLS["barrier"][1], text), text
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WORLD_KINDS)
 def test_a_message_that_does_not_fit_is_named_on_both_sides(kind: str) -> None:
     def act(ctx: DistributedContext) -> str:
         ctx.all_reduce(np.ones(3))
@@ -109,7 +107,7 @@ def test_a_message_that_does_not_fit_is_named_on_both_sides(kind: str) -> None:
             assert "sent 16 bytes of float32" in text
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WORLD_KINDS)
 def test_torchs_barrier_beside_another_ranks_gradients(kind: str) -> None:
     """What DDP's second forward met: one rank had left the loop for a barrier."""
 

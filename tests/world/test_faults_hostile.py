@@ -30,8 +30,6 @@ GROUP = Group(EPOCH, 0, (Member("a"), Member("b"), Member("c")))
 
 NATIVE = [kind for kind in ("native", "native+shm") if kind in LINK_KINDS]
 """Links whose near end the native loop runs, where it is."""
-SIGNED = [kind for kind in ("signed", "native signed") if kind in LINK_KINDS]
-"""Links in clear text: anybody on the wire could be the enemy."""
 
 
 def summing(array: np.ndarray, timeout_s: float, algorithm: str | None = None) -> Request:
@@ -166,7 +164,7 @@ ATTACKS: dict[str, Callable[[Enemy, Frame], None]] = {
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-@pytest.mark.parametrize("kind", ["inproc", "tls", *NATIVE[:1], *SIGNED])
+@pytest.mark.parametrize("kind", ["inproc", "tls", *NATIVE[:1]])
 def test_nonsense_costs_its_sender_the_membership(
     kind: str, attack: str, seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -242,7 +240,7 @@ def test_slots_of_a_shared_memory_that_are_not_theirs_to_name(kind: str) -> None
             lost(work)
 
 
-@pytest.mark.parametrize("kind", ["inproc", "tls", "tls+shm", *NATIVE, *SIGNED])
+@pytest.mark.parametrize("kind", ["inproc", "tls", "tls+shm", *NATIVE])
 def test_random_frames_never_break_the_loop(
     kind: str, seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -57,12 +57,14 @@ bool Connection::write(const NextOutgoing& next_outgoing) {
             }
             budget -= std::min(budget, start(std::move(outgoing)));
         }
-        while (piece_ < num_pieces_) {
-            const size_t taken = link_.stream->send(pieces_ + piece_, num_pieces_ - piece_);
+        for (; piece_ < num_pieces_; ++piece_) {
+            Piece& piece = pieces_[piece_];
+            const size_t taken = link_.stream->send(piece.data, piece.count);
             add(counters_->bytes_sent, taken);
             budget -= std::min(budget, taken);
-            skip(taken);
-            if (piece_ < num_pieces_) {
+            piece.data += taken;
+            piece.count -= taken;
+            if (piece.count > 0) {
                 link_.stream->flush();
                 is_blocked = true;
                 return false;
@@ -116,17 +118,6 @@ size_t Connection::start(Outgoing outgoing) {
     sent_ = std::move(outgoing.sent);
     owned_ = std::move(outgoing.owned);
     return 0;
-}
-
-// The stream has taken `count` bytes of the pieces.
-void Connection::skip(size_t count) {
-    while (piece_ < num_pieces_ && count >= pieces_[piece_].count) {
-        count -= pieces_[piece_].count;
-        ++piece_;
-    }
-    if (count == 0) return;
-    pieces_[piece_].data += count;
-    pieces_[piece_].count -= count;
 }
 
 // -- incoming

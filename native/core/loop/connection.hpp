@@ -89,7 +89,6 @@ private:
     // Whether the payload of a DATA or PIECE frame would travel through link memory.
     bool uses_link_memory(size_t nbytes) const;
     size_t start(Outgoing outgoing);
-    void skip(size_t count);
     void begin(const Frame& frame, const Route& route);
     void begin_in_link_memory(const Frame& frame, const Route& route);
     size_t read_payload(size_t budget);
@@ -105,6 +104,10 @@ private:
     // The frame that is being written: pieces_[piece_] to pieces_[num_pieces_] are left. They point
     // into `head_` and the payload, which must not move meanwhile.
     std::vector<uint8_t> head_;  // the header, with a small payload behind it
+    struct Piece {
+        const uint8_t* data = nullptr;
+        size_t count = 0;
+    };
     Piece pieces_[2] = {};
     size_t num_pieces_ = 0;
     size_t piece_ = 0;

@@ -1,6 +1,5 @@
 // A connection that the loop moves bytes over: non-blocking, in order, authenticated when it was
-// made. Implementations: tls.hpp (TLS 1.3), signed.hpp (clear text with tags, after a greeting
-// under TLS).
+// made. Implementation: tls.hpp (TLS 1.3); tests and benchmarks have their own.
 #pragma once
 
 #include <cstddef>
@@ -16,12 +15,6 @@ struct LinkError : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-// Some bytes to send.
-struct Piece {
-    const uint8_t* data = nullptr;
-    size_t count = 0;
-};
-
 // Shared from itself: see Ticket.
 class Stream : public std::enable_shared_from_this<Stream> {
 public:
@@ -35,17 +28,6 @@ public:
 
     // Take some bytes; 0 means: full now. What was taken may still wait in `unsent`.
     virtual size_t send(const uint8_t* data, size_t count) = 0;
-
-    // The same for several pieces that follow each other, in one call where that pays.
-    virtual size_t send(const Piece* pieces, size_t num) {
-        size_t total = 0;
-        for (size_t index = 0; index < num; ++index) {
-            const size_t taken = send(pieces[index].data, pieces[index].count);
-            total += taken;
-            if (taken < pieces[index].count) break;
-        }
-        return total;
-    }
 
     // Hand what waits to the kernel, as far as it takes it.
     virtual void flush() = 0;

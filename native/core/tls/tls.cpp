@@ -275,10 +275,6 @@ std::string TlsStream::peer_certificate() const {
 
 size_t TlsStream::pending() const { return static_cast<size_t>(SSL_pending(ssl_)); }
 
-bool TlsStream::is_clean() const {
-    return SSL_has_pending(ssl_) == 0 && unsent() == 0 && !is_owing_;
-}
-
 // What became of a call on `ssl_` that returned `result`.
 TlsStatus TlsStream::judge(int result) {
     if (result == 1) return TlsStatus::done;

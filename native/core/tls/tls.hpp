@@ -94,16 +94,11 @@ public:
     int error() const { return error_; }
     const std::string& reason() const { return reason_; }
 
-    // Whether the greeting left nothing behind: no byte read and not handed on, none to be written.
-    // Only then can the connection go on in clear text.
-    bool is_clean() const;
-
     // -- Stream
 
     // It reads ahead from now on.
     void take_over(std::string peer) override;
     int fd() const override { return fd_; }
-    using Stream::send;
     size_t send(const uint8_t* data, size_t count) override;
     void flush() override;
     size_t unsent() const override { return out_.size() - out_at_; }

@@ -15,9 +15,9 @@
 
 namespace potluck {
 
-// While the greeting was read, OpenSSL asked the kernel for one record at a time, because bytes
-// behind the greeting may have to go on in clear text. From here on every byte is a record's, and
-// one recv() takes as many as there is room for.
+// Until here OpenSSL asked the kernel for one record at a time: Python waits on the descriptor, which
+// would not show a record that had been read ahead. From here on one recv() takes as many records as
+// there is room for; `is_readable` tells the loop of those that wait.
 void TlsStream::take_over(std::string peer) {
     peer_ = std::move(peer);
     num_handshakes_ = 0;

@@ -38,7 +38,6 @@ Seconds = Annotated[float, Meta(gt=0, le=1e9)]
 Bytes = Annotated[int, Meta(ge=1, le=1 << 40)]
 Slots = Annotated[int, Meta(ge=1, le=1024)]
 SlotBytes = Annotated[int, Meta(ge=4096, le=1 << 28, multiple_of=4096)]
-Wire = Literal["sealed", "signed"]
 Level = Literal["debug", "info", "warning", "error"]
 
 
@@ -139,10 +138,6 @@ class Settings:
     shared_memory_slot_bytes: Annotated[SlotBytes, About("bytes of one slot, whole pages")] = (
         1 << 20
     )
-    wire: Annotated[
-        Wire,
-        About("least protection of links between workers: sealed (TLS), or signed: readable"),
-    ] = "sealed"
     allow_root: Annotated[
         bool, About("whether potluck up runs as root, which gives root to scripts of other members")
     ] = False

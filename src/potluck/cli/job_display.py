@@ -249,8 +249,6 @@ class LiveView(_View):
         from rich.table import Table
         from rich.text import Text
 
-        from potluck._core.wire.greeting import SIGNED
-
         job = self._job
         if job is None:
             return Group()
@@ -263,8 +261,6 @@ class LiveView(_View):
             parts.append(f"step {state.step}")
         if state.loss is not None and not math.isnan(state.loss):
             parts.append(f"loss {state.loss:.4f}")
-        if state.wire == SIGNED:
-            parts.append("links not encrypted")
         title = Text(_in_lines(list(map(plain, parts)), self._console.width), style="bold")
         table = Table(box=None if is_narrow else HEAVY_HEAD)
         titles = _NARROW_TITLES if is_narrow else _TITLES

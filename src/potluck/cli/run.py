@@ -176,15 +176,6 @@ def run(
             help="Seconds an operation waits for a silent worker (default 30).", show_default=False
         ),
     ] = None,
-    wire: Annotated[
-        str | None,
-        typer.Option(
-            help="Links between workers: sealed (TLS, default), or signed: nobody can change a "
-            "byte, but the network can read them. Machines must allow it: POTLUCK_WIRE=signed "
-            "for their potluck up.",
-            show_default=False,
-        ),
-    ] = None,
     chaos: Annotated[
         str,
         typer.Option(
@@ -257,7 +248,6 @@ def run(
     from potluck._core.cluster.run import checked, run_job
     from potluck._core.cluster.topology.hardware import own_accelerators
     from potluck._core.settings import load_settings
-    from potluck._core.wire.greeting import SEALED
     from potluck._core.wire.local import RunRequest
     from potluck.cli.dry_run import show_dry_run
     from potluck.cli.fetch import bring
@@ -265,7 +255,7 @@ def run(
     from potluck.cli.launched import launched_workers
 
     faults = parse_chaos(chaos)
-    settings = load_settings(peer_timeout_s=peer_timeout, wire=wire)
+    settings = load_settings(peer_timeout_s=peer_timeout)
     asked = RunRequest(
         script="" if module else str(script),
         module=str(script) if module else "",
@@ -279,7 +269,6 @@ def run(
         min_nodes=settings.min_peers + 1 if min_nodes is None else min_nodes,
         peer_timeout_s=settings.peer_timeout_s,
         chaos=chaos,
-        wire=settings.wire if wire else SEALED,
         environment=given_variables(env or (), os.environ),
         include=tuple(include or ()),
         root="" if root is None else str(root),

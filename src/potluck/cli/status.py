@@ -38,12 +38,11 @@ def status(
     Its links are one entry per direction: source, target, latency_s (one way), deviation_s,
     bandwidth (bytes per second; 0: not measured), interface, address (of the source). Its
     stragglers are sentences, one for each node or link that is far behind the best link. Each job
-    has job, node, pid, script, started (Unix time), epoch, step, loss, events, wire (sealed or
-    signed), samples (null unless the script reports them) with committed, total and per_s (null:
-    not known yet), record (what the next leader needs for the summary), and workers with worker,
-    rank (-1: not in the group now), phase, pid, restarts, device, step, samples_per_s, node (its
-    name, empty for a job of this machine alone). In a job of the cluster `node` leads it. Fields
-    may be added, none will change.
+    has job, node, pid, script, started (Unix time), epoch, step, loss, events, samples (null unless
+    the script reports them) with committed, total and per_s (null: not known yet), record (what the
+    next leader needs for the summary), and workers with worker, rank (-1: not in the group now),
+    phase, pid, restarts, device, step, samples_per_s, node (its name, empty for a job of this
+    machine alone). In a job of the cluster `node` leads it. Fields may be added, none will change.
     """
     from potluck._core.settings import load_settings
 
@@ -95,7 +94,6 @@ async def _ask_all(
 def _show(jobs: list[JobState]) -> None:
     from rich.table import Table
 
-    from potluck._core.wire.greeting import SIGNED
     from potluck.cli.job_display import duration, how_far, number
 
     console = console_on()
@@ -105,7 +103,6 @@ def _show(jobs: list[JobState]) -> None:
             title=f"{Path(job.script).name} · {job.job} · {_where(job)} · "
             f"{duration(time.time() - job.started)}",
             caption=f"group {job.epoch} · step {max(job.step, 0)} · loss {loss}"
-            + (" · links not encrypted (signed)" if job.wire == SIGNED else "")
             + ("" if job.samples is None else f"\n{how_far(job.samples)}"),
             title_justify="left",
             caption_justify="left",

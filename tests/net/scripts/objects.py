@@ -1,4 +1,5 @@
-"""objects.py SIZE: an object of SIZE bytes goes from rank 0 to the others by an object collective.
+"""objects.py SIZE BACKEND: an object of SIZE bytes goes from rank 0 to the others by an object
+collective of torch.
 
 Ranks are those of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 """
@@ -6,7 +7,6 @@ Ranks are those of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 from __future__ import annotations
 
 import datetime
-import os
 import sys
 
 import torch.distributed as dist
@@ -14,8 +14,7 @@ import torch.distributed as dist
 PATIENCE = datetime.timedelta(seconds=60)
 OBJECT = {"steps": "s" * int(sys.argv[1])}
 
-dist.init_process_group("potluck", init_method="env://", timeout=PATIENCE)
-print("wire", os.environ["POTLUCK_WIRE"], flush=True)
+dist.init_process_group(sys.argv[2], init_method="env://", timeout=PATIENCE)
 dist.barrier()
 objects = [OBJECT if dist.get_rank() == 0 else None]
 dist.broadcast_object_list(objects, src=0)

@@ -108,14 +108,14 @@ def test_hosts_have_their_rates_codecs_and_memory(run_all: Any) -> None:
     peers = {
         "potluck-tls": cell(1.0, 2.0, memory_bytes=3 << 20),
         "gloo": cell(0.5),
-        "potluck-signed": cell(0.4),
+        "potluck-int8": cell(0.4),
     }
     rows = [{"operation": "all-reduce", "world_size": 2, "nbytes": 100 << 20, "peers": peers}]
     seconds = {"potluck-hierarchical": {"seconds": 0.9}, "gloo": {"seconds": 1.3}}
     several = {"nbytes": 100 << 20, "peers": seconds}
     result = {"networks": {"2 hosts, 10gbit": {"rows": rows}}, "several_workers": several}
     head, _, row, _, *two = run_all.side_by_side.hosts(result).splitlines()
-    assert "| potluck, signed |" in head
+    assert "| potluck, int8 |" in head
     assert "bf16" not in head
     assert row == (
         "| 2 hosts, 10 Gbit/s | 100 MiB | 1 s (0.800 Gbit/s) | 500 ms (0.800 Gbit/s) "

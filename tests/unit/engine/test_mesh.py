@@ -84,7 +84,6 @@ REFUSALS = [
     ({"rank": 2}, "identity", "rank 2 is on node"),
     ({"kind": "rendezvous"}, "kind", "does not take 'rendezvous' connections"),
     ({"kind": "reached"}, "reached", "this worker can be reached"),
-    ({"wire": "signed"}, "wire", "are sealed, the caller's signed: set POTLUCK_WIRE to the same"),
 ]
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from potluck._core import native
+from support.links import tls_ends
 
 pytestmark = pytest.mark.skipif(
     not hasattr(native.core, "ProgressLoop") or sys.platform == "win32",
@@ -21,7 +22,7 @@ COUNT, NBYTES = 8, 1000
 
 
 def test_operations_end_while_another_thread_keeps_the_interpreter_lock() -> None:
-    ends = socket.socketpair()
+    links = tls_ends(*socket.socketpair(), native=(True, True))
     loops = [native.core.ProgressLoop(1, rank, 2, 1 << 16, 1 << 20) for rank in range(2)]
     arrays = np.arange(COUNT * NBYTES, dtype=np.uint8).reshape(COUNT, NBYTES)
     arrived = np.zeros_like(arrays)
@@ -32,11 +33,8 @@ def test_operations_end_while_another_thread_keeps_the_interpreter_lock() -> Non
     interval = sys.getswitchinterval()
     sys.setswitchinterval(3600)
     try:
-        for rank, end in enumerate(ends):
-            end.setblocking(False)
-            keys = (b"1" * 32, b"2" * 32) if rank else (b"2" * 32, b"1" * 32)
-            stream = native.core.SignedStream(end.fileno(), *keys, 1 << 24, "")
-            loops[rank].adopt(rank, 1 - rank, stream, "the other", 0, (), ())
+        for rank, link in enumerate(links):
+            loops[rank].adopt(rank, 1 - rank, link.stream, "the other", 0, (), ())
         for number in range(COUNT):
             source, target = arrays[number].ctypes.data, arrived[number].ctypes.data
             loops[0].send(tickets[0][number], "send", 1, 0, 0, 0, source, NBYTES, deadline + 20)
@@ -54,23 +52,22 @@ def test_operations_end_while_another_thread_keeps_the_interpreter_lock() -> Non
             loop.close()
         for loop in loops:
             loop.join()
-        for end in ends:
-            end.close()
+        for link in links:
+            link.close()
     assert states == [["done"] * COUNT] * 2
     assert np.array_equal(arrived, arrays)
 
 
 def test_a_loop_that_breaks_says_why_and_lets_go_who_waits() -> None:
-    ends = socket.socketpair()
+    links = tls_ends(*socket.socketpair(), native=(True, True))
     loop = native.core.ProgressLoop(1, 0, 2, 1 << 16, 1 << 20)
     waiting, target = loop.ticket(1), np.zeros(NBYTES, dtype=np.uint8)
     deadline = time.monotonic() + 600.0
     loop.receive(waiting, "recv", 1, 0, [0, 1], 0, 0, target.ctypes.data, NBYTES, deadline)
-    ends[0].setblocking(False)
-    stream = native.core.SignedStream(ends[0].fileno(), bytes(32), bytes(32), 1 << 24, "")
-    for end in ends:
-        end.close()
-    loop.adopt(2, 1, stream, "the other", 0, (), ())  # a descriptor that nobody can wait for
+    for link in links:
+        link.close()
+    # A descriptor that nobody can wait for.
+    loop.adopt(2, 1, links[0].stream, "the other", 0, (), ())
     kinds: list[str] = []
     while "group failed" not in kinds:
         kinds += [kind for kind, _ in loop.events(20.0)]

@@ -13,7 +13,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Hashable
-from dataclasses import replace
 from typing import Any
 
 from potluck._core.backends import cut_links
@@ -84,8 +83,6 @@ class AgentBackend:
         except BaseException:
             self._base.close()
             raise
-        # Not as this process' environment says, which a script can change.
-        self._base.settings = replace(self._base.settings, wire=self._talk.wire)
         self._exit_report = ExitReport(
             self._talk,
             describe=self._describe,

@@ -21,11 +21,10 @@ from typing import Any
 from potluck._core.backends.agent_waits import LOOK_EVERY_S, LongWaits
 from potluck._core.background import Tasks, start_task, start_thread, stop, why
 from potluck._core.forks import Owner
-from potluck._core.settings import Wire
 from potluck._core.transport import aio
 from potluck._core.transport.credentials import Credentials
 from potluck._core.wire import worker_link
-from potluck._core.wire.greeting import SEALED, SIGNED, WORKER, Hello
+from potluck._core.wire.greeting import WORKER, Hello
 from potluck.errors import AgentLost, ConfigurationError, LinkError, PotluckError
 
 _log = logging.getLogger(__name__)
@@ -174,8 +173,6 @@ class AgentLink:
         self._loop = asyncio.new_event_loop()
         self._link: _Link | None = None
         self._ending = False
-        self.wire: Wire = SEALED
-        """The form of the links of this job's workers, as the agent says."""
         self._finished = False
         self._is_over = False
         self._lock = threading.Lock()
@@ -249,14 +246,13 @@ class AgentLink:
         self._tasks = Tasks()
         self._done = asyncio.Event()
         try:
-            reader, writer, welcome = await aio.connect(
+            reader, writer, _ = await aio.connect(
                 self._host, self._port, self._hello, self._credentials
             )
         except (PotluckError, TimeoutError) as error:
             failure = LinkError(f"the agent at {self._host}:{self._port} can't be reached: {error}")
             self._failure = error if isinstance(error, PotluckError) else failure
             return
-        self.wire = SIGNED if welcome.wire == SIGNED else SEALED
         self._link = link = aio.MessageLink(
             reader, writer, received=worker_link.FROM_AGENT, sent=worker_link.TO_AGENT
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import threading
 import time
@@ -24,7 +23,6 @@ from potluck._core.transport.credentials import Credentials
 from potluck._core.transport.listener import Listener
 from potluck._core.types import Engine, Group
 from potluck._core.waiting import Reminder, reminding
-from potluck._core.wire.greeting import SIGNED
 from potluck.errors import ConfigurationError, GroupError
 
 _log = logging.getLogger(__name__)
@@ -96,8 +94,6 @@ class TcpBase:
         deadline. GroupError if the listener of this process has broken.
         """
         settings = self.settings
-        if settings.wire == SIGNED:
-            _say_that_links_are_readable()
         with self._lock:
             if self._failure is not None:
                 raise self._error(self._failure, group)
@@ -109,7 +105,6 @@ class TcpBase:
             memory=(settings.shared_memory_slots, settings.shared_memory_slot_bytes)
             if settings.use_shared_memory
             else None,
-            wire=settings.wire,
         )
         self._mesh = mesh
         communicator = Communicator.open(
@@ -191,16 +186,6 @@ class TcpBase:
         )
         error.__cause__ = failure
         return error
-
-
-@functools.cache
-def _say_that_links_are_readable() -> None:
-    """Log a warning, once per process."""
-    _log.warning(
-        "POTLUCK_WIRE=signed: links between workers are not encrypted. Only members can join, and "
-        "a changed byte ends the link, but the network can read tensors, and objects that torch "
-        "pickles; use it where everybody on the network may read them"
-    )
 
 
 @contextlib.contextmanager

@@ -205,7 +205,6 @@ class _Jobs:
             me=node.me,
             port=node.port,
             bind=node.bind,
-            wire=settings.wire,
             names=node.names,
             sign=partial(signed, key=node.key),
             worker_homes=machine.worker_homes,

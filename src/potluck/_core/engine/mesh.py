@@ -21,7 +21,7 @@ from potluck._core.transport.handshake import connect
 from potluck._core.transport.listener import Admission, Admit, Listener
 from potluck._core.transport.tcp import TcpLink
 from potluck._core.types import Group
-from potluck._core.wire.greeting import SEALED, Hello, Refusal, Welcome
+from potluck._core.wire.greeting import Hello, Refusal, Welcome
 from potluck.errors import LinkError, Refused
 
 _LATE = {"collision", "not_ready"}
@@ -130,18 +130,13 @@ class Mesh:
         connect_s: float,
         max_retries: int | None,
         memory: tuple[int, int] | None,
-        wire: str = SEALED,
     ) -> None:
-        """``connect_s``: how long to try for a link before its rank counts as lost.
-
-        ``wire``: what links are after their greeting, sealed or signed; the same on all ranks.
-        """
+        """``connect_s``: how long to try for a link before its rank counts as lost."""
         self.group = group
         self._switchboard = switchboard
         self._connect_s = connect_s
         self._max_retries = max_retries
         self._memory = memory
-        self._wire = wire
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._calling: set[int] = set()
@@ -207,12 +202,6 @@ class Mesh:
         refusal = objection_to(group, hello, node)
         if refusal is not None:
             return Admission(refusal)
-        if hello.wire != self._wire:
-            return _refuse(
-                "wire",
-                f"links of {group.describe(group.rank)} are {self._wire}, the caller's "
-                f"{hello.wire}: set POTLUCK_WIRE to the same on all ranks",
-            )
         with self._lock:
             if self._is_closed.is_set():
                 return Admission(self._refusal)
@@ -229,7 +218,7 @@ class Mesh:
             # Before WELCOME is sent, so that a second HELLO of this rank is refused meanwhile.
             self._linked.add(hello.rank)
         return Admission(
-            Welcome(rank=group.rank, wire=self._wire),
+            Welcome(rank=group.rank),
             lambda link: self._hand_over(hello.rank, link),
             lambda: self._withdraw(hello.rank),
         )
@@ -296,7 +285,6 @@ class Mesh:
             rank=group.rank,
             to_rank=rank,
             worker=group.me.worker,
-            wire=self._wire,
         )
         link, _ = connect(
             member.host,

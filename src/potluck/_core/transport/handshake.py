@@ -30,14 +30,11 @@ from potluck._core.transport.failures import hung_up_at_knock, translated
 from potluck._core.transport.knock import ANSWER_BYTES, CALL_BYTES, PROOF_BYTES, Heard, Knock
 from potluck._core.transport.link_memory import NUM_SLOTS, SLOT_BYTES, offer_link_memory
 from potluck._core.transport.native_tls import TlsSocket
-from potluck._core.transport.record_tags import agree, fresh_secret
-from potluck._core.transport.signed import check_nothing_is_left, signed_link
 from potluck._core.transport.tcp import TcpLink, secured, tune
 from potluck._core.wire.format import PREFIX_BYTES
 from potluck._core.wire.greeting import (
     GREETING,
     PROTOCOL_VERSION,
-    SIGNED,
     WORKER,
     Greeting,
     Hello,
@@ -87,9 +84,6 @@ def connect(
     the knock, at most five times. A data link offers link memory of
     ``memory`` = (num_slots, slot_bytes) per direction; None offers none. ``cancelled`` is asked
     every 0.1 s; once it says True, the call ends with LinkError.
-
-    Both sides must want the same ``wire``: sealed (TLS throughout) or signed (clear text with
-    tags after WELCOME, ``signed.py``); neither gives in.
 
     Raises WrongSecret (the server hung up at the knock; no Hello was sent), Refused (the peer said
     no: ``code`` and text are its; or it is banned here), ProtocolError (not a potluck peer),
@@ -166,26 +160,13 @@ def _connect_once(
         check_identity(server, peer, credentials)
         if hello.kind == "data" and memory is not None:
             offered = offer_link_memory(*memory)
-        said = msgspec.structs.replace(
-            hello,
-            memory=None if offered is None else offered.offer,
-            secret=fresh_secret() if hello.wire == SIGNED else None,
-        )
+        said = msgspec.structs.replace(hello, memory=None if offered is None else offered.offer)
         drive(write_all(tls, GREETING.encode(said)), tls, limit, "sending HELLO", peer, cancelled)
         # The server may hold a newcomer back until it is ready itself: the whole deadline counts.
         answer = drive(
             read_greeting(tls), tls, patience.deadline, "waiting for WELCOME", peer, cancelled
         )
         welcome = welcomed(answer, peer)
-        if welcome.wire != hello.wire:
-            raise Refused(
-                f"{peer} answered that this link is {welcome.wire}; here it is {hello.wire}: set "
-                "POTLUCK_WIRE to the same everywhere, and install the same potluck",
-                "wire",
-            )
-        if welcome.wire == SIGNED:
-            check_nothing_is_left(tls, peer)
-            keys = agree(said, welcome, client=credentials.node_id, server=node)
     except OSError as error:  # from secured: the peer is gone already
         sock.close()
         raise translated(error, peer, "setting up TLS") from error
@@ -196,8 +177,6 @@ def _connect_once(
         shared = None
         if offered is not None:
             shared = offered.settle(welcome is not None and welcome.memory)
-    if welcome.wire == SIGNED:
-        return signed_link(tls, keys, peer=peer, peer_node=node, memory=shared), welcome
     return TcpLink(tls, peer=peer, peer_node=node, memory=shared), welcome
 
 

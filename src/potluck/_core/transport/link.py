@@ -1,8 +1,7 @@
 """``Link``: an ordered, reliable, authenticated byte channel between two ranks.
 
 Links never block. One thread, the progress loop of the engine, makes every call on a link after
-the handshake. Implementations: ``inproc.py`` (threads of one process), ``tcp.py`` (TLS 1.3),
-``signed.py`` (clear text with tags, after a greeting under TLS).
+the handshake. Implementations: ``inproc.py`` (threads of one process), ``tcp.py`` (TLS 1.3).
 A link between workers of one node may have memory that both map (``link_memory.py``), so
 that payloads need not cross the socket.
 """

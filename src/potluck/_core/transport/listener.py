@@ -42,11 +42,9 @@ from potluck._core.transport.handshake import (
 from potluck._core.transport.link_memory import map_link_memory
 from potluck._core.transport.native_tls import TlsSocket
 from potluck._core.transport.rate import RateLimitedLog
-from potluck._core.transport.record_tags import agree, fresh_secret
-from potluck._core.transport.signed import check_nothing_is_left, signed_link
 from potluck._core.transport.tcp import TcpLink, secured
-from potluck._core.wire.greeting import GREETING, SIGNED, Hello, Refusal, Welcome
-from potluck.errors import LinkError, PotluckError, ProtocolError, Refused
+from potluck._core.wire.greeting import GREETING, Hello, Refusal, Welcome
+from potluck.errors import LinkError, PotluckError, Refused
 
 _log = logging.getLogger(__name__)
 
@@ -243,22 +241,12 @@ class Listener:
         try:
             if isinstance(answer, Welcome):
                 _check_still_there(sock)
-                if answer.wire == hello.wire == SIGNED:
-                    check_nothing_is_left(sock, peer)
-                    answer = msgspec.structs.replace(answer, secret=fresh_secret())
-                    keys = agree(hello, answer, client=node, server=self._credentials.node_id)
                 if hello.memory is not None and self._use_shared_memory:
                     memory = map_link_memory(hello.memory)
                 answer = msgspec.structs.replace(answer, memory=memory is not None)
             deadline = time.monotonic() + self._limits.timeout_s
             drive(write_all(sock, GREETING.encode(answer)), sock, deadline, "answering", peer)
             if isinstance(answer, Welcome):
-                if answer.wire != hello.wire:  # the client ends this link, as it must
-                    raise ProtocolError(
-                        f"{peer} has a {hello.wire} link, this worker {answer.wire}"
-                    )
-                if answer.wire == SIGNED:
-                    return signed_link(sock, keys.of_peer, peer=peer, peer_node=node, memory=memory)
                 return TcpLink(sock, peer=peer, peer_node=node, memory=memory)
             _log.debug("refused %s: %s", peer, answer.reason)
             sock.close()

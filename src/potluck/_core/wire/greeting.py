@@ -10,7 +10,7 @@ Unknown fields are ignored, so that peers of different versions can report the d
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import Final
 
 import msgspec
 
@@ -21,22 +21,8 @@ from potluck._core.wire.names import Name
 PROTOCOL_VERSION = 1
 MAX_GREETING = 64 * 1024
 
-SEALED: Final = "sealed"
-SIGNED: Final = "signed"
-SECRET_BYTES = 32
-
 WORKER: Final = "worker"
 """The kind of the connection of a worker to its agent."""
-
-
-class LinkSecret(msgspec.Struct, frozen=True):
-    """Random bytes of one end, from which both ends make the keys of a signed link
-    (``transport/record_tags.py``). Not shown in any repr."""
-
-    value: Annotated[bytes, msgspec.Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]
-
-    def __repr__(self) -> str:
-        return "LinkSecret(...)"
 
 
 class LinkMemoryOffer(msgspec.Struct, frozen=True):
@@ -62,12 +48,10 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     0, which sends the addresses of all ranks; ``port`` is the port of the client's listener,
     ``world_size`` the size that it expects), ``store`` (a process group's store), ``meet`` and
     ``join`` (discovery). To an agent: ``node`` (another agent), ``worker``, ``client``
-    (a command of the same machine). To either: ``measure`` (one measurement of the path). ``wire``
-    is the form of a data link after WELCOME: ``sealed`` (TLS) or ``signed`` (clear text with tags;
-    ``secret`` is the client's part of its keys). ``engine`` is the engine of the client, ``site``
-    where its machine stands (``rendezvous`` and ``join`` only). ``relay``, to an agent: it is to
-    pass this connection on to the agent of ``target``; ``via`` is the node that passes a ``node``
-    connection on.
+    (a command of the same machine). To either: ``measure`` (one measurement of the path).
+    ``engine`` is the engine of the client, ``site`` where its machine stands (``rendezvous`` and
+    ``join`` only). ``relay``, to an agent: it is to pass this connection on to the agent of
+    ``target``; ``via`` is the node that passes a ``node`` connection on.
     """
 
     kind: str
@@ -81,8 +65,6 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     port: int = 0
     world_size: int = 0
     local_rank: int = 0
-    wire: str = SEALED
-    secret: LinkSecret | None = None
     engine: Engine = Engine.NATIVE
     target: Name = ""
     via: Name = ""
@@ -92,16 +74,12 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 class Welcome(msgspec.Struct, frozen=True, tag=True):
     """The server accepts the connection; both peers may send from now on.
 
-    ``memory``: the server has mapped the offered memory; otherwise neither peer uses it. ``wire``
-    is the form that the server uses; a client with another ``wire`` ends the connection.
-    ``secret``: the server's part of a signed link's keys.
+    ``memory``: the server has mapped the offered memory; otherwise neither peer uses it.
     """
 
     rank: int = -1
     version: int = PROTOCOL_VERSION
     memory: bool = False
-    wire: str = SEALED
-    secret: LinkSecret | None = None
 
 
 class Refusal(msgspec.Struct, frozen=True, tag=True):

@@ -14,7 +14,6 @@ from typing import Annotated, Literal
 import msgspec
 
 from potluck._core.wire import worker_link
-from potluck._core.wire.greeting import SEALED
 from potluck._core.wire.names import Digest, Name, Text, Versions
 
 MAX_ARGUMENTS = 1024
@@ -63,7 +62,6 @@ class JobOptions(msgspec.Struct, frozen=True, kw_only=True):
     min_workers: Annotated[int, msgspec.Meta(ge=1, le=MAX_PLACES)] = 1
     peer_timeout_s: worker_link.Seconds = 30.0
     chaos: Text = ""
-    wire: Name = SEALED
     environment: Annotated[
         tuple[tuple[Name, Line], ...], msgspec.Meta(max_length=MAX_VARIABLES)
     ] = ()

@@ -18,7 +18,6 @@ import msgspec
 
 from potluck._core.types import Engine, MeasuredPath, Member, Site
 from potluck._core.wire.format import MessageFormat
-from potluck._core.wire.greeting import SEALED
 from potluck._core.wire.names import Name, Pairs
 
 MAX_MESSAGE = 1 << 20
@@ -301,7 +300,6 @@ class JobState(msgspec.Struct, frozen=True):
     loss: float | None
     workers: Annotated[tuple[WorkerStatus, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
     events: Annotated[tuple[Text, ...], msgspec.Meta(max_length=64)]
-    wire: Name = SEALED
     samples: Samples | None = None
     world_restarts: Count = 0
     record: JobRecord = JobRecord()

@@ -36,7 +36,7 @@ def bench(
         typer.Option(
             help="Peers to compare with, separated by commas: gloo, mpi, mlx; potluck with other "
             "settings: potluck-tls (no shared memory), potluck-python (no native core), "
-            "potluck-signed (not encrypted), potluck-bf16, potluck-int8 (compressed), "
+            "potluck-bf16, potluck-int8 (compressed), "
             "potluck-ring, potluck-hierarchical (always that algorithm); or none.",
         ),
     ] = "gloo,mpi,mlx",

@@ -58,12 +58,6 @@ PEERS = {
             "the Python engine, without the native core",
             environment={"POTLUCK_NATIVE": "0"},
         ),
-        Competitor(
-            "potluck-signed",
-            "ours",
-            "signed mode: TCP with an authenticated tag on every record, not encrypted",
-            environment=NO_SHARED_MEMORY | {"POTLUCK_WIRE": "signed"},
-        ),
         *(
             Competitor(
                 f"potluck-{algorithm}",

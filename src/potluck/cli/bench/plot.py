@@ -14,7 +14,6 @@ _COLORS = {
     "potluck": "#c2410c",
     "potluck-tls": "#0e7490",
     "potluck-python": "#d9a05b",
-    "potluck-signed": "#0891b2",
     "potluck-bf16": "#db2777",
     "potluck-int8": "#9f1239",
     "gloo": "#1d4ed8",

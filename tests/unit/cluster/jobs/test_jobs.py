@@ -59,7 +59,6 @@ class Machine:
             me=ME,
             port=1,
             bind="127.0.0.1",
-            wire="sealed",
             names=self.names,
             launcher=self.launcher,
             links=me,

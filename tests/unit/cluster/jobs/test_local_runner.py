@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from potluck._core.cluster.code_store.store import CodeStore
 from potluck._core.cluster.jobs.agent_parts import AgentParts
@@ -53,7 +50,6 @@ class Machine:
             me=ME,
             port=1,
             bind="127.0.0.1",
-            wire="sealed",
             names=NodeNames(ME, ME),
             launcher=lambda spec, folder, worker_home, **how: self.launch,
             links=me,
@@ -131,29 +127,3 @@ def test_a_worker_that_speaks_for_another_is_cut_off_before_that_counts(tmp_path
     _, _, said, complaint = machine.heard
     assert said == worker_link.Entered("0", 4)
     assert complaint == worker_link.Said("", "worker 0 was cut off: it spoke for worker '1'")
-
-
-def test_links_that_are_not_encrypted_need_the_settings_of_this_machine(tmp_path: Path) -> None:
-    """Whoever starts the job, this node's leader too: no worker starts, no folder is fetched."""
-
-    async def story(allowed: str) -> tuple[str, bool]:
-        machine = Machine()
-        store = CodeStore(tmp_path, ME, lambda node, message: True)
-        spec = msgspec.structs.replace(SPEC, wire="signed")
-        parts = replace(machine.parts(), wire=allowed)
-        runner = LocalRunner(parts, store, jobs.Order(spec, ORDER.places), lambda: False)
-        async with asyncio.timeout(20):
-            await machine.is_prepared.wait()
-        runner.ordered(jobs.StartWorker("job", "0", 0))
-        has_started = bool(runner.alive)
-        await runner.put_away()
-        (report,) = (each for each in machine.sent if isinstance(each, jobs.Reported))
-        return report.error, has_started
-
-    error, has_started = asyncio.run(story("sealed"))
-    assert not has_started
-    assert error == (
-        "its settings allow only encrypted links (POTLUCK_WIRE=sealed), the run asks for --wire "
-        "signed: run it without --wire, or start potluck up there with POTLUCK_WIRE=signed"
-    )
-    assert asyncio.run(story("signed")) == ("", True)

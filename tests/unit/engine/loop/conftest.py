@@ -25,7 +25,7 @@ from potluck._core.wire import frames
 from potluck._core.wire.dtypes import code_of
 from potluck._core.wire.frames import FRAME_BYTES, Frame, Kind
 from potluck.errors import LinkError
-from support.links import Blocking, signed_ends
+from support.links import Blocking, tls_ends
 
 EPOCH = 1
 SEGMENT = 64 << 10
@@ -74,7 +74,7 @@ class _Peers:
 
     def start(self, deliver: Callable[[int, Link], None], fail: Any) -> None:
         for rank in range(1, self._num_peers + 1):
-            mine, theirs = signed_ends(*socket.socketpair(), native=(self._is_native, False))
+            mine, theirs = tls_ends(*socket.socketpair(), native=(self._is_native, False))
             self.by_rank[rank] = Peer(rank, theirs)
             deliver(rank, mine)
 

@@ -23,15 +23,16 @@ from potluck._core.engine.work import Work, deadline_after
 from potluck._core.metrics import LinkMeter
 from potluck._core.transport.inproc import inproc_pair
 from potluck._core.transport.link import Link
-from potluck._core.transport.signed import OVERHEAD
 from potluck._core.types import Group, Member
 from potluck._core.wire import frames
 from potluck._core.wire.frames import FRAME_BYTES, Abort, Frame, Kind
 from potluck.errors import PeerLost
-from support.links import signed_ends
+from support.links import tls_ends
 
 SEGMENT, NUM_SEGMENTS = 64 << 10, 24
-FRAME = FRAME_BYTES + SEGMENT + OVERHEAD
+TLS_RECORD, TLS_OVERHEAD = 16 << 10, 22
+FRAME = FRAME_BYTES + SEGMENT + TLS_OVERHEAD * (1 + SEGMENT // TLS_RECORD)
+"""A frame with a segment on the wire: its header is a record of its own."""
 KERNEL_BYTES = 8 << 10
 PATIENCE_S = 20.0
 needs_native = pytest.mark.skipif(not is_available(), reason="no native loop")
@@ -46,10 +47,12 @@ class TwoPeers:
 
     def start(self, deliver: Callable[[int, Link], None], fail: Any) -> None:
         for rank in (1, 2):
-            mine, self.ends[rank] = socket.socketpair()
+            mine, theirs = socket.socketpair()
             mine.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_BYTES)
             # The test takes records as they come, and looks into none.
-            link, _ = signed_ends(mine, self.ends[rank], native=(self._is_native, False))
+            self.ends[rank] = theirs.dup()
+            link, other = tls_ends(mine, theirs, native=(self._is_native, False))
+            other.close()
             self.ends[rank].settimeout(PATIENCE_S)
             deliver(rank, link)
 

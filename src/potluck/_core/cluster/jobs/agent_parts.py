@@ -26,19 +26,17 @@ OuterWorld = Callable[[int], dict[str, str]]
 @dataclass(frozen=True, slots=True)
 class AgentParts:
     """The parts of the agent of node ``me``. ``port`` is the agent's, ``bind`` the address on which
-    its workers listen (empty: all interfaces), ``wire`` the least protection of their links that
-    this machine's settings allow. ``sign`` adds this node's signature to a job. ``worker_homes``
-    are the folders with the credentials of each job's workers; ``broker`` makes the socket broker
-    of workers in a sandbox. ``launcher`` makes
-    the launcher of a job's workers (``process.launcher_of``), which ``confinement`` holds to the
-    owner's limits. ``note`` shows a line to people at this machine; ``log`` keeps lines of jobs
-    whose starter has gone. ``outer_world(index)``: the variables of the workers of a private agent
-    whose command is a part of another launcher's world."""
+    its workers listen (empty: all interfaces). ``sign`` adds this node's signature to a job.
+    ``worker_homes`` are the folders with the credentials of each job's workers; ``broker`` makes
+    the socket broker of workers in a sandbox. ``launcher`` makes the launcher of a job's workers
+    (``process.launcher_of``), which ``confinement`` holds to the owner's limits. ``note`` shows a
+    line to people at this machine; ``log`` keeps lines of jobs whose starter has gone.
+    ``outer_world(index)``: the variables of the workers of a private agent whose command is a part
+    of another launcher's world."""
 
     me: str
     port: int
     bind: str
-    wire: str
     names: NodeNames
     sign: Callable[[JobSpec], JobSpec]
     worker_homes: WorkerHomes

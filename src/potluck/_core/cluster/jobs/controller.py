@@ -33,7 +33,6 @@ from potluck._core.cluster.jobs.placement import Placement, Withdrawals
 from potluck._core.cluster.jobs.summary import Summary, missing_workers, status_of, summarize
 from potluck._core.system import SIGKILL
 from potluck._core.wire import jobs, worker_link
-from potluck._core.wire.greeting import SIGNED
 from potluck._core.wire.nodes import JobGroup, View
 from potluck._core.wire.results import Written
 
@@ -332,8 +331,6 @@ class JobController:
             count = len(self.placement.places)
             self.note(f"starting {count} worker{'s' if count > 1 else ''} on {where}")
             self.placement.note_unfit(sorted(self._nodes), self.note)
-        if self.spec.wire == SIGNED:
-            self.note("links between workers are signed, not encrypted: the network can read along")
         self._act(self._first_actions)
 
     def _compare(self, name: str, is_alive: bool) -> None:

@@ -37,7 +37,7 @@ from potluck._core.system import SIGKILL
 from potluck._core.transport import aio
 from potluck._core.types import Member
 from potluck._core.wire import jobs, worker_link
-from potluck._core.wire.greeting import SEALED, Hello, Refusal, Welcome
+from potluck._core.wire.greeting import Hello, Refusal, Welcome
 from potluck._core.wire.nodes import JobGroup, View
 from potluck.errors import ConfigurationError, LinkError, PotluckError, ProtocolError
 
@@ -143,12 +143,6 @@ class LocalRunner:
             if refusal := self._refusal():
                 raise ConfigurationError(refusal)
             await self._agent.vouching.confirm(spec)
-            if spec.wire != SEALED and self._agent.wire != spec.wire:
-                raise ConfigurationError(
-                    f"its settings allow only encrypted links (POTLUCK_WIRE={self._agent.wire}), "
-                    f"the run asks for --wire {spec.wire}: run it without --wire, or start "
-                    f"potluck up there with POTLUCK_WIRE={spec.wire}"
-                )
             if missing := await asyncio.to_thread(lacking, spec.needs):
                 self._lacks = True
                 raise ConfigurationError(describe_lack(missing, spec.own, sys.executable))
@@ -287,13 +281,12 @@ class LocalRunner:
         rank, size = members.index(worker), len(members)
         beside = [each for each in members if node_of[each] == node_of[worker]]
         if self._agent.outer_world is not None:
-            restarts = {"POTLUCK_RESTARTS": str(attempt), "POTLUCK_WIRE": self.spec.wire}
-            return restarts | self._agent.outer_world(beside.index(worker))
+            outer = self._agent.outer_world(beside.index(worker))
+            return {"POTLUCK_RESTARTS": str(attempt)} | outer
         nodes = {"POTLUCK_NODES": ",".join(self._agent.names.label(node_of[m]) for m in members)}
         return {
             "POTLUCK_AGENT": f"127.0.0.1:{self._agent.port}",
             "POTLUCK_BIND": self._agent.bind,
-            "POTLUCK_WIRE": self.spec.wire,
             "POTLUCK_JOB": self.spec.job,
             "POTLUCK_WORKER": worker,
             "POTLUCK_RESTARTS": str(attempt),
@@ -453,7 +446,7 @@ class LocalRunner:
     ) -> None:
         """A worker of this job has connected: answer, and take its messages until the link ends."""
         refusal = self._objection(hello)
-        await aio.write_greeting(writer, refusal or Welcome(wire=self.spec.wire))
+        await aio.write_greeting(writer, refusal or Welcome())
         if refusal is not None:
             return
         worker = hello.worker

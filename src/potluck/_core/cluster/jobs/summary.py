@@ -236,7 +236,6 @@ def status_of(
         loss=journal.loss,
         workers=tuple(shown),
         events=tuple(note.text[-_MAX_EVENT:] for note in journal.notes[-_MAX_EVENTS:]),
-        wire=spec.wire,
         samples=journal.sample_progress.samples(now),
         world_restarts=state.world.number,
         record=journal.record(_MAX_EVENTS, now),

@@ -10,7 +10,6 @@ import numpy as np
 
 from potluck._core.context import init
 from potluck._core.engine.loop import native as native_loop
-from potluck._core.settings import load_settings
 from potluck._core.version import VERSION
 from potluck.cli.bench.libraries.base import Case, Floats
 
@@ -56,8 +55,7 @@ class Ours:
             for algorithm in each.get("algorithms", {})
         }
         engine = "native" if native_loop.is_available() else "Python"
-        wire = load_settings().wire
-        return ", ".join([VERSION, f"links: {engine} and {wire}", *sorted(used)])
+        return ", ".join([VERSION, f"links: {engine}", *sorted(used)])
 
     def close(self) -> None:
         self.ctx.close()
