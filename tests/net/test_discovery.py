@@ -69,6 +69,16 @@ while True:
         break
 """
 
+HOLDER = """
+import socket, sys
+socks = [socket.socket(family, socket.SOCK_DGRAM) for family in (socket.AF_INET, socket.AF_INET6)]
+socks[1].setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+for sock in socks:
+    sock.bind(("", 5353))  # without SO_REUSEADDR or SO_REUSEPORT
+print("holds 5353", flush=True)
+sys.stdin.readline()
+"""
+
 
 class Script(TalkingProcess):
     """SCRIPT in a host, with a home, and what it says line by line."""
@@ -126,6 +136,41 @@ def test_three_hosts_find_each_other_by_one_way_alone(
     assert all(each["equal"] and each["nodes"] == said[0]["nodes"] for each in said)
     seconds = max(each["seconds"] for each in said)
     figures.take(f"three hosts, {ways} alone", "in one group after", seconds, asked=FORM_S)
+
+
+@pytest.mark.parametrize("ways", ["mdns,static", "mdns,beacon,static"])
+def test_hosts_whose_mdns_port_another_program_holds_find_each_other_by_the_beacon(
+    ways: str, figures: Figures, tmp_path: Path
+) -> None:
+    """avahi-daemon with disallow-other-stacks=yes, say; and nobody has written an address."""
+    with Network(2) as network:
+        holders = [
+            host.start(
+                [sys.executable, "-c", HOLDER],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for host in network
+        ]
+        for holder in holders:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "holds 5353\n"
+        patience = {} if "beacon" in ways else {"PATIENCE": "4"}
+        scripts = [
+            Script(host, tmp_path / str(host.index), 2, PSK, ways, **patience) for host in network
+        ]
+        with running(*scripts):
+            said = [script.hears() for script in scripts]
+        for holder in holders:
+            holder.communicate("\n", timeout=WAIT_S)
+    if "beacon" not in ways:
+        assert [(each["said"], each["found"]) for each in said] == [("out", 0)] * 2, said
+        return
+    assert [each["said"] for each in said] == ["in"] * 2, said
+    seconds = max(each["seconds"] for each in said)
+    fault = "two hosts, another program holds mDNS's port"
+    figures.take(fault, "in one group after", seconds, asked=FORM_S)
 
 
 def test_another_secret_no_secret_and_a_key_not_on_the_list_stay_out_while_two_work(

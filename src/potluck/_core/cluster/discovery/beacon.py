@@ -1,6 +1,7 @@
 """The beacon: an advert of 44 bytes, sent by UDP multicast on every interface, IPv4 and IPv6.
 
-It works if mDNS is filtered, or if another program uses the port of mDNS. A node sends a few
+It works where mDNS does not: the network filters it, or another program holds its port
+(``tests/net/test_discovery.py -k another_program_holds``). A node sends a few
 beacons quickly at its start, then one every ``INTERVAL_S``, and one soon after it has received the
 beacon of a new node, so that the new node need not wait. Packets have a hop limit of 1: they never
 leave their network.
