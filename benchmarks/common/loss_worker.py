@@ -35,8 +35,8 @@ OURS = {
     "int4": Choice("DataParallel(compression=Int(4))", pt.DataParallel(Int(4))),
     "local-sgd": Choice("LocalSGD(every=10)", pt.LocalSGD(every=10)),
     "local-topk": Choice(
-        "DiLoCo(every=10, outer=SGD(1.0), compression=TopK(0.1, bits=2))",
-        pt.DiLoCo(every=10, outer=pt.SGD(1.0), compression=TopK(0.1, bits=2)),
+        "DiLoCo(every=10, outer=OuterSGD(1.0), compression=TopK(0.1, bits=2))",
+        pt.DiLoCo(every=10, outer=pt.OuterSGD(1.0), compression=TopK(0.1, bits=2)),
     ),
 }
 SERIAL, GLOO = "serial", "gloo"

@@ -27,7 +27,7 @@ from potluck.compressors import TopK
 from potluck.torch import outer
 
 EVERY, SHOWN_EVERY = 20, 10
-STRATEGY = pt.DiLoCo(every=EVERY, outer=pt.SGD(1.0), compression=TopK(0.05, bits=2))
+STRATEGY = pt.DiLoCo(every=EVERY, outer=pt.OuterSGD(1.0), compression=TopK(0.05, bits=2))
 
 worst = 0.0
 num_checked = 0

@@ -241,7 +241,7 @@ def round_steps(name: str) -> int:
     candidate = candidate_of(name)
     if isinstance(candidate.strategy, pt.DataParallel):
         return 1
-    steps = round(candidate.round_steps)
+    steps = round(candidate.strategy.round_steps)
     compared = pt.Policy().hash_every
     return compared if compared // 2 <= steps <= compared and compared % steps == 0 else steps
 

@@ -98,7 +98,7 @@ from torch import nn
 from torch.nn import functional as F
 import potluck
 from potluck import BF16, FP16, Int, PowerSGD, Random, TopK
-from potluck.torch import DDP, DiLoCo, ElasticLoop, Gossip, LocalSGD, Policy, SGD
+from potluck.torch import DDP, DiLoCo, ElasticLoop, Gossip, LocalSGD, Policy, OuterSGD
 
 ctx = potluck.init()
 device = torch.device(sys.argv[1:][ctx.rank])

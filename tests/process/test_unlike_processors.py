@@ -32,7 +32,7 @@ ctx, random = potluck.init(), np.random.default_rng(0)
 x = torch.from_numpy(random.standard_normal((240, 20)).astype(np.float32))
 y = torch.from_numpy(random.integers(0, 5, 240))
 print("capability", ctx.rank, torch.backends.cpu.get_cpu_capability(), flush=True)
-rounds = dict(every=6, outer=potluck.torch.SGD(0.7, 0.9))
+rounds = dict(every=6, outer=potluck.torch.OuterSGD(0.7, 0.9))
 for name, compression, strategy in (
     ("plain", None, None),
     ("top-k", TopK(0.1), None),

@@ -18,7 +18,7 @@ from potluck import TopK
 from potluck._core.context import DistributedContext
 from potluck.testing.elastic import ElasticWorld
 from potluck.testing.world import run_world
-from potluck.torch import SGD, DiLoCo, ElasticLoop, Policy, loop
+from potluck.torch import DiLoCo, ElasticLoop, OuterSGD, Policy, gossip
 from potluck.torch.outer import OuterStrategy
 
 _GENERATOR = torch.Generator().manual_seed(3)
@@ -197,10 +197,14 @@ def numbers(outer: OuterStrategy) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "strategy",
     [
-        DiLoCo(every=3, outer=SGD(1.0), compression=TopK(0.2, chunk=16, bits=2)),
-        DiLoCo(every=3, outer=SGD(0.7, momentum=0.5), compression=TopK(0.1, chunk=None)),
+        DiLoCo(every=3, outer=OuterSGD(1.0), compression=TopK(0.2, chunk=16, bits=2)),
+        DiLoCo(every=3, outer=OuterSGD(0.7, momentum=0.5), compression=TopK(0.1, chunk=None)),
         DiLoCo(
-            every=4, outer=SGD(1.0), fragments=2, delay=1, compression=TopK(0.2, chunk=16, bits=4)
+            every=4,
+            outer=OuterSGD(1.0),
+            fragments=2,
+            delay=1,
+            compression=TopK(0.2, chunk=16, bits=4),
         ),
     ],
     ids=["sparse", "momentum", "streaming"],
@@ -208,7 +212,7 @@ def numbers(outer: OuterStrategy) -> dict[str, Any]:
 def test_a_kill_at_every_operation_leaves_what_an_undisturbed_run_of_what_counted_leaves(
     strategy: DiLoCo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "OuterStrategy", Noted)
+    monkeypatch.setattr(gossip, "OuterStrategy", Noted)
     with_all = set()
     for moment in range(1000):
         noted.clear()

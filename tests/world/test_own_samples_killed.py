@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from potluck.testing.elastic import ElasticWorld, MortalContext
-from potluck.torch import SGD, DiLoCo, ElasticLoop, Gossip, LocalSGD, Policy
+from potluck.torch import DiLoCo, ElasticLoop, Gossip, LocalSGD, OuterSGD, Policy
 
 SIZES = {"0": 13, "1": 8, "2": 10, "3": 9}
 EPOCHS = 2
@@ -24,8 +24,8 @@ STRATEGIES = [
     LocalSGD(every=2),
     LocalSGD(every=100),
     LocalSGD(every=3, deadline=0.0),  # ends each round but the first after a step
-    DiLoCo(every=4, outer=SGD(0.7, momentum=0.5), fragments=2, delay=1),
-    DiLoCo(every=3, outer=SGD(0.7), delay=1, deadline=0.0),
+    DiLoCo(every=4, outer=OuterSGD(0.7, momentum=0.5), fragments=2, delay=1),
+    DiLoCo(every=3, outer=OuterSGD(0.7), delay=1, deadline=0.0),
 ]
 
 

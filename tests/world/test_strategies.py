@@ -1,4 +1,4 @@
-"""Local SGD and DiLoCo in the elastic loop: the mathematics, losses, joins, checkpoints."""
+"""Local OuterSGD and DiLoCo in the elastic loop: the mathematics, losses, joins, checkpoints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from potluck.testing.elastic import ElasticWorld, MortalContext
 from potluck.testing.world import WorldError, run_world
 from potluck.torch import (
     DDP,
-    SGD,
     DataParallel,
     DiLoCo,
     ElasticLoop,
@@ -32,6 +31,7 @@ from potluck.torch import (
     LocalSGD,
     LossScale,
     NoiseBatching,
+    OuterSGD,
     Policy,
     outer,
 )
@@ -92,7 +92,9 @@ def close(found: list[Tensor], wanted: list[Tensor]) -> None:
         torch.testing.assert_close(mine, right, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("strategy", [LocalSGD(every=1), DiLoCo(every=1, outer=SGD(1.0))], ids=repr)
+@pytest.mark.parametrize(
+    "strategy", [LocalSGD(every=1), DiLoCo(every=1, outer=OuterSGD(1.0))], ids=repr
+)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_rounds_of_one_step_are_data_parallelism(strategy: Any, world_size: int) -> None:
     """With the sign of the pseudo-gradient wrong the loss would rise."""
@@ -104,11 +106,11 @@ def test_rounds_of_one_step_are_data_parallelism(strategy: Any, world_size: int)
     assert len({training.job.parameter_hash() for training in found}) == 1
 
 
-def by_hand(every: int, sgd: SGD, num_ranks: int) -> list[Tensor]:
+def by_hand(every: int, sgd: OuterSGD, num_ranks: int) -> list[Tensor]:
     """DiLoCo in plain torch, with torch's own SGD as the outer optimizer."""
     anchor = copy.deepcopy(_START)
     optimizer = torch.optim.SGD(
-        anchor.parameters(), sgd.lr, momentum=sgd.momentum, nesterov=sgd.nesterov
+        anchor.parameters(), sgd.learning_rate, momentum=sgd.momentum, nesterov=sgd.nesterov
     )
     schedule = Schedule(48, 8, 2, seed=5)
     rates, committed = [0.1 * 0.8 ** (step // 5) for step in range(100)], 0
@@ -137,13 +139,15 @@ def by_hand(every: int, sgd: SGD, num_ranks: int) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("strategy", "sgd"),
     [
-        (LocalSGD(every=3), SGD(1.0)),
-        (DiLoCo(every=2), SGD(0.7, momentum=0.9, nesterov=True)),
-        (DiLoCo(every=6, outer=SGD(0.5, momentum=0.5)), SGD(0.5, momentum=0.5)),
+        (LocalSGD(every=3), OuterSGD(1.0)),
+        (DiLoCo(every=2), OuterSGD(0.7, momentum=0.9, nesterov=True)),
+        (DiLoCo(every=6, outer=OuterSGD(0.5, momentum=0.5)), OuterSGD(0.5, momentum=0.5)),
     ],
     ids=repr,
 )
-def test_the_outer_optimizer_is_torchs_on_the_mean_of_what_changed(strategy: Any, sgd: SGD) -> None:
+def test_the_outer_optimizer_is_torchs_on_the_mean_of_what_changed(
+    strategy: Any, sgd: OuterSGD
+) -> None:
     expected = by_hand(strategy.every, sgd, 2)
     for training in run_world(2, lambda ctx: Training(ctx, strategy).run()):
         close(training.parameters(), expected)
@@ -170,7 +174,7 @@ def streaming_by_hand(strategy: DiLoCo) -> list[Tensor]:
             momentum = gradient if known is None else known * sgd.momentum + gradient
             momenta[i] = momentum
             step = gradient + sgd.momentum * momentum if sgd.nesterov else momentum
-            anchors[i] = anchors[i] - sgd.lr * step
+            anchors[i] = anchors[i] - sgd.learning_rate * step
             for model in models:
                 parameter = list(model.parameters())[i]
                 parameter.data = mixing * parameter.data + (1 - mixing) * anchors[i]
@@ -215,7 +219,7 @@ def test_when_all_fragments_are_reduced_each_rank_counts_with_its_samples(
     world_size: int, num_fragments: int
 ) -> None:
     """One sample a step: the other ranks have computed nothing, as one that has just joined."""
-    strategy = DiLoCo(every=num_fragments, fragments=num_fragments, outer=SGD(1.0))
+    strategy = DiLoCo(every=num_fragments, fragments=num_fragments, outer=OuterSGD(1.0))
 
     def run(ctx: DistributedContext) -> list[Tensor]:
         model = copy.deepcopy(_START)
@@ -256,7 +260,7 @@ def test_what_is_applied_and_what_is_kept_is_what_changed(
         return start_compressed(ctx, array, *rest, **options)
 
     monkeypatch.setattr(outer, "start_compressed", noting)
-    strategy = DiLoCo(every=2, outer=SGD(1.0), compression=compression)
+    strategy = DiLoCo(every=2, outer=OuterSGD(1.0), compression=compression)
     results = run_world(2, lambda ctx: Training(ctx, strategy, schedules=False).run())
     first, second = (training.job._outer for training in results)
     kept = sum(
@@ -302,7 +306,7 @@ def test_what_is_kept_is_paid_once_also_when_a_part_of_a_round_is_missing(
         return Training(ctx, strategy, on_step=on_step).run()
 
     strategy = DiLoCo(
-        every=3, outer=SGD(1.0), compression=TopK(0.2, bits=2), delay=delay, mixing=0.0,
+        every=3, outer=OuterSGD(1.0), compression=TopK(0.2, bits=2), delay=delay, mixing=0.0,
         deadline=deadline,
     )  # fmt: skip
     results = ElasticWorld(3, work).run()
@@ -461,11 +465,11 @@ def test_a_newcomer_gets_the_global_parameters_of_shared_ones_too(wrapped: bool)
     assert len(set(results.values())) == 1
 
 
-STRATEGY = DiLoCo(every=3, outer=SGD(0.7, momentum=0.9, nesterov=True))
+STRATEGY = DiLoCo(every=3, outer=OuterSGD(0.7, momentum=0.9, nesterov=True))
 
 
 STREAMING = DiLoCo(
-    every=4, outer=SGD(1.0), fragments=2, delay=1, compression=TopK(0.2, chunk=16, bits=4)
+    every=4, outer=OuterSGD(1.0), fragments=2, delay=1, compression=TopK(0.2, chunk=16, bits=4)
 )
 
 
@@ -598,7 +602,7 @@ def test_data_parallel_without_a_compression_leaves_that_of_the_model() -> None:
         (lambda: LocalSGD(every=0), r"LocalSGD\(every=0\): a round has at least 1 step"),
         (lambda: LocalSGD(every=True), r"LocalSGD\(every=True\): every must be an int"),
         (lambda: DiLoCo(every=2.5), r"DiLoCo\(every=2.5\): every must be an int"),
-        (lambda: DiLoCo(outer=torch.optim.SGD), r"pass potluck.torch.SGD\(lr"),
+        (lambda: DiLoCo(outer=torch.optim.SGD), r"pass potluck.torch.OuterSGD\(learning_rate"),
         (
             lambda: DiLoCo(outer=torch.optim.SGD(_START.parameters(), lr=0.7)),
             "outer is a torch.optim.sgd.SGD; pass potluck",
@@ -614,10 +618,14 @@ def test_data_parallel_without_a_compression_leaves_that_of_the_model() -> None:
         (lambda: DiLoCo(mixing=1), "mixing is 1"),
         (lambda: DiLoCo(compression=8), "compression is 8"),
         (lambda: DiLoCo(compression=PowerSGD(2)), "take TopK"),
-        (lambda: SGD(0), "lr must be positive"),
-        (lambda: SGD("0.7"), r"SGD\(lr='0.7'\): lr must be a number"),
-        (lambda: SGD(1, momentum=1), "below 1"),
-        (lambda: SGD(1, nesterov=True), "needs a momentum"),
+        (lambda: OuterSGD(lr=0.7), "write learning_rate="),  # type: ignore[call-arg]
+        (lambda: OuterSGD(0), "learning_rate must be positive"),
+        (
+            lambda: OuterSGD("0.7"),
+            r"OuterSGD\(learning_rate='0.7'\): learning_rate must be a number",
+        ),
+        (lambda: OuterSGD(1, momentum=1), "below 1"),
+        (lambda: OuterSGD(1, nesterov=True), "needs a momentum"),
         (lambda: DataParallel(compression=0.1), "compression is 0.1"),
         (lambda: DataParallel(compression=lambda name, p: None), r"belongs to DistributedDataPar"),
     ],
@@ -646,7 +654,7 @@ def test_what_has_no_meaning_with_rounds_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "strategy",
-    [LocalSGD(every=2), DiLoCo(every=2, outer=SGD(1.0), compression=TopK(0.2, chunk=16))],
+    [LocalSGD(every=2), DiLoCo(every=2, outer=OuterSGD(1.0), compression=TopK(0.2, chunk=16))],
     ids=["dense", "sparse"],
 )
 def test_what_is_not_finite_in_a_round_is_named_once_on_all_ranks(

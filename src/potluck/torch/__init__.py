@@ -21,12 +21,17 @@ from potluck.torch.sampler import DistributedSampler  # noqa: E402
 from potluck.training import NoiseBatching, Policy, ProportionalShares  # noqa: E402
 from potluck.training.progress_bar import ProgressBar  # noqa: E402
 from potluck.training.scaling import LossScale  # noqa: E402
-from potluck.training.strategies import SGD, DataParallel, DiLoCo, Gossip, LocalSGD  # noqa: E402
+from potluck.training.strategies import (  # noqa: E402
+    DataParallel,
+    DiLoCo,
+    Gossip,
+    LocalSGD,
+    OuterSGD,
+)
 from potluck.training.tensorboard import TensorBoardLogger  # noqa: E402
 
 __all__ = [
     "DDP",
-    "SGD",
     "CheckpointStore",
     "CompressionState",
     "DataParallel",
@@ -40,6 +45,7 @@ __all__ = [
     "LocalSGD",
     "LossScale",
     "NoiseBatching",
+    "OuterSGD",
     "ParameterServerStrategy",
     "Policy",
     "ProgressBar",

@@ -29,7 +29,7 @@ from potluck.torch.structure import (
     structure_of,
     tensors_of,
 )
-from potluck.training.strategies import DataParallel
+from potluck.training.strategies import DataParallel, Strategy
 
 
 class DistributedDataParallel(nn.Module):
@@ -130,7 +130,7 @@ class DistributedDataParallel(nn.Module):
             algorithm=self._algorithm,
         )
 
-    def follow(self, strategy: DataParallel) -> None:
+    def follow(self, strategy: Strategy) -> None:
         """Reduce later gradients as ``strategy`` says, on every rank between the same two steps.
         What it leaves open stays as it is."""
         if strategy == DataParallel():

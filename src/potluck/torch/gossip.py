@@ -15,7 +15,7 @@ from potluck._core.collectives.spanning_tree import Cut
 from potluck.checkpoint.state import State, fingerprint
 from potluck.graphs import Graph
 from potluck.torch.outer import LEAST_BYTES_PER_S, OuterStrategy, Part
-from potluck.training.strategies import Gossip
+from potluck.training.strategies import Strategy
 
 if TYPE_CHECKING:
     from potluck._core.context import DistributedContext
@@ -40,14 +40,13 @@ class GossipStrategy(OuterStrategy):
 
     def __init__(
         self,
-        config: Gossip,
+        config: Strategy,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         also: Mapping[str, Any],
     ) -> None:
         super().__init__(config, model, optimizers, also)
         self.num_fragments = 2  # more than one round: all are equal after one without samples only
-        self._gossip = config
         self._are_equal = False
         self._whole: dict[int, bool] = {}
         self._graphs: dict[tuple[int, Cut], tuple[Graph, ...]] = {}  # by world size and cut links
@@ -80,7 +79,7 @@ class GossipStrategy(OuterStrategy):
         else:
             links = ctx.world_size, ctx.group.cut
             if links not in self._graphs:
-                self._graphs[links] = self._gossip.graphs(*links)
+                self._graphs[links] = self.config.graphs(*links)
             sequence = self._graphs[links]
             graph = sequence[number % len(sequence)]
             works = [ctx.neighbor_all_reduce(flat, graph, **options) for _, flat in self._sums]
@@ -109,7 +108,7 @@ class GossipStrategy(OuterStrategy):
     # ------------------------------------------------------------ the state
 
     def capture(self) -> State:
-        return {"strategy": f"Gossip(every={self._gossip.every})", "are_equal": self._are_equal}
+        return {"strategy": f"Gossip(every={self.config.every})", "are_equal": self._are_equal}
 
     def restore(self, state: State) -> None:
         self._are_equal = bool(state["are_equal"])
@@ -118,6 +117,17 @@ class GossipStrategy(OuterStrategy):
     def fingerprint(self) -> str:
         """Of the parameters where they are equal on all ranks; else of their names."""
         return fingerprint(list(self._tensors) if self._are_equal else self._names)
+
+
+def outer_of(
+    config: Strategy,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    also: Mapping[str, Any],
+) -> OuterStrategy:
+    """The exchange at the end of a round by this strategy, which is one of rounds."""
+    made = GossipStrategy if config.neighbors_only else OuterStrategy
+    return made(config, model, optimizers, also)
 
 
 def _with_flags(part: Part, now: Mapping[int, Tensor]) -> Tensor:

@@ -18,7 +18,7 @@ from potluck.data.shards import ShardedDataset
 from potluck.torch.amp import GradScaler
 from potluck.torch.batching import NoiseProbe
 from potluck.torch.ddp import DistributedDataParallel
-from potluck.torch.gossip import GossipStrategy
+from potluck.torch.gossip import outer_of
 from potluck.torch.loading import Loader
 from potluck.torch.outer import OuterStrategy
 from potluck.torch.planning import Planned, Rehearsal, Suggestion, is_planning
@@ -26,7 +26,7 @@ from potluck.torch.replica import TorchReplica, parameter_hash
 from potluck.torch.schedules import check_samples, schedule_of
 from potluck.training import elastic
 from potluck.training.policy import Policy
-from potluck.training.strategies import DataParallel, DiLoCo, Gossip, LocalSGD
+from potluck.training.strategies import Strategy
 
 
 class ElasticLoop(elastic.ElasticLoop):
@@ -102,12 +102,11 @@ class ElasticLoop(elastic.ElasticLoop):
         policy: Policy | None = None,
         callbacks: Sequence[object] = (),
         ctx: DistributedContext | None = None,
-        strategy: DataParallel | LocalSGD | DiLoCo | Gossip | Literal["auto"] | None = None,
+        strategy: Strategy | Literal["auto"] | None = None,
         samples: Literal["all", "own"] = "all",
     ) -> None:
         check_samples(samples)
-        kinds = DataParallel | LocalSGD | DiLoCo | Gossip | None
-        if strategy != "auto" and not isinstance(strategy, kinds):
+        if strategy != "auto" and not isinstance(strategy, Strategy | None):
             raise TypeError(
                 f"strategy is {strategy!r}: pass DataParallel(), LocalSGD(...), DiLoCo(...), "
                 'Gossip(...), or "auto", the choice of `potluck plan`'
@@ -135,13 +134,10 @@ class ElasticLoop(elastic.ElasticLoop):
             dataset, collate, num_workers=num_workers, prefetch=prefetch, seed=seed
         )
         self._outer: OuterStrategy | None = None
-        if isinstance(strategy, LocalSGD | DiLoCo | Gossip):
+        if strategy is not None and strategy.in_rounds:
             _check_alone(model)
             inner = model.module if isinstance(model, DistributedDataParallel) else model
-            if isinstance(strategy, Gossip):
-                self._outer = GossipStrategy(strategy, inner, optimizers, also or {})
-            else:
-                self._outer = OuterStrategy(strategy, inner, optimizers, also or {})
+            self._outer = outer_of(strategy, inner, optimizers, also or {})
         elif strategy is not None and isinstance(model, DistributedDataParallel):
             model.follow(strategy)
         super().__init__(

@@ -32,7 +32,7 @@ from potluck.errors import CheckpointError
 from potluck.torch.device import synchronize
 from potluck.training.buckets import Bucket, Slot, assign
 from potluck.training.rounding import tolerant_hash
-from potluck.training.strategies import DiLoCo, Gossip, LocalSGD
+from potluck.training.strategies import Strategy
 from potluck.training.strategies.kinds import fragment_of, partition
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class OuterStrategy:
 
     def __init__(
         self,
-        config: LocalSGD | DiLoCo | Gossip,
+        config: Strategy,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         also: Mapping[str, Any],
@@ -79,11 +79,11 @@ class OuterStrategy:
         self.config = config
         self.deadline = config.deadline
         self._outer = config.outer
-        self.num_fragments = config.fragments if isinstance(config, DiLoCo) else 1
-        self.num_steps = config.every // self.num_fragments
-        self.delay = config.delay if isinstance(config, DiLoCo) else 0
-        self._mixing = config.mixing if isinstance(config, DiLoCo) else 0.0
-        self._compression = config.compression if isinstance(config, DiLoCo) else None
+        self.num_fragments = config.fragments
+        self.num_steps = config.round_steps
+        self.delay = config.delay
+        self._mixing = config.mixing
+        self._compression = config.compression
         self.needs_whole_weights = self._compression is not None
         self._optimizers = list(optimizers)
         self._also = dict(also)
@@ -254,7 +254,7 @@ class OuterStrategy:
             self._momenta[index] = momentum
             nesterov = outer.nesterov
             gradient = gradient + momentum * outer.momentum if nesterov else momentum
-        anchor.sub_(gradient * outer.lr)
+        anchor.sub_(gradient * outer.learning_rate)
 
     # ------------------------------------------------------------ the state
 

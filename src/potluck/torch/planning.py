@@ -26,7 +26,7 @@ from potluck.training.plan_file import FACT, VARIABLE, plan_file
 from potluck.training.planner import encode, named
 from potluck.training.planner.candidates import BUCKET_SIZE_MB
 from potluck.training.policy import Policy
-from potluck.training.strategies import DataParallel, DiLoCo, Gossip, LocalSGD
+from potluck.training.strategies import DataParallel, Strategy
 
 if TYPE_CHECKING:
     from potluck._core.context import DistributedContext
@@ -75,7 +75,7 @@ class Planned:
         self._ctx, self._of = ctx, None
         self._seen: frozenset[str] = frozenset()
         self._said: set[str] = set()
-        self.strategy: DataParallel | LocalSGD | DiLoCo | Gossip = DataParallel()
+        self.strategy: Strategy = DataParallel()
         script = getattr(sys.modules["__main__"], "__file__", None)
         path = None if script is None else plan_file(script)
         if path is None or not path.is_file():

@@ -24,14 +24,13 @@ from torch import Tensor, nn
 
 from potluck.compressors import PowerSGD
 from potluck.torch.compression import Compression
-from potluck.torch.gossip import GossipStrategy
-from potluck.torch.outer import OuterStrategy
+from potluck.torch.gossip import outer_of
 from potluck.torch.reducer import Reducer
 from potluck.training.planner import Candidate, Measured, Rehearsed, in_other_buckets, to_rehearse
 from potluck.training.planner import parts as parts_of
 from potluck.training.planner.measured import last
 from potluck.training.planner.model import BACKWARD_PART, Times
-from potluck.training.strategies import DataParallel, DiLoCo, Gossip
+from potluck.training.strategies import Strategy
 
 if TYPE_CHECKING:
     from potluck._core.context import DistributedContext
@@ -65,7 +64,7 @@ def _rehearsed(
     ctx: DistributedContext, measured: Measured, candidate: Candidate, elements: int
 ) -> Rehearsed:
     stand_in = StandIn(last(measured.shapes, elements))
-    if isinstance(candidate.strategy, DataParallel):
+    if not candidate.strategy.in_rounds:
         share = elements / measured.num_elements
         backward_s = measured.compute_s_of(ctx.rank) * share * BACKWARD_PART
         times = _timed(ctx, _steps(ctx, stand_in, candidate, backward_s))
@@ -114,7 +113,6 @@ def _steps(
 ) -> Iterator[Times]:
     """Backwards with their reduction and the vote, and the seconds that each took."""
     strategy = candidate.strategy
-    assert isinstance(strategy, DataParallel)
     method: Any = strategy.compression
     if isinstance(method, PowerSGD):
         method = replace(method, start_step=0)  # its first steps send all
@@ -142,15 +140,9 @@ def _steps(
     assert reducer.enabled  # it lives as long as its steps
 
 
-def _exchanges(ctx: DistributedContext, stand_in: StandIn, strategy: Any) -> Iterator[Times]:
+def _exchanges(ctx: DistributedContext, stand_in: StandIn, strategy: Strategy) -> Iterator[Times]:
     """The ends of rounds that exchange all parameters of the stand-in."""
-    outer: OuterStrategy
-    if isinstance(strategy, Gossip):
-        outer = GossipStrategy(strategy, stand_in, [], {})
-    else:
-        if isinstance(strategy, DiLoCo):
-            strategy = replace(strategy, fragments=1)
-        outer = OuterStrategy(strategy, stand_in, [], {})
+    outer = outer_of(strategy.undivided(), stand_in, [], {})
     for number in itertools.count():
         outer.begin(number)
         stand_in.drift()

@@ -27,18 +27,24 @@ _METHODS = dict.fromkeys(("mean", "average", "avg", "synchronous"), "mean") | {"
 
 
 class TrainingStrategy(enum.Enum, metaclass=AnyCase):
-    """How the ranks share the work of a training, and how often they agree."""
+    """How the ranks of a trainer share the work. Each member names one implementation, which a
+    script may also use by itself; ``strategy=`` of an ElasticLoop takes other objects."""
 
     DATA_PARALLEL = "data_parallel"
-    """Every rank has the whole model and a part of the samples; they agree in every step."""
+    """Every rank has the whole model and a part of the samples; they agree in every step:
+    ``potluck.torch.ElasticLoop`` with ``DataParallel()``. For other models than networks a sum over
+    all ranks in every iteration (``potluck.estimators``)."""
     MODEL_PARALLEL = "model_parallel"
-    """Every rank has some layers of the model."""
+    """Every rank has some layers of a dense network, cut by the trainer itself."""
     PARAMETER_SERVER = "parameter_server"
-    """A server keeps the model; workers push gradients and pull parameters."""
+    """A server keeps the model; workers push gradients and pull parameters:
+    ``potluck.ParameterServer`` and ``potluck.torch.ParameterServerStrategy``."""
     DECENTRALIZED = "decentralized"
-    """Ranks agree with their neighbours only."""
+    """Ranks average with their neighbours only: ``potluck.torch.ElasticLoop`` with ``Gossip()``."""
     FEDERATED = "federated"
-    """Ranks have samples of their own, which stay there; they agree after each epoch."""
+    """Ranks have samples of their own, which stay there. They take the mean of their parameters
+    after each epoch, which is one step of a ``potluck.training.ElasticLoop``. Rounds of clients
+    that may be late, with a server, are ``potluck.federated``."""
 
 
 class DistributedTrainer(ABC):

@@ -6,7 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from potluck.compressors import BF16, Compressor, Int, PowerSGD, TopK
-from potluck.training.strategies import SGD, DataParallel, DiLoCo, Gossip, LocalSGD
+from potluck.training.strategies import (
+    DataParallel,
+    DiLoCo,
+    Gossip,
+    LocalSGD,
+    OuterSGD,
+    Strategy,
+)
 
 BUCKET_SIZE_MB = 25.0
 """Of a DistributedDataParallel, unless it is told otherwise."""
@@ -23,48 +30,33 @@ class Candidate:
 
     name: str
     code: str
-    strategy: DataParallel | LocalSGD | DiLoCo | Gossip
+    strategy: Strategy
     changes: str
 
     @property
     def compression(self) -> Compressor | None:
         """The method that encodes what is sent."""
-        if isinstance(self.strategy, LocalSGD | Gossip):
-            return None
         return self.strategy.compression
 
     @property
     def bucket_size_mb(self) -> float:
         """The size of the buckets of gradients, in MiB."""
-        strategy = self.strategy
-        own = strategy.bucket_size_mb if isinstance(strategy, DataParallel) else None
-        return own or BUCKET_SIZE_MB
+        return self.strategy.bucket_size_mb or BUCKET_SIZE_MB
 
     @property
     def every(self) -> int | None:
         """The number of steps in which all parameters are exchanged once; None if gradients are, in
         every step."""
-        return None if isinstance(self.strategy, DataParallel) else self.strategy.every
-
-    @property
-    def fragments(self) -> int:
-        """In how many rounds all parameters are exchanged once."""
-        return self.strategy.fragments if isinstance(self.strategy, DiLoCo) else 1
-
-    @property
-    def round_steps(self) -> float:
-        """The number of steps between two exchanges; 1 for data parallelism."""
-        if isinstance(self.strategy, DataParallel):
-            return 1
-        return self.strategy.every / self.fragments
+        return self.strategy.every
 
     def in_buckets(self, size_mb: float) -> Candidate:
         """The same with buckets of another size; itself for that of a DistributedDataParallel."""
-        if size_mb == BUCKET_SIZE_MB or not isinstance(self.strategy, DataParallel):
+        strategy = self.strategy.in_buckets(size_mb)
+        if size_mb == BUCKET_SIZE_MB or strategy is self.strategy:
             return self
         comma = "" if self.code.endswith("()") else ", "
         code = f"{self.code[:-1]}{comma}bucket_size_mb={size_mb:g})"
-        return replace(self, code=code, strategy=replace(self.strategy, bucket_size_mb=size_mb))
+        return replace(self, code=code, strategy=strategy)
 
     def in_rounds_of(self, every: int | None) -> Candidate:
         """The same with longer or shorter rounds; itself for the usual ones, and for None.
@@ -72,14 +64,14 @@ class Candidate:
         ValueError if that strategy has no such rounds."""
         if every in {None, self.every}:
             return self
-        if isinstance(self.strategy, DataParallel):
+        if not self.strategy.in_rounds:
             raise ValueError(f"{self.name} exchanges gradients in every step, and has no rounds")
         return _IN_ROUNDS[self.name](every)
 
     @property
     def forms(self) -> tuple[Candidate, ...]:
         """The same in the buckets or the rounds that a plan compares, the usual ones first."""
-        if isinstance(self.strategy, DataParallel):
+        if not self.strategy.in_rounds:
             return tuple(map(self.in_buckets, BUCKET_SIZES_MB))
         return tuple(map(self.in_rounds_of, ROUNDS.get(self.name, (self.every,))))
 
@@ -114,8 +106,8 @@ def _diloco(every: int) -> Candidate:
 def _sparse(every: int) -> Candidate:
     return Candidate(
         "sparse",
-        f"DiLoCo(every={every}, outer=SGD(1.0), compression=TopK(0.02, bits=2))",
-        DiLoCo(every=every, outer=SGD(1.0), compression=TopK(0.02, bits=2)),
+        f"DiLoCo(every={every}, outer=OuterSGD(1.0), compression=TopK(0.02, bits=2))",
+        DiLoCo(every=every, outer=OuterSGD(1.0), compression=TopK(0.02, bits=2)),
         f"the largest 2% of what changed in {every} steps are applied, the rest later",
     )
 

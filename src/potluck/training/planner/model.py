@@ -28,7 +28,7 @@ from potluck.compressors.encoded import Encoded
 from potluck.training.buckets import Slot, assign
 from potluck.training.planner.candidates import Candidate
 from potluck.training.planner.measured import Measured
-from potluck.training.strategies import DataParallel, DiLoCo, Gossip
+from potluck.training.strategies import Strategy
 
 BACKWARD_PART = 2 / 3
 """Assumed: of a step's computation, the part in which gradients are made."""
@@ -56,13 +56,13 @@ def times_of(measured: Measured, candidate: Candidate, elements: int | None = No
     if measured.world_size == 1:
         return Times(0.0, 0.0)
     strategy, total = candidate.strategy, measured.num_elements
-    if isinstance(strategy, DataParallel):
+    if not strategy.in_rounds:
         part = measured if elements is None else measured.part(elements)
         took_s = _Network(part, candidate).step_s(part.step_compute_s)
         return Times(max(0.0, took_s - part.step_compute_s), 0.0)
     net = _Network(measured, candidate)
-    share = 1 / candidate.fragments if elements is None else elements / max(1, total)
-    if isinstance(strategy, Gossip):
+    share = 1 / strategy.fragments if elements is None else elements / max(1, total)
+    if strategy.neighbors_only:
         return net.gossip_s(strategy, share)
     return net.exchange_s(share)
 
@@ -72,9 +72,9 @@ def bytes_of(measured: Measured, candidate: Candidate) -> float:
     if measured.world_size == 1:
         return 0.0
     net, strategy = _Network(measured, candidate), candidate.strategy
-    if isinstance(strategy, Gossip):
-        return net.num_out(strategy) * 4 * measured.num_elements / strategy.every
-    return net.bytes_sent(1 / candidate.fragments) / candidate.round_steps
+    if strategy.neighbors_only:
+        return net.num_out(strategy) * 4 * measured.num_elements / strategy.round_steps
+    return net.bytes_sent(1 / strategy.fragments) / strategy.round_steps
 
 
 class _Network:
@@ -153,14 +153,14 @@ class _Network:
             way, late = way + max(wire_s, self._engine_s(size)), max(late, late_s)
         return Times(own + self._vote_s(), way + late)
 
-    def num_out(self, strategy: Gossip) -> float:
+    def num_out(self, strategy: Strategy) -> float:
         """The neighbours that a rank sends to in a round, on average over the rounds, of the rank
         that has the most."""
         graphs, ranks = strategy.graphs(self.world_size), range(self.world_size)
         most = [max(len(graph.out_neighbors(rank)) for rank in ranks) for graph in graphs]
         return sum(most) / len(most)
 
-    def gossip_s(self, strategy: Gossip, part: float) -> Times:
+    def gossip_s(self, strategy: Strategy, part: float) -> Times:
         """The exchange of a part of the parameters with the neighbours in a graph."""
         total, count = (self.num_dense + self.num_coded) * part, self.num_out(strategy)
         is_one = len(set(self.nodes)) == 1
@@ -249,7 +249,7 @@ class _Network:
             *((Algorithm.DIRECT,) if share else (Algorithm.RING, Algorithm.DIRECT)),
             *((Algorithm.HIERARCHICAL,) if several else ()),
         )
-        named = getattr(self.candidate.strategy, "algorithm", None)
+        named = self.candidate.strategy.algorithm
         best = math.inf
         for algorithm in options if named is None else (Algorithm(named),):
             plan = build_plan(
@@ -287,11 +287,7 @@ def _outer_passes(candidate: Candidate) -> int:
     """Passes over the memory of the parameters that an exchange takes (``torch.outer``): what has
     changed, the array that is sent, its weight, the step of the outer optimizer, the result."""
     strategy = candidate.strategy
-    assert not isinstance(strategy, DataParallel)
-    assert not isinstance(strategy, Gossip)
     passes = 5
     if strategy.outer.momentum:
         passes += 3 if strategy.outer.nesterov else 2
-    if isinstance(strategy, DiLoCo):
-        passes += bool(strategy.delay) + (strategy.compression is not None)
-    return passes
+    return passes + bool(strategy.delay) + (strategy.compression is not None)

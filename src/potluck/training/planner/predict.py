@@ -15,7 +15,6 @@ from potluck.training.planner.candidates import BUCKET_SIZE_MB, Candidate, named
 from potluck.training.planner.measured import Measured
 from potluck.training.planner.model import Times, bytes_of, times_of
 from potluck.training.policy import Policy
-from potluck.training.strategies import DataParallel, DiLoCo
 
 _LEAST_S = 1e-4
 """Modelled times below this say nothing about how much longer another one is."""
@@ -60,22 +59,20 @@ def predict(
     if group.world_size == 1:
         return Prediction(candidate, compute_s, 1.0, 0.0)
     hash_s = group.num_elements * group.hash_s / Policy().hash_every
-    step_s = compute_s + _added_s(candidate, times, compute_s) / candidate.round_steps + hash_s
+    added_s = _added_s(candidate, times, compute_s) / candidate.strategy.round_steps
+    step_s = compute_s + added_s + hash_s
     sent = bytes_of(group, candidate)
     return Prediction(candidate, step_s, compute_s / step_s, sent, basis)
 
 
 def whole(measured: Measured, candidate: Candidate) -> int:
     """The elements of a rehearsal that leaves nothing out."""
-    return max(1, measured.num_elements // candidate.fragments)
+    return max(1, measured.num_elements // candidate.strategy.fragments)
 
 
 def _added_s(candidate: Candidate, times: Times, compute_s: float) -> float:
     """What a step, or a round, is longer than its computation."""
-    if isinstance(candidate.strategy, DataParallel):
-        return times.own_s
-    delay = candidate.strategy.delay if isinstance(candidate.strategy, DiLoCo) else 0
-    return times.own_s + max(0.0, times.way_s - delay * compute_s)
+    return times.own_s + max(0.0, times.way_s - candidate.strategy.delay * compute_s)
 
 
 def _times(measured: Measured, candidate: Candidate) -> tuple[Times, Basis]:

@@ -7,7 +7,6 @@ from potluck.training.planner.choose import in_best_buckets
 from potluck.training.planner.measured import Measured
 from potluck.training.planner.model import times_of
 from potluck.training.planner.predict import Basis, predict, whole
-from potluck.training.strategies import DataParallel
 
 LONGEST_S = 1.5
 """A step, or an exchange, that the model takes for longer is rehearsed in two parts."""
@@ -60,6 +59,6 @@ def _within(measured: Measured, candidate: Candidate, total: int) -> int:
 def _seconds(measured: Measured, candidate: Candidate, elements: int) -> float:
     """What a rehearsal of so many elements takes, by the model."""
     own_s, way_s = times_of(measured, candidate, elements)
-    if isinstance(candidate.strategy, DataParallel):
+    if not candidate.strategy.in_rounds:
         own_s += measured.part(elements).step_compute_s
     return own_s + way_s

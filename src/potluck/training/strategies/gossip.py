@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from potluck import graphs
 from potluck._core.collectives.spanning_tree import Cut
 from potluck.graphs import Graph
-from potluck.training.strategies.kinds import SGD, Rounds
+from potluck.training.strategies.kinds import Rounds
 
 _NAMED: dict[str, Callable[[int], Any]] = {
     "base": graphs.base,
@@ -45,7 +45,7 @@ class Gossip(Rounds):
     """
 
     graph: Any = "exponential"
-    every: int = field(default=1, kw_only=True)
+    neighbors_only = True
 
     def __post_init__(self) -> None:
         Rounds.__post_init__(self)
@@ -57,11 +57,6 @@ class Gossip(Rounds):
         elif not callable(self.graph):
             made = _sequence(self.graph)
             _check(made, made[0].num_nodes)
-
-    @property
-    def outer(self) -> SGD:
-        """None of its own: what is applied are the means."""
-        return SGD(1.0)
 
     def graphs(self, world_size: int, cut: Cut = ()) -> tuple[Graph, ...]:
         """The graphs of the rounds in a world of this size, in turn.

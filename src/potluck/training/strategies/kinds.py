@@ -4,42 +4,104 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from potluck._core import hints
 from potluck._core.collectives.plan import Operation
 from potluck._core.collectives.registry import algorithms_for
+from potluck._core.collectives.spanning_tree import Cut
 from potluck.compressors import Compressor, PowerSGD, options
+from potluck.graphs import Graph
 
 
+@hints.of_init({"lr": "write learning_rate="}, "OuterSGD(0.7)")
 @dataclass(frozen=True, slots=True)
-class SGD:
-    """The outer optimizer: gradient descent with momentum, as torch.optim.SGD computes it.
+class OuterSGD:
+    """The rule by which a round changes the parameters: gradient descent with momentum.
 
-    Its gradient is the *pseudo-gradient*, the parameters at the start of a round minus their mean
-    over the ranks at its end. With a rate of 1 and no momentum a round ends with that mean.
+    It computes what torch.optim.SGD does, on the *pseudo-gradient*: the parameters at the start of
+    a round minus their mean over the ranks at its end. With a rate of 1 and no momentum a round
+    ends with that mean. It is a set of options of [DiLoCo][potluck.torch.DiLoCo], not an optimizer
+    of a model.
     """
 
-    lr: float
+    learning_rate: float
     momentum: float = 0.0
     nesterov: bool = False
 
     def __post_init__(self) -> None:
         options.put(
             self,
-            lr=options.number("SGD", "lr", self.lr),
-            momentum=options.number("SGD", "momentum", self.momentum),
+            learning_rate=options.number("OuterSGD", "learning_rate", self.learning_rate),
+            momentum=options.number("OuterSGD", "momentum", self.momentum),
         )
-        if not 0 < self.lr < math.inf:
-            raise ValueError(f"SGD(lr={self.lr}): lr must be positive and finite")
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(
+                f"OuterSGD(learning_rate={self.learning_rate}): learning_rate must be positive and "
+                "finite"
+            )
         if not 0 <= self.momentum < 1:
-            raise ValueError(f"SGD(momentum={self.momentum}): momentum is at least 0, below 1")
+            raise ValueError(f"OuterSGD(momentum={self.momentum}): momentum is at least 0, below 1")
         if self.nesterov and not self.momentum:
-            raise ValueError("SGD(nesterov=True) needs a momentum above 0")
+            raise ValueError("OuterSGD(nesterov=True) needs a momentum above 0")
+
+
+class Strategy:
+    """How often the ranks of a training agree, and what they exchange then.
+
+    A strategy without an option has the value that stands here; the loop and the planner ask for
+    these values, not for the class.
+    """
+
+    __slots__ = ()
+
+    every: int | None = None
+    """In how many steps all parameters are exchanged once; None: gradients are, in every step."""
+    fragments: int = 1
+    """In how many rounds all parameters are exchanged once."""
+    deadline: float | None = None
+    """When a slow rank's steps of a round end (see DiLoCo); None: never."""
+    delay: int = 0
+    """The steps of the next round during which an exchange goes on."""
+    mixing: float = 0.0
+    """The weight of a rank's own parameters after a delayed exchange."""
+    outer: OuterSGD = OuterSGD(1.0)
+    """The rule that applies an exchange; this one takes the mean."""
+    neighbors_only: bool = False
+    """Whether a rank exchanges with its neighbours in ``graphs`` only, not with all ranks."""
+    compression: Compressor | None = None
+    """The method that encodes what is sent."""
+    bucket_size_mb: float | None = None
+    """The size of the buckets of gradients, in MiB; None: that of the model's DDP."""
+    algorithm: str | None = None
+    """The algorithm of all_reduce; None: the one that the links suggest."""
+
+    @property
+    def in_rounds(self) -> bool:
+        """Whether ranks take steps alone, and then exchange parameters."""
+        return self.every is not None
+
+    @property
+    def round_steps(self) -> int:
+        """The number of steps between two exchanges; 1 for gradients in every step."""
+        return (self.every or 1) // self.fragments
+
+    def in_buckets(self, size_mb: float) -> Self:
+        """The same with gradients in buckets of ``size_mb`` MiB; itself if it sends none."""
+        return self
+
+    def undivided(self) -> Self:
+        """The same with all parameters in one fragment."""
+        return self
+
+    def graphs(self, world_size: int, cut: Cut = ()) -> tuple[Graph, ...]:
+        """The graphs of neighbours of the rounds, in turn; empty if all ranks exchange."""
+        return ()
 
 
 @dataclass(frozen=True, slots=True)
-class DataParallel:
+class DataParallel(Strategy):
     """Every step is averaged over all ranks and committed: the gradients are those of one machine
     with the whole batch.
 
@@ -77,12 +139,15 @@ class DataParallel:
                 "their method: leave one of the two out"
             )
 
+    def in_buckets(self, size_mb: float) -> Self:
+        return replace(self, bucket_size_mb=size_mb)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rounds:
-    """What strategies of rounds share: ``every`` steps on each rank alone, then one reduction."""
+class Rounds(Strategy):
+    """What strategies of rounds share: ``every`` steps on each rank alone, then one exchange."""
 
-    every: int
+    every: int = 1
     deadline: float | None = None
 
     def __post_init__(self) -> None:
@@ -110,11 +175,6 @@ class LocalSGD(Rounds):
 
     every: int = 8
 
-    @property
-    def outer(self) -> SGD:
-        """The rule by which a round ends with the mean of the parameters."""
-        return SGD(1.0)
-
 
 @hints.of_init({}, "DiLoCo(every=100)", same=hints.ROUNDS)
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,16 +196,16 @@ class DiLoCo(Rounds):
     overlapping communication", 2025, sections 2.1 to 2.3.)
 
     ``compression`` sends the pseudo-gradients in fewer bytes, with error feedback. With
-    ``TopK(0.02, bits=2)`` and ``outer=SGD(1.0)`` this is SparseLoCo, in which error feedback takes
-    the place of the outer momentum. (Sarfi et al., "Communication Efficient LLM Pre-training with
-    SparseLoCo", 2025.)
+    ``TopK(0.02, bits=2)`` and ``outer=OuterSGD(1.0)`` this is SparseLoCo, in which error feedback
+    takes the place of the outer momentum. (Sarfi et al., "Communication Efficient LLM Pre-training
+    with SparseLoCo", 2025.)
 
     ValueError for ``every`` below 1 or no multiple of ``fragments``, and for a ``delay`` of
     ``every / fragments`` steps or more.
     """
 
     every: int = 100
-    outer: SGD = SGD(0.7, momentum=0.9, nesterov=True)
+    outer: OuterSGD = OuterSGD(0.7, momentum=0.9, nesterov=True)
     fragments: int = 1
     delay: int = 0
     mixing: float = 0.5
@@ -153,11 +213,12 @@ class DiLoCo(Rounds):
 
     def __post_init__(self) -> None:
         Rounds.__post_init__(self)
-        if not isinstance(self.outer, SGD):
+        if not isinstance(self.outer, OuterSGD):
             what = self.outer if isinstance(self.outer, type) else type(self.outer)
             raise TypeError(
                 f"DiLoCo(outer=...): outer is a {what.__module__}.{what.__qualname__}; pass "
-                "potluck.torch.SGD(lr, momentum, nesterov), which is not made from parameters"
+                "potluck.torch.OuterSGD(learning_rate, momentum, nesterov), which is not made from "
+                "parameters"
             )
         options.put(
             self,
@@ -185,6 +246,9 @@ class DiLoCo(Rounds):
                 "compression is PowerSGD, which needs gradients as matrices: take TopK, Random, "
                 "Int, FP16 or BF16"
             )
+
+    def undivided(self) -> Self:
+        return replace(self, fragments=1)
 
 
 def _check_compressor(compression: object) -> None:
