@@ -6,6 +6,7 @@ import importlib
 import re
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from enum import Enum
 from types import SimpleNamespace
@@ -269,6 +270,29 @@ def test_an_argument_of_another_library_brings_the_right_one(
 def test_arguments_of_flower_and_of_modes(mistake: Callable[[], Any], words: str) -> None:
     with pytest.raises(TypeError, match=re.escape(words)):
         mistake()
+
+
+def test_a_traceback_goes_from_the_callers_line_to_the_functions() -> None:
+    """Nothing between them, also where names of other libraries are taken."""
+
+    @hints.arguments({}, same={"value": "right"})
+    def function(right: int) -> float:
+        return 1 / right
+
+    call: Any = function
+    for mistake, frames in (
+        (lambda: call(0), ["<lambda>", "function"]),
+        (lambda: call("1"), ["<lambda>", "function"]),
+        (lambda: call(value=0), ["<lambda>", "function"]),
+        (lambda: call(other=0), ["<lambda>"]),
+        (lambda: potluck.init("nonsense"), ["<lambda>", "init"]),
+        (lambda: potluck.init(world_size=2), ["<lambda>"]),  # type: ignore[call-arg]
+    ):
+        with pytest.raises((TypeError, ArithmeticError, ConfigurationError)) as caught:
+            mistake()
+        names = [each.name for each in traceback.extract_tb(caught.value.__traceback__)]
+        assert names[1 : 1 + len(frames)] == frames
+        assert "call" not in names
 
 
 def test_what_a_function_raises_itself_is_left_as_it_is() -> None:

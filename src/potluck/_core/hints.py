@@ -403,7 +403,7 @@ def arguments(
     ``hints`` are by the name of the argument; ``otherwise`` is the hint for all other mistakes.
     ``same`` has other libraries' names of arguments that mean the same, which are taken. The error
     names the class of the object, not the base class that has the method. Cost: one more Python
-    frame. Errors raised by the function itself are unchanged.
+    call, of which tracebacks show nothing. Errors raised by the function itself are unchanged.
     """
     known = same or {}
 
@@ -411,23 +411,25 @@ def arguments(
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             try:
-                return function(*args, **kwargs)
-            except TypeError:
-                misfit = _misfit(function, args, kwargs)
-                if misfit is None:
-                    raise
-            if any(name in known for name in kwargs):
+                try:
+                    return function(*args, **kwargs)
+                except TypeError:
+                    misfit = _misfit(function, args, kwargs)
+                    if misfit is None:
+                        raise
                 ours: Any = {known.get(name, name): value for name, value in kwargs.items()}
-                if len(ours) == len(kwargs) and _misfit(function, args, ours) is None:
+                is_other = ours.keys() != kwargs.keys() and len(ours) == len(kwargs)
+                if is_other and _misfit(function, args, ours) is None:
                     return function(*args, **ours)
-            said, hint = f": {misfit}", otherwise
-            for name in kwargs.keys() & hints.keys():
-                said, hint = f" has no argument {name!r}", hints[name]
-            owner, _, name = function.__qualname__.rpartition(".")
-            if args and any(base.__qualname__ == owner for base in type(args[0]).__mro__):
-                owner = type(args[0]).__name__
-            called = f"{owner}.{name}".strip(".").removesuffix(".__init__")
-            raise TypeError(f"{called}{said}" + (f"; {hint}" if hint else ""))
+                said, hint = f": {misfit}", otherwise
+                for name in kwargs.keys() & hints.keys():
+                    said, hint = f" has no argument {name!r}", hints[name]
+                raise TypeError(f"{_name_of(function, args)}{said}" + (f"; {hint}" if hint else ""))
+            except BaseException as error:
+                # The traceback goes on from the caller's line to the function's.
+                mine = error.__traceback__
+                error.__traceback__ = mine and mine.tb_next
+                raise
 
         return call
 
@@ -445,6 +447,13 @@ def of_init(
         return kind
 
     return decorate
+
+
+def _name_of(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
+    owner, _, name = function.__qualname__.rpartition(".")
+    if args and any(base.__qualname__ == owner for base in type(args[0]).__mro__):
+        owner = type(args[0]).__name__
+    return f"{owner}.{name}".strip(".").removesuffix(".__init__")
 
 
 def _misfit(function: Callable[..., Any], args: Any, kwargs: Any) -> TypeError | None:
