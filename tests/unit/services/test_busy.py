@@ -62,3 +62,29 @@ def test_on_one_processor_no_wait_is_busy(
     there.send(b"x")
     wait.note(1e-4)
     assert not wait.run()
+
+
+def test_waits_in_vain_make_busy_waits_rarer_until_one_succeeds(
+    pair: tuple[socket.socket, BusyWait],
+) -> None:
+    """On a machine whose processors are all busy a busy wait keeps the peer from its own."""
+    there, wait = pair
+
+    def num_calls_until_due() -> int:
+        wait.note(1e-4)
+        count = 0
+        while not wait.is_due:
+            count += 1
+            wait.note(1e-4)
+        return count
+
+    skipped = []
+    for _ in range(10):
+        skipped.append(num_calls_until_due())
+        assert not wait.run()
+    assert skipped[:5] == [0, 0, 2, 6, 14]
+    assert skipped[-2:] == [63, 63]
+    num_calls_until_due()
+    there.send(b"x")
+    assert wait.run()
+    assert num_calls_until_due() == 0
