@@ -58,9 +58,7 @@ def formats() -> Iterator[Parser]:
     """All instances of ``MessageFormat`` in potluck."""
     seen = set()
     for found in pkgutil.walk_packages(potluck.__path__, "potluck."):
-        if not found.name.startswith(
-            ("potluck._core.wire.", "potluck.torch.process_group.store_m")
-        ):
+        if not found.name.startswith("potluck._core.wire."):
             continue
         for name, value in vars(importlib.import_module(found.name)).items():
             if isinstance(value, MessageFormat) and id(value) not in seen:

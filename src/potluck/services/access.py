@@ -67,7 +67,11 @@ class Services:
     def connect(self, name: str, rank: int | None, timeout_s: float) -> Remote:
         """See ``DistributedContext.connect``."""
         door = self._checked_door()
-        worker = self._find(door, name, rank, timeout_s)
+        return self.remote(name, self._find(door, name, rank, timeout_s))
+
+    def remote(self, name: str, worker: str) -> Remote:
+        """The service ``name`` of a worker of the group, which is not asked whether it has it."""
+        door = self._checked_door()
 
         def dial(deadline: float) -> BulkLink:
             group = self._group()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
 from datetime import timedelta
 
 import pytest
@@ -13,10 +12,8 @@ pytest.importorskip("torch")
 from potluck._core.backends.discovery import AutoDiscoveryBackend
 from potluck._core.backends.environment import EnvironmentBackend
 from potluck._core.backends.local import LocalBackend
-from potluck._core.types import Group, Member
-from potluck.errors import ConfigurationError, LinkError
-from potluck.torch.process_group.store_messages import StoreRequest
-from potluck.torch.process_group.store_server import StoreServer
+from potluck._core.settings import load_settings
+from potluck.errors import ConfigurationError
 from potluck.torch.process_group.storeless import choose, rendezvous
 
 MPIRUN = {
@@ -52,7 +49,7 @@ def test_a_launcher_goes_before_discovery_and_that_before_being_alone(
 ) -> None:
     for name, value in ({"POTLUCK_DISCOVERY": "static"} | variables).items():
         monkeypatch.setenv(name, value)
-    backend = choose(url)
+    backend = choose(url, load_settings())
     try:
         assert type(backend) is kind
         if isinstance(backend, AutoDiscoveryBackend):
@@ -79,7 +76,7 @@ def test_half_of_a_description_is_refused_and_what_is_missing_named(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigurationError, match=words):
-        choose(url)
+        choose(url, load_settings())
 
 
 def test_a_world_of_another_size_than_was_started_is_refused(
@@ -92,20 +89,3 @@ def test_a_world_of_another_size_than_was_started_is_refused(
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigurationError, match="world_size=3, but 1 processes were started"):
         next(rendezvous("potluck://?world_size=3", timedelta(seconds=20)))
-
-
-def test_a_store_that_can_serve_nobody_any_more_says_so_to_its_own_rank() -> None:
-    """Rank 0 would else wait for keys that no other rank can set."""
-    keeper = StoreServer(Group(1, 0, (Member("0"),)), None)
-    answer = keeper.ask(StoreRequest(1, "set", ["mine"], [b"1"]), time.monotonic() + 20)
-    assert answer.number == 1
-
-    def broken(*_: object) -> None:
-        raise MemoryError("no room")
-
-    keeper._selector.select = broken  # type: ignore[method-assign, assignment]
-    keeper._wake()
-    with pytest.raises(LinkError, match=r"serves the other ranks broke \(MemoryError: no room\)"):
-        keeper.ask(StoreRequest(2, "get", ["theirs"], []), time.monotonic() + 600)
-    assert keeper.ask(StoreRequest(3, "get", ["mine"], []), time.monotonic() + 20).value == b"1"
-    keeper.close()

@@ -9,6 +9,7 @@ this process is a world of one. torch's store is then served over potluck's link
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from datetime import timedelta
@@ -21,12 +22,11 @@ from potluck._core.backends.environment import EnvironmentBackend
 from potluck._core.backends.fixed import leave_world
 from potluck._core.backends.launchers import detect, rank_variable
 from potluck._core.backends.local import LocalBackend
-from potluck._core.settings import load_settings
+from potluck._core.settings import Settings, load_settings
 from potluck.errors import ConfigurationError
+from potluck.services.access import Services
 from potluck.torch.process_group.options import given
 from potluck.torch.process_group.store import LinkStore
-from potluck.torch.process_group.store_client import StoreClient
-from potluck.torch.process_group.store_server import StoreServer
 from potluck.torch.process_group.world import World
 
 Backend = AgentBackend | EnvironmentBackend | AutoDiscoveryBackend | LocalBackend
@@ -38,18 +38,6 @@ class FormedStore(LinkStore):
     world: World
 
 
-class _Owner:
-    """The owner of a world's resources: closes the store, then the backend with its links."""
-
-    def __init__(self, backend: Any, asker: StoreServer | StoreClient) -> None:
-        self._backend = backend
-        self._asker = asker
-
-    def close(self) -> None:
-        self._asker.close()
-        self._backend.close()
-
-
 def rendezvous(
     url: str, timeout: timedelta = timedelta(minutes=30), **_: Any
 ) -> Iterator[tuple[FormedStore, int, int]]:
@@ -58,7 +46,10 @@ def rendezvous(
     ConfigurationError names a missing variable, OperationTimeout the missing ranks; see
     ``AgentBackend``, ``EnvironmentBackend`` and ``AutoDiscoveryBackend``.
     """
-    backend = choose(url)
+    settings = load_settings()
+    backend = choose(url, settings)
+    resources = contextlib.ExitStack()  # closed in reverse order
+    resources.callback(backend.close)
     try:
         communicator = backend.form(0, None, timeout.total_seconds())
         group = communicator.group
@@ -69,31 +60,30 @@ def rendezvous(
                 f"init_process_group was given world_size={asked}, but {group.world_size} "
                 f"processes were started; omit world_size, or start {asked} processes"
             )
-        switchboard = backend.switchboard
-        asker: StoreServer | StoreClient
-        if group.rank == 0 or switchboard is None:
-            asker = StoreServer(group, switchboard)
-        else:
-            asker = StoreClient(group, switchboard, timeout.total_seconds())
+        services = Services(
+            backend.door,
+            lambda: group,
+            timeout_s=timeout.total_seconds(),
+            max_bytes=settings.max_call_bytes,
+        )
+        resources.callback(services.close)
+        store = FormedStore(group, services, timeout.total_seconds())
     except BaseException:
-        backend.close()
+        resources.close()
         raise
-    world = World(communicator, _Owner(backend, asker))
+    store.world = world = World(communicator, resources)
     try:
-        world.meet(timeout.total_seconds())
+        world.meet(timeout.total_seconds())  # rank 0 serves the store from here on
     except BaseException:
         world.close()
         raise
-    store = FormedStore(asker, timeout.total_seconds())
-    store.world = world
     world.store = store  # torch's C++ code holds the store without its Python part
     yield store, group.rank, group.world_size
     raise RuntimeError("a potluck:// world can't be formed twice; call init_process_group again")
 
 
-def choose(url: str) -> Backend:
+def choose(url: str, settings: Settings) -> Backend:
     """The backend that forms the world of ``url`` and the environment. The caller closes it."""
-    settings = load_settings()
     if os.environ.get("POTLUCK_AGENT"):
         leave_world()  # of an earlier init_process_group with another init_method
         return AgentBackend(settings=settings, elastic=False)
