@@ -71,7 +71,7 @@ def _watched(handler: Callable[..., Any]) -> Callable[..., Any]:
         caller = sys._getframe(1)  # init_process_group: a handler is not told the backend
         is_ours = NAME in str(caller.f_locals.get("backend", ""))
         if os.environ.get("POTLUCK_AGENT"):
-            launched = importlib.import_module(f"{_GROUPS}.launched")
+            launched = importlib.import_module(f"{_GROUPS}.rendezvous")
             if is_ours and launched.is_our(url):
                 yield from _rendezvous(url, **limit, **options)
                 return
@@ -79,7 +79,7 @@ def _watched(handler: Callable[..., Any]) -> Callable[..., Any]:
         if timeout is None or not is_ours:
             yield from handler(url, **limit, **options)
             return
-        waits = importlib.import_module(f"{_GROUPS}.rendezvous_waits")
+        waits = importlib.import_module(f"{_GROUPS}.rendezvous")
         yield from waits.watch(handler, url, timeout=timeout, **options)
 
     return watched

@@ -18,7 +18,7 @@ from potluck._core.context import DistributedContext
 from potluck._core.engine.request import Request
 from potluck.errors import Desync, OperationTimeout, PeerLost, RemoteError
 from potluck.testing.world import WorldError, run_world
-from potluck.torch.process_group.default_timeout import replace_set_timeout
+from potluck.torch.process_group.creation import replace_set_timeout
 from potluck.torch.process_group.group import PotluckProcessGroup
 from support.process_groups import process_group
 

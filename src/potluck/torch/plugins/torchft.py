@@ -11,7 +11,7 @@ from typing import Any
 
 from potluck._core.optional import require
 from potluck.torch.process_group.group import PotluckProcessGroup
-from potluck.torch.process_group.rendezvous import meet
+from potluck.torch.process_group.world import meet
 
 _torchft: Any = require("torchft.process_group", "torchft")
 

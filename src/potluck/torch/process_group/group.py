@@ -18,12 +18,16 @@ from torch import Tensor
 
 from potluck._core.engine.communicator import Communicator
 from potluck.errors import GroupClosed, RemoteError
-from potluck.torch.process_group import messages, moving, reducing, sparse
+from potluck.torch.process_group import messages, moving, reducing
 from potluck.torch.process_group.comms import Comms
 from potluck.torch.process_group.messages import MonitoredBarrier, single
-from potluck.torch.process_group.profile import ProfileRecord
-from potluck.torch.process_group.untraced import untraced
-from potluck.torch.process_group.work import Completions, GroupWork, combine
+from potluck.torch.process_group.work import (
+    Completions,
+    GroupWork,
+    ProfileRecord,
+    combine,
+    untraced,
+)
 from potluck.torch.process_group.world import World
 
 NAME = "potluck"
@@ -143,7 +147,7 @@ class PotluckProcessGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> GroupWork:
         tensor = single(tensors, "all_reduce")
         if tensor.layout is torch.sparse_coo:
-            return self._run("sparse_all_reduce", sparse.all_reduce, tensor, opts)
+            return self._run("sparse_all_reduce", reducing.all_reduce_sparse, tensor, opts)
         opts = _with(opts, timeout)
         return self._run("all_reduce", reducing.all_reduce, tensor, opts)
 

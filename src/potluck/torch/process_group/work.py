@@ -8,19 +8,61 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import types
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._dynamo import eval_frame
+from torch.autograd.profiler import record_function
 
 from potluck._core.engine.work import Work
 from potluck.errors import ForkedProcess
-from potluck.torch.process_group.profile import ProfileRecord
-from potluck.torch.process_group.untraced import untraced
+
+
+class ProfileRecord:
+    """An asynchronous event of torch's profiler, with a name like ``potluck:all_reduce``, from the
+    call of an operation to its end on another thread.
+
+    Without shapes: torch lets only C++ code record shapes for an event that ends on another thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.ended = threading.Event()
+        self._end: torch.futures.Future[None] = torch.futures.Future()
+        with record_function(name) as event:
+            event._call_end_callbacks_on_future(self._end)
+
+    def end(self) -> None:
+        """End the event, on any thread."""
+        try:
+            self._end.set_result(None)
+        finally:
+            self.ended.set()
+
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def untraced(kind: _Class) -> _Class:
+    """Exclude all plain methods of ``kind``, and the functions that they call, from torch.compile.
+
+    While a compiled model runs, dynamo traces every Python frame, also a group's methods when
+    torch's C++ code (DDP) calls them. It can't trace threads and sockets.
+    """
+    dynamo: Any = eval_frame
+    if hasattr(dynamo, "set_code_exec_strategy"):  # older torch is refused later, in creation.py
+        skip = dynamo._FrameAction.SKIP
+        for value in vars(kind).values():
+            if isinstance(value, types.FunctionType):
+                strategy = dynamo._FrameExecStrategy(skip, skip)
+                dynamo.set_code_exec_strategy(value.__code__, strategy)
+    return kind
+
 
 _NO_LIMIT = timedelta(0)
 

@@ -1,16 +1,22 @@
-"""A world: the links and threads that are shared by a group and its sub-groups."""
+"""A world: the links and threads that are shared by a group and its sub-groups, and how its ranks
+meet."""
 
 from __future__ import annotations
 
+import os
+import time
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from potluck._core.backends import store_rendezvous
+from potluck._core.backends.tcp import TcpBase
 from potluck._core.collectives.plan import Operation
 from potluck._core.engine.communicator import Communicator
 from potluck._core.engine.request import Request
 from potluck._core.forks import Owner, close_at_exit
+from potluck._core.settings import load_settings
 from potluck.torch.process_group.work import Completions
 
 
@@ -51,3 +57,34 @@ class World:
         self.communicator.close()
         self._resources.close()
         self.completions.close()
+
+
+def meet(store: Any, rank: int, world_size: int, *, timeout_s: float) -> World:
+    """The world of all ranks that call this with one store; see ``backends.store_rendezvous``."""
+    deadline = time.monotonic() + timeout_s
+    base = TcpBase("", 0, load_settings())
+    try:
+        group = store_rendezvous.meet(
+            store,
+            rank,
+            world_size,
+            base=base,
+            local_rank=_local_rank(),
+            timeout_s=timeout_s,
+        )
+        communicator = base.open(group)
+    except BaseException:
+        base.close()
+        raise
+    world = World(communicator, base)
+    try:
+        world.meet(max(1.0, deadline - time.monotonic()))
+    except BaseException:
+        world.close()
+        raise
+    return world
+
+
+def _local_rank() -> int:
+    text = os.environ.get("LOCAL_RANK", "")
+    return int(text) if text.isdigit() else 0

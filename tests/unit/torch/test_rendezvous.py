@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("torch")
 
 from potluck._core.autoload import _watched
-from potluck.torch.process_group.rendezvous_waits import watch
+from potluck.torch.process_group.rendezvous import watch
 
 LIMIT = timedelta(seconds=20)
 
@@ -48,7 +48,7 @@ def test_only_a_group_of_potlucks_is_spoken_for(
     )
     found = _watched(handler)("env://?rank=1&world_size=2", timeout=LIMIT, more=1)
     assert next(found) == (STORE, 1, 2)
-    assert imported == (["potluck.torch.process_group.rendezvous_waits"] if is_ours else [])
+    assert imported == (["potluck.torch.process_group.rendezvous"] if is_ours else [])
 
 
 def test_a_rank_that_has_come_says_so_in_the_store() -> None:
