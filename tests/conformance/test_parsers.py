@@ -394,7 +394,7 @@ ELSEWHERE = {
     "cluster/trust/known_nodes.py": OWN,
     "cluster/trust/worker_home.py": OWN,
     "engine/shm/channel.py": "an offer of at most 254 bytes",
-    "services/holders.py": OWN,
+    "services/node.py": OWN,
     "torch/planning.py": OWN,
     # The search stands for these: the same decoder with another small struct.
     "backends/store_rendezvous.py": "`wire.format.decoded`",

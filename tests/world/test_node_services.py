@@ -33,7 +33,7 @@ from potluck.errors import (
     UnknownService,
 )
 from potluck.services import Call, NodeServices, service
-from potluck.services.holders import FILE
+from potluck.services.node import FILE
 from support.clusters import ban, found_cluster
 
 WAIT_S = 60.0

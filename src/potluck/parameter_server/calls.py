@@ -22,7 +22,7 @@ from potluck.errors import (
 from potluck.parameter_server.placement import Placement
 from potluck.parameter_server.remotes import CONNECT_S, Remotes
 from potluck.parameter_server.signals import AskAgain
-from potluck.services.asking import raise_local
+from potluck.services.waits import raise_local
 
 _LOCAL = {each.__name__: each for each in (ValueError, TypeError, CheckpointError)}
 """Errors of a server that are raised here as they are: mistakes of this script, and lost state."""

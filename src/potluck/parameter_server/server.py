@@ -31,9 +31,9 @@ from potluck.parameter_server.modes import (
 from potluck.parameter_server.optimizers import SGD, Optimizer, check_number
 from potluck.parameter_server.replica import Replica
 from potluck.parameter_server.serving import Serving
-from potluck.services.asking import await_reply
-from potluck.services.names import check_unused, note_used
+from potluck.services.definition import check_unused, note_used
 from potluck.services.presence import Presence
+from potluck.services.waits import await_reply
 
 _LEAVE_S = 5.0
 

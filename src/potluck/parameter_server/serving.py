@@ -17,7 +17,7 @@ from potluck.parameter_server.offer import Offer, SharedOffer
 from potluck.parameter_server.remotes import Remotes
 from potluck.parameter_server.replica import Replica
 from potluck.services import service
-from potluck.services.asking import SLICE_S
+from potluck.services.waits import SLICE_S
 
 
 class Serving:

@@ -1,9 +1,10 @@
 """Services: functions that one process offers to others, outside of any group.
 
-``definition.py``: ``@potluck.service`` and what a method learns of its caller. ``access.py``: what
-a context has of services, inside of a job; ``node.py``: what a program outside of jobs has of them,
-by its machine's agent (``own_agent.py``). ``server.py``: the offering side; ``client.py``: the
-calling side; ``channel.py``: the frames between them (``wire/services.py``).
+``definition.py``: ``@potluck.service``, a method's ``Call``, and running a method. ``access.py``:
+the services of a context, inside of a job; ``node.py``: those of a program outside of jobs, found
+through its machine's agent (``own_agent.py``). ``server.py``: the serving side; ``client.py``: the
+calling side; ``channel.py``: the frames between them (``wire/services.py``). ``waits.py``: calls
+that wait for a change; ``presence.py``: which workers still call.
 """
 
 from potluck.services.access import Services

@@ -1,4 +1,4 @@
-"""``Services``: what a context has of services: those it offers, and those it calls."""
+"""``Services``: the services that one worker of a job serves, and those that it calls."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from potluck._core.types import Group, Member
 from potluck._core.wire.payload import pack
 from potluck._core.wire.services import Request
 from potluck.errors import ConfigurationError, LinkError, PotluckError, UnknownService
-from potluck.services.client import Remote, pool_of
+from potluck.services.channel import Blocks
+from potluck.services.client import Connection, Pool, Remote, pool_of
 from potluck.services.definition import services_of
-from potluck.services.memory import Blocks
-from potluck.services.pool import Connection, Pool
 from potluck.services.server import Server
 
 _PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 0.5
 _ANSWER_S = 2.0
-"""A rank among several that is silent for so long is asked again after the others."""
+"""Seconds for one rank's reply to the question for its services, before the next rank is asked."""
 
 
 class Services:
@@ -38,7 +37,7 @@ class Services:
         max_bytes: int,
     ) -> None:
         """``door`` is None on links of other libraries, where there are no services. Workers of
-        the present ``group()`` and of the one that waits, ``next_members()``, may call."""
+        the present ``group()`` and of the announced next group, ``next_members()``, may call."""
         self._door = door
         self._group = group
         self._next_members = next_members
@@ -118,7 +117,8 @@ class Services:
         return self._group().rank_of(worker)
 
     def _objection(self, caller: Caller) -> str | None:
-        """Why a caller is not let in. Its node is on the cluster's list already."""
+        """The reason to refuse a connection of ``caller``, whose node is admitted to the cluster;
+        None: it is accepted."""
         group = self._group()
         if caller.job != group.job:
             return f"this worker is in job {group.job!r}, not {caller.job!r}"
@@ -145,7 +145,7 @@ class Services:
                 try:
                     names = self._names_at(door, group, member, until)
                 except (PotluckError, TimeoutError) as error:
-                    # What it said before stays: the last try may have had no time.
+                    # keep the earlier reason: the last attempt may only have timed out
                     reason = str(error) or "it does not answer"
                     seen.setdefault(str(member), f"can't be asked ({reason})")
                     continue
@@ -153,9 +153,9 @@ class Services:
                     return member.worker
                 seen[str(member)] = ", ".join(map(repr, names)) or "none"
             if time.monotonic() + pause_s >= deadline:
-                told = "; ".join(f"{member}: {what}" for member, what in seen.items())
+                found = "; ".join(f"{member}: {what}" for member, what in seen.items())
                 raise UnknownService(
-                    f"nobody served {name!r} within {timeout_s:g} s. Services of {told}"
+                    f"nobody served {name!r} within {timeout_s:g} s. Services of {found}"
                 )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

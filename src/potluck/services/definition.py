@@ -1,15 +1,19 @@
-"""What a process offers: services, their methods, and what a method learns of its caller."""
+"""Services and their methods: how they are declared, and how a server runs one. No I/O."""
 
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import msgspec
 
 from potluck._core.printable import MAX_NAME
+from potluck._core.wire.services import MAX_TEXT, Failure, Request
 
 T = TypeVar("T")
 
@@ -121,3 +125,89 @@ def _methods_of(instance: Any) -> dict[str, Callable[..., Any]]:
         for name, value in inspect.getmembers_static(type(instance))
         if not name.startswith("_") and inspect.isfunction(value)
     }
+
+
+class Answer(NamedTuple):
+    """The end of a call of ``method``: its result or failure."""
+
+    result: Any = None
+    failure: Failure | None = None
+    method: Callable[..., Any] | None = None
+
+
+def run(service: Service, call: Call, arguments: Any) -> Answer:
+    """Call the method that ``call`` names, with arguments by position (int keys) and by name."""
+    method = service.methods[call.method]
+    try:
+        if service.before is not None:
+            service.before(call)
+        positional, named = [], {}
+        for key, value in arguments.items():
+            if isinstance(key, str):
+                named[key] = value
+            elif isinstance(key, int):
+                positional.append(value)
+        return Answer(method(call, *positional, **named), method=method)
+    except (Exception, SystemExit) as error:
+        # Without an own frame of the method, its arguments did not fit.
+        frames = traceback.extract_tb(error.__traceback__)[1:]
+        raised = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+        return Answer(failure=failure_of(error, raised or place_of(method)))
+
+
+def outcome(future: Future[Any], method: Callable[..., Any] | None) -> Answer:
+    """The end of a call whose ``method`` returned ``future``, which has ended."""
+    try:
+        return Answer(future.result(), method=method)
+    except BaseException as error:  # else there would be no reply
+        return Answer(failure=failure_of(error, place_of(method)), method=method)
+
+
+def failure_of(error: BaseException, place: str) -> Failure:
+    """``error`` as the caller gets it."""
+    return Failure(type(error).__qualname__, str(error)[:MAX_TEXT], place)
+
+
+def unknown(request: Request, services: Mapping[str, Service]) -> Answer:
+    """The answer to a call of an unknown service or method, or to the question for all names."""
+    if not request.service:
+        return Answer(sorted(services))
+    service = services.get(request.service)
+    if service is None:
+        there = ", ".join(map(repr, sorted(services))) or "none"
+        text = f"there is no service {request.service!r:.80}; there are: {there}"
+    else:
+        there = ", ".join(sorted(service.methods)) or "none"
+        text = f"service {service.name!r} has no method {request.method!r:.80}; it has: {there}"
+    return Answer(failure=Failure("", text[:MAX_TEXT], is_unknown=True))
+
+
+def place_of(method: Callable[..., Any] | None) -> str:
+    """The file and line of ``method``."""
+    code = getattr(method, "__code__", None)
+    if code is None:
+        return ""
+    return f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
+
+
+_used: WeakKeyDictionary[object, set[str]] = WeakKeyDictionary()
+"""By context: the names of services that all workers of its job made together."""
+
+
+def check_unused(ctx: object, kind: str, name: str) -> None:
+    """ValueError, on every worker alike, if this context made a service ``name`` before. ``kind``
+    is the class.
+
+    The worker that serves would refuse a second one of that name, but the others would find the
+    first one, and get its answers.
+    """
+    if name in _used.get(ctx, ()):
+        raise ValueError(
+            f"this context has had a {kind} {name!r} already: give the next one another name, as "
+            f"{kind}(..., name={name + '-2'!r})"
+        )
+
+
+def note_used(ctx: object, name: str) -> None:
+    """Note the name of a service that was made. After a failure the name may be used again."""
+    _used.setdefault(ctx, set()).add(name)

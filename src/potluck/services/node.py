@@ -7,12 +7,14 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from potluck._core.backends.doors import Caller, admission, dial
 from potluck._core.checks import Duration, checked_seconds
+from potluck._core.cluster.home.keyfile import locked, read_private, replace_private
 from potluck._core.cluster.links.local import running_agent
 from potluck._core.cluster.names import MIN_PREFIX
 from potluck._core.cluster.trust.credentials import load_node_credentials
@@ -28,13 +30,57 @@ from potluck._core.wire.local import ServiceInfo, ServicesReply
 from potluck._core.wire.served import Served
 from potluck._core.wire.services import KIND
 from potluck.errors import ConfigurationError, LinkError, Refused, UnknownService
-from potluck.services.client import Remote, pool_of
+from potluck.services.channel import Blocks
+from potluck.services.client import Pool, Remote, pool_of
 from potluck.services.definition import Service, services_of
-from potluck.services.holders import Holders
-from potluck.services.memory import Blocks
 from potluck.services.own_agent import OwnAgent
-from potluck.services.pool import Pool
 from potluck.services.server import Server
+
+FILE = "service_names.json"
+MAX_NAMES = 4096
+
+_WHAT = "the list of services and their nodes"
+
+
+class Holders:
+    """The node that each name of a service belongs to, for the programs of ``home``, in its file
+    ``service_names.json`` (mode 0600). Threads and processes may use one home at the same time.
+
+    Any member may serve any name. So the first node that a program here reached under a name keeps
+    it: while the program there is down, no other node answers for it. ConfigurationError if the
+    file is damaged.
+    """
+
+    def __init__(self, home: Path) -> None:
+        self._path = home / FILE
+
+    def of(self, name: str) -> str:
+        """The node that ``name`` belongs to; empty if it belongs to none yet."""
+        return self._read().get(name, "")
+
+    def keep(self, name: str, node: str) -> None:
+        """``name`` belongs to ``node`` from now on. Of more than ``MAX_NAMES`` names the oldest
+        is dropped."""
+        if self.of(name) == node:
+            return
+        with locked(self._path.with_name(f".{FILE}.lock"), _WHAT):
+            kept = {each: its for each, its in self._read().items() if each != name}
+            kept[name] = node
+            newest = dict(list(kept.items())[-MAX_NAMES:])
+            replace_private(self._path, _WHAT, msgspec.json.encode(newest))
+
+    def _read(self) -> dict[str, str]:
+        try:
+            data = read_private(self._path, _WHAT, max_bytes=4 << 20)
+            return msgspec.json.decode(data, type=dict[str, str])
+        except FileNotFoundError:
+            return {}
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ConfigurationError(
+                f"{_WHAT} {self._path} is damaged: {error}. Remove it; then each name belongs to "
+                "the node that answers next"
+            ) from error
+
 
 _ASK_S = 5.0
 _PAUSE_S = 0.1
@@ -42,8 +88,8 @@ _LONGEST_PAUSE_S = 1.0
 
 
 class NodeServices:
-    """The services that a program offers to programs on all machines of the cluster, and those that
-    the program calls. For programs outside of jobs, on machines where ``potluck up`` runs.
+    """The services that a program serves to programs on all machines of the cluster, and the
+    services that it calls. For programs outside of jobs, on machines where ``potluck up`` runs.
 
     Use it in a ``with`` block, or call ``close``. For any number of threads.
     """
@@ -108,10 +154,10 @@ class NodeServices:
         with self._lock:
             self._check_open()
             port = self._listening().port
-            told = _told(services, port)
+            announced = _announced(services, port)
             self._server.add(services)
             try:
-                self._agent.register(told)
+                self._agent.register(announced)
             except BaseException:
                 self._server.remove(each.name for each in services)
                 raise
@@ -227,7 +273,7 @@ class NodeServices:
 
     def _find(self, name: str, node: str, timeout_s: float) -> ServiceInfo:
         """The one service of this ``name`` on ``node``, or else on the node that the name belongs
-        to here (``holders.py``), as soon as there is one."""
+        to here (``Holders``), as soon as there is one."""
         holder = "" if node else self._holders.of(name)
         deadline, pause_s = time.monotonic() + timeout_s, _PAUSE_S
         seen = ""
@@ -280,7 +326,7 @@ def _called(info: ServiceInfo) -> str:
 
 
 def _elsewhere(reply: ServicesReply) -> str:
-    """What the agents said, where that does not help."""
+    """The agents' answers, if none of them is the service."""
     parts = [f"{_called(each)} serves it" for each in reply.services]
     silent = ", ".join(each[:8] for each in reply.silent)
     if silent:
@@ -288,8 +334,8 @@ def _elsewhere(reply: ServicesReply) -> str:
     return "; ".join(parts) or "no machine that is linked serves it"
 
 
-def _told(services: Sequence[Service], port: int) -> Served:
-    """What other machines are told of ``services``."""
+def _announced(services: Sequence[Service], port: int) -> Served:
+    """``services`` as the agents announce them to other machines."""
     raw = [{"name": each.name, "methods": sorted(each.methods), "port": port} for each in services]
     try:
         return msgspec.convert(raw, Served)

@@ -128,15 +128,15 @@ class OwnAgent:
             _log.warning("other machines find %s again", names)
 
     async def _register_again(self, services: Served, names: str) -> Link:
-        said = ""
+        logged = ""
         while True:
             await asyncio.sleep(_AGAIN_S)
             try:
                 return await self._registered(services)
             except PotluckError as error:
-                if str(error) != said:
-                    said = str(error)
-                    _log.warning("other machines do not find %s: %s", names, said)
+                if str(error) != logged:
+                    logged = str(error)
+                    _log.warning("other machines do not find %s: %s", names, logged)
 
 
 async def _end_all_tasks() -> None:

@@ -1,4 +1,4 @@
-"""``Presence``: which callers of a service are there."""
+"""``Presence``: which workers still call a service."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from potluck.services.definition import Call
 
 
 class Presence:
-    """When each worker was heard, and which ones have left. For any number of threads.
+    """The time of each worker's last call, and the workers that have left. For any number of
+    threads.
 
-    A worker is there while it is in the present group, has not left, and was heard in the last
-    ``silence_s`` seconds; one that has not called yet counts as heard when this object was made, or
-    when it came into the group.
+    A worker is present while it is in the present group, has not left, and has called in the last
+    ``silence_s`` seconds. A worker without a call counts as if it had called when this object was
+    made, or when the worker came into the group.
     """
 
     def __init__(self, group: Callable[[], Group], silence_s: float) -> None:
@@ -26,16 +27,16 @@ class Presence:
         self._before: Group | None = None
         self._seen = group()
         self._ports = {each.worker: each.port for each in self._seen.members}
-        """By worker: the last one of its listener, by which its process is known."""
+        """By worker: the last port of its listener, which identifies its process."""
         self._began = time.monotonic()
 
     def hear(self, call: Call) -> None:
-        """A call has come; its worker is back, if it had left."""
+        """Note a call. Its worker is back, if it had left."""
         self._heard_at[call.worker] = time.monotonic()
         self._gone.discard(call.worker)
 
     def leave(self, worker: str) -> None:
-        """``worker`` calls no more."""
+        """Note that ``worker`` will not call again."""
         self._gone.add(worker)
 
     def gone(self) -> list[str]:
@@ -43,17 +44,18 @@ class Presence:
         return sorted(self._gone)
 
     def begin_anew(self) -> None:
-        """Calls came elsewhere until now: all count as heard."""
+        """Count all workers as if they called now: their calls went to another server until
+        now."""
         self._heard_at.clear()
         self._began = time.monotonic()
 
     def workers(self) -> list[str]:
-        """The workers of the group that have not left, also those that are silent."""
+        """The workers of the group that have not left, silent ones included."""
         return [each.worker for each in self._present().members if each.worker not in self._gone]
 
     def lost(self) -> list[str]:
-        """The workers that were in the group at the last call of this method, and are not now, or
-        were started again."""
+        """The workers that have left the group, or were started again, since the last call of this
+        method."""
         before, self._before = self._before, self._present()
         if before is None or before is self._before:
             return []
@@ -63,12 +65,12 @@ class Presence:
         return worker in self.workers() and self._is_heard(worker)
 
     def others(self, worker: str) -> list[str]:
-        """The workers that are there, without ``worker``."""
+        """The present workers without ``worker``."""
         return [each for each in self.workers() if each != worker and self._is_heard(each)]
 
     def _present(self) -> Group:
-        """The present group. A worker that was not in the one before, or was started again, counts
-        as heard now. That it had left was its earlier life, if its process is another one."""
+        """The present group. A worker that is new in it, or was started again, counts as if it
+        called now; if its process is another, it has not left any more."""
         before, self._seen = self._seen, self._group()
         if before is not self._seen:
             for worker in _only_in(self._seen, before):

@@ -1,11 +1,11 @@
 """``Server``: runs the calls of a process's services on a few threads, for any number of clients.
 
-All threads wait for all connections (``poller.py``). The thread that is told of a connection goes
-on with it: receives, runs the method, replies. So a call passes through no queue between threads,
-nobody else wakes up for it, and a connection that has sent half a request costs no thread. Behind
-the reply one thread at a time waits busily for the next request of a client that is quick. A
-connection has one call at a time; its next request is not read before the reply has left, so a
-client that stops reading stops only itself.
+All threads wait for all connections (``poller.py``). The thread that gets the notice of a
+connection goes on with it: receives, runs the method, replies. So a call passes through no queue
+between threads, wakes one thread up, and a connection with half a request costs no thread. Behind
+the reply one thread at a time waits busily for the next request of a quick client. A connection has
+one call at a time; its next request is not read before the reply has left, so a client that stops
+reading stops only itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from potluck._core.backends.doors import Caller
 from potluck._core.background import start_thread
@@ -25,13 +25,100 @@ from potluck._core.transport.bulk import BulkLink
 from potluck._core.wire.payload import pack
 from potluck._core.wire.services import Reply, Request
 from potluck.errors import PotluckError, ProtocolError, SecurityError
-from potluck.services.budget import Budget
-from potluck.services.busy import BusyWait
-from potluck.services.channel import SMALL_BYTES, Channel, State
-from potluck.services.definition import Call, Service
-from potluck.services.memory import Blocks
-from potluck.services.poller import poller
-from potluck.services.running import Answer, failure_of, outcome, place_of, run, unknown
+from potluck.services.channel import SMALL_BYTES, Blocks, Channel, State
+from potluck.services.definition import (
+    Answer,
+    Call,
+    Service,
+    failure_of,
+    outcome,
+    place_of,
+    run,
+    unknown,
+)
+from potluck.services.poller import BusyWait, poller
+
+T = TypeVar("T")
+
+
+class Budget(Generic[T]):
+    """A limit on the bytes of the requests and replies under way, of all clients together.
+
+    A client whose request does not fit waits, in order, and its bytes stay in the network until
+    others have ended. One request alone always fits. Replies are counted, not refused: their size
+    is known when the method has run. Small requests (``channel.SMALL_BYTES``) are not counted, and
+    wait only while the replies alone reach the limit. So a client that announces a long request and
+    then stops keeps long ones waiting, and no others.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._requests = self._replies = 0
+        self._charged: dict[T, tuple[int, int]] = {}
+        """The bytes of a client's request, and of its reply."""
+        self._waiting: deque[tuple[T, int]] = deque()
+        self._small: deque[T] = deque()
+        self._lock = threading.Lock()
+
+    @property
+    def used(self) -> int:
+        """The bytes of requests and replies under way."""
+        return self._requests + self._replies
+
+    @property
+    def is_full(self) -> bool:
+        """Whether small requests must wait as well."""
+        return self._replies >= self._limit
+
+    def enter(self, client: T, nbytes: int) -> bool:
+        """Charge a request; False if ``client`` must wait until ``leave`` names it."""
+        with self._lock:
+            if self._waiting or not self._fits(nbytes):
+                self._waiting.append((client, nbytes))
+                return False
+            self._charge(client, nbytes, 0)
+            return True
+
+    def enter_small(self, client: T) -> bool:
+        """The same for a small request, which is not charged."""
+        with self._lock:
+            if self.is_full:
+                self._small.append(client)
+                return False
+            return True
+
+    def add(self, client: T, nbytes: int) -> None:
+        """Charge a reply."""
+        with self._lock:
+            self._charge(client, 0, nbytes)
+
+    def leave(self, client: T) -> list[T]:
+        """The call of ``client`` has ended; the clients that need wait no more, charged."""
+        with self._lock:
+            request, reply = self._charged.pop(client, (0, 0))
+            self._requests -= request
+            self._replies -= reply
+            self._waiting = deque(each for each in self._waiting if each[0] is not client)
+            self._small = deque(each for each in self._small if each is not client)
+            admitted = []
+            while self._waiting and self._fits(self._waiting[0][1]):
+                other, nbytes = self._waiting.popleft()
+                self._charge(other, nbytes, 0)
+                admitted.append(other)
+            if not self.is_full:
+                admitted.extend(self._small)
+                self._small.clear()
+            return admitted
+
+    def _fits(self, nbytes: int) -> bool:
+        return not self.used or self.used + nbytes <= self._limit
+
+    def _charge(self, client: T, request: int, reply: int) -> None:
+        before = self._charged.get(client, (0, 0))
+        self._charged[client] = before[0] + request, before[1] + reply
+        self._requests += request
+        self._replies += reply
+
 
 NUM_THREADS = 8
 MAX_CLIENTS = 4096
@@ -57,13 +144,13 @@ class _Client:
         "busy",
         "caller",
         "channel",
+        "checked_at",
         "due",
         "fd",
         "is_charged",
         "is_replying",
         "moved_at",
         "replied_at",
-        "welcome_at",
     )
 
     def __init__(self, channel: Channel[Request], caller: Caller) -> None:
@@ -72,15 +159,15 @@ class _Client:
         self.fd = channel.link.fileno()
         self.busy = BusyWait(self.fd)
         self.is_charged = False
-        """Bytes of it are in the budget."""
+        """Whether bytes of its call are in the budget."""
         self.is_replying = False
         self.due: _Queue | None = None
         """The queue of the service whose method is to run now."""
         self.answer: Answer | None = None
-        """What a Future has ended with, and is to be replied now."""
+        """The answer of a Future that has ended, to be replied now."""
         self.moved_at = time.monotonic()
         self.replied_at = 0.0
-        self.welcome_at = 0.0
+        self.checked_at = 0.0
         """When the list of bans was last asked."""
 
 
@@ -145,11 +232,12 @@ class Server:
         self._lock = threading.Lock()
         self._parking = threading.Lock()
         self._parked: dict[int, _Client] = {}
-        """Those that wait for bytes, by descriptor. All others belong to a thread, a queue, the
-        budget or a Future. Whoever takes one out, under ``_parking``, has it."""
+        """The clients that wait for bytes, by descriptor. Each other client belongs to a thread, a
+        queue, the budget or a Future. A client belongs to the thread that takes it out, under
+        ``_parking``."""
         self._clients: set[_Client] = set()
         self._ready: deque[_Client] = deque()
-        """Those that wait for nothing but a thread."""
+        """The clients that only wait for a thread."""
         self._waiting_busily = threading.Lock()
         self._swept_at = time.monotonic()
         self._threads: list[threading.Thread] = []
@@ -293,24 +381,24 @@ class Server:
             self._poller.wake()
 
     def _sweep(self) -> None:
-        """Drop the connections that have stopped in the middle of a call, and those of nodes that
-        were banned."""
+        """Drop the connections that have stopped in the middle of a call, and those of banned
+        nodes."""
         self._swept_at = now = time.monotonic()
         with self._lock:
             nodes = {each.caller.node for each in self._clients}
         reasons = {node: self._objection_to(node) for node in nodes}
-        doomed = []
+        dropped = []
         with self._parking:
             for client in list(self._parked.values()):
                 error = self._end_of(client, reasons.get(client.caller.node), now)
                 if error is not None:
                     del self._parked[client.fd]
-                    doomed.append((client, error))
-        for client, error in doomed:
+                    dropped.append((client, error))
+        for client, error in dropped:
             self._drop(client, error)
 
     def _objection_to(self, node: str) -> str | None:
-        """Why the clients of ``node`` must go; also if that can't be told, for it may be banned."""
+        """Why the clients of ``node`` must be dropped; also if the list of bans can't be read."""
         try:
             return self._objects_to(node)
         except Exception as error:
@@ -343,7 +431,7 @@ class Server:
         """Whether the bytes of a call go on at once. While they do, its thread stays with it until
         ``leave_at``: the way through the poller and another thread would halve the bandwidth."""
         if client.moved_at > leave_at:
-            self._check_welcome(client)
+            self._check_banned(client)
             return False
         self._share()
         return wait_ready(client.fd, write=client.is_replying, timeout_s=_FLOW_S)
@@ -436,7 +524,7 @@ class Server:
             rank = self._rank_of(caller.worker)
             call = Call(caller.node, caller.worker, rank, head.service, head.method, head.timeout_s)
             self._share()
-            self._check_welcome(client)
+            self._check_banned(client)
             return run(queue.service, call, arguments)
         finally:
             after = queue.leave()
@@ -446,7 +534,7 @@ class Server:
     def _defer(self, client: _Client, answer: Answer) -> None:
         """Go on with ``client`` when the Future that its method returned has ended: until then no
         thread has it."""
-        client.welcome_at = 0.0
+        client.checked_at = 0.0
 
         def ended(future: Future[Any]) -> None:
             client.answer = outcome(future, answer.method)
@@ -455,15 +543,15 @@ class Server:
 
         answer.result.add_done_callback(ended)
 
-    def _check_welcome(self, client: _Client) -> None:
+    def _check_banned(self, client: _Client) -> None:
         """SecurityError if the client's node was banned since it connected."""
-        client.welcome_at = time.monotonic()
+        client.checked_at = time.monotonic()
         if reason := self._objects_to(client.caller.node):
             raise SecurityError(reason)
 
     def _reply(self, client: _Client, answer: Answer) -> None:
-        if time.monotonic() - client.welcome_at > _FRESH_S:
-            self._check_welcome(client)
+        if time.monotonic() - client.checked_at > _FRESH_S:
+            self._check_banned(client)
         try:
             packed = pack(answer.result, "result")
             if packed.nbytes > self._max_bytes:

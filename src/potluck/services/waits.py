@@ -1,14 +1,24 @@
-"""``WaitingCalls``: calls of a service that wait for a change, without a thread."""
+"""Calls of a service that wait for a change: ``WaitingCalls`` at the server, without a thread for
+each, and ``await_reply`` at the caller.
+
+A call that waits is answered after ``SLICE_S`` at most, and made again. So the server forgets a
+caller that is gone, and the caller sees that the group has changed.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NoReturn
 
 from potluck._core.background import start_thread
+from potluck._core.waiting import Reminder
+from potluck.errors import HandlerError, ServiceTimeout
+
+SLICE_S = 1.0
+"""The longest wait of one call at the server."""
 
 
 class _Call:
@@ -22,18 +32,17 @@ class _Call:
 
 
 class WaitingCalls:
-    """Each call that waits gets a Future, which ends when the call's ``attempt()`` gives a reply
-    that is not None; after ``wait_s`` with what ``otherwise()`` gives.
+    """The calls of one server that wait. Each has a Future, whose result is the first reply of the
+    call's ``attempt()`` that is not None; after ``wait_s``, the reply of ``otherwise()``.
 
-    The caller then asks again. So a caller that is gone is forgotten in time. All methods are
-    called with ``changed`` held, which attempts hold, too.
+    All methods are called with ``changed`` held; so are ``attempt`` and ``otherwise``.
     """
 
     def __init__(
         self, changed: threading.Condition, on_time: Callable[[], None], *, thread: str
     ) -> None:
-        """``on_time()`` is called when a wait ends by its time, and calls ``look``. Meanwhile a
-        thread named ``thread`` runs."""
+        """``on_time()`` is called when the time of a wait is over, and calls ``look``. While calls
+        wait, a thread named ``thread`` runs."""
         self._changed = changed
         self._on_time = on_time
         self._thread = thread
@@ -43,7 +52,7 @@ class WaitingCalls:
     def add(
         self, attempt: Callable[[], Any], otherwise: Callable[[], Any], wait_s: float
     ) -> Future[Any]:
-        """A call; its Future has ended already if it need not wait."""
+        """The Future of a new call. It has ended already if the call need not wait."""
         call = _Call(attempt, otherwise, time.monotonic() + wait_s)
         if not self._is_over(call):
             self._calls.append(call)
@@ -53,7 +62,7 @@ class WaitingCalls:
         return call.future
 
     def look(self) -> None:
-        """Something has changed: end the waits that are over."""
+        """End the waits that are over, after a change."""
         self._calls = [call for call in self._calls if not self._is_over(call)]
 
     def _is_over(self, call: _Call) -> bool:
@@ -83,3 +92,43 @@ class WaitingCalls:
             calls, self._calls = self._calls, []
         for call in calls:
             call.future.set_exception(error)
+
+
+_MISTAKES: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError}
+
+
+def raise_local(error: HandlerError, kinds: Mapping[str, type[Exception]] = _MISTAKES) -> NoReturn:
+    """Raise the error that a method raised for a mistake of this script, of one of the types
+    ``kinds`` by name, as if it were raised here; for all others ``error`` itself."""
+    kind = kinds.get(error.type)
+    if kind is None:
+        raise error
+    raise kind(error.text) from error
+
+
+def await_reply(
+    ask: Callable[[float], Any],
+    what: str,
+    timeout_s: float | None,
+    between: Callable[[], object] = lambda: None,
+) -> dict[str, Any]:
+    """The first reply of ``ask(wait_s)`` without ``waits_for``, the text of what the server still
+    waits for. ``between()`` is called before each call.
+
+    ServiceTimeout, which says what was waited for, after ``timeout_s`` seconds if that is given.
+    """
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    waits_for = "the server"
+    reminder = Reminder(lambda: f"{what}: waiting for {waits_for}", deadline)
+    while True:
+        between()
+        left = SLICE_S if deadline is None else deadline - time.monotonic()
+        reply: dict[str, Any] = ask(min(SLICE_S, max(0.0, left)))
+        if "waits_for" not in reply:
+            return reply
+        waits_for = str(reply["waits_for"])
+        if left <= 0:
+            raise ServiceTimeout(
+                f"{what} did not come within {timeout_s:g} s: it waits for {waits_for}"
+            )
+        reminder.tick()

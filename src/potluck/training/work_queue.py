@@ -19,10 +19,9 @@ from potluck._core.waiting import Reminder
 from potluck._core.wire.payload import MAX_VALUES, pack
 from potluck.errors import ConfigurationError, HandlerError, ServiceError
 from potluck.services import Call, Remote, service
-from potluck.services.asking import SLICE_S, await_reply, raise_local
-from potluck.services.names import check_unused, note_used
+from potluck.services.definition import check_unused, note_used
 from potluck.services.presence import Presence
-from potluck.services.waits import WaitingCalls
+from potluck.services.waits import SLICE_S, WaitingCalls, await_reply, raise_local
 from potluck.training.work_ledger import WorkLedger
 
 if TYPE_CHECKING:

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from potluck.services import busy
-from potluck.services.busy import BusyWait
+from potluck.services import poller
+from potluck.services.poller import BusyWait
 
 
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[socket.socket, BusyWait]]:
-    monkeypatch.setattr(busy, "_HAS_OTHERS", True)
+    monkeypatch.setattr(poller, "_HAS_OTHERS", True)
     here, there = socket.socketpair()
     with here, there:
         yield there, BusyWait(here.fileno())
@@ -46,7 +46,7 @@ def test_a_peer_that_lets_wait_is_not_quick_any_more(
 def test_other_work_ends_a_busy_wait(
     pair: tuple[socket.socket, BusyWait], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(busy, "LONGEST_S", math.inf)
+    monkeypatch.setattr(poller, "LONGEST_S", math.inf)
     _, wait = pair
     wait.note(1e-4)
     asked = iter([False, False, True])
@@ -57,7 +57,7 @@ def test_other_work_ends_a_busy_wait(
 def test_on_one_processor_no_wait_is_busy(
     pair: tuple[socket.socket, BusyWait], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(busy, "_HAS_OTHERS", False)
+    monkeypatch.setattr(poller, "_HAS_OTHERS", False)
     there, wait = pair
     there.send(b"x")
     wait.note(1e-4)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from potluck.services.memory import SMALLEST, Blocks
+from potluck.services.channel import SMALLEST, Blocks
 
 
 def address(array: np.ndarray) -> int:

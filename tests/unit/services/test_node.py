@@ -7,7 +7,7 @@ import pytest
 from potluck._core.wire.local import ServiceInfo, ServicesReply
 from potluck._core.wire.served import MAX_METHODS, ServedService
 from potluck.services.definition import service, services_of
-from potluck.services.node import _elsewhere, _is_on, _told
+from potluck.services.node import _announced, _elsewhere, _is_on
 
 ADA, EVE = "ad" * 32, "ee" * 32
 
@@ -41,4 +41,4 @@ def test_more_than_other_machines_take_is_a_mistake_of_the_caller() -> None:
     wrong["long"] = service("long")(type("Long", (), {"m" * 65: lambda self, call: None}))()
     for thing in wrong.values():
         with pytest.raises(ValueError, match="can't be told to other machines"):
-            _told(services_of(thing), 1)
+            _announced(services_of(thing), 1)

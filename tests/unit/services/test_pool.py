@@ -10,8 +10,8 @@ import pytest
 
 from potluck._core.transport.bulk import BulkLink, socket_pair
 from potluck.errors import LinkError
-from potluck.services.memory import Blocks
-from potluck.services.pool import AllInUseError, Connection, Pool
+from potluck.services.channel import Blocks
+from potluck.services.client import AllInUseError, Connection, Pool
 
 LATE_S = 20.0
 

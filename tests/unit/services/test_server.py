@@ -22,16 +22,14 @@ from potluck._core.transport.bulk import BulkLink, socket_pair
 from potluck._core.wire.payload import Packed, pack
 from potluck._core.wire.services import Reply, Request, encode
 from potluck.errors import LinkError, ServiceLost
-from potluck.services import Call, busy, service
+from potluck.services import Call, service
+from potluck.services import poller as polling
 from potluck.services import server as server_module
-from potluck.services.budget import Budget
-from potluck.services.channel import Channel, State
-from potluck.services.client import Remote
+from potluck.services.channel import Blocks, Channel, State
+from potluck.services.client import Connection, Remote
 from potluck.services.definition import services_of
-from potluck.services.memory import Blocks
 from potluck.services.poller import Poller, poller
-from potluck.services.pool import Connection
-from potluck.services.server import CLOSE_S, NUM_THREADS, Server
+from potluck.services.server import CLOSE_S, NUM_THREADS, Budget, Server
 
 MIB = 1 << 20
 LATE_S = 20.0
@@ -101,9 +99,9 @@ def rank(call: Call) -> int:
 def test_a_quick_client_without_end_leaves_the_only_thread_to_others_and_to_close(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(busy, "_HAS_OTHERS", True)
-    monkeypatch.setattr(busy, "_QUICK_S", LATE_S)
-    monkeypatch.setattr(busy, "LONGEST_S", LATE_S)
+    monkeypatch.setattr(polling, "_HAS_OTHERS", True)
+    monkeypatch.setattr(polling, "_QUICK_S", LATE_S)
+    monkeypatch.setattr(polling, "LONGEST_S", LATE_S)
     is_over = threading.Event()
     with offering(rank, num_threads=1) as offer:
         quick, other = offer.client("1"), offer.client("2")

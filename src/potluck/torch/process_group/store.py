@@ -24,9 +24,8 @@ from potluck._core.types import Group
 from potluck._core.waiting import FIRST_S, Reminder, to_stderr
 from potluck.errors import HandlerError, ServiceLost, ServiceTimeout, UnknownService
 from potluck.services.access import Services
-from potluck.services.asking import SLICE_S
 from potluck.services.definition import Call, service
-from potluck.services.waits import WaitingCalls
+from potluck.services.waits import SLICE_S, WaitingCalls
 
 MAX_BYTES = 64 << 20
 """What all keys and values may take together."""
