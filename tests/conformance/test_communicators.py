@@ -22,7 +22,7 @@ from potluck._core.collectives import doubling
 from potluck._core.collectives.plan import Algorithm, Operation
 from potluck._core.collectives.registry import algorithms_for
 from potluck._core.context import DistributedContext, all_reduce_mean, all_reduce_sum
-from support.worlds import WORLD_KINDS, World, join_world, open_world
+from support.worlds import MAIN_KINDS, WORLD_KINDS, World, join_world, open_world
 
 DTYPES = [
     np.dtype(name) for name in ("float16", "float32", "float64", "int8", "int32", "int64", "uint8")
@@ -40,8 +40,13 @@ SHAPES: list[tuple[int, ...]] = [(), (0,), (1,), (7,), (3, 0, 2), (5, 1001)]
 """The last one takes several segments of SEGMENT_BYTES, and shared memory where there is any."""
 SEGMENT_BYTES = 6 * 1024
 
-SIZES = (1, 2, 3, 5)
-WORLDS = [(kind, size) for kind in WORLD_KINDS for size in SIZES] + [("inproc", 8)]
+WORLDS = [("inproc", 1), ("inproc", 8)]
+WORLDS += [(kind, size) for kind in MAIN_KINDS for size in (2, 3, 5)]
+WORLDS += [(kind, 3) for kind in WORLD_KINDS if kind not in MAIN_KINDS]
+"""Sizes matter to plans and to shared memory: 2 and 3 ranks have one and several links each, 5 are
+a power of two and one more, on two nodes 3 and 2. A link sees frames, whatever the size, so other
+kinds have one: 3, the smallest where a rank sends over one link what it takes from another. A world
+of one rank makes no link of any kind."""
 BACKEND = os.environ.get("POTLUCK_CONFORMANCE", "")
 if BACKEND:
     WORLDS = [(BACKEND, 0)]

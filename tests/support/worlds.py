@@ -36,6 +36,9 @@ ranks on one node, calls through shared memory (with the native core, else as be
 native kinds.
 """
 
+MAIN_KINDS = ("inproc", NATIVE_KINDS[0] if NATIVE_KINDS else "tls", "shm")
+"""One of each way that bytes take: in process, over TLS by the loop that ships, shared memory."""
+
 
 class TcpBackend(StaticBackend):
     """One rank of a world over TCP whose listener has any free port; ``group`` is set later."""

@@ -29,7 +29,7 @@ class TwoHeads(nn.Module):
         return self.heads[head](self.trunk(x))
 
 
-@check(2, 4)
+@check(4)
 def ddp(run):
     model = mlp()
     parallel = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=SMALL_BUCKETS_MB)
@@ -60,7 +60,7 @@ def ddp_starts_from_the_parameters_and_buffers_of_rank_0(run):
     same_bits(mean)
 
 
-@check(2, 4)
+@check(4)
 def ddp_with_unused_parameters(run):
     """Ranks use different heads; on one the parameters of a head are never seen."""
     model = TwoHeads()
@@ -106,7 +106,7 @@ def ddp_with_a_static_graph(run):
     same_parameters(parallel.module, alone(model))
 
 
-@check(2, 4)
+@check(4)
 def ddp_with_gradients_as_views_of_buckets(run):
     model = mlp()
     parallel = DistributedDataParallel(
@@ -119,7 +119,7 @@ def ddp_with_gradients_as_views_of_buckets(run):
     same_parameters(parallel.module, alone(model))
 
 
-@check(2, 4)
+@check(4)
 def ddp_join_with_uneven_inputs(run):
     """Rank r has r + 1 batches; who has no more answers the others with zeros."""
     model = mlp()
@@ -175,12 +175,12 @@ def hooked(run, hook, state=None, bucket_cap_mb=SMALL_BUCKETS_MB):
     return parallel.module, reference
 
 
-@check(2, 4)
+@check(4)
 def ddp_with_torchs_all_reduce_hook(run):
     same_parameters(*hooked(run, default_hooks.allreduce_hook), tolerance=1e-6)
 
 
-@check(2, 4)
+@check(4)
 def ddp_with_bfloat16_on_the_wire(run):
     """torch lets its bf16 hook, known by its name, only through to NCCL; it needs no more."""
 

@@ -36,7 +36,7 @@ def backward(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
     F.cross_entropy(model(x), y).backward()
 
 
-@check(2, 4)
+@check(4)
 def sharded_gradients_are_clipped_by_their_global_norm(run):
     meshes = [None]
     if run.world_size == 4:
@@ -99,7 +99,7 @@ def gradients_of_torchs_ddp_are_intercepted_before_and_after_the_reduction(run):
     dist.barrier()
 
 
-@check(2, 4)
+@check(4)
 def what_the_compression_hook_loses_is_sent_with_later_gradients(run):
     torch.set_default_dtype(torch.float32)
     with warnings.catch_warnings():
@@ -132,7 +132,7 @@ def losses_of_the_hook(run, strategy):
     assert 0 < errors[True] < most, (strategy, errors)
 
 
-@check(2, 4)
+@check(4)
 def powersgd_gives_what_torchs_own_hook_gives(run):
     """In float64, with the Q that torch draws: the same up to rounding, by our hook and by our DDP.
     What each keeps differs by parts whose sum over the ranks is zero, so from then on, too."""

@@ -35,7 +35,7 @@ def messages_in_one_batch(run):
     assert found.eq(left).all()
 
 
-@check(2, 4)
+@check(4)
 def objects_are_moved(run):
     size, mine = run.world_size, {"rank": run.rank, "name": "x" * run.rank}
     everyone = [{"rank": rank, "name": "x" * rank} for rank in range(size)]
@@ -60,7 +60,7 @@ def objects_are_moved(run):
         assert one == [everyone[other]]
 
 
-@check(2, 4)
+@check(4)
 def every_movement_of_empty_and_strided_tensors_in_many_dtypes(run):
     size, rank = run.world_size, run.rank
 
@@ -113,7 +113,7 @@ def parts_of_the_world_talk_at_the_same_time(run):
     dist.barrier()
 
 
-@check(2, 4)
+@check(4)
 def a_monitored_barrier_of_the_group_itself(run):
     group = dist.new_group(list(range(run.world_size)))
     group.monitored_barrier(timedelta(seconds=30))

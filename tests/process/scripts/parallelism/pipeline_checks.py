@@ -71,17 +71,17 @@ def train(run, stages: list[nn.Sequential], schedule: type, model: nn.Sequential
             assert "weight" not in name or not torch.equal(tensor, model.state_dict()[name])
 
 
-@check(2, 4)
+@check(4)
 def pipeline_gpipe(run):
     train(run, by_hand(deep(), run.world_size), pipelining.ScheduleGPipe, deep())
 
 
-@check(2, 4)
+@check(4)
 def pipeline_1f1b(run):
     train(run, by_hand(deep(), run.world_size), pipelining.Schedule1F1B, deep())
 
 
-@check(2, 4)
+@check(4)
 def pipeline_interleaved_1f1b(run):
     stages = by_hand(deep(), 2 * run.world_size)
     train(run, stages, pipelining.ScheduleInterleaved1F1B, deep())
@@ -125,7 +125,7 @@ def pipeline_cut_by_torchs_own_tracer(run):
         close(parameter.grad, gradients[name])
 
 
-@check(2, 4)
+@check(4)
 def pipeline_split_for_nodes_of_unequal_speed_and_memory(run):
     """Node 0 is three times as fast; of the others, the last can hold only two layers."""
     model = deep()

@@ -29,7 +29,7 @@ def shard(model: nn.Sequential, **options: object) -> nn.Sequential:
     return fully_shard(model, **options)
 
 
-@check(2, 4)
+@check(4)
 def fsdp2(run):
     model = mlp()
     parallel = shard(copy.deepcopy(model))
@@ -141,7 +141,7 @@ def fsdp2_of_a_tensor_parallel_model(run):
     close(whole(parallel(batches()[0][0])), expected(batches()[0][0]).detach())
 
 
-@check(2, 4)
+@check(4)
 def zero_optimizer(run):
     model = mlp()
     parallel = DistributedDataParallel(copy.deepcopy(model))
@@ -160,7 +160,7 @@ def zero_optimizer(run):
         assert sorted(s["exp_avg"].numel() for s in state.values()) == sorted(sizes)
 
 
-@check(2, 4)
+@check(4)
 def zero_optimizer_overlapped_with_ddp(run):
     """torch itself leaves out the first two updates (three with a static graph): warm-up."""
     model, data = mlp(), batches(6)

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 
 
-@check(2, 4)
+@check(4)
 def dtensor_from_each_placement_to_each(run):
     mesh = init_device_mesh("cpu", (run.world_size,))
     torch.manual_seed(3)
@@ -37,7 +37,7 @@ def dtensor_from_each_placement_to_each(run):
     close((rows.sum(0) + columns.sum(1)).full_tensor(), 2 * full.sum(0))
 
 
-@check(2, 4)
+@check(4)
 def tensor_parallel_mlp(run):
     mesh = init_device_mesh("cpu", (run.world_size,))
     model = mlp(depth=1)
@@ -85,7 +85,7 @@ def text() -> list[tuple[Tensor, Tensor]]:
     return [(line[:, :-1], line[:, 1:]) for line in tokens]
 
 
-@check(2, 4)
+@check(4)
 def tensor_parallel_transformer(run):
     mesh = init_device_mesh("cpu", (run.world_size,))
     torch.manual_seed(9)
