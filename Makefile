@@ -15,7 +15,7 @@ SEED := POTLUCK_TEST_SEED=$${POTLUCK_TEST_SEED:-$$RANDOM}
 help: ## Show this list
 	@echo 'potluck: train on the machines you already own'
 	@echo
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-19s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo 'Start with: make demo. Python 3.11 or newer is all it asks for;'
 	@echo 'another interpreter: make PYTHON=/path/to/python3 demo'
@@ -139,6 +139,11 @@ portable: ## Compile the native core for ARM, macOS and Windows; run its tests o
 test-without-torch: ## The tests that need no torch, in an environment that has none (build/without-torch)
 	@tools/environment dev
 	@tools/without-torch $(ARGS)
+
+.PHONY: test-without-native
+test-without-native: ## Conformance and worlds without the native core: the Python engine
+	@tools/environment dev
+	@POTLUCK_NATIVE=0 tools/without-torch tests/conformance tests/world $(ARGS)
 
 .PHONY: test-oldest-torch
 test-oldest-torch: ## The tests of torch's part on the oldest torch declared, in a venv of its own

@@ -37,6 +37,8 @@ from support.quiet_imports import VARIABLE, ZYGOTE
 if TYPE_CHECKING:
     from support.zygote import Zygote
 
+pytest_plugins = ("support.outcomes",)
+
 ALWAYS = 1
 SEED = int(os.environ.get("POTLUCK_TEST_SEED") or ALWAYS)
 """`make test-long` and `make jitter` try other random data each time: an unlucky example must fail
@@ -121,13 +123,6 @@ def in_order(paths: Iterable[Path]) -> dict[Path, tuple[int, float]]:
         for name, found in folders.items()
         for number, path in enumerate(found)
     }
-
-
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """``.ci/once-more`` has to know whether all tests were run."""
-    cache = getattr(session.config, "cache", None)
-    if cache is not None and not hasattr(session.config, "workerinput"):
-        cache.set("potluck/exit_status", int(exitstatus))
 
 
 @pytest.hookimpl(wrapper=True)

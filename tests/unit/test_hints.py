@@ -159,6 +159,7 @@ def test_what_hints_name_exists() -> None:
             thing = getattr(thing, name)
 
 
+@pytest.mark.beside_torch
 def test_asking_for_a_name_that_is_not_there_imports_nothing_heavy() -> None:
     code = (
         "import sys, potluck; assert not hasattr(potluck, 'allreduce');"

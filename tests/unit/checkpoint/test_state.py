@@ -177,6 +177,7 @@ def test_no_damage_does_more_than_raise_checkpoint_error() -> None:
             continue
 
 
+@pytest.mark.beside_torch
 def test_a_numpy_state_needs_no_torch() -> None:
     script = (
         "import sys, numpy as np\n"
