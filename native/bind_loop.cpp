@@ -20,6 +20,7 @@
 
 #ifdef POTLUCK_OPENSSL
 #include "core/loop/progress.hpp"
+#include "core/tls/local.hpp"
 #include "core/tls/tls.hpp"
 #endif
 
@@ -270,6 +271,17 @@ void loop(nb::module_& m) {
                  return stream.unsent() == 0;
              })
         .def_prop_ro("is_readable", &Stream::is_readable);
+
+    nb::class_<Killed>(m, "Killed")
+        .def(nb::new_([] { return std::make_shared<Killed>(); }))
+        .def("set", &Killed::set)
+        .def("is_set", &Killed::is_set);
+
+    nb::class_<LocalStream, Stream>(m, "LocalStream")
+        .def(nb::new_([](int fd, std::shared_ptr<Killed> killed, std::string peer) {
+                 return std::make_shared<LocalStream>(fd, std::move(killed), std::move(peer));
+             }),
+             nb::arg("fd"), nb::arg("killed"), nb::arg("peer"));
 
     nb::class_<TlsStream, Stream>(m, "TlsStream")
         .def(nb::new_([](std::shared_ptr<TlsContext> context, int fd, std::string peer) {

@@ -78,7 +78,10 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--figures", type=Path, help="a file that gets what tests measure, as JSON")
-    parser.addoption("--jitter", action="store_true", help="in-process links dawdle at random")
+    parser.addoption("--python-loop", action="store_true", help="in-process worlds on that loop")
+    parser.addoption(
+        "--jitter", action="store_true", help="the same, and in-process links dawdle at random"
+    )
     parser.addoption("--long", action="store_true", help="run the tests that take minutes, too")
 
 
@@ -215,10 +218,20 @@ def starts_workers(test: pytest.Item) -> bool:
     return folder in ("net", "process") and not test.get_closest_marker("real_exec")
 
 
+@pytest.fixture
+def python_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In-process worlds run on the Python loop, for tests that reach into it."""
+    monkeypatch.setattr("potluck._core.backends.inprocess.MOST_NATIVE", 0)
+
+
 @pytest.fixture(autouse=True)
-def jitter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.config.getoption("--jitter"):
-        dawdle(monkeypatch, request.getfixturevalue("seed"))
+def options_of_worlds(request: pytest.FixtureRequest) -> None:
+    """--python-loop and --jitter. In-process worlds run on the native loop else."""
+    jitter = request.config.getoption("--jitter")
+    if jitter or request.config.getoption("--python-loop"):
+        request.getfixturevalue("python_loop")
+    if jitter:
+        dawdle(request.getfixturevalue("monkeypatch"), request.getfixturevalue("seed"))
 
 
 @pytest.fixture(autouse=True)

@@ -42,7 +42,7 @@ SEGMENT_BYTES = 6 * 1024
 
 WORLDS = [("inproc", 1), ("inproc", 8)]
 WORLDS += [(kind, size) for kind in MAIN_KINDS for size in (2, 3, 5)]
-WORLDS += [(kind, 3) for kind in WORLD_KINDS if kind not in MAIN_KINDS]
+WORLDS += [(kind, 3) for kind in (*WORLD_KINDS, "pipes") if kind not in MAIN_KINDS]
 """Sizes matter to plans and to shared memory: 2 and 3 ranks have one and several links each, 5 are
 a power of two and one more, on two nodes 3 and 2. A link sees frames, whatever the size, so other
 kinds have one: 3, the smallest where a rank sends over one link what it takes from another. A world

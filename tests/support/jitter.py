@@ -1,4 +1,5 @@
-"""In-process links that dawdle: ranks drift apart, and races show that a quiet machine hides."""
+"""In-process links that dawdle: ranks drift apart, and races show that a quiet machine hides. They
+are those of the Python loop."""
 
 from __future__ import annotations
 

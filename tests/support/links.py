@@ -17,7 +17,7 @@ from potluck._core.system import wait_ready
 from potluck._core.transport import native_tls
 from potluck._core.transport.credentials import Credentials, make_credentials
 from potluck._core.transport.handshake import connect, tls_handshake
-from potluck._core.transport.inproc import inproc_pair
+from potluck._core.transport.inproc import inproc_pair, new_killed, socket_pair
 from potluck._core.transport.link import Link
 from potluck._core.transport.link_memory import NUM_SLOTS, SLOT_BYTES
 from potluck._core.transport.listener import Admission, Listener
@@ -127,12 +127,20 @@ def tls_pair(
 @contextlib.contextmanager
 def inproc_ends(capacity: int = 1 << 20) -> Iterator[tuple[Link, Link]]:
     """Both ends of a link between threads."""
-    a, b = inproc_pair("rank 0", "rank 1", capacity)
+    a, b = inproc_pair("rank 0", "rank 1", capacity=capacity)
     try:
         yield a, b
     finally:
         a.close()
         b.close()
+
+
+@contextlib.contextmanager
+def socket_ends() -> Iterator[tuple[Link, Link]]:
+    """The same, for the native loop."""
+    a, b = socket_pair("rank 0", "rank 1", (new_killed(), new_killed()))
+    with contextlib.closing(a), contextlib.closing(b):
+        yield a, b
 
 
 LINK_KINDS: dict[str, Callable[[], contextlib.AbstractContextManager[tuple[Link, Link]]]] = {
@@ -142,6 +150,7 @@ LINK_KINDS: dict[str, Callable[[], contextlib.AbstractContextManager[tuple[Link,
 }
 if native_tls.is_available():
     LINK_KINDS |= {
+        "inproc native": socket_ends,
         "native": functools.partial(tls_pair, memory=None, native=(True, True)),
         "native+shm": functools.partial(tls_pair, native=(True, True)),
         "native to tls": functools.partial(tls_pair, memory=None, native=(True, False)),

@@ -31,9 +31,10 @@ NATIVE_KINDS = ("native", "native+shm", "mixed") if is_available() else ()
 """The native loop over loopback, without and with shared memory; every second rank in Python."""
 
 WORLD_KINDS = ("inproc", "tls", "tls+shm", "shm", *NATIVE_KINDS)
-"""In-process pipes; TLS over loopback; the same with shared memory for each link's payloads; all
-ranks on one node, calls through shared memory (with the native core, else as before); the
-native kinds.
+"""In process, by the native loop over socket pairs (without the native core over pipes, as "pipes"
+always is); the Python loop over TLS on loopback; the same with shared memory for each link's
+payloads; all ranks on one node, calls through shared memory (with the native core, else as before);
+the native kinds.
 """
 
 MAIN_KINDS = ("inproc", NATIVE_KINDS[0] if NATIVE_KINDS else "tls", "shm")
@@ -137,8 +138,10 @@ def open_world(
     """
     with contextlib.ExitStack() as stack:
         backends: Sequence[Any]
-        if kind == "inproc":
+        if kind in ("inproc", "pipes"):
             backends = InProcessBackend.world(world_size, segment_bytes=segment_bytes)
+            if kind == "pipes":
+                backends[0].hub.most_native = 0
         else:
             backends = tcp_backends(
                 world_size,

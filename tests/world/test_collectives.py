@@ -9,8 +9,13 @@ from datetime import timedelta
 import numpy as np
 import pytest
 
+from potluck._core.backends.inprocess import MOST_NATIVE
 from potluck._core.context import DistributedContext
+from potluck._core.engine.communicator import Communicator
+from potluck._core.engine.loop.native import NativeLoop, is_available
+from potluck._core.engine.loop.progress import ProgressLoop
 from potluck.errors import OperationTimeout
+from potluck.testing.world import run_world
 from support.worlds import WORLD_KINDS, open_world
 
 ALGORITHMS = ("ring", "tree", "direct", "centralized", None)
@@ -258,3 +263,14 @@ def test_what_ranks_may_not_compute_for_themselves_is_refused_before_anything_is
     with open_world("tls", 3) as world:
         for result in world.run(act):
             assert result.tolist() == [1, 1]
+
+
+def test_in_process_worlds_run_on_the_native_loop_as_far_as_descriptors_suffice() -> None:
+    def act(ctx: DistributedContext) -> type:
+        ctx.barrier()
+        assert isinstance(ctx.communicator, Communicator)
+        return type(ctx.communicator._resources.loop)
+
+    usual = NativeLoop if is_available() else ProgressLoop
+    assert set(run_world(2, act)) == set(run_world(MOST_NATIVE, act)) == {usual}
+    assert set(run_world(MOST_NATIVE + 1, act)) == {ProgressLoop}

@@ -337,6 +337,7 @@ def test_who_leaves_over_a_receive_that_nobody_answered_is_lost_only_to_those_wh
         world.run(act)
 
 
+@pytest.mark.usefixtures("python_loop")  # it reaches into that
 def test_who_leaves_has_lost_nobody_and_aborts_nobodys_group() -> None:
     """Rank 2 gives up its receive from rank 3, which leaves while rank 0 has not answered yet."""
     linked, begun, departed = threading.Barrier(4), threading.Event(), threading.Event()

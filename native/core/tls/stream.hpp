@@ -1,5 +1,6 @@
 // A connection that the loop moves bytes over: non-blocking, in order, authenticated when it was
-// made. Implementation: tls.hpp (TLS 1.3); tests and benchmarks have their own.
+// made. Implementations: tls.hpp (TLS 1.3), local.hpp (threads of one process); tests and benchmarks
+// have their own.
 #pragma once
 
 #include <cstddef>

@@ -1,11 +1,21 @@
-"""What only links between threads do: capacity to the byte, wakers, cuts."""
+"""What only links between threads do: capacity to the byte, wakers, cuts, deaths."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
-from potluck._core.transport.inproc import inproc_pair
+from potluck._core.transport.inproc import inproc_pair, new_killed, socket_pair
+from potluck._core.transport.native_tls import is_available
 from potluck.errors import LinkError
+
+needs_native = pytest.mark.skipif(not is_available(), reason="needs the native core")
+both = pytest.mark.parametrize(
+    "make", [inproc_pair, pytest.param(socket_pair, marks=needs_native)], ids=["pipes", "sockets"]
+)
 
 
 def test_a_pipe_holds_its_capacity_and_not_a_byte_more() -> None:
@@ -69,3 +79,42 @@ def test_an_end_of_a_killed_worker_moves_no_byte_and_can_be_closed() -> None:
     a.close()
     with pytest.raises(LinkError, match="a closed the link"):
         b.send(memoryview(b"x"))
+
+
+@both
+def test_all_links_of_a_killed_worker_end_at_one_moment(make: Callable[..., Any]) -> None:
+    dead, alive = new_killed(), new_killed()
+    pairs = [make("dead", f"peer {number}", (dead, alive)) for number in range(2)]
+    for mine, theirs in pairs:
+        mine.send(memoryview(b"last words"))
+        theirs.send(memoryview(b"not heard"))
+    dead.set()
+    for mine, _ in pairs:
+        with pytest.raises(LinkError, match="this worker was killed"):
+            mine.send(memoryview(b"x"))
+        with pytest.raises(LinkError, match="this worker was killed"):
+            mine.recv_into(memoryview(bytearray(9)))
+    for mine, theirs in pairs:
+        mine.cut()
+        heard = bytearray(20)
+        assert theirs.recv_into(memoryview(heard)) == len(b"last words")
+        with pytest.raises(LinkError, match="dead closed the link while receiving"):
+            theirs.recv_into(memoryview(heard))
+        with pytest.raises(LinkError, match="dead closed the link while sending"):
+            theirs.send(memoryview(b"x"))
+        mine.close()
+        theirs.close()
+
+
+@both
+def test_a_cut_from_another_thread_may_come_when_the_link_is_closed(
+    make: Callable[..., Any],
+) -> None:
+    mine, theirs = make("a", "b", (new_killed(), new_killed()))
+    mine.close()
+    thread = threading.Thread(target=mine.cut)
+    thread.start()
+    thread.join()
+    with pytest.raises(LinkError, match="link to b was closed here"):
+        mine.send(memoryview(b"x"))
+    theirs.close()

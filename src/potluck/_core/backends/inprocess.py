@@ -18,12 +18,23 @@ from potluck._core.collectives.spanning_tree import connects, cut_of
 from potluck._core.engine.communicator import SEGMENT_BYTES, Communicator
 from potluck._core.engine.connector import Deliver, Fail
 from potluck._core.engine.failures.group_errors import refusal_of
+from potluck._core.engine.loop.native import is_available
 from potluck._core.metrics import Metrics
-from potluck._core.transport.inproc import inproc_pair
-from potluck._core.transport.link import Link
+from potluck._core.transport.inproc import (
+    InprocLink,
+    Killed,
+    SocketLink,
+    inproc_pair,
+    new_killed,
+    socket_pair,
+)
 from potluck._core.types import Engine, Group, Member
 from potluck._core.wire.greeting import Refusal
 from potluck.errors import Evicted, GroupError, LinkError, OperationTimeout, Refused
+
+MOST_NATIVE = 16
+"""The most workers of a group on the native loop: 16 take 240 descriptors if all have links to all,
+and a process often has no more than 1024. Links of the Python loop take none."""
 
 
 class Hub:
@@ -37,10 +48,11 @@ class Hub:
         self._members: tuple[str, ...] = tuple(self._alive)
         self._connectors: dict[tuple[int, int], _Connector] = {}
         self._departed: dict[tuple[int, int], Refusal] = {}
-        self._killed: defaultdict[str, threading.Event] = defaultdict(threading.Event)
-        self._links: defaultdict[str, list[Link]] = defaultdict(list)
+        self._killed: defaultdict[str, Killed] = defaultdict(new_killed)
+        self._links: defaultdict[str, list[InprocLink | SocketLink]] = defaultdict(list)
         self._cut: set[frozenset[str]] = set()
         self.segment_bytes = segment_bytes
+        self.most_native = MOST_NATIVE
         self.doors = LocalDoors()
 
     # -- faults and joins
@@ -55,7 +67,7 @@ class Hub:
             own = [each for each in self._connectors.values() if each.group.me.worker == worker]
             self._announce()
         for link in links:
-            link.close()
+            link.cut()
         self.doors.shut(worker)
         for connector in own:  # ends its blocked calls, which a killed process would not have
             connector.fail(connector.group.rank, LinkError(f"worker {worker} was killed"))
@@ -70,7 +82,7 @@ class Hub:
             links = self._links.pop(worker, [])
             self._announce()
         for link in links:
-            link.close()
+            link.cut()
 
     def return_(self, worker: str) -> None:
         """Take a worker that was cut off into the next group, as its last rank."""
@@ -92,7 +104,7 @@ class Hub:
                 if connector.group.me.worker in pair
             ]
         for link in links:
-            link.close()
+            link.cut()
         for connector, rank in waiting:
             connector.fail(rank, _no_network(connector.group, rank))
 
@@ -143,6 +155,8 @@ class Hub:
     def members(self) -> tuple[Member, ...]:
         """The members of the newest group."""
         with self._changed:
+            # By this plans are chosen. Ranks of one process share the interpreter, so that a
+            # message costs about what it costs on the Python loop, on either.
             return tuple(
                 Member(name, node="in-process", engine=Engine.PYTHON) for name in self._members
             )
@@ -196,6 +210,8 @@ class Hub:
         name, other_name = group.me.worker, group.members[rank].worker
         with self._changed:
             caller.wanted.add(rank)
+            if rank in caller.linked:  # by the other's request, maybe long ago: it may have left
+                return
             for worker in (name, other_name):
                 if worker not in self._alive:
                     caller.fail(rank, LinkError(f"worker {worker} was killed"))
@@ -215,14 +231,15 @@ class Hub:
                 caller.fail(rank, Refused(left.reason, left.code))
                 return
             other = self._connectors.get((group.epoch, rank))
-            if other is None or rank in caller.linked:
+            if other is None:
                 return
             caller.linked.add(rank)
             other.linked.add(group.rank)
-            mine, theirs = inproc_pair(name, other_name)
-            for worker, end in ((name, mine), (other_name, theirs)):
-                end.killed = self._killed[worker]
-                self._links[worker].append(end)
+            killed = self._killed[name], self._killed[other_name]
+            make = socket_pair if caller.is_native else inproc_pair
+            mine, theirs = make(name, other_name, killed)
+            self._links[name].append(mine)
+            self._links[other_name].append(theirs)
         caller.deliver(rank, mine)
         other.deliver(group.rank, theirs)
 
@@ -250,10 +267,9 @@ def _stale(group: Group) -> Refused:
 class _Connector:
     """The connector of one member in one group."""
 
-    is_native = False
-
     def __init__(self, hub: Hub, group: Group) -> None:
         self.group = group
+        self.is_native = group.world_size <= hub.most_native and is_available()
         self.wanted: set[int] = set()
         self.linked: set[int] = set()
         self._hub = hub
@@ -270,7 +286,8 @@ class _Connector:
 
 
 class InProcessBackend:
-    """One worker of an in-process world. ``world`` makes the backends of all workers."""
+    """One worker of an in-process world. ``world`` makes the backends of all workers. Groups of up
+    to 16 run on the native loop where there is one, larger ones on the Python loop."""
 
     elastic = True
 

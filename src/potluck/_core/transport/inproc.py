@@ -1,16 +1,31 @@
-"""Links between threads of one process: two bounded byte pipes, no socket.
+"""Links between threads of one process: a socket pair for the native loop, two bounded byte pipes
+for the Python loop.
 
-A real transport, not a mock: bytes are copied, the pipes fill up, and closing one end is an end for
-the other. There is no descriptor to select on; each end calls the other's waker.
+Real transports, not mocks: bytes are copied, the link fills up, and closing one end is an end for
+the other. Pipes have no descriptor to select on; each end calls the other's waker.
 """
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
 from collections.abc import Callable
+from typing import Any, Protocol
 
+from potluck._core import forks, native
 from potluck._core.transport.link_memory import LinkMemory
+from potluck._core.transport.native_tls import is_available
 from potluck.errors import LinkError
+
+
+class Killed(Protocol):
+    """Set when a worker is killed: no byte leaves or enters by its links any more. They share it,
+    so all of them end at one moment. A ``threading.Event``, or the native core's ``Killed``."""
+
+    def set(self) -> None: ...
+
+    def is_set(self) -> bool: ...
 
 
 class _Pipe:
@@ -35,9 +50,10 @@ class _Pipe:
 
 
 class InprocLink:
-    """One end of a pair; see ``link.py``. Safe to close from any thread."""
+    """One end of a pair of pipes; see ``link.py``. Safe to close from any thread."""
 
     memory: LinkMemory | None = None
+    stream = None
 
     def __init__(self, peer: str, lock: threading.Lock, outgoing: _Pipe, incoming: _Pipe) -> None:
         self._peer = peer
@@ -47,9 +63,7 @@ class InprocLink:
         self._other: InprocLink = self
         self._wake: Callable[[], None] | None = None
         self._end: str = ""
-        self.killed = threading.Event()
-        """Set when the worker that holds this end is killed: no byte leaves or enters any more. The
-        ends of one worker share the event, so all of them end at one moment."""
+        self.killed: Killed = threading.Event()
 
     @property
     def peer(self) -> str:
@@ -93,6 +107,10 @@ class InprocLink:
         with self._lock:
             return len(self._in.held) > 0 or self._in.closed or bool(self._end)
 
+    def cut(self) -> None:
+        """End the link, from any thread."""
+        self.close()
+
     def close(self) -> None:
         with self._lock:
             if self._end:
@@ -113,10 +131,71 @@ class InprocLink:
             wake()
 
 
-def inproc_pair(name_a: str, name_b: str, capacity: int = 1 << 20) -> tuple[InprocLink, InprocLink]:
+class SocketLink:
+    """One end of a socket pair, for the native loop, which takes ``stream``; see ``link.py``."""
+
+    memory: LinkMemory | None = None
+
+    def __init__(self, peer: str, sock: socket.socket, killed: Any) -> None:
+        """``killed`` is the native core's."""
+        sock.setblocking(False)
+        self._peer = peer
+        self._sock = sock
+        self._lock = threading.Lock()  # so that ``cut`` never ends another socket of that number
+        self.stream = native.core.LocalStream(sock.fileno(), killed, peer)
+
+    @property
+    def peer(self) -> str:
+        return self._peer
+
+    def __repr__(self) -> str:
+        return f"<SocketLink to {self._peer}>"
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def bind(self, wake: Callable[[], None]) -> None:
+        """Not needed: the descriptor tells."""
+
+    def send(self, data: memoryview) -> int:
+        return self._moved(self.stream.send, data)
+
+    def recv_into(self, buffer: memoryview) -> int:
+        return self._moved(self.stream.recv_into, buffer)
+
+    def _moved(self, move: Callable[[memoryview], int], data: memoryview) -> int:
+        if self._sock.fileno() < 0:
+            raise LinkError(f"link to {self._peer} was closed here")
+        try:
+            return move(data)
+        except RuntimeError as error:
+            raise LinkError(str(error)) from None
+
+    @property
+    def readable(self) -> bool:
+        return self.stream.is_readable
+
+    def cut(self) -> None:
+        """End the link, from any thread; the loop that has it then closes it."""
+        with self._lock, contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        with self._lock:
+            self._sock.close()
+
+
+def inproc_pair(
+    name_a: str,
+    name_b: str,
+    killed: tuple[Killed, Killed] | None = None,
+    *,
+    capacity: int = 1 << 20,
+) -> tuple[InprocLink, InprocLink]:
     """Two connected ends: the first is held by ``name_a`` and leads to ``name_b``.
 
-    ``capacity`` is what each direction holds, in bytes, before send returns 0.
+    ``killed``: what is set when the holder of each end is killed. ``capacity`` is what each
+    direction holds, in bytes, before send returns 0.
     """
     if capacity < 1:
         raise ValueError(f"a pipe needs room for at least 1 byte, not {capacity}")
@@ -125,4 +204,21 @@ def inproc_pair(name_a: str, name_b: str, capacity: int = 1 << 20) -> tuple[Inpr
     a = InprocLink(name_b, lock, there, back)
     b = InprocLink(name_a, lock, back, there)
     a._other, b._other = b, a
+    if killed is not None:
+        a.killed, b.killed = killed
     return a, b
+
+
+def socket_pair(
+    name_a: str, name_b: str, killed: tuple[Killed, Killed]
+) -> tuple[SocketLink, SocketLink]:
+    """The same for the native loop."""
+    with forks.opening() as mine:
+        a, b = map(mine, socket.socketpair())
+    return SocketLink(name_b, a, killed[0]), SocketLink(name_a, b, killed[1])
+
+
+def new_killed() -> Killed:
+    """For a new worker, on either loop."""
+    made: Killed = native.core.Killed() if is_available() else threading.Event()
+    return made

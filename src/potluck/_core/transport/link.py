@@ -1,15 +1,15 @@
 """``Link``: an ordered, reliable, authenticated byte channel between two ranks.
 
 Links never block. One thread, the progress loop of the engine, makes every call on a link after
-the handshake. Implementations: ``inproc.py`` (threads of one process), ``tcp.py`` (TLS 1.3).
-A link between workers of one node may have memory that both map (``link_memory.py``), so
-that payloads need not cross the socket.
+the handshake. Implementations: ``inproc.py`` (threads of one process; one for each loop),
+``tcp.py`` (TLS 1.3). A link between workers of one node may have memory that both map
+(``link_memory.py``), so that payloads need not cross the socket.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from potluck._core.transport.link_memory import LinkMemory
 
@@ -17,6 +17,13 @@ from potluck._core.transport.link_memory import LinkMemory
 class Link(Protocol):
     memory: LinkMemory | None
     """Shared memory for payloads, when both ends run on one node and could map it."""
+
+    @property
+    def stream(self) -> Any:
+        """The native core's end of this link, None if there is none.
+
+        A loop that takes it over makes no other call here but ``close``, when it no longer uses it.
+        """
 
     @property
     def peer(self) -> str:

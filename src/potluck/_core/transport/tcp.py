@@ -67,10 +67,7 @@ class TcpLink:
 
     @property
     def stream(self) -> Any:
-        """The native core's end of this link, None if Python's ``ssl`` has it.
-
-        A loop that takes it over makes no other call here but ``close``, when it no longer uses it.
-        """
+        """None if Python's ``ssl`` has the link."""
         return self._sock.stream if isinstance(self._sock, NativeTlsSocket) else None
 
     def __repr__(self) -> str:

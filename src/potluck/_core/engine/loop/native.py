@@ -41,7 +41,6 @@ from potluck._core.engine.work import Work
 from potluck._core.forks import Owner
 from potluck._core.metrics import LinkMeter
 from potluck._core.transport.link import Link
-from potluck._core.transport.tcp import TcpLink
 from potluck._core.types import Engine, Group
 from potluck._core.wire import frames
 from potluck.errors import GroupClosed, GroupError, LinkError, PotluckError, ProtocolError
@@ -125,7 +124,7 @@ class NativeLoop:
         )
         self._idents = itertools.count()
         self._items: dict[int, _Item] = {}
-        self._links: dict[int, TcpLink] = {}
+        self._links: dict[int, Link] = {}
         self._meters: dict[int, LinkMeter] = {}
         self._causes: dict[int, Exception] = {}
         self._is_over = self._is_left = False
@@ -260,7 +259,6 @@ class NativeLoop:
     # -- links
 
     def _deliver(self, rank: int, link: Link) -> None:
-        assert isinstance(link, TcpLink), "the connector must make native links"
         assert link.stream is not None, "the connector must make native links"
         if self._is_over:
             reject(self._state, link)
