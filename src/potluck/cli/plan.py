@@ -20,6 +20,7 @@ from potluck.cli.run import (
     Wait,
     check_cluster,
     machines_of,
+    script_of,
 )
 from potluck.cli.terminal import as_json, check_writable, print_json
 from potluck.errors import ConfigurationError
@@ -95,10 +96,7 @@ def plan(
         check_writable("--json", json)
     request = checked(
         RunRequest(
-            script="" if module else str(script),
-            module=str(script) if module else "",
-            root="" if root is None else str(root),
-            arguments=tuple(arguments or ()),
+            **script_of(script, module=module, root=root, arguments=arguments),
             per_node=workers,
             max_nodes=nodes,
             max_restarts=0,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -17,8 +18,12 @@ from potluck.cli.terminal import as_json, check_writable
 from potluck.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from potluck._core.cluster.home.node_state import AgentRecord
+    from potluck._core.cluster.jobs.agent_parts import OuterWorld
+    from potluck._core.cluster.jobs.summary import Summary
     from potluck._core.settings import Settings
     from potluck._core.wire.local import RunRequest
+    from potluck.cli.launched import LaunchedWorkers
 
 ScriptArguments = Annotated[
     list[str] | None,
@@ -241,80 +246,131 @@ def run(
 
     The exit code is that of the first worker whose own code failed; 0 if all went well.
     """
-    from potluck._core.cluster.code_store.folders import check_target
-    from potluck._core.cluster.home.node_state import find_agent
-    from potluck._core.cluster.jobs.chaos import check_ranks, parse_chaos
+    from potluck._core.cluster.jobs.chaos import parse_chaos
     from potluck._core.cluster.jobs.environment import given_variables
     from potluck._core.cluster.run import checked, run_job
-    from potluck._core.cluster.topology.hardware import own_accelerators
     from potluck._core.settings import load_settings
     from potluck._core.wire.local import RunRequest
     from potluck.cli.dry_run import show_dry_run
-    from potluck.cli.fetch import bring
     from potluck.cli.job_display import print_summary, watcher_for
-    from potluck.cli.launched import launched_workers
 
-    faults = parse_chaos(chaos)
+    parse_chaos(chaos)
     settings = load_settings(peer_timeout_s=peer_timeout)
-    asked = RunRequest(
-        script="" if module else str(script),
-        module=str(script) if module else "",
-        arguments=tuple(arguments or ()),
-        per_node=1 if workers is None else workers,
-        max_nodes=nodes,
-        max_restarts=max_restarts,
-        restarts_worlds=on_loss is OnLoss.RESTART,
-        wait_s=wait,
-        min_workers=min_workers,
-        min_nodes=settings.min_peers + 1 if min_nodes is None else min_nodes,
-        peer_timeout_s=settings.peer_timeout_s,
-        chaos=chaos,
-        environment=given_variables(env or (), os.environ),
-        include=tuple(include or ()),
-        root="" if root is None else str(root),
-        on=machines_of(on),
+    request = checked(
+        RunRequest(
+            **script_of(script, module=module, root=root, arguments=arguments),
+            per_node=1 if workers is None else workers,
+            max_nodes=nodes,
+            max_restarts=max_restarts,
+            restarts_worlds=on_loss is OnLoss.RESTART,
+            wait_s=wait,
+            min_workers=min_workers,
+            min_nodes=settings.min_peers + 1 if min_nodes is None else min_nodes,
+            peer_timeout_s=settings.peer_timeout_s,
+            chaos=chaos,
+            environment=given_variables(env or (), os.environ),
+            include=tuple(include or ()),
+            on=machines_of(on),
+        )
     )
-    request = checked(asked)
     if dry_run:
         show_dry_run(Path(request.script), Path(request.root), request.include, settings, json)
         return
-    check_writable("--json", json)
-    if collect is not None:
-        check_target(collect.absolute(), settings.home, option="--collect")
-    hint = idle_accelerators(own_accelerators(), workers, os.environ)
-    if hint:
-        typer.echo(f"potluck: {hint}", err=True)
-    agent = find_agent(settings.home)
-    if agent is None and native.advice():  # else `potluck up` has said so
-        typer.echo(f"potluck: {native.advice()}", err=True)
-    launched = launched_workers(
-        os.environ, request.per_node, has_agent=agent is not None, chaos=chaos
-    )
-    if launched is not None:
-        typer.echo(f"potluck: {launched}", err=True)
+    results = Results(settings, json, collect)
+    place = find_place(request, settings, workers=workers, min_nodes=min_nodes)
+    if place.launched is not None:
         request = msgspec.structs.replace(request, max_restarts=0)  # none could join again
-    if agent is None:
-        check_cluster(request, settings, min_nodes=min_nodes)
-    if min_workers > request.per_node and agent is None:
-        raise ConfigurationError(
-            f"--min-workers {min_workers} is more than the {request.per_node} of --workers"
-        )
-    if agent is None:
-        check_ranks(faults, request.per_node)
-    outer_world = None if launched is None else launched.variables
-    watcher = watcher_for(sys.stdout, plain=plain or launched is not None)
-    summary = run_job(request, settings, watcher, agent, outer_world)
+    watcher = watcher_for(sys.stdout, plain=plain or place.launched is not None)
+    summary = run_job(request, settings, watcher, place.agent, place.outer_world)
     print_summary(summary, is_collected=collect is not None)
-    code = summary.exit_code
-    if json is not None:
+    raise typer.Exit(results.deliver(summary))
+
+
+class Results:
+    """Where the end of a job goes, beside the terminal: its summary to the file ``json``, the files
+    of its workers to the folder ``collect``. ConfigurationError if nothing can be written there."""
+
+    def __init__(self, settings: Settings, json: Path | None, collect: Path | None) -> None:
+        from potluck._core.cluster.code_store.folders import check_target
+
+        check_writable("--json", json)
+        if collect is not None:
+            check_target(collect.absolute(), settings.home, option="--collect")
+        self._settings = settings
+        self._json = json
+        self._collect = collect
+
+    def deliver(self, summary: Summary) -> int:
+        """Write ``summary``, and bring the files; the exit code of the command."""
+        from potluck.cli.fetch import bring
+
+        code = summary.exit_code
         try:
-            json.write_bytes(as_json(summary) + b"\n")
+            if self._json is not None:
+                self._json.write_bytes(as_json(summary) + b"\n")
         except OSError as error:
             typer.echo(f"potluck: the summary can't be written: {error}", err=True)
             code = code or 2
-    if collect is not None and summary.written and not bring(settings, summary.job, collect):
-        code = code or 1
-    raise typer.Exit(code)
+        if self._collect is None or not summary.written:
+            return code
+        return code if bring(self._settings, summary.job, self._collect) else code or 1
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a job runs: on the cluster of this machine's ``agent``, else on this machine alone, or
+    as a part of the world of another launcher (``launched``)."""
+
+    agent: AgentRecord | None
+    launched: LaunchedWorkers | None
+
+    @property
+    def outer_world(self) -> OuterWorld | None:
+        return None if self.launched is None else self.launched.variables
+
+
+def find_place(
+    request: RunRequest, settings: Settings, *, workers: int | None, min_nodes: int | None
+) -> Place:
+    """The place for ``request``, with hints on stderr. ``workers`` and ``min_nodes`` are the user's
+    options. ConfigurationError if this machine alone is too little for it."""
+    from potluck._core.cluster.home.node_state import find_agent
+    from potluck._core.cluster.jobs.chaos import check_ranks, parse_chaos
+    from potluck._core.cluster.topology.hardware import own_accelerators
+    from potluck.cli.launched import launched_workers
+
+    agent = find_agent(settings.home)
+    hints = [idle_accelerators(own_accelerators(), workers, os.environ)]
+    if agent is None:  # else `potluck up` has given it
+        hints.append(native.advice())
+    for hint in filter(None, hints):
+        typer.echo(f"potluck: {hint}", err=True)
+    launched = launched_workers(
+        os.environ, request.per_node, has_agent=agent is not None, chaos=request.chaos
+    )
+    if launched is not None:
+        typer.echo(f"potluck: {launched}", err=True)
+    if agent is None:
+        check_cluster(request, settings, min_nodes=min_nodes)
+        if request.min_workers > request.per_node:
+            raise ConfigurationError(
+                f"--min-workers {request.min_workers} is more than the {request.per_node} of "
+                "--workers"
+            )
+        check_ranks(parse_chaos(request.chaos), request.per_node)
+    return Place(agent, launched)
+
+
+def script_of(
+    script: Path, *, module: bool, root: Path | None, arguments: Sequence[str] | None
+) -> dict[str, Any]:
+    """The fields of a ``RunRequest`` about the script, from the options of a command."""
+    return {
+        "script": "" if module else str(script),
+        "module": str(script) if module else "",
+        "root": "" if root is None else str(root),
+        "arguments": tuple(arguments or ()),
+    }
 
 
 def idle_accelerators(

@@ -8,7 +8,7 @@ import typing
 import pytest
 
 from potluck._core.cluster.jobs.journal import MAX_FACTS, MAX_NOTES, Journal
-from potluck._core.cluster.jobs.permissions import MAY_SAY, Role, may_lead_soon, may_say
+from potluck._core.cluster.jobs.permissions import SENDERS, Role, may_lead_soon, may_send
 from potluck._core.wire import jobs, peers, worker_link
 from potluck._core.wire.nodes import View, ViewMember
 from potluck.errors import ProtocolError
@@ -18,21 +18,21 @@ VIEW = View("L", 3, tuple(ViewMember(name, 1, i) for i, name in enumerate("abc")
 
 
 def may(node: str, message: jobs.JobMessage, view: View | None = VIEW) -> bool:
-    return may_say(node, message, view, {"job": "b"}.get)  # type: ignore[arg-type]
+    return may_send(node, message, view, {"job": "b"}.get)  # type: ignore[arg-type]
 
 
 def test_the_table_has_every_message() -> None:
-    assert set(MAY_SAY) == set(typing.get_args(jobs.JobMessage))
+    assert set(SENDERS) == set(typing.get_args(jobs.JobMessage))
 
 
-@pytest.mark.parametrize("kind", MAY_SAY, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", SENDERS, ids=lambda kind: kind.__name__)
 def test_who_may_say_it(kind: type) -> None:
     hostile = Hostile(random.Random(kind.__name__), ["job", "b"])
     message = hostile.anything(kind)
     if isinstance(message, jobs.InterruptJob):
         message = jobs.InterruptJob("job", 2, 1)
     allowed = {node for node in "abcz" if may(node, message)}
-    match MAY_SAY[kind]:
+    match SENDERS[kind]:
         case Role.LEADER:
             assert allowed == {"a"}
         case Role.MEMBER:

@@ -19,7 +19,7 @@ from potluck._core.cluster.membership.failure_detector import (
 from potluck._core.cluster.membership.guard import (
     MAX_RESIGNED,
     MAX_STEP,
-    MAY_SAY,
+    SENDERS,
     objection_to_form,
     objection_to_successor,
 )
@@ -33,7 +33,7 @@ from support.membership_story import Member3, Story, view, without_b
 
 
 def test_the_table_has_every_message() -> None:
-    assert set(MAY_SAY) == set(typing.get_args(NodeMessage))
+    assert set(SENDERS) == set(typing.get_args(NodeMessage))
 
 
 # ---------------------------------------------------------------- what is malformed for every node

@@ -11,8 +11,8 @@ from potluck._core.wire import jobs, local, worker_link
 
 @dataclass(slots=True, eq=False)
 class ClientJob:
-    """A job and ``client``, the command that waits for it. ``is_taken``: the leader has said that
-    it has the job. ``number`` and ``times``: the last signal for the job, and how many came."""
+    """A job and ``client``, the command that waits for it. ``is_taken``: the leader has
+    the job. ``number`` and ``times``: the last signal for the job, and how many came."""
 
     spec: jobs.JobSpec
     client: Client
@@ -22,7 +22,7 @@ class ClientJob:
 
 
 class ClientJobs:
-    """Passes on what commands ask by ``to_leader(message)``, and what they are to be told."""
+    """Passes on requests of commands by ``to_leader(message)``, and messages for commands."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class ClientJobs:
         """The jobs for which commands wait."""
         return tuple(self._jobs)
 
-    # What commands ask.
+    # Requests of commands.
 
     def submit(self, spec: jobs.JobSpec, client: Client) -> None:
         """``client`` waits for the job of ``spec``, which is the leader's to begin."""
@@ -61,14 +61,14 @@ class ClientJobs:
                 self._to_leader(jobs.InterruptJob(job, number, each.times))
 
     def ask_again(self) -> None:
-        """The leader may be another one: what was sent to the one before may be lost."""
+        """The leader may have changed: messages to the former leader may be lost."""
         for job, each in self._jobs.items():
             if not each.is_taken:
                 self._to_leader(jobs.Submit(each.spec))
             if each.times:
                 self._to_leader(jobs.InterruptJob(job, each.number, each.times))
 
-    # What they are told.
+    # Messages for commands.
 
     def received(self, message: jobs.ToStarter) -> None:
         """The leader sent ``message``."""
@@ -86,7 +86,7 @@ class ClientJobs:
             self._remove(message.job)
 
     def show(self, message: jobs.JobStatus) -> None:
-        """The leader told the status of a job, maybe of this machine."""
+        """The leader sent the status of a job, maybe of this machine."""
         if (each := self._jobs.get(message.status.job)) is not None:
             # The leader's ``Submitted`` may have been lost with the leader that sent it.
             each.is_taken = True

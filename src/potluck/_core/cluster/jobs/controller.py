@@ -58,11 +58,11 @@ class JobController:
         is_new: bool,
         before: JobGroup | None = None,
         world: jobs.WorldSpec | None = None,
-        told: tuple[worker_link.JobState, float] | None = None,
+        last_status: tuple[worker_link.JobState, float] | None = None,
     ) -> None:
         """A new job, of which nothing runs; or one that another leader had begun, whose group was
         ``before`` in the view before this one, and whose workers were started for ``world``. That
-        leader ``told`` the status last, at this time."""
+        leader sent ``last_status``, received at this time."""
         names = tuple(each.worker for each in places)
         self.spec = spec
         self.placement = Placement(
@@ -93,7 +93,7 @@ class JobController:
         self._journal = Journal(names, time.monotonic())
         self._output = OutputRelay(agent, spec, lambda: spec.starter in self._nodes)
         self._endings = Endings(
-            tell=self._orders.tell,
+            send=self._orders.send,
             signal=self._orders.signal,
             state_of=lambda worker: self.state.worker(worker),
             note=self.note,
@@ -115,12 +115,12 @@ class JobController:
             self.state, self._first_actions = membership.begin(names, policy, view.epoch)
         else:
             self.state = membership.take_over(names, policy, view.epoch, group, self.world)
-            if told is not None:
-                self._journal.take_over(*told)
-            self._tell_of_take_over(view, before)
+            if last_status is not None:
+                self._journal.take_over(*last_status)
+            self._note_take_over(view, before)
             self.offers_changed()
 
-    def _tell_of_take_over(self, view: View, before: JobGroup | None) -> None:
+    def _note_take_over(self, view: View, before: JobGroup | None) -> None:
         names = self._agent.names
         reason, me = names.readable(view.reason), names.called(self._agent.me)
         self.note(f"{reason}; {me} leads the job from now on")
@@ -228,8 +228,8 @@ class JobController:
         self._want_all_hold()
 
     def _group_installed(self, group: JobGroup, reason: str) -> None:
-        told, joined = self._groups.installed(group, reason)
-        for event in told:
+        decided, joined = self._groups.installed(group, reason)
+        for event in decided:
             if isinstance(event, events.Agreed):
                 self._journal.announced(event.epoch, event.members, joined)
             self.handle(event)
@@ -280,28 +280,28 @@ class JobController:
     def _knows(self, worker: str) -> bool:
         return any(each.name == worker for each in self.state.workers)
 
-    def _report(self, node: str, told: jobs.Reported) -> None:
-        if node in self._withdrawals and self._withdrawals.is_out(node, told):
+    def _report(self, node: str, report: jobs.Reported) -> None:
+        if node in self._withdrawals and self._withdrawals.is_out(node, report):
             return
-        self.placement.lacks(node, told.error if told.lacks else "")
-        if told.error:
+        self.placement.lacks(node, report.error if report.lacks else "")
+        if report.error:
             if node not in self.placement.nodes:
                 return  # it may lead the job, but runs no workers of it
-            if told.lacks and not self.has_begun:
+            if report.lacks and not self.has_begun:
                 self._leave_out(node)
                 return
-            tell = self.note if self.has_begun else self.refuse
-            tell(f"{self._agent.names.called(node)} can't run the job: {told.error}")
+            announce = self.note if self.has_begun else self.refuse
+            announce(f"{self._agent.names.called(node)} can't run the job: {report.error}")
             return
         self._reported.add(node)
         if not self.has_begun:
             if set(self.placement.nodes) <= self._reported:
                 self._begin()
             return
-        for each in told.workers:
+        for each in report.workers:
             if self.placement.node_of(each.worker) == node and self._knows(each.worker):
                 self.handle(each)
-        alive = {each.worker for each in told.workers if each.is_alive}
+        alive = {each.worker for each in report.workers if each.is_alive}
         for name in self.placement.at(node):
             self._compare(name, name in alive)
 
@@ -422,7 +422,7 @@ class JobController:
         group, now = self.state.group(epoch), time.monotonic()
         if group is not None and now - self._looked_at >= _LOOK_AGAIN_S:
             self._looked_at = now
-            self._orders.tell(group.members, worker_link.Probe(_A_LOOK))
+            self._orders.send(group.members, worker_link.Probe(_A_LOOK))
 
     def interrupted(self, message: jobs.InterruptJob) -> None:
         """The operator wants the job to end."""
@@ -444,7 +444,7 @@ class JobController:
                 case events.EndGroup():
                     self._end_group(action)
                 case events.SendProbe(probe, to):
-                    self._orders.tell(to, worker_link.Probe(probe))
+                    self._orders.send(to, worker_link.Probe(probe))
                 case events.BeginWorld():
                     self._begin_world(action)
                 case events.EndWorld(workers, lost, cause, reason):
@@ -496,7 +496,7 @@ class JobController:
             self.note(action.reason)
         cause = worker_link.clip(action.reason)
         over = worker_link.GroupOver(action.epoch, action.worker, action.certain, cause)
-        self._orders.tell(action.to, over)
+        self._orders.send(action.to, over)
 
     # For people.
 
@@ -537,8 +537,8 @@ class JobController:
     def _missing(self, worker: str, module: str) -> str:
         """Why an import of ``module`` failed on the machine of ``worker``."""
         node = self.placement.node_of(worker)
-        said = None if node is None else self._agent.links.introduction(node)
-        python = "" if said is None else said.versions.executable
+        introduction = None if node is None else self._agent.links.introduction(node)
+        python = "" if introduction is None else introduction.versions.executable
         machine = self.placement.label(worker)
         return describe_missing(module, self.spec.needs, self.spec.own, machine, python)
 

@@ -40,7 +40,7 @@ class DeferredMessages:
 
     def keep_orders(self, node: str, order: jobs.JobMessage) -> None:
         """Keep ``order`` of ``node``. If there is no room for it, all orders of ``node`` are
-        dropped, and ProtocolError says so, which is to cut ``node`` off."""
+        dropped, and ProtocolError is raised: it is to cut ``node`` off."""
         self._append(node, order)
         kept = self._nbytes_of[node]
         if kept <= OF_ONE_NODE and self.nbytes <= MAX_BYTES:

@@ -29,7 +29,7 @@ from potluck._core.cluster.jobs.deferred_messages import DeferredMessages
 from potluck._core.cluster.jobs.environment import free_port
 from potluck._core.cluster.jobs.groups.events import Severed
 from potluck._core.cluster.jobs.local_runner import LocalRunner
-from potluck._core.cluster.jobs.permissions import may_lead_soon, may_say
+from potluck._core.cluster.jobs.permissions import may_lead_soon, may_send
 from potluck._core.cluster.jobs.placement import differences, place
 from potluck._core.cluster.jobs.summary import Summary, encode_summary
 from potluck._core.cluster.links.local import Client
@@ -72,7 +72,7 @@ class JobDispatcher:
         self._tasks = Tasks()
         self._ending = Tasks()
         self._submitting: dict[Client, asyncio.Task[None]] = {}
-        self._tasks.start(self._tell_status())
+        self._tasks.start(self._send_status())
         agent.links.on(jobs.JobMessage, self.received)
         agent.links.on_linked.append(lambda node, introduction: self.linked(node))
         agent.plane.listeners.append(self.act)
@@ -189,8 +189,8 @@ class JobDispatcher:
             ) from None
 
     def _receivers(self, only: tuple[str, ...]) -> list[str]:
-        """The names of the other nodes that get a job's folder: those that run this node's jobs, of
-        ``only`` these nodes (empty: of all)."""
+        """The names of the other nodes that get a job's folder: the nodes that run this node's
+        jobs, of ``only`` these nodes (empty: of all)."""
         me = self._agent.me
         nodes = (each for each in self._willing(me) if each != me and (each in only or not only))
         return [self._agent.names.label(node) for node in nodes]
@@ -203,8 +203,10 @@ class JobDispatcher:
     def _refusals(self, starter: str) -> str:
         """Why the other nodes of the view run no jobs of ``starter``, to be put after a text."""
         nodes = () if self._agent.plane.view is None else self._agent.plane.view.nodes
-        told = ((node, self._agent.offers.objection(node, starter)) for node in nodes)
-        return "".join(f". {self._agent.names.called(node)}: {why}" for node, why in told if why)
+        objections = ((node, self._agent.offers.objection(node, starter)) for node in nodes)
+        return "".join(
+            f". {self._agent.names.called(node)}: {why}" for node, why in objections if why
+        )
 
     def _offers_changed(self) -> None:
         """This machine's owner, or another's, changed whose jobs run there."""
@@ -247,11 +249,13 @@ class JobDispatcher:
         self._clients.interrupt(client, number)
 
     def status(self) -> tuple[worker_link.JobState, ...]:
-        """The status of all jobs: of those led here as it is now, else as the leader told it
+        """The status of all jobs: of those led here as it is now, else as the leader sent it
         last."""
         led = {job: each.status() for job, each in self._controllers.items() if each.has_begun}
-        told = {job: here.told[0] for job, here in self.runners.items() if here.told}
-        return tuple(status for _, status in sorted((told | led).items()))[: jobs.MAX_JOBS]
+        received = {
+            job: here.last_status[0] for job, here in self.runners.items() if here.last_status
+        }
+        return tuple(status for _, status in sorted((received | led).items()))[: jobs.MAX_JOBS]
 
     def rate(self) -> float:
         """Samples per second of the workers on this node."""
@@ -278,7 +282,7 @@ class JobDispatcher:
         """``node`` sent ``message``; it may be this node. ProtocolError if ``node`` is to be cut
         off."""
         view = self._agent.plane.view
-        if not may_say(node, message, view, self._starter_of):
+        if not may_send(node, message, view, self._starter_of):
             is_order = isinstance(message, jobs.FromLeader)
             if is_order and node != self._agent.me and may_lead_soon(node, view):
                 self._deferred.keep_orders(node, message)
@@ -332,7 +336,7 @@ class JobDispatcher:
                 self._agent.vouching.listed({*listed, *self._clients.names})
             case jobs.JobStatus(status):
                 if (runner := self.runners.get(status.job)) is not None:
-                    runner.told = status, time.monotonic()
+                    runner.last_status = status, time.monotonic()
                 self._clients.show(message)
             case _:
                 if (runner := self.runners.get(message.job)) is not None:
@@ -378,17 +382,19 @@ class JobDispatcher:
         self._lead(controller, view)
 
     def _is_alike(self, node: str, spec: jobs.JobSpec) -> bool:
-        """Whether the versions on ``node`` are those that the job wants."""
-        said = self._agent.links.introduction(node)
-        return said is not None and not differences("", spec.versions, said.versions)
+        """Whether the versions on ``node`` are the versions that the job wants."""
+        introduction = self._agent.links.introduction(node)
+        if introduction is None:
+            return False
+        return not differences("", spec.versions, introduction.versions)
 
     def _lead(self, controller: JobController, view: View) -> None:
         self._controllers[controller.spec.job] = controller
-        self._tasks.start(self._see_to_its_end(controller))
+        self._tasks.start(self._finish(controller))
         for node in view.nodes:
             controller.order(node)
 
-    async def _see_to_its_end(self, controller: JobController) -> None:
+    async def _finish(self, controller: JobController) -> None:
         await controller.over.wait()
         await controller.all_read()
         job, starter = controller.spec.job, controller.spec.starter
@@ -412,18 +418,18 @@ class JobDispatcher:
             controller.close()
             self._controllers.pop(job, None)
             self._agent.plane.handle(events.JobOver(job))
-            self._tell_all(self._list())
+            self._send_all(self._list())
 
     def _list(self) -> jobs.JobList:
         return jobs.JobList(tuple(sorted(self._controllers)))
 
-    def _tell_all(self, message: jobs.FromLeader) -> None:
+    def _send_all(self, message: jobs.FromLeader) -> None:
         view = self._agent.plane.view
         if view is not None and view.leader == self._agent.me:
             for node in view.nodes:
                 self._agent.links.send(node, message)
 
-    async def _tell_status(self) -> None:
+    async def _send_status(self) -> None:
         while True:
             await asyncio.sleep(_STATUS_S)
             try:
@@ -432,9 +438,9 @@ class JobDispatcher:
                 for controller in self._controllers.values():
                     if controller.has_begun:
                         controller.handle(Severed(controller.placement.pairs(relayed)))
-                        self._tell_all(jobs.JobStatus(controller.status()))
+                        self._send_all(jobs.JobStatus(controller.status()))
             except Exception:  # a failure to describe one state must not end all later reports
-                _log.exception("the status of the jobs could not be told")
+                _log.exception("the status of the jobs could not be sent")
 
     # What the nodes agreed on.
 
@@ -455,7 +461,7 @@ class JobDispatcher:
                 for controller in self._controllers.values():
                     controller.installed(self._agent.plane.view)
                 for runner in self.runners.values():
-                    runner.say_again()
+                    runner.report_again()
             case events.Leave(reason, resync):
                 self._has_view.clear()
                 self._stop_leading()
@@ -481,7 +487,7 @@ class JobDispatcher:
             for controller in list(self._controllers.values()):
                 controller.installed(view)
             # A new leader takes over the jobs that it knows from its own runners: every node
-            # was told every job.
+            # has every job.
             for job, here in self.runners.items():
                 if job not in self._controllers:
                     controller = JobController(
@@ -492,10 +498,10 @@ class JobDispatcher:
                         is_new=False,
                         before=here.group,
                         world=here.world,
-                        told=here.told,
+                        last_status=here.last_status,
                     )
                     self._lead(controller, view)
-            self._tell_all(self._list())
+            self._send_all(self._list())
         else:
             self._stop_leading()
         for runner in self.runners.values():
@@ -507,7 +513,7 @@ class JobDispatcher:
                 text = "does not lead the cluster, and ordered a job: nothing is run for it"
                 self._agent.note(f"{self._agent.names.called(node)} {text}")
         for runner in self.runners.values():
-            runner.say_again()
+            runner.report_again()
         self._is_back(view)
         self._clients.ask_again()
 
@@ -533,7 +539,7 @@ class JobDispatcher:
             self._agent.links.send(node, self._list())  # a job may have ended meanwhile
         if node == view.leader:
             for runner in self.runners.values():
-                runner.say_again()
+                runner.report_again()
 
     def _stop_leading(self) -> None:
         for controller in self._controllers.values():

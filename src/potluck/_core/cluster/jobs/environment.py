@@ -41,9 +41,9 @@ _SECRET = re.compile(
     r"(?:^|_)(?:API|ACCESS|AUTH)?(?:TOKENS?|KEYS?|SECRETS?|PASSWORDS?|PASSWD|PASSPHRASE|PSK"
     r"|CREDENTIALS?|AUTH|COOKIE|JWT)(?:_|$)"
 )
-"""Parts of names that tell of a secret, wherever else the name begins."""
+"""Parts of names of secrets, however the name begins."""
 _NEVER = frozenset({"POTLUCK_PSK", "POTLUCK_PASSPHRASE"})
-"""What a worker never gets from its agent, whoever asks for it."""
+"""Variables that a worker never gets from its agent, not by --env either."""
 _NOT_PASSED = _NEVER | {"POTLUCK_HOME"}
 """And what leads to the owner's files, for the owner's own scripts only."""
 

@@ -120,7 +120,7 @@ class WorkerFacts:
 
     def rate(self, now: float) -> float | None:
         """Its committed samples per second, measured as those of the whole job are, so that the
-        workers' rates add up to it; else what the script says of itself."""
+        workers' rates add up to it; else the rate that the script reports."""
         counted = self.samples.samples(now)
         return self.samples_per_s if counted is None else counted.per_s
 
@@ -144,12 +144,12 @@ class Journal:
         self._interrupted = -1
         self._suspected: float | None = None
 
-    def take_over(self, told: JobState, at: float) -> None:
-        """Go on with the journal of the leader before this one, as it told of it ``at``."""
-        record = told.record
+    def take_over(self, status: JobState, at: float) -> None:
+        """Go on with the former leader's journal, from its ``status`` received ``at``."""
+        record = status.record
         self.began = at - record.seconds
         self.notes = [
-            JournalNote(when, text) for when, text in zip(record.times, told.events, strict=False)
+            JournalNote(when, text) for when, text in zip(record.times, status.events, strict=False)
         ]
         self.recoveries = [
             Recovery(
@@ -163,9 +163,9 @@ class Journal:
             )
             for each in record.recoveries
         ]
-        self.step, self.loss = told.step, told.loss
-        if told.samples is not None:
-            self.sample_progress.update(told.samples.committed, told.samples.total, at)
+        self.step, self.loss = status.step, status.loss
+        if status.samples is not None:
+            self.sample_progress.update(status.samples.committed, status.samples.total, at)
 
     def record(self, num_notes: int, now: float) -> JobRecord:
         """What ``take_over`` needs beside the last ``num_notes`` notes and the status."""
@@ -192,7 +192,7 @@ class Journal:
         return sum(each.run_again for each in self.recoveries)
 
     def facts_of(self, worker: str) -> WorkerFacts:
-        """What ``worker`` last said; of one that came later, nothing at first."""
+        """The facts last reported by ``worker``; empty for a new one."""
         return self.workers.setdefault(worker, WorkerFacts())
 
     def started(self, worker: str) -> None:
@@ -238,7 +238,7 @@ class Journal:
             facts.samples_per_s, facts.samples = None, SampleProgress()
 
     def reported(self, epoch: int, step: int, now: float) -> None:
-        """A worker said that its group failed it, in ``step``: the moment a loss is detected, if
+        """A worker reported that its group failed in ``step``: the moment a loss is detected, if
         it was not known before."""
         self._interrupted = max(self._interrupted, step)
         if self._suspected is None and self.open_recovery is None and epoch == self.epoch:
@@ -282,43 +282,43 @@ class Journal:
         self.note(text, now)
         return text
 
-    def progress(self, told: WorkerProgress, now: float) -> list[JournalNote]:
-        """A worker committed ``told.step``, or said something else about itself; the notes that
+    def progress(self, report: WorkerProgress, now: float) -> list[JournalNote]:
+        """A worker committed ``report.step``, or reported other facts; the notes that
         follow."""
         known = len(self.notes)
-        self._take(told, now)
+        self._take(report, now)
         return self.notes[known:]
 
-    def _take(self, told: WorkerProgress, now: float) -> None:
-        worker = told.worker
+    def _take(self, report: WorkerProgress, now: float) -> None:
+        worker = report.worker
         facts = self.facts_of(worker)
         known = (facts.training, facts.epoch, facts.step)
-        if told.epoch == facts.epoch and 0 <= told.step < facts.step:
+        if report.epoch == facts.epoch and 0 <= report.step < facts.step:
             facts.training += 1
-        newest = (facts.training, told.epoch, told.step)
-        facts.epoch, facts.step = told.epoch, told.step
-        facts.loss, facts.samples_per_s = told.loss, _figure(told.samples_per_s)
-        if told.worker_samples:
-            facts.samples.update(told.worker_samples, 1, now)  # of how many is not known
-        facts.device = told.device or facts.device
-        facts.facts = dict(list((facts.facts | told.facts).items())[:MAX_FACTS])
-        if told.step < 0 or newest <= known:
+        newest = (facts.training, report.epoch, report.step)
+        facts.epoch, facts.step = report.epoch, report.step
+        facts.loss, facts.samples_per_s = report.loss, _figure(report.samples_per_s)
+        if report.worker_samples:
+            facts.samples.update(report.worker_samples, 1, now)  # of how many is not known
+        facts.device = report.device or facts.device
+        facts.facts = dict(list((facts.facts | report.facts).items())[:MAX_FACTS])
+        if report.step < 0 or newest <= known:
             return
-        if newest > self._newest:  # workers tell of one step at different times
-            self._newest, self.step = newest, told.step
-            self.loss = told.loss if told.loss is not None else self.loss
-            self.sample_progress.update(told.committed_samples, told.total_samples, now)
-        self._conclude_recovery(told, now)
-        if self._rejoining.get(worker, told.epoch + 1) <= told.epoch:
+        if newest > self._newest:  # workers report one step at different times
+            self._newest, self.step = newest, report.step
+            self.loss = report.loss if report.loss is not None else self.loss
+            self.sample_progress.update(report.committed_samples, report.total_samples, now)
+        self._conclude_recovery(report, now)
+        if self._rejoining.get(worker, report.epoch + 1) <= report.epoch:
             del self._rejoining[worker]
-            self.note(f"worker {worker} rejoined at step {told.step - 1}", now)
+            self.note(f"worker {worker} rejoined at step {report.step - 1}", now)
 
-    def _conclude_recovery(self, told: WorkerProgress, now: float) -> None:
+    def _conclude_recovery(self, report: WorkerProgress, now: float) -> None:
         recovery = self.open_recovery
-        if recovery is None or not recovery.epoch or told.epoch < recovery.epoch:
+        if recovery is None or not recovery.epoch or report.epoch < recovery.epoch:
             return
         recovery.recovered_s = now - recovery.detected
-        recovery.step = told.step - 1
+        recovery.step = report.step - 1
         recovery.run_again = recovery.step == self._interrupted
         self._interrupted, self._suspected = -1, None
         parts = [recovery.cause]
@@ -341,5 +341,5 @@ def first_line(text: str) -> str:
 
 
 def _figure(per_s: float | None) -> float | None:
-    """``per_s`` if it is a figure that other nodes accept: a worker may say anything."""
+    """``per_s`` if it is a figure that other nodes accept: a worker may report anything."""
     return per_s if per_s is not None and 0 <= per_s <= MAX_FIGURE else None

@@ -38,8 +38,8 @@ _MAX_BYTES = 256 << 20
 
 
 class _Started(msgspec.Struct):
-    """The jobs of one starter: names of those that run by number, numbers of those that are over,
-    and the number up to which all others are."""
+    """The jobs of one starter: names of the running ones by number, numbers of the ones that are
+    over, and the number up to which all others are over."""
 
     running: dict[int, str] = {}
     over: list[int] = []
@@ -114,7 +114,7 @@ class JobLedger:
         known = self._starters.pop(node, None) or _Started()
         while len(self._starters) >= MAX_STARTERS:
             del self._starters[next(iter(self._starters))]
-        self._starters[node] = known  # the one used last is last
+        self._starters[node] = known  # in order of use
         return known
 
     def _end(self, node: str, number: int) -> None:
@@ -178,7 +178,7 @@ class Vouching:
     async def confirm(self, spec: jobs.JobSpec) -> None:
         """Return if the job of ``spec`` is one that runs now. ConfigurationError if it is of
         another cluster, over, or not its starter's any more; LinkError if the starter, which is
-        linked, says nothing for 10 s."""
+        linked, does not answer for 10 s."""
         cluster = self._cluster()
         if cluster and spec.cluster != cluster:
             raise ConfigurationError("it was started in another cluster")

@@ -57,9 +57,9 @@ _Link = aio.MessageLink[worker_link.FromWorker, worker_link.FromAgent]
 
 
 class LocalRunner:
-    """One job on this node, from its first order to ``put_away``. ``world`` is the one that workers
-    are started for now, ``group`` the newest that the nodes agreed on, ``told`` what the leader
-    told last, and when, in seconds of ``time.monotonic``."""
+    """One job on this node, from its first order to ``put_away``. ``world`` is the world that
+    workers are started for now, ``group`` the newest that the nodes agreed on, ``last_status`` the
+    leader's last status, and when it came, in seconds of ``time.monotonic``."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class LocalRunner:
         self.places = order.places
         self.world = order.world
         self.group: JobGroup | None = None
-        self.told: tuple[worker_link.JobState, float] | None = None
+        self.last_status: tuple[worker_link.JobState, float] | None = None
         self._agent = agent
         self._code_store = code_store
         self._must_wait = must_wait
@@ -99,7 +99,7 @@ class LocalRunner:
         """By worker: set while it has no link here."""
         self._probes = WorkerProbe(
             lambda worker, reason: self._happened(jobs.Stalled(worker, worker_link.clip(reason))),
-            self._say,
+            self._note,
         )
         self._tasks = Tasks()
         self._preparing = self._tasks.start(self._prepare())
@@ -131,7 +131,7 @@ class LocalRunner:
             await asyncio.to_thread(self._agent.worker_homes.remove, self._worker_home)
         if self._opening is not None:
             await asyncio.wait([self._opening])
-            if self._opening.exception() is None:  # else the leader was told
+            if self._opening.exception() is None:  # else the leader has the error
                 await asyncio.to_thread(self._code_store.close, self._opening.result())
 
     # Before the first worker starts.
@@ -209,15 +209,15 @@ class LocalRunner:
             self._preparing = self._tasks.start(self._prepare())
 
     def ordered(self, message: jobs.StartWorker | jobs.SignalWorkers | jobs.TellWorkers) -> None:
-        """The leader says what is to be done with workers."""
+        """Carry out the leader's order about workers."""
         match message:
             case jobs.StartWorker(_, worker, attempt):
                 if self._launch is not None:
                     self._start(self._launch, worker, attempt)
             case jobs.SignalWorkers(_, workers, number):
                 self._signal(workers, number)
-            case jobs.TellWorkers(_, workers, told):
-                self._tell(workers, told)
+            case jobs.TellWorkers(_, workers, content):
+                self._send(workers, content)
 
     def _start(self, launch: Launch, worker: str, attempt: int) -> None:
         """Start ``worker``. If it can't be started, its exit code is 127."""
@@ -235,7 +235,7 @@ class LocalRunner:
         try:
             process = launch(worker, self._variables(worker, attempt), on_exit)
         except ConfigurationError as error:
-            self._say(str(error))
+            self._note(str(error))
             self._happened(jobs.Exited(worker, 127, attempt))
             self._happened(jobs.OutputEnded(worker, attempt))
             return
@@ -261,7 +261,7 @@ class LocalRunner:
             self._report()
 
     async def _withdraw(self) -> None:
-        """End the workers here by SIGTERM, those that are left by SIGKILL."""
+        """End the workers here by SIGTERM, after a grace period by SIGKILL."""
         leaving = {name: self._processes[name] for name in self._alive}
         for process in leaving.values():
             process.signal(signal.SIGTERM)
@@ -272,7 +272,7 @@ class LocalRunner:
         self._is_withdrawing = False
 
     def _variables(self, worker: str, attempt: int) -> dict[str, str]:
-        """The variables that tell ``worker`` its place in its world. Workers that came later have
+        """The variables with the place of ``worker`` in its world. Workers that came later have
         ranks after all others."""
         node_of = {place.worker: place.node for place in self.places}
         members = self.world.members
@@ -294,7 +294,7 @@ class LocalRunner:
             "RANK": str(rank),
             "WORLD_SIZE": str(size),
             # Scripts don't change this one: by it the worker knows that a world which torch forms
-            # is the one that it was started for.
+            # is the world that it was started for.
             "POTLUCK_WORLD_RANK": f"{rank}/{size}",
             "LOCAL_RANK": str(beside.index(worker)),
             "LOCAL_WORLD_SIZE": str(len(beside)),
@@ -316,10 +316,10 @@ class LocalRunner:
         name = interface_of(address.partition("%")[0]) if address else ""
         return {each: name for each in _INTERFACE_NAMES if name and each not in os.environ}
 
-    def _tell(self, names: Sequence[str], message: worker_link.FromAgent) -> None:
-        """Send ``message`` to those of the workers ``names`` that have a link here; those that
-        have none are asked to stop by SIGTERM, but not those that are done: they end by themselves,
-        and their exit code may be why the job ends."""
+    def _send(self, names: Sequence[str], message: worker_link.FromAgent) -> None:
+        """Send ``message`` to the workers ``names`` over their links here. A worker without a link
+        is asked to stop by SIGTERM; not a finished worker, which ends by itself: its exit code may
+        be why the job ends."""
         for worker in names:
             link = self._links.get(worker)
             if link is not None:
@@ -351,33 +351,33 @@ class LocalRunner:
                 if member.worker not in names and member.node not in view.nodes:
                     cause = f"node {self._agent.names.called(member.node)} left the cluster's view"
                     over = worker_link.GroupOver(before.epoch, member.worker, False, cause)
-                    self._tell(self.alive, over)
+                    self._send(self.alive, over)
         chaos = parse_chaos(self.spec.chaos)
         members = tuple(map(self._seen_from_here, group.members))
         self._peers = frozenset((member.host, member.port) for member in members)
         for rank, name in enumerate(names):
             steps = chaos.steps_of(rank)
-            told = worker_link.NewGroup(
+            new = worker_link.NewGroup(
                 self.spec.job, group.epoch, members, steps, group.paths, group.cut
             )
             # Only to a process that was started for the group's world: one of an earlier world is
             # about to end.
             if self._reports.world_of(name) == group.world:
-                self._tell((name,), told)
+                self._send((name,), new)
 
     def hold(self, reason: str) -> None:
         """This node is paused, or in no view: end the group here, and have its workers wait."""
         cause = worker_link.clip(reason)
         if self.group is not None and not self.world.is_fixed:  # that may outlast the pause
-            self._tell(self.alive, worker_link.GroupOver(self.group.epoch, "", False, cause))
-        self._tell(self.alive, worker_link.Hold(cause))
+            self._send(self.alive, worker_link.GroupOver(self.group.epoch, "", False, cause))
+        self._send(self.alive, worker_link.Hold(cause))
 
     def resync(self) -> None:
         """The workers here have a state that was dropped (of a fork): kill them; the leader has
         them started again."""
         self._signal(self.alive, SIGKILL)
 
-    def say_again(self) -> None:
+    def report_again(self) -> None:
         """There is a leader again, maybe another one: report to it."""
         if self._launch is not None or self._error:
             self._report()
@@ -397,15 +397,15 @@ class LocalRunner:
 
     def _report(self) -> None:
         """Report everything about the workers here that the leader may not know."""
-        name, say, alive = self.spec.job, self._agent.plane.to_leader, self.alive
+        job, send, alive = self.spec.job, self._agent.plane.to_leader, self.alive
         for event in (*self._reports.progress(), *self._reports.ended()):
-            say(jobs.Happened(name, event))
+            send(jobs.Happened(job, event))
         lacks = self._lacks and bool(self._error)
-        say(jobs.Reported(name, self._reports.seen(alive), self._error, lacks))
+        send(jobs.Reported(job, self._reports.seen(alive), self._error, lacks))
         for event in self._reports.standing(alive):
-            say(jobs.Happened(name, event))
+            send(jobs.Happened(job, event))
         while self._unsent:
-            if not say(self._unsent[0]):
+            if not send(self._unsent[0]):
                 return
             self._unsent.popleft()
 
@@ -413,10 +413,10 @@ class LocalRunner:
         self._agent.plane.to_leader(jobs.Happened(self.spec.job, self._reports.take(event)))
         stands_still = self._agent.plane.stands_still
         if stands_still and isinstance(event, worker_link.Ready | worker_link.Lost):
-            self._tell((event.worker,), worker_link.Hold(worker_link.clip(stands_still)))
+            self._send((event.worker,), worker_link.Hold(worker_link.clip(stands_still)))
 
-    def _say(self, text: str) -> None:
-        """Something to tell a person."""
+    def _note(self, text: str) -> None:
+        """Show a line to people."""
         self._happened(worker_link.Said("", worker_link.clip(text)))
 
     def _line(self, worker: str, stream: str, text: str, end: jobs.End) -> None:
@@ -492,12 +492,12 @@ class LocalRunner:
                     is_done = isinstance(message, worker_link.Finished)
             except PotluckError as error:
                 if not isinstance(error, LinkError):
-                    self._say(f"worker {worker} was cut off: {error}")
+                    self._note(f"worker {worker} was cut off: {error}")
                 raise
 
     async def _hung_up(self, worker: str, process: WorkerProcess | None) -> None:
-        """The link ended. Mostly the process has ended as well, and its exit code says more: wait
-        for that a moment."""
+        """The link ended. Mostly the process has ended as well, and its exit code is more exact:
+        wait for that a moment."""
         await asyncio.sleep(_LAST_MESSAGES_S)
         if self._processes.get(worker) is process and worker not in self._links:
             self._happened(jobs.Disconnected(worker))
@@ -531,7 +531,7 @@ class LocalRunner:
         """Why the process ended with ``code``, if the owner's limits were the reason."""
         confinement = self._agent.confinement
         if code != 0 and confinement.limits.memory_bytes:
-            # Its last words may not have been read yet; it may be stopped while it says them.
+            # Its last words may not have been read yet; it may be stopped while it writes them.
             await process.release()
         said_so = worker in self._short_of_memory
         self._short_of_memory.discard(worker)

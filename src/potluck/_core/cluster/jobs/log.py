@@ -23,9 +23,8 @@ class JobLog:
     """The logs below ``home``. A full log takes no more lines; the oldest logs are removed.
 
     ``write`` returns at once: a thread writes the lines, in their order. A disk that is full, or a
-    folder that others may change, costs lines, not the job; ``on_note`` is told once each time that
-    writing begins to fail.
-    """
+    folder that others may change, costs lines, not the job; ``on_note`` gets one line each time
+    that writing begins to fail."""
 
     def __init__(self, home: Path, on_note: Callable[[str], None]) -> None:
         self._folder = home / "logs"

@@ -24,18 +24,18 @@ Names = tuple[str, ...]
 
 
 class Endings:
-    """Ends workers of one job: by ``tell(workers, message)`` and ``signal(workers, number)``.
-    ``state_of`` tells what membership knows of a worker, ``note`` tells people."""
+    """Ends workers of one job: by ``send(workers, message)`` and ``signal(workers, number)``.
+    ``state_of`` is the state of a worker in membership; ``note`` shows a line to people."""
 
     def __init__(
         self,
         *,
-        tell: Callable[[Names, worker_link.Stop], None],
+        send: Callable[[Names, worker_link.Stop], None],
         signal: Callable[[Names, int], None],
         state_of: Callable[[str], WorkerState],
         note: Callable[[str], None],
     ) -> None:
-        self._tell = tell
+        self._send = send
         self._signal = signal
         self._state_of = state_of
         self._note = note
@@ -54,7 +54,7 @@ class Endings:
 
     def stop(self, names: Names, reason: str) -> None:
         """Ask the workers ``names`` to end, then end them by SIGTERM, then by SIGKILL."""
-        self._tell(names, worker_link.Stop(worker_link.clip(reason)))
+        self._send(names, worker_link.Stop(worker_link.clip(reason)))
         self._later(names, _STOP_GRACE_S, signal.SIGTERM)
         self._later(names, 2 * _STOP_GRACE_S, SIGKILL)
 
@@ -77,7 +77,7 @@ class Endings:
 
 
 class Faults:
-    """The faults of ``plan``, injected by ``orders``; ``note`` tells people of each."""
+    """The faults of ``plan``, injected by ``orders``; ``note`` shows each to people."""
 
     def __init__(self, plan: ChaosPlan, orders: Orders, note: Callable[[str], None]) -> None:
         self._plan = plan
@@ -86,7 +86,7 @@ class Faults:
 
     @property
     def unfired(self) -> Sequence[str]:
-        """The faults that did not happen."""
+        """The faults that were not injected."""
         return [str(fault) for fault in self._plan.waiting]
 
     def due(self, event: ChaosDue, state: State) -> None:
@@ -102,7 +102,7 @@ class Faults:
             if fault.seconds:
                 loop = asyncio.get_running_loop()
                 loop.call_later(fault.seconds, self._orders.signal, hit, SIGCONT)
-        self._orders.tell((event.worker,), ChaosDone(event.step))
+        self._orders.send((event.worker,), ChaosDone(event.step))
 
 
 class Orders:
@@ -118,7 +118,7 @@ class Orders:
         for node in self._placement.by_node((worker,)):
             self._links.send(node, jobs.StartWorker(self._job, worker, attempt))
 
-    def tell(self, names: Sequence[str], message: worker_link.FromAgent) -> None:
+    def send(self, names: Sequence[str], message: worker_link.FromAgent) -> None:
         """Give ``message`` to the workers ``names``."""
         for node, here in self._placement.by_node(names).items():
             self._links.send(node, jobs.TellWorkers(self._job, here, message))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 class Orphans:
-    """Tells the watching process of workers' groups. It runs while there are any."""
+    """Reports process groups of workers to the watching process, which runs while there are any."""
 
     def __init__(self) -> None:
         self._groups: set[int] = set()
@@ -33,17 +33,17 @@ class Orphans:
                 start_new_session=True,  # what ends the agent's session does not end it
             )
         self._groups.add(group)
-        self._tell(f"+{group}\n")
+        self._report(f"+{group}\n")
 
     def ended(self, group: int) -> None:
         """The group was killed, and its number may soon be another's."""
         self._groups.discard(group)
-        self._tell(f"-{group}\n")
+        self._report(f"-{group}\n")
         if not self._groups and self._watching is not None:
             self._watching.communicate()  # it ends with its input
             self._watching = None
 
-    def _tell(self, line: str) -> None:
+    def _report(self, line: str) -> None:
         if self._watching is not None:
             assert self._watching.stdin is not None
             with contextlib.suppress(OSError):  # somebody has killed it

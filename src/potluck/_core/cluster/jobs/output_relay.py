@@ -92,22 +92,22 @@ class OutputRelay:
 
 class RollCall:
     """Runs in the event loop. ``describe()`` names the missing workers; an empty answer ends the
-    roll call. ``say`` gets the lines."""
+    roll call. ``note`` gets the lines."""
 
-    def __init__(self, describe: Callable[[], str], say: Callable[[str], None]) -> None:
+    def __init__(self, describe: Callable[[], str], note: Callable[[str], None]) -> None:
         self._describe = describe
-        self._say = say
+        self._note = note
         self._reminder: Reminder | None = None
         self._next: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
         """Begin, unless it has begun: some worker waits from now on."""
         if self._reminder is None:
-            self._reminder = Reminder(self._describe, say=self._say)
+            self._reminder = Reminder(self._describe, say=self._note)
             self._wait()
 
     def close(self) -> None:
-        """Say nothing more."""
+        """Write no more lines."""
         if self._next is not None:
             self._next.cancel()
         self._reminder = None

@@ -1,7 +1,8 @@
-"""Who may say what about jobs: one table, asked for each message before a job hears of it. Pure.
+"""The sender that each message about jobs needs: one table, checked before a job gets the message.
+Pure.
 
 The bodies of messages are checked where they are used: a node reports about its own workers only
-(``JobController``), and is told about jobs that it runs or started.
+(``JobController``), and gets messages about jobs that it runs or started.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class Role(StrEnum):
     STARTER = "the node on which the job was started"
 
 
-MAY_SAY: dict[type, Role] = {
+SENDERS: dict[type, Role] = {
     jobs.Order: Role.LEADER,
     jobs.JobList: Role.LEADER,
     jobs.JobStatus: Role.LEADER,
@@ -41,14 +42,14 @@ MAY_SAY: dict[type, Role] = {
 """The role that the sender of each message needs."""
 
 
-def may_say(
+def may_send(
     node: str, message: jobs.JobMessage, view: View | None, starter_of: Callable[[str], str]
 ) -> bool:
     """Whether ``node`` may send ``message`` to a node that uses ``view``. ``starter_of(job)`` is
     the node on which a job was started; empty if that is not known here."""
     if view is None or view.member(node) is None:
         return False
-    match MAY_SAY[type(message)]:
+    match SENDERS[type(message)]:
         case Role.LEADER:
             return node == view.leader
         case Role.STARTER if isinstance(message, jobs.Submit):

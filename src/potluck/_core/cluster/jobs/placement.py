@@ -42,7 +42,7 @@ def place(
 
 class Placement:
     """The ``places`` of the workers of the job of ``spec``. ``introduction(node)`` is that of a
-    node with a link; ``unwilling(node)`` says why a node runs no jobs of this starter, and is empty
+    node with a link; ``unwilling(node)`` is why a node runs no jobs of this starter, and is empty
     if it does."""
 
     def __init__(
@@ -95,7 +95,7 @@ class Placement:
         return "" if node is None or self._spec.is_local else self._names.label(node)
 
     def sayer(self, worker: str, node: str) -> str:
-        """What to put before a line that ``node`` tells people, about ``worker`` or no worker."""
+        """The prefix of a line of ``node`` for people, about ``worker`` or no worker."""
         if not self._spec.is_local:
             return f"{self._names.label(node)}: "
         return f"worker {worker}: " if worker else ""
@@ -108,9 +108,9 @@ class Placement:
         if num and (num >= least or self._spec.is_local):
             return ""
         count = f"{num} of at least {least} machines" if num else "no machine"
-        told: list[str] = []
-        self.note_unfit(view.nodes, told.append, again=True)
-        return f"{count} can run this job" + "".join(f". {text}" for text in told)
+        notes: list[str] = []
+        self.note_unfit(view.nodes, notes.append, again=True)
+        return f"{count} can run this job" + "".join(f". {text}" for text in notes)
 
     def lacks(self, node: str, what: str) -> None:
         """``node`` lacks ``what`` (empty: nothing any more): it gets no places."""
@@ -135,8 +135,8 @@ class Placement:
     def note_unfit(
         self, nodes: Iterable[str], note: Callable[[str], None], *, again: bool = False
     ) -> None:
-        """Tell which of ``nodes`` have no place and can't take part, and why; ``again`` also those
-        that were told before."""
+        """Note which of ``nodes`` have no place and can\'t take part, and why; with ``again`` also
+        the ones noted before."""
         for node in nodes:
             if node not in self.nodes:
                 if again:
@@ -161,10 +161,10 @@ class Placement:
         return not text
 
     def _differences(self, node: str) -> list[str]:
-        called, said = self._names.called(node), self._introduction(node)
-        if said is None:
+        called, introduction = self._names.called(node), self._introduction(node)
+        if introduction is None:
             return [f"there is no link to {called}"]
-        return differences(called, self._spec.versions, said.versions)
+        return differences(called, self._spec.versions, introduction.versions)
 
 
 class Withdrawals:
@@ -197,10 +197,10 @@ class Withdrawals:
             elif not refusal and node in self._nodes:
                 self._ask(node)
 
-    def is_out(self, node: str, told: Reported) -> bool:
-        """Whether ``node``, which reported, is still out: also until the workers that it had have
-        ended, so that nothing is taken for the word of new ones."""
-        is_willing = not (told.error or any(each.is_alive for each in told.workers))
+    def is_out(self, node: str, report: Reported) -> bool:
+        """Whether ``node``, which sent ``report``, is still out. It is out until its old workers
+        have exited, so that their reports are not mistaken for those of new workers."""
+        is_willing = not (report.error or any(each.is_alive for each in report.workers))
         if is_willing and not self._refusal(node):
             self._nodes.discard(node)
         return node in self._nodes

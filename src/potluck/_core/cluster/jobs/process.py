@@ -391,25 +391,25 @@ class InterruptedTraceback:
     """Lines in, lines out, from the interrupt on."""
 
     def __init__(self) -> None:
-        self._held: list[str] = []
+        self._kept: list[str] = []
 
     def feed(self, line: str) -> list[str]:
-        """The lines that are to be shown now. A traceback is held back until it ends."""
-        if self._held:
-            self._held.append(line)
-            if (line.startswith(" ") or not line) and len(self._held) < _MOST:
+        """The lines to show now. A traceback is kept back until it ends."""
+        if self._kept:
+            self._kept.append(line)
+            if (line.startswith(" ") or not line) and len(self._kept) < _MOST:
                 return []
-            held, self._held = self._held, []
-            return [_in_short(held)] if _ENDS.match(line) else held
+            kept, self._kept = self._kept, []
+            return [_in_short(kept)] if _ENDS.match(line) else kept
         if line.rstrip() == _BEGIN:
-            self._held.append(line)
+            self._kept.append(line)
             return []
         return [line]
 
     def finish(self) -> list[str]:
-        """What is held back, at the end of the output."""
-        held, self._held = self._held, []
-        return held
+        """The lines kept back, at the end of the output."""
+        kept, self._kept = self._kept, []
+        return kept
 
 
 def _in_short(lines: list[str]) -> str:

@@ -18,14 +18,15 @@ HASH = "parameter_hash"
 _COMMITTED = "committed_steps"
 _AGAIN = "steps_run_again"
 _LAST = 500
-_TOLD_ELSEWHERE = {HASH, _COMMITTED, _AGAIN, "recoveries"}
+_IN_OTHER_FIELDS = {HASH, _COMMITTED, _AGAIN, "recoveries"}
 
 Missing = Callable[[str, str], str]
 """``missing(worker, module)``: why an import failed there, in a sentence."""
 
 
 class WorkerSummary(msgspec.Struct, frozen=True):
-    """``exit`` is None for a worker that never ran to an end; ``finished``: it said it was done."""
+    """``exit`` is None for a worker that never ran to an end; ``finished``: it reported that it was
+    done."""
 
     worker: str
     finished: bool
@@ -50,10 +51,9 @@ class Summary(msgspec.Struct, frozen=True):
     """What ``potluck run --json`` writes. ``version`` rises when a field changes its meaning.
 
     ``hashes_equal`` is None when no worker reported a parameter hash. ``problems`` are sentences;
-    ``exit_code`` is 0 exactly if there are none. ``samples`` is None where the script told of none.
-    ``world_restarts``: how often all workers of a script that is not elastic were started again.
-    ``written``: the files that workers left on each machine (``potluck fetch``).
-    """
+    ``exit_code`` is 0 exactly if there are none. ``samples`` is None where the script reported
+    none. ``world_restarts``: how often all workers of a script that is not elastic were started
+    again. ``written``: the files that workers left on each machine (``potluck fetch``)."""
 
     job: str
     script: str
@@ -145,9 +145,9 @@ def explain(lines: Sequence[str], missing: Callable[[str], str]) -> str | None:
                 "machine where no `potluck up` runs, potluck run --workers 1 SCRIPT on a terminal; "
                 "anywhere, python SCRIPT"
             )
-        told = re.match(r"potluck\.errors\.\w+: (.+)", line)
-        if told is not None:
-            return told[1]
+        error = re.match(r"potluck\.errors\.\w+: (.+)", line)
+        if error is not None:
+            return error[1]
     return None
 
 
@@ -160,26 +160,26 @@ def _failures(
     if failure is None:
         return []
     last_words = journal.facts_of(failure.worker).last_words
-    said = explain(last_words, lambda module: missing(failure.worker, module))
+    cause = explain(last_words, lambda module: missing(failure.worker, module))
     text, where = failure.text, called(failure.worker)
     if where:
         name = f"worker {failure.worker}"
         text = re.sub(rf"^{re.escape(name)}(?= )", lambda found: f"{name} on {where}", text)
     last = next((line.strip() for line in reversed(last_words) if line.strip()), "")
-    if said is None and last and re.search(r"exited with code \d+$", text):
-        said = f"it said last: {last[:_LAST]}"  # of sys.exit("why"), for example
+    if cause is None and last and re.search(r"exited with code \d+$", text):
+        cause = f"it said last: {last[:_LAST]}"  # of sys.exit("why"), for example
     if failure.code is not None and "exited" not in text and "killed" not in text:
         code = failure.code if failure.code <= 128 else 128 - failure.code
         text += f" ({name_exit(code)})"
-    return [text if said is None or said in text else f"{text}: {said}"]
+    return [text if cause is None or cause in text else f"{text}: {cause}"]
 
 
 def _common_facts(workers: Sequence[WorkerSummary]) -> dict[str, Fact]:
-    """One value of each fact: the one of the first worker that has finished and reported it."""
+    """One value of each fact: of the first worker that has finished and reported it."""
     facts: dict[str, Fact] = {}
     for worker in sorted(workers, key=lambda each: not each.finished):
         for name, value in worker.facts.items():
-            if name not in _TOLD_ELSEWHERE:
+            if name not in _IN_OTHER_FIELDS:
                 facts.setdefault(name, value)
     return facts
 

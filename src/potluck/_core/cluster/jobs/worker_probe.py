@@ -1,4 +1,4 @@
-"""Which probed workers do not run: an agent's look at the processes that gave no answer.
+"""Probes: which workers of this machine do not run, by the state of their processes.
 
 A worker answers a probe on a thread of its own, also while its script computes or waits. No answer
 is no proof, though: native code that holds the interpreter's lock keeps that thread from running.
@@ -6,8 +6,8 @@ So an agent asks the system about the processes of its own machine. Only a proce
 reports as stopped (SIGSTOP, a debugger) at the probe and again ``ANSWER_S`` later, and that used no
 processor time between the two looks, is blamed.
 
-A process that waits for a disk, as in a machine that swaps, may come back at any moment: people are
-told, and no worker is blamed.
+A process that waits for a disk, as in a machine that swaps, may come back at any moment: people get
+a note, and no worker is blamed.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ ANSWER_S = 0.4
 """How long a worker that runs may take to answer before its agent looks again."""
 
 NUM_DISK_WAITS = 3
-"""So many probes in a row, each unanswered by a process that waits for a disk, are told of."""
+"""After so many probes in a row, unanswered by a process that waits for a disk, people get a
+note."""
 
 _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What the system tells of a process. ``cpu_s``: processor time that it has used so far."""
+    """The state of a process, by the system. ``cpu_s``: processor time that it has used so far."""
 
     status: str
     cpu_s: float
 
 
 def look(pid: int) -> Look | None:
-    """What the system tells of process ``pid`` now; None if it has ended or is not ours to see."""
+    """The state of process ``pid`` now; None if it has ended or belongs to another user."""
     try:
         process = psutil.Process(pid)
         with process.oneshot():
@@ -62,10 +63,10 @@ def waits_for_disk(before: Look | None, after: Look | None) -> bool:
 
 
 class WorkerProbe:
-    """The probes on their way to the workers of one crew. Runs in the loop.
+    """The unanswered probes of the workers of one job. Runs in the loop.
 
-    ``on_stalled(worker, reason)`` is told of a worker that does not run, ``on_note(text)`` of what
-    people should know.
+    ``on_stalled(worker, reason)`` is called about a worker that does not run, ``on_note(text)``
+    with lines for people.
     """
 
     def __init__(

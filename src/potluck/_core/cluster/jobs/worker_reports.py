@@ -1,6 +1,6 @@
-"""Reports of one node about a job's workers, kept so that a new leader can be told again. Pure.
+"""Reports of one node about a job's workers, kept for a new leader. Pure.
 
-A leader that is lost takes with it what it was told. So each node repeats to the next leader how
+The reports to a lost leader are lost with it. So each node repeats to the next leader how
 far each worker is, with all its facts; and for its newest process the exit code if it has exited;
 else that the worker has finished, asks for a group, or is a member of one.
 """
@@ -33,7 +33,7 @@ class WorkerReports:
         return self._worlds.get(worker)
 
     def has_finished(self, worker: str) -> bool:
-        """Whether the newest process of ``worker`` has said that it is done."""
+        """Whether the newest process of ``worker`` has reported that it is done."""
         return worker in self._finished
 
     def is_new(self, worker: str, attempt: int) -> bool:
@@ -98,7 +98,7 @@ class WorkerReports:
         )
 
     def standing(self, alive: Collection[str]) -> list[jobs.Event]:
-        """What the workers that run said last of themselves."""
+        """The last reports of the running workers about themselves."""
         found: list[jobs.Event] = []
         for worker in alive:
             if worker in self._finished:

@@ -1,6 +1,6 @@
 """The guard: which messages of other nodes reach the membership protocol. Pure.
 
-``MAY_SAY`` is the table of who may send what; the class adds what each message may claim. A message
+``SENDERS`` is the table of who may send what; the class adds what each message may claim. A message
 that does not pass is dropped, which is to the protocol as if the network had lost it: so the guard
 can't break an agreement, and an honest node repeats what it has to say.
 
@@ -55,7 +55,7 @@ _MEMBERS = frozenset({Sender.MEMBER})
 _NODES = frozenset({Sender.MEMBER, Sender.FORMER})
 _ALL = frozenset(Sender)
 
-MAY_SAY: dict[type, frozenset[Sender]] = {
+SENDERS: dict[type, frozenset[Sender]] = {
     wire.Heartbeat: _ALL,
     wire.IndirectProbe: _MEMBERS,
     wire.Ping: _NODES,
@@ -109,7 +109,7 @@ class Guard:
     ) -> Refusal | None:
         """Why ``message`` of ``node`` is dropped; None if the protocol is to see it."""
         sender = self._sender(node, incarnation)
-        if sender not in MAY_SAY[type(message)]:
+        if sender not in SENDERS[type(message)]:
             return Refusal(f"{type(message).__name__} from {sender}")
         self._note_own_vote()
         match message:

@@ -1,12 +1,11 @@
 """Pairs of members that can't reach each other although both live. Pure.
 
-A member's report names those that did not answer when it called them for a link. If they have
-answered the probe, there is such a pair. If the links that are left connect all members, the job
-goes on with the same members in a group that knows of the pair: its plans spare that link. The pair
-is forgotten when one of the two has reached the other again (``Mended``); between two steps the
-members then go over to a group that has the link. Agents that talk by way of a third agent tell of
-such pairs before any worker does (``Severed``).
-"""
+A member's report names the members that did not answer its call for a link. If they have answered
+the probe, there is such a pair. If the links that are left connect all members, the job goes on
+with the same members in a group that knows of the pair: its plans spare that link. The pair is
+forgotten when one of the two has reached the other again (``Mended``); between two steps the
+members then go over to a group that has the link. Agents that are linked by way of a third agent
+report such pairs before any worker does (``Severed``)."""
 
 from __future__ import annotations
 

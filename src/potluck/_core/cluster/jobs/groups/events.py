@@ -32,7 +32,7 @@ class Interrupted:
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """The nodes agreed on a group, in the view of ``epoch``: the one that was announced as
+    """The nodes agreed on a group, in the view of ``epoch``: announced as
     ``announced``; or, when that is 0, one of their own, which ``members`` (in rank order) are left
     in while others went with their nodes."""
 
@@ -70,8 +70,8 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Severed:
-    """The pairs of workers whose agents do not reach each other, and talk by way of a third. Told
-    every now and then."""
+    """The pairs of workers whose agents do not reach each other, and are linked by way of a third.
+    Sent every now and then."""
 
     pairs: frozenset[tuple[str, str]]
 
@@ -116,7 +116,7 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class EndGroup:
-    """Tell ``to`` that groups are over: all up to ``epoch`` with member ``worker``, or exactly
+    """Inform ``to`` that groups are over: all up to ``epoch`` with member ``worker``, or exactly
     ``epoch`` when ``worker`` is empty."""
 
     epoch: int
@@ -159,7 +159,7 @@ class BeginWorld:
 @dataclass(frozen=True, slots=True)
 class EndWorld:
     """Stop the processes of ``workers``: a fixed world has ended, because ``lost`` left it, and is
-    started again when they have ended. ``cause`` says why they left, ``reason`` also what
+    started again when they have ended. ``cause`` is why they left, ``reason`` also what
     follows."""
 
     workers: tuple[str, ...]

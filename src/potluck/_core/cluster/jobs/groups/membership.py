@@ -183,14 +183,14 @@ class _Turn(Turn):
             case _:
                 assert_never(event)
 
-    # What is told.
+    # Reports.
 
     def ready(self, event: Ready) -> None:
         if event.is_fixed:
             worlds.fix(self)
         worker = self.state.worker(event.worker)
         if worker.phase is Phase.EVICTED and event.after_epoch < worker.entered:
-            return  # its node repeats what it said before; since then it has asked for nothing
+            return  # repeated by its node; since then it has asked for nothing
         if worker.phase in (Phase.STARTING, Phase.READY, Phase.EVICTED, Phase.AWAY):
             self.update(worker.name, phase=Phase.READY, member=event.member)
             if self.state.ready_since is None and not self.state.groups:
@@ -233,7 +233,7 @@ class _Turn(Turn):
             self.actions.append(Note(reason))
 
     def judge_exit_of_stopped(self, worker: WorkerState, code: int, reason: str, why: str) -> None:
-        """An exit that was asked for says nothing new, unless it is the cause of the failure."""
+        """An exit that was asked for is no news, unless it is the cause of the failure."""
         failure = self.state.failure
         if failure is None:
             return
@@ -354,7 +354,8 @@ class _Turn(Turn):
         state = self.state
         if state.num_finished:
             # No finished worker gave the job's state to a member that joined after the last group
-            # in which one was (0: not told). Alone, that member would train on from an older step.
+            # in which one was (0: not reported). Alone, that member would train on from an older
+            # step.
             last = max(worker.entered for worker in state.workers if worker.finished)
             may_go_on = [w for w in state.having(Phase.MEMBER) if last == 0 or w.joined <= last]
             if not may_go_on:
@@ -401,7 +402,7 @@ class _Turn(Turn):
         members = [self.state.worker(worker.name) for worker in workers]
         members.sort(key=lambda worker: worker.seniority)
         places = in_ring([w.member for w in members if w.member is not None], self.state.ring)
-        assert len(places) == len(members), "a worker is ready and did not say where"
+        assert len(places) == len(members), "a ready worker has an address"
         group = LiveGroup(epoch, tuple(member.worker for member in places))
         cut = spared(self.state.cut, group.members)
         groups = self.state.groups[-1:] if self.all_entered() else self.state.groups
@@ -410,7 +411,7 @@ class _Turn(Turn):
         self.actions.append(Announce(epoch, places, joined, reason, cut=cut))
 
     def all_entered(self) -> bool:
-        """Whether every member of the newest group said that it has entered it."""
+        """Whether every member of the newest group has reported that it entered it."""
         newest = self.state.newest_group
         return newest is not None and all(
             worker.entered >= newest.epoch for worker in self.state.having(Phase.MEMBER)

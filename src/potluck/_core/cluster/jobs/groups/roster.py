@@ -34,9 +34,9 @@ class Phase(StrEnum):
     EVICTED = "evicted"
     """it was put out of its group; its process still runs and may ask again"""
     AWAY = "away"
-    """its node left the cluster's view; what became of its process will be told when it is back"""
+    """its node left the cluster's view; the fate of its process is known when it is back"""
     FINISHED = "finished"
-    """it said that it is done; its process still runs"""
+    """it reported that it is done; its process still runs"""
     STOPPING = "stopping"
     """it was asked to end; its process still runs"""
     WAITING = "waiting"
@@ -98,12 +98,11 @@ class JobPolicy:
 class WorkerState:
     """One place in the job.
 
-    ``joined`` is the epoch of the first group of its present membership (0: none yet),
-    ``entered`` the newest epoch that it said it had entered, ``in_vain`` how often in a row it
-    died before it had entered one, ``attempt`` how often its process was started again, whatever
-    for (-1: never started). ``finished``: it left a group because it was done. ``failed``: it said
-    that its code raised. ``again``: it waits for the next group of its fixed world.
-    """
+    ``joined`` is the epoch of the first group of its present membership (0: none yet), ``entered``
+    the newest epoch that it reported to have entered, ``in_vain`` how often in a row it died before
+    it had entered one, ``attempt`` how often its process was started again, whatever for (-1: never
+    started). ``finished``: it left a group because it was done. ``failed``: it reported that its
+    code raised. ``again``: it waits for the next group of its fixed world."""
 
     name: str
     phase: Phase = Phase.STARTING
@@ -138,7 +137,7 @@ class LiveGroup:
 
 @dataclass(frozen=True, slots=True)
 class LossReport:
-    """``worker`` says that its group ``epoch`` does not work, and blames ``blamed`` if anyone.
+    """``worker`` reports that its group ``epoch`` does not work, and blames ``blamed`` if anyone.
     ``unreachable`` are the members that did not answer when it called them for a link."""
 
     worker: str
@@ -181,7 +180,7 @@ class WorldState:
 
     ``members`` have their index as RANK. ``number`` counts how often the world was started again,
     ``restarts`` those times that ``max_restarts`` limits. ``is_fixed``: the script can't change it
-    while it runs. ``broken`` says why it is being stopped; then the next one begins, without the
+    while it runs. ``broken`` is why it is being stopped; then the next one begins, without the
     ``excluded`` workers. ``doubts`` are failures that may follow from a loss that is not known yet;
     they are judged at ``judge_at``.
     """
@@ -201,12 +200,12 @@ class WorldState:
 class State:
     """All that membership knows.
 
-    ``groups`` are live, oldest first; the last is the newest. ``broken`` says why the newest
+    ``groups`` are live, oldest first; the last is the newest. ``broken`` is why the newest
     group has to be replaced, ``not_before`` when at the earliest (0: at once). ``casualty`` is the
     last worker that was killed and not replaced. ``ring`` are nodes in the order of the ring that
     avoids slow links. ``ready_since``: when the first worker was ready for a group while there was
     none. ``world`` is what the workers were started for. ``cut`` are workers that can't reach each
-    other, ``mended`` says why a new group has more links, ``severed`` are those whose agents can't
+    other, ``mended`` is why a new group has more links, ``severed`` are those whose agents can't
     reach each other either.
     """
 
@@ -295,8 +294,8 @@ class State:
 
     @property
     def has_enough_ready(self) -> bool:
-        """Whether a first group may begin without those that are not ready. A fixed world may if
-        all of those keep dying: a slow worker is waited for."""
+        """Whether a first group may begin without the workers that are not ready. A fixed world may
+        if all of those keep dying: a slow worker is waited for."""
         missing = (self.worker(name) for name in self.world.members if self.world.is_fixed)
         if any(w.phase not in (Phase.READY, Phase.MEMBER) and not w.in_vain for w in missing):
             return False

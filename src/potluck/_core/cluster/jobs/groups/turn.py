@@ -26,7 +26,7 @@ class Turn:
         self.state = self.state.with_worker(replace(self.state.worker(name), **changes))
 
     def has_waited(self) -> bool:
-        """Whether a first group is to begin without those that are not ready."""
+        """Whether a first group is to begin without the workers that are not ready."""
         state = self.state
         is_over = state.ready_since is not None and (
             self.now >= state.ready_since + state.policy.wait_s

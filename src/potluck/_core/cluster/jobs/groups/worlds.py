@@ -10,7 +10,7 @@ ends at its first loss, and so shows that it is not elastic. Rules:
   ranks and a world size of its own. The script resumes from its own checkpoint.
 - A death counts as a restart, up to ``max_restarts``; a machine that leaves does not.
 - A member that fails because its connections failed, or that exits without a word, may only follow
-  from a loss that is not known yet. It is in *doubt* for ``cause_s``. If no loss is told until
+  from a loss that is not known yet. It is in *doubt* for ``cause_s``. If no loss is reported until
   then, failed connections start the world again, and an exit fails the job. Code that raised
   anything else fails the job at once.
 - A worker that is placed while there is a world waits for the next one: a restart would cost what
@@ -52,7 +52,7 @@ _STAYS = (Phase.STOPPING, Phase.AWAY, Phase.SPARE, Phase.GONE)
 
 
 def fix(turn: Turn) -> None:
-    """A worker said that its script can't change its world."""
+    """The script of a worker can't change its world."""
     world = turn.state.world
     if not world.is_fixed:
         turn.change(world=replace(world, is_fixed=True))
@@ -107,7 +107,7 @@ def seen(turn: Turn, event: Seen) -> None:
     turn.update(worker.name, attempt=attempt)
     if not event.is_alive or not world.is_fixed or turn.state.stopping:
         return
-    if event.world > world.number:  # begun by a leader that is lost, who told only some of it
+    if event.world > world.number:  # begun by a lost leader, in a part of the nodes
         turn.change(world=replace(world, number=event.world))
         end(turn, "the leader of the job was lost while it started the world again", ())
     elif worker.phase is Phase.STOPPING:
@@ -178,7 +178,7 @@ def settle(turn: Turn) -> None:
         _dismiss_others(turn)
 
 
-# What is told.
+# Reports.
 
 
 def _given_up(turn: Turn, event: Failed) -> None:
@@ -215,15 +215,15 @@ def _exited(turn: Turn, worker: WorkerState, code: int, why: str) -> bool:
 
 
 def _doubt(turn: Turn, failure: JobFailure) -> None:
-    """``failure`` may follow from a loss; an exit code is added to what its worker said before."""
+    """``failure`` may follow from a loss; an exit code is added to its worker's earlier report."""
     world = turn.state.world
     if world.broken:
         return
-    told = {each.worker: each for each in world.doubts}
-    said = told.get(failure.worker)
-    told[failure.worker] = failure if said is None else replace(said, code=failure.code)
+    doubts = {each.worker: each for each in world.doubts}
+    earlier = doubts.get(failure.worker)
+    doubts[failure.worker] = failure if earlier is None else replace(earlier, code=failure.code)
     judge_at = world.judge_at or turn.now + turn.state.policy.cause_s
-    turn.change(world=replace(world, doubts=tuple(told.values()), judge_at=judge_at))
+    turn.change(world=replace(world, doubts=tuple(doubts.values()), judge_at=judge_at))
 
 
 def _away(turn: Turn, names: Iterable[str], reason: str) -> None:
@@ -249,7 +249,7 @@ def _placed(turn: Turn, name: str) -> None:
 
 
 def _again(turn: Turn, worker: WorkerState, member: Member, after_epoch: int) -> None:
-    """A script that ended its process group forms one again. What is told twice changes nothing."""
+    """A script that ended its process group forms one again. A repeated report changes nothing."""
     if worker.phase is Phase.FINISHED or after_epoch >= turn.state.epoch:
         turn.update(worker.name, phase=Phase.MEMBER, member=member, finished=False, again=True)
 
@@ -381,7 +381,7 @@ def _announce(
     for worker in members:
         turn.update(worker.name, phase=Phase.MEMBER, joined=epoch, entered=0, again=False)
     places = tuple(worker.member for worker in members if worker.member is not None)
-    assert len(places) == len(members), "a worker is ready and did not say where"
+    assert len(places) == len(members), "a ready worker has an address"
     names = tuple(worker.name for worker in members)
     turn.change(epoch=epoch, groups=(LiveGroup(epoch, names),), broken="", ready_since=None)
     number = turn.state.world.number
