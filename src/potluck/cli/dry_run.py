@@ -10,10 +10,9 @@ from potluck._core.cluster.code_store.selection import Selection, check_script, 
 from potluck._core.cluster.code_store.wording import in_words, links_in_words, size_in_words
 from potluck._core.settings import Settings
 from potluck.cli.nodes import ask_nodes
-from potluck.cli.terminal import as_json, check_writable, print_json, say
+from potluck.cli.terminal import STDOUT, check_writable, say, write_json
 
 SCHEMA_VERSION = 1
-_STDOUT = Path("-")
 
 
 def show_dry_run(
@@ -23,7 +22,7 @@ def show_dry_run(
 
     ConfigurationError as the run itself would meet it: if a file looks like a key, for example.
     """
-    if json != _STDOUT:
+    if json != STDOUT:
         check_writable("--json", json)
     path = script.absolute()
     selection = select(root, settings.home, include)
@@ -40,10 +39,7 @@ def show_dry_run(
         "files": selection.files,
         "staying": selection.staying,
     }
-    if json == _STDOUT:
-        print_json(listed)
-    else:
-        json.write_bytes(as_json(listed) + b"\n")
+    write_json(json, listed)
 
 
 async def _other_machines(settings: Settings) -> list[str] | None:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from potluck.cli.terminal import as_json, check_writable, print_json, say
+from potluck.cli.terminal import check_writable, say, write_json
 from potluck.errors import ConfigurationError
 
 app = typer.Typer(
@@ -124,6 +124,12 @@ def run(
 
     Exit code 0 if the server's function returned.
     """
+    from potluck._core.cluster.home.node_state import find_agent
+    from potluck._core.cluster.run import checked, run_job
+    from potluck._core.settings import load_settings
+    from potluck._core.wire.local import RunRequest
+    from potluck.cli.job_display import print_summary, watcher_for
+    from potluck.cli.launched import check_alone
     from potluck.federated.bundle import files_of, stage
 
     folder = _own_folder(data_dir)
@@ -136,6 +142,14 @@ def run(
         _show(root, files, json)
         return
     check_writable("--json", json)
+    check_alone(os.environ, "potluck federated run")
+    settings = load_settings()
+    agent = find_agent(settings.home)
+    if agent is None and max(nodes, min_nodes) > 1:
+        raise ConfigurationError(
+            "--nodes and --min-nodes: this machine is in no cluster; start its agent with: "
+            "potluck up"
+        )
     with tempfile.TemporaryDirectory(prefix="potluck-federated-") as temporary:
         staged = Path(temporary) / "code"
         staged.mkdir()
@@ -144,22 +158,30 @@ def run(
         words = ["--server", server.name, "--seed", str(seed), "--history", str(history)]
         words += ["--client", clients.absolute().relative_to(root).as_posix()]
         words += ["--data-dir", data_dir] if data_dir else []
-        code = _run(
-            script,
-            words,
-            per_node=workers,
-            max_nodes=nodes,
-            min_nodes=min_nodes,
-            wait_s=wait,
-            max_restarts=max_restarts,
-            show_output=show_output,
-            include=tuple(include or ()),
-            modules=tuple(each.as_posix() for each in files if each.suffix == ".py"),
-            history=history,
-            json=json,
-            plain=plain,
+        words += [] if agent is None or show_output else ["--keep-output"]
+        request = checked(
+            RunRequest(
+                script=str(script),
+                arguments=tuple(words),
+                per_node=workers,
+                extra_workers=1,
+                max_nodes=nodes,
+                max_restarts=max_restarts,
+                restarts_worlds=False,
+                wait_s=wait,
+                min_nodes=min_nodes,
+                peer_timeout_s=settings.peer_timeout_s,
+                include=tuple(include or ()),
+                modules=tuple(each.as_posix() for each in files if each.suffix == ".py"),
+                keeps_files=True,
+            )
         )
-    raise typer.Exit(code)
+        summary = run_job(request, settings, watcher_for(sys.stdout, plain=plain), agent)
+        runs = json_module.loads(history.read_text()) if history.is_file() else []
+    print_summary(summary)
+    if json is not None:
+        write_json(json, {"version": 1, "runs": runs, "job": summary})
+    raise typer.Exit(summary.exit_code)
 
 
 def _own_folder(data_dir: str | None) -> Path | None:
@@ -178,71 +200,9 @@ def _show(root: Path, files: list[Path], json: Path | None) -> None:
     listed = [
         {"path": path.as_posix(), "num_bytes": (root / path).stat().st_size} for path in files
     ]
-    if json is None:
-        for each in listed:
-            say(f"{each['num_bytes']:>11}  {each['path']}")
-        say(f"{len(listed)} files of {root} would travel, and nothing else")
-    elif json == Path("-"):
-        print_json({"version": 1, "folder": str(root), "files": listed})
-    else:
-        content = {"version": 1, "folder": str(root), "files": listed}
-        json.write_bytes(as_json(content) + b"\n")
-
-
-def _run(
-    script: Path,
-    words: list[str],
-    *,
-    per_node: int,
-    max_nodes: int,
-    min_nodes: int,
-    wait_s: float,
-    max_restarts: int,
-    show_output: bool,
-    include: tuple[str, ...],
-    modules: tuple[str, ...],
-    history: Path,
-    json: Path | None,
-    plain: bool,
-) -> int:
-    from potluck._core.cluster.home.node_state import find_agent
-    from potluck._core.cluster.run import checked, run_job
-    from potluck._core.settings import load_settings
-    from potluck._core.wire.local import RunRequest
-    from potluck.cli.job_display import print_summary, watcher_for
-    from potluck.cli.launched import check_alone
-
-    check_alone(os.environ, "potluck federated run")
-    settings = load_settings()
-    agent = find_agent(settings.home)
-    if agent is None and max(max_nodes, min_nodes) > 1:
-        raise ConfigurationError(
-            "--nodes and --min-nodes: this machine is in no cluster; start its agent with: "
-            "potluck up"
-        )
-    if agent is not None and not show_output:
-        words = [*words, "--keep-output"]
-    request = checked(
-        RunRequest(
-            script=str(script),
-            arguments=tuple(words),
-            per_node=per_node,
-            extra_workers=1,
-            max_nodes=max_nodes,
-            max_restarts=max_restarts,
-            restarts_worlds=False,
-            wait_s=wait_s,
-            min_nodes=min_nodes,
-            peer_timeout_s=settings.peer_timeout_s,
-            include=include,
-            modules=modules,
-            keeps_files=True,
-        )
-    )
-    summary = run_job(request, settings, watcher_for(sys.stdout, plain=plain), agent)
-    print_summary(summary)
     if json is not None:
-        runs = json_module.loads(history.read_text()) if history.is_file() else []
-        content = {"version": 1, "runs": runs, "job": summary}
-        json.write_bytes(as_json(content) + b"\n")
-    return int(summary.exit_code)
+        write_json(json, {"version": 1, "folder": str(root), "files": listed})
+        return
+    for each in listed:
+        say(f"{each['num_bytes']:>11}  {each['path']}")
+    say(f"{len(listed)} files of {root} would travel, and nothing else")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from potluck.cli.terminal import console_on, date, print_json, say
+from potluck.cli.terminal import console_on, date, print_json, say, table_of
 from potluck.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -158,13 +158,9 @@ def _show(jobs: list[Found], *, json: bool) -> None:
     if not jobs:
         say("No job left files on the machines that are there.")
         return
-    from rich.table import Table
-
     from potluck._core.cluster.code_store.wording import size_in_words
 
-    table = Table()
-    for title in ("job", "began", "machine", "files", "size", ""):
-        table.add_column(title, justify="right" if title in ("files", "size") else "left")
+    table = table_of("job", "began", "machine", "files", "size", "", right=("files", "size"))
     for found in jobs:
         began = date(found.began)
         for machine, files in found.here:

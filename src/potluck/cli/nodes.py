@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from potluck.cli.terminal import console_on
+from potluck.cli.terminal import console_on, table_of
 from potluck.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from potluck._core.cluster.home.node_state import AgentRecord
     from potluck._core.settings import Settings
-    from potluck._core.wire.local import NodeInfo, NodesReply
+    from potluck._core.wire.local import NodeInfo, NodesReply, Reply, Request
     from potluck._core.wire.worker_link import JobState
 
 
@@ -49,40 +49,40 @@ _ANSWER_S = 3.0
 async def ask_nodes(settings: Settings) -> NodesReply | None:
     """The cluster as this machine's agent sees it; None if no agent runs. PotluckError if the agent
     does not answer within 3 s."""
-    from potluck._core.cluster.links.local import ask_agent
     from potluck._core.wire.local import NodesReply, NodesRequest
 
-    try:
-        answer = await ask_agent(settings, NodesRequest(), timeout_s=_ANSWER_S)
-    except ConfigurationError:
-        return None
-    assert isinstance(answer, NodesReply)
+    answer = await _ask(settings, NodesRequest())
+    assert answer is None or isinstance(answer, NodesReply)
     return answer
 
 
 async def ask_jobs(settings: Settings, agent: AgentRecord | None = None) -> tuple[JobState, ...]:
     """The jobs of ``agent``, or of this machine's agent; empty if no agent runs. PotluckError if
     the agent does not answer within 3 s."""
-    from potluck._core.cluster.links.local import ask_agent
     from potluck._core.wire.local import JobsReply, JobsRequest
 
+    answer = await _ask(settings, JobsRequest(), agent)
+    assert answer is None or isinstance(answer, JobsReply)
+    return () if answer is None else answer.jobs
+
+
+async def _ask(
+    settings: Settings, request: Request, agent: AgentRecord | None = None
+) -> Reply | None:
+    from potluck._core.cluster.links.local import ask_agent
+
     try:
-        answer = await ask_agent(settings, JobsRequest(), timeout_s=_ANSWER_S, agent=agent)
+        return await ask_agent(settings, request, timeout_s=_ANSWER_S, agent=agent)
     except ConfigurationError:
-        return ()
-    assert isinstance(answer, JobsReply)
-    return answer.jobs
+        return None
 
 
 def show_jobs(jobs: Sequence[JobState]) -> None:
     """Print a table of jobs: epoch, step, number of ranks, and nodes of each."""
-    from rich.table import Table
-
     if not jobs:
         return
-    table = Table(title="jobs", title_justify="left")
-    for title in ("job", "epoch", "step", "world", "nodes"):
-        table.add_column(title, justify="left" if title in ("job", "nodes") else "right")
+    numbers = ("epoch", "step", "world")
+    table = table_of("job", *numbers, "nodes", right=numbers, title="jobs")
     for job in jobs:
         members = [worker for worker in job.workers if worker.rank >= 0]
         nodes = dict.fromkeys(worker.node or "this one" for worker in members)
@@ -94,19 +94,14 @@ def show_jobs(jobs: Sequence[JobState]) -> None:
 
 def show_nodes(cluster: NodesReply) -> None:
     """Print tables of the nodes and of the links between them, with the last events below."""
-    from rich.table import Table
-
     console = console_on()
     state = f"paused: {cluster.paused}" if cluster.paused else f"epoch {cluster.epoch}"
-    table = Table(
+    table = table_of(
+        *("node", "role", "link", "address", "cores", "memory", "devices", "samples/s"),
+        right=("cores", "memory", "samples/s"),
         title=f"cluster {cluster.namespace[:8]} · {state}",
         caption=_caption(cluster),
-        title_justify="left",
-        caption_justify="left",
     )
-    numbers = ("cores", "memory", "samples/s")
-    for title in ("node", "role", "link", "address", "cores", "memory", "devices", "samples/s"):
-        table.add_column(title, justify="right" if title in numbers else "left", overflow="fold")
     names = {each.node: label(each.node, cluster) for each in cluster.nodes}
     for each in cluster.nodes:
         rate = each.samples_per_s
@@ -181,15 +176,12 @@ def _caption(cluster: NodesReply) -> str | None:
 
 def _show_links(cluster: NodesReply, names: dict[str, str], console: Console) -> None:
     """Print a table of links, with a row for both directions between two nodes."""
-    from rich.table import Table
-
     links = {(each.source, each.target): each for each in cluster.links}
     pairs = [(a, b) for a, b in links if a < b or (b, a) not in links]
     if not pairs:
         return
-    table = Table(title="links", title_justify="left")
-    for title in ("between", "latency", "there", "back", "interfaces"):
-        table.add_column(title, justify="left" if title in ("between", "interfaces") else "right")
+    numbers = ("latency", "there", "back")
+    table = table_of("between", *numbers, "interfaces", right=numbers, title="links")
     for a, b in sorted(pairs, key=lambda pair: (names[pair[0]], names[pair[1]])):
         there, back = links[a, b], links.get((b, a))
         ends = [there.interface or "?", (back.interface if back else "") or "?"]

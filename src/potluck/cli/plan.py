@@ -22,14 +22,13 @@ from potluck.cli.run import (
     machines_of,
     script_of,
 )
-from potluck.cli.terminal import as_json, check_writable, print_json
+from potluck.cli.terminal import STDOUT, check_writable, write_json
 from potluck.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from potluck.training.planner import Measured, Plan
 
 SCHEMA_VERSION = 1
-_STDOUT = Path("-")
 
 
 def plan(
@@ -92,7 +91,7 @@ def plan(
 
     check_alone(os.environ, "potluck plan")
     settings = load_settings()
-    if json != _STDOUT:
+    if json != STDOUT:
         check_writable("--json", json)
     request = checked(
         RunRequest(
@@ -152,12 +151,11 @@ def plan(
         ],
         "measured": measured,
     }
-    kept.write_bytes(as_json(facts) + b"\n")
-    if json == _STDOUT:
-        print_json(facts)
-        return
+    write_json(kept, facts)
     if json is not None:
-        json.write_bytes(as_json(facts) + b"\n")
+        write_json(json, facts)
+    if json == STDOUT:
+        return
     for line in _lines(measured, made, kept):
         typer.echo(line)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from potluck.cli.terminal import console_on, date, print_json
+from potluck.cli.terminal import console_on, date, print_json, table_of
 from potluck.errors import PotluckError
 
 if TYPE_CHECKING:
@@ -116,12 +116,8 @@ def _of_only_admin(rows: list[dict[str, Any]]) -> str:
 
 
 def _show(rows: list[dict[str, Any]], me: str) -> None:
-    from rich.table import Table
-
-    table = Table()
     sites = ("site",) if any(row["site"] for row in rows) else ()
-    for title in ("machine", *sites, "node", "role", "since", "until", "last seen"):
-        table.add_column(title, overflow="fold")
+    table = table_of("machine", *sites, "node", "role", "since", "until", "last seen")
     for row in rows:
         seen = "this machine" if row["node"] == me else "now" if row["is_here"] else None
         reason = f" ({row['reason']})" if row["reason"] else ""

@@ -14,7 +14,7 @@ import msgspec
 import typer
 
 from potluck._core import native
-from potluck.cli.terminal import as_json, check_writable
+from potluck.cli.terminal import check_writable, write_json
 from potluck.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -307,7 +307,7 @@ class Results:
         code = summary.exit_code
         try:
             if self._json is not None:
-                self._json.write_bytes(as_json(summary) + b"\n")
+                write_json(self._json, summary)
         except OSError as error:
             typer.echo(f"potluck: the summary can't be written: {error}", err=True)
             code = code or 2

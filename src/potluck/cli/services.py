@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from potluck.cli.terminal import console_on, print_json, say
+from potluck.cli.terminal import console_on, print_json, say, table_of
 
 if TYPE_CHECKING:
     from potluck._core.wire.local import ServicesReply
@@ -52,12 +52,8 @@ def services(
 
 
 def _show(reply: ServicesReply) -> None:
-    from rich.table import Table
-
     if reply.services:
-        table = Table()
-        for title in ("service", "machine", "node", "address", "methods"):
-            table.add_column(title, overflow="fold")
+        table = table_of("service", "machine", "node", "address", "methods")
         for each in reply.services:
             service = each.service
             table.add_row(

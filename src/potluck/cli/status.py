@@ -12,7 +12,7 @@ import typer
 from msgspec import structs
 
 from potluck.cli.nodes import ask_jobs, ask_nodes, show_jobs, show_nodes
-from potluck.cli.terminal import console_on, print_json, say
+from potluck.cli.terminal import console_on, print_json, say, table_of
 from potluck.errors import PotluckError
 
 if TYPE_CHECKING:
@@ -92,23 +92,19 @@ async def _ask_all(
 
 
 def _show(jobs: list[JobState]) -> None:
-    from rich.table import Table
-
     from potluck.cli.job_display import duration, how_far, number
 
     console = console_on()
     for job in jobs:
         loss = "-" if job.loss is None or math.isnan(job.loss) else f"{job.loss:.4f}"
-        table = Table(
+        table = table_of(
+            *("worker", "rank", "state", "device", "samples/s", "step", "restarts"),
+            right=("worker", "rank", "samples/s", "step", "restarts"),
             title=f"{Path(job.script).name} · {job.job} · {_where(job)} · "
             f"{duration(time.time() - job.started)}",
             caption=f"group {job.epoch} · step {max(job.step, 0)} · loss {loss}"
             + ("" if job.samples is None else f"\n{how_far(job.samples)}"),
-            title_justify="left",
-            caption_justify="left",
         )
-        for title in ("worker", "rank", "state", "device", "samples/s", "step", "restarts"):
-            table.add_column(title, justify="left" if title in ("state", "device") else "right")
         for worker in job.workers:
             table.add_row(
                 f"{worker.worker} {worker.node}".strip(),

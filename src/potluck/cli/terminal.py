@@ -7,6 +7,7 @@ import datetime
 import logging
 import os
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -18,6 +19,10 @@ from potluck.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
+
+
+STDOUT = Path("-")
 
 
 def check_writable(option: str, path: Path | None) -> None:
@@ -41,6 +46,14 @@ def as_json(value: Any) -> bytes:
 def print_json(value: Any) -> None:
     """Write ``value`` to stdout as indented JSON."""
     typer.echo(as_json(value).decode())
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write ``value`` as indented JSON to ``path``; to stdout if that is ``-``."""
+    if path == STDOUT:
+        print_json(value)
+    else:
+        path.write_bytes(as_json(value) + b"\n")
 
 
 def say(text: str, *, err: bool = False) -> None:
@@ -68,6 +81,17 @@ def console_on(file: TextIO | None = None) -> Console:
             return super().render_str(paragraph(text), **options)
 
     return PlainConsole(file=file, markup=False)
+
+
+def table_of(*titles: str, right: Collection[str] = (), **options: Any) -> Table:
+    """A table with these columns, the ``right`` ones aligned to the right. Long words are folded;
+    ``options`` are a title and a caption."""
+    from rich.table import Table
+
+    table = Table(title_justify="left", caption_justify="left", **options)
+    for title in titles:
+        table.add_column(title, justify="right" if title in right else "left", overflow="fold")
+    return table
 
 
 class PlainFormatter(logging.Formatter):

@@ -14,9 +14,9 @@ import msgspec
 import pytest
 
 from potluck._core.cluster.home.node_state import NodeState
-from potluck._core.cluster.jobs.deferred_messages import MAX_BYTES, DeferredMessages
 from potluck._core.cluster.jobs.groups import membership
 from potluck._core.cluster.jobs.groups.roster import JobPolicy
+from potluck._core.cluster.jobs.permissions import MAX_BYTES, DeferredMessages
 from potluck._core.cluster.membership.failure_detector import MAX_PEERS
 from potluck._core.cluster.membership.guard import MAX_RESIGNED
 from potluck._core.cluster.topology.survey import Survey

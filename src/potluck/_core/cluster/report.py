@@ -13,7 +13,7 @@ from potluck._core.cluster.links.peers import PeerLinks
 from potluck._core.cluster.names import NodeNames
 from potluck._core.cluster.sharing.offers import Offers
 from potluck._core.cluster.sharing.rules import who_may
-from potluck._core.cluster.topology.stragglers import stragglers
+from potluck._core.cluster.topology.graph import stragglers
 from potluck._core.cluster.topology.surveyor import Surveyor
 from potluck._core.cluster.trust.admission_file import AdmissionFile
 from potluck._core.transport.credentials import Credentials

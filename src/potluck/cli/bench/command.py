@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from potluck.cli.terminal import as_json, check_writable
+from potluck.cli.terminal import check_writable, write_json
 from potluck.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def bench(
     result["left_out"] |= missing
     typer.echo(f"\n{table.foot(result)}")
     if json is not None:
-        json.write_bytes(as_json(result) + b"\n")
+        write_json(json, result)
     if plot is not None:
         from potluck.cli.bench.plot import draw
 
@@ -145,7 +145,7 @@ def _compress(sizes: str, rounds: int, json: Path | None) -> None:
         rows.append(row)
         typer.echo(compression.line(row))
     if json is not None:
-        json.write_bytes(as_json({"machine": facts, "count": count, "rows": rows}) + b"\n")
+        write_json(json, {"machine": facts, "count": count, "rows": rows})
 
 
 def _bytes_of(sizes: str) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from potluck._core.cluster.jobs.deferred_messages import MAX_BYTES, OF_ONE_NODE, DeferredMessages
+from potluck._core.cluster.jobs.permissions import MAX_BYTES, OF_ONE_NODE, DeferredMessages
 from potluck._core.wire import jobs, worker_link
 from potluck.errors import ProtocolError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from potluck._core.cluster.topology.stragglers import slow_links, stragglers
+from potluck._core.cluster.topology.graph import slow_links, stragglers
 from potluck._core.wire.facts import LinkFacts
 
 GIGABIT = 125e6

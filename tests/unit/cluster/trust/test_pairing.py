@@ -18,10 +18,9 @@ from potluck._core.cluster.discovery.advert import Hint
 from potluck._core.cluster.discovery.finder import Finder, OnHint, Presence
 from potluck._core.cluster.trust import pairing_host, pairing_joiner
 from potluck._core.cluster.trust.admissions import sign
-from potluck._core.cluster.trust.pairing import Code, Exchange, new_code, parse_code
+from potluck._core.cluster.trust.pairing import Code, Confirm, Exchange, new_code, parse_code
 from potluck._core.cluster.trust.pairing_host import hand_over
 from potluck._core.cluster.trust.pairing_joiner import MAX_GUESSES, Me, take_over
-from potluck._core.cluster.trust.pairing_link import Confirm
 from potluck._core.transport.acceptor import LIMITS, Limits
 from potluck._core.transport.credentials import node_id_of_bytes
 from potluck._core.wire import pairing as wire

@@ -21,7 +21,6 @@ from potluck._core.background import Alarm
 from potluck._core.cluster.code_store.imports import describe_missing
 from potluck._core.cluster.jobs.agent_parts import AgentParts
 from potluck._core.cluster.jobs.chaos import parse_chaos
-from potluck._core.cluster.jobs.deferred_messages import DeferredMessages
 from potluck._core.cluster.jobs.environment import free_port
 from potluck._core.cluster.jobs.group_agreement import GroupAgreement
 from potluck._core.cluster.jobs.groups import events, membership
@@ -29,6 +28,7 @@ from potluck._core.cluster.jobs.groups.roster import JobPolicy, Phase, State
 from potluck._core.cluster.jobs.journal import Journal, first_line, lost_text
 from potluck._core.cluster.jobs.orders import Endings, Faults, Orders
 from potluck._core.cluster.jobs.output_relay import OutputRelay, RollCall
+from potluck._core.cluster.jobs.permissions import DeferredMessages
 from potluck._core.cluster.jobs.placement import Placement, Withdrawals
 from potluck._core.cluster.jobs.summary import Summary, missing_workers, status_of, summarize
 from potluck._core.system import SIGKILL

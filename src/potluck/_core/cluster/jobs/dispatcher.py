@@ -25,11 +25,10 @@ from potluck._core.cluster.code_store.wording import in_words, links_in_words
 from potluck._core.cluster.jobs.agent_parts import AgentParts
 from potluck._core.cluster.jobs.client_jobs import ClientJobs
 from potluck._core.cluster.jobs.controller import JobController
-from potluck._core.cluster.jobs.deferred_messages import DeferredMessages
 from potluck._core.cluster.jobs.environment import free_port
 from potluck._core.cluster.jobs.groups.events import Severed
 from potluck._core.cluster.jobs.local_runner import LocalRunner
-from potluck._core.cluster.jobs.permissions import may_lead_soon, may_send
+from potluck._core.cluster.jobs.permissions import DeferredMessages, may_lead_soon, may_send
 from potluck._core.cluster.jobs.placement import differences, place
 from potluck._core.cluster.jobs.summary import Summary, encode_summary
 from potluck._core.cluster.links.local import Client

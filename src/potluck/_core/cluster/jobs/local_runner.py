@@ -28,7 +28,7 @@ from potluck._core.cluster.code_store.store import CodeStore
 from potluck._core.cluster.discovery.interfaces import interface_of
 from potluck._core.cluster.jobs.agent_parts import AgentParts
 from potluck._core.cluster.jobs.chaos import parse_chaos
-from potluck._core.cluster.jobs.process import InterruptedTraceback, Launch, WorkerProcess
+from potluck._core.cluster.jobs.process import Launch, WorkerProcess
 from potluck._core.cluster.jobs.worker_probe import WorkerProbe
 from potluck._core.cluster.jobs.worker_reports import WorkerReports
 from potluck._core.cluster.sharing.broker import Broker
@@ -93,7 +93,6 @@ class LocalRunner:
         self._processes: dict[str, WorkerProcess] = {}
         self._alive: set[str] = set()
         self._short_of_memory: set[str] = set()
-        self._interrupted: dict[str, InterruptedTraceback] = {}
         self._links: dict[str, _Link] = {}
         self._unlinked: dict[str, asyncio.Event] = {}
         """By worker: set while it has no link here."""
@@ -333,8 +332,6 @@ class LocalRunner:
     def _signal(self, workers: Sequence[str], number: int) -> None:
         for worker in workers:
             if worker in self._alive:
-                if number == signal.SIGINT:
-                    self._interrupted.setdefault(worker, InterruptedTraceback())
                 self._processes[worker].signal(number)
 
     # What the cluster agreed on.
@@ -420,14 +417,6 @@ class LocalRunner:
         self._happened(worker_link.Said("", worker_link.clip(text)))
 
     def _line(self, worker: str, stream: str, text: str, end: jobs.End) -> None:
-        traceback = self._interrupted.get(worker)
-        if traceback is None or stream != "stderr" or end != "\n":
-            self._pass_on(worker, stream, text, end)
-            return
-        for line in traceback.feed(text):
-            self._pass_on(worker, stream, line, end)
-
-    def _pass_on(self, worker: str, stream: str, text: str, end: jobs.End) -> None:
         if self._agent.confinement.is_memory_error(text):
             self._short_of_memory.add(worker)
         line = jobs.Output(self.spec.job, worker, stream, text, end)
@@ -518,9 +507,6 @@ class LocalRunner:
         why_ended = await self._why_ended(worker, process, code)
         self._happened(jobs.Exited(worker, code, attempt, why_ended))
         await process.release()
-        if (traceback := self._interrupted.pop(worker, None)) is not None:
-            for line in traceback.finish():
-                self._pass_on(worker, "stderr", line, "\n")
         results = []
         if self._folder is not None and not self.spec.keeps_files:
             results = await asyncio.to_thread(self._folder.results)

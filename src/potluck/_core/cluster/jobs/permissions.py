@@ -1,17 +1,28 @@
-"""The sender that each message about jobs needs: one table, checked before a job gets the message.
-Pure.
+"""Which messages about jobs a node acts on: now, after its next view, or never.
 
-The bodies of messages are checked where they are used: a node reports about its own workers only
-(``JobController``), and gets messages about jobs that it runs or started.
-"""
+``SENDERS`` is the role that the sender of each message needs; it is checked before a job gets the
+message. The bodies of messages are checked where they are used: a node reports about its own
+workers only (``JobController``), and gets messages about jobs that it runs or started.
+
+``DeferredMessages`` keeps the messages that this node may act on only after its next view:
+
+- Orders of a node that does not lead this node's view. The view that makes the sender the leader
+  may still be on its way to this node's disk. After the next view the leader's orders are carried
+  out, and all others dropped. A node that orders too much meanwhile is cut off (``keep_orders``);
+  if it is the new leader, it repeats all orders over its next link.
+- Reports of nodes to a leader that reaches no majority. They are taken after the pause; of too many
+  the oldest are dropped (``keep_newest``)."""
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Callable
 from enum import StrEnum
 
-from potluck._core.wire import jobs
+from potluck._core.wire import jobs, peers
+from potluck._core.wire.format import PREFIX_BYTES
 from potluck._core.wire.nodes import View
+from potluck.errors import ProtocolError
 
 
 class Role(StrEnum):
@@ -63,3 +74,60 @@ def may_lead_soon(node: str, view: View | None) -> bool:
     """Whether ``node`` may be the leader of the next view: then its orders are kept until that is
     installed. A node without a view knows nothing of its next one."""
     return view is None or view.member(node) is not None
+
+
+OF_ONE_NODE = 4 << 20
+MAX_BYTES = 16 << 20
+"""Bounds on the bytes kept. A leader sends a few KiB for each job of its cluster."""
+
+_EACH = 128
+"""Bytes of memory that a message takes beside its encoding, about."""
+
+
+class DeferredMessages:
+    """Messages of nodes, encoded, in order of arrival. ``nbytes``: the memory that they take."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._messages: deque[tuple[str, bytes]] = deque()
+        self._nbytes_of: Counter[str] = Counter()
+
+    def keep_newest(self, node: str, message: jobs.JobMessage) -> None:
+        """Keep ``message`` of ``node``; the oldest messages of all nodes make room for it."""
+        self._append(node, message)
+        while self.nbytes > MAX_BYTES:
+            self._forget(*self._messages.popleft())
+
+    def keep_orders(self, node: str, order: jobs.JobMessage) -> None:
+        """Keep ``order`` of ``node``. If there is no room for it, all orders of ``node`` are
+        dropped, and ProtocolError is raised: it is to cut ``node`` off."""
+        self._append(node, order)
+        kept = self._nbytes_of[node]
+        if kept <= OF_ONE_NODE and self.nbytes <= MAX_BYTES:
+            return
+        before, self._messages = self._messages, deque()
+        for sender, data in before:
+            if sender == node:
+                self._forget(sender, data)
+            else:
+                self._messages.append((sender, data))
+        raise ProtocolError(
+            f"it does not lead the cluster, and ordered more than is kept until it does: "
+            f"{kept / 2**20:.1f} MiB after {self.nbytes / 2**20:.1f} of others"
+        )
+
+    def take(self) -> list[tuple[str, peers.PeerMessage]]:
+        """All messages, in order of arrival; none is kept any more."""
+        taken, self._messages, self.nbytes = self._messages, deque(), 0
+        self._nbytes_of.clear()
+        return [(node, peers.MESSAGE.decode(data)) for node, data in taken]
+
+    def _append(self, node: str, message: jobs.JobMessage) -> None:
+        data = peers.MESSAGE.encode(message)[PREFIX_BYTES:]
+        self._messages.append((node, data))
+        self._nbytes_of[node] += len(data) + _EACH
+        self.nbytes += len(data) + _EACH
+
+    def _forget(self, node: str, data: bytes) -> None:
+        self._nbytes_of[node] -= len(data) + _EACH
+        self.nbytes -= len(data) + _EACH

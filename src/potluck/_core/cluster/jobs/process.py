@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from signal import SIGINT
 
 import msgspec
 
@@ -70,8 +71,10 @@ class WorkerProcess:
         program with a full pipe."""
         assert threading.current_thread() is threading.main_thread()
         self._loop = asyncio.get_running_loop()
+        self._sink = sink
         self._on_exit = on_exit
         self._is_behind = is_behind
+        self._interrupted: InterruptedTraceback | None = None
         self.is_sandboxed = sandbox is not None
         orders = msgspec.json.encode(dict(limits) | {"sandbox": sandbox}).decode()
         shim = [sys.executable, "-I", "-S", str(_SHIM), str(os.getpid()), orders]
@@ -100,7 +103,7 @@ class WorkerProcess:
             reader = PipeReader(
                 pipe.fileno(),
                 self._loop,
-                partial(sink, stream),
+                partial(self._line, stream),
                 is_behind,
                 shows_prompts=has_terminal,
             )
@@ -112,6 +115,8 @@ class WorkerProcess:
     def signal(self, number: int) -> None:
         """Send ``number`` to the worker and all processes it started."""
         need_posix("a worker process")
+        if number == SIGINT and self._interrupted is None:
+            self._interrupted = InterruptedTraceback()
         if not self._is_reaped:  # from then on its process id may be another process's
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, number)
@@ -132,6 +137,16 @@ class WorkerProcess:
         for pipe in (self._popen.stdout, self._popen.stderr):
             assert pipe is not None
             pipe.close()
+        if self._interrupted is not None:
+            for line in self._interrupted.finish():
+                self._sink("stderr", line, "\n")
+
+    def _line(self, stream: str, text: str, end: End) -> None:
+        if self._interrupted is None or stream != "stderr" or end != "\n":
+            self._sink(stream, text, end)
+            return
+        for line in self._interrupted.feed(text):
+            self._sink(stream, line, end)
 
     # The exit.
 

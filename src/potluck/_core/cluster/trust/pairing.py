@@ -9,15 +9,17 @@ Under the agreed key the joining machine proves its own Ed25519 key. Both screen
 three words (``Sealing.words``), which depend on the run and on that key, and a person on each side
 says yes. Only then the host admits the key, and sends the secret and the list of admitted keys.
 
-No I/O here: ``pairing_host.py`` and ``pairing_joiner.py`` send and receive the messages.
-"""
+``Exchange`` and ``Sealing`` do no I/O: ``pairing_host.py`` and ``pairing_joiner.py`` send and
+receive the messages, with the deadlines and the question that both machines share (``receive``,
+``agreed``)."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import secrets
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -28,10 +30,11 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from spake2 import SPAKE2_A, SPAKE2_B, SPAKEError
 from spake2.ed25519_basic import NotOnCurve
 
+from potluck._core.background import stop
 from potluck._core.cluster.trust.secret import word_list
 from potluck._core.wire import pairing as wire
 from potluck._core.wire.format import decoded
-from potluck.errors import ConfigurationError, ProtocolError, WrongCode
+from potluck.errors import ConfigurationError, LinkError, ProtocolError, WrongCode
 
 DIGITS = 9
 PLATE_DIGITS = 3
@@ -182,3 +185,51 @@ class Sealing:
 
 def _derive(key: bytes, purpose: bytes) -> bytes:
     return hmac.digest(key, b"potluck pairing v2 " + purpose, "sha256")
+
+
+STEP_S = 5.0
+"""Deadline of one run of the protocol, from the opening to the proofs, on either machine."""
+CONFIRM_S = 180.0
+"""How long the two people may take to compare the words and say yes."""
+
+Confirm = Callable[[str, str, str], Awaitable[bool]]
+"""``confirm(words, name, node)``: whether the person says that both screens show these words; about
+the machine that calls itself ``name`` (empty: not known yet)."""
+
+
+async def receive(reader: asyncio.StreamReader, *kinds: int) -> bytes:
+    """The body of the next message, of one of ``kinds``; LinkError if the connection ends."""
+    try:
+        prefix = await reader.readexactly(wire.PREFIX_BYTES)
+        _, length = wire.decode_prefix(prefix, *kinds)
+        return await reader.readexactly(length)
+    except (asyncio.IncompleteReadError, OSError) as error:
+        raise LinkError("the peer closed the connection before pairing was complete") from error
+
+
+async def agreed(
+    question: Awaitable[bool],
+    hearing: Coroutine[Any, Any, bytes],
+    say_yes: Callable[[], None] = lambda: None,
+) -> bytes | None:
+    """What the other machine says by ``hearing``, once this machine's person has answered
+    ``question`` with yes, which ``say_yes`` tells the other machine; None after a no.
+
+    If the other machine leaves first, the error of ``hearing`` ends the question.
+    """
+    asked, heard = asyncio.ensure_future(question), asyncio.ensure_future(hearing)
+    try:
+        await asyncio.wait((asked, heard), return_when=asyncio.FIRST_COMPLETED)
+        if heard.done():
+            heard.result()
+        if not await asked:
+            return None
+        say_yes()
+        return await heard
+    finally:
+        await stop(asked, heard)
+
+
+async def first(*events: asyncio.Future[Any]) -> None:
+    """Wait for one of ``events``."""
+    await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)

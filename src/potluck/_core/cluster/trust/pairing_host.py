@@ -16,11 +16,13 @@ from typing import TypeVar
 from potluck._core.background import start_task, stop, why
 from potluck._core.cluster.discovery.advert import new_instance
 from potluck._core.cluster.discovery.finder import Finder, Presence, running_finders
-from potluck._core.cluster.trust.pairing import Code, Exchange, Sealing
-from potluck._core.cluster.trust.pairing_link import (
+from potluck._core.cluster.trust.pairing import (
     CONFIRM_S,
     STEP_S,
+    Code,
     Confirm,
+    Exchange,
+    Sealing,
     agreed,
     first,
     receive,

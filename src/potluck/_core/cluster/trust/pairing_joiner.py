@@ -14,13 +14,16 @@ from potluck._core.background import stop
 from potluck._core.cluster.discovery.advert import Advert, Hint, is_genuine, new_instance
 from potluck._core.cluster.discovery.finder import Finder, Presence, running_finders
 from potluck._core.cluster.trust.admissions import Admissions
-from potluck._core.cluster.trust.pairing import Code, Exchange, Sealing, plate_of
-from potluck._core.cluster.trust.pairing_link import (
+from potluck._core.cluster.trust.pairing import (
     CONFIRM_S,
     STEP_S,
+    Code,
     Confirm,
+    Exchange,
+    Sealing,
     agreed,
     first,
+    plate_of,
     receive,
 )
 from potluck._core.transport.acceptor import LIMITS

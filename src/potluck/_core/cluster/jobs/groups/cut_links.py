@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from potluck._core.cluster.jobs.groups.events import Severed
-from potluck._core.cluster.jobs.groups.roster import Pairs, Phase
-from potluck._core.cluster.jobs.groups.turn import Turn
+from potluck._core.cluster.jobs.groups.roster import Pairs, Phase, Turn
 from potluck._core.cluster.membership.view import spared
 from potluck._core.wire.worker_link import Mended
 

@@ -12,8 +12,7 @@ from dataclasses import replace
 
 from potluck._core.cluster.jobs.groups import cut_links
 from potluck._core.cluster.jobs.groups.events import Note, SendProbe
-from potluck._core.cluster.jobs.groups.roster import Inquiry, LossReport, Phase
-from potluck._core.cluster.jobs.groups.turn import Turn
+from potluck._core.cluster.jobs.groups.roster import Inquiry, LossReport, Phase, Turn
 from potluck._core.wire.worker_link import Lost, ProbeReply
 
 

@@ -53,11 +53,11 @@ from potluck._core.cluster.jobs.groups.roster import (
     LiveGroup,
     Phase,
     State,
+    Turn,
     WorkerState,
     WorldState,
     name_exit,
 )
-from potluck._core.cluster.jobs.groups.turn import Turn
 from potluck._core.cluster.membership.view import spared
 from potluck._core.cluster.topology.graph import in_ring
 from potluck._core.types import Member

@@ -37,11 +37,11 @@ from potluck._core.cluster.jobs.groups.roster import (
     JobFailure,
     LiveGroup,
     Phase,
+    Turn,
     WorkerState,
     WorldState,
     name_exit,
 )
-from potluck._core.cluster.jobs.groups.turn import Turn
 from potluck._core.types import Member
 from potluck._core.wire.jobs import Disconnected, Exited, Seen, Stalled
 from potluck._core.wire.worker_link import Failed, Ready
