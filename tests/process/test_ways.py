@@ -20,7 +20,7 @@ from support.ways import Roles, Trace, compare, of_roles, told, watched
 
 pytestmark = pytest.mark.real_exec
 
-WAIT_S = 100.0
+WAIT_S = 300.0
 
 COMMAND = """
 import sys
@@ -87,8 +87,12 @@ async def traced_run(trace: Trace, folder: Path) -> None:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
             )
-            async with asyncio.timeout(WAIT_S):
-                text, _ = await command.communicate()
+            try:
+                async with asyncio.timeout(WAIT_S):
+                    text, _ = await command.communicate()
+            finally:
+                if command.returncode is None:
+                    command.kill()
         assert command.returncode == 0, text.decode()
         assert text.decode().count("in a group of 2") == 2
 
