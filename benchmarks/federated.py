@@ -94,7 +94,7 @@ def ours(num_clients: int, rounds: int) -> Run:
         ends.append(time.perf_counter())
         patience = Patience(min_clients=num_clients)
         federation.run(
-            task.first(), rounds=rounds, strategy=FedAvg(), patience=patience, evaluate=evaluate
+            task.first(), rounds=rounds, aggregation=FedAvg(), patience=patience, evaluate=evaluate
         )
 
     federated.simulate(main, train, num_clients=num_clients)

@@ -29,7 +29,7 @@ def main(federation):
     history = federation.run(
         {"weights": np.zeros((64, 10)), "bias": np.zeros(10)},
         rounds=10,
-        strategy=FedAvg(fraction=1.0, config={"local_epochs": 3}),
+        aggregation=FedAvg(fraction=1.0, config={"local_epochs": 3}),
         patience=Patience(min_clients=2, wait_for=1.0),
         evaluate=test_accuracy,
     )

@@ -24,7 +24,7 @@ def main(federation):
     history = federation.run(
         [np.zeros(3)],
         rounds=OPTIONS["rounds"],
-        strategy=FedAvg(config={"faults": OPTIONS["faults"]}),
+        aggregation=FedAvg(config={"faults": OPTIONS["faults"]}),
         patience=Patience(**OPTIONS["patience"]),
     )
     print("result", history.parameters[0][0], flush=True)

@@ -27,19 +27,19 @@ from support.digits import accuracy, alike, train, trained, zeros
 CLIENTS = 10
 
 
-def learned(strategy: Any, client: Any = train, rounds: int = 10) -> float:
+def learned(aggregation: Any, client: Any = train, rounds: int = 10) -> float:
     def main(federation: Federation) -> float:
-        return accuracy(federation.run(zeros(), rounds=rounds, strategy=strategy).parameters)
+        return accuracy(federation.run(zeros(), rounds=rounds, aggregation=aggregation).parameters)
 
     return federated.simulate(main, client, num_clients=CLIENTS)
 
 
-STRATEGIES = (FedAvg(), FedProx(0.01), FedAdam(), FedYogi())
+AGGREGATIONS = (FedAvg(), FedProx(0.01), FedAdam(), FedYogi())
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda each: type(each).__name__)
-def test_digits_are_learned(strategy: Any) -> None:
-    assert learned(strategy) > 0.88
+@pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=lambda each: type(each).__name__)
+def test_digits_are_learned(aggregation: Any) -> None:
+    assert learned(aggregation) > 0.88
 
 
 def test_median_and_krum_hold_against_flipped_signs_and_fedavg_falls() -> None:
@@ -59,8 +59,8 @@ def test_median_and_krum_hold_against_flipped_signs_and_fedavg_falls() -> None:
 
     clean = learned(FedAvg(), honest)
     found = {
-        type(strategy).__name__: learned(strategy, hostile)
-        for strategy in (FedAvg(), Median(), Krum(2, keep=6), TrimmedMean(0.2))
+        type(aggregation).__name__: learned(aggregation, hostile)
+        for aggregation in (FedAvg(), Median(), Krum(2, keep=6), TrimmedMean(0.2))
     }
     print(f"without hostile clients {clean:.3f}; with two of ten: {found}")
     assert found["FedAvg"] < clean - 0.2

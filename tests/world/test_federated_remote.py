@@ -13,8 +13,7 @@ from potluck._core.context import DistributedContext
 from potluck.errors import HandlerError
 from potluck.federated import Federation, History, Patience, SecureAggregation, Site, Update
 from potluck.federated.participant import Participant
-from potluck.federated.remote import RemoteClients, serve_client
-from potluck.federated.roles import CLIENT_SERVICE
+from potluck.federated.remote import CLIENT_SERVICE, RemoteClients, serve_client
 from potluck.testing.world import run_world
 
 
@@ -41,7 +40,7 @@ def test_rounds_over_services(secure: SecureAggregation | None) -> None:
             clients = RemoteClients(ctx)
             patience = Patience(min_clients=3, deadline=60.0)  # "adaptive": a second
             federation = Federation(clients, say=lambda text: None)
-            options = {"rounds": 3, "strategy": Step(), "patience": patience, "secure": secure}
+            options = {"rounds": 3, "aggregation": Step(), "patience": patience, "secure": secure}
             history = federation.run([np.zeros(5)], **options)
             clients.stop()
             return history
@@ -107,7 +106,7 @@ def test_a_client_that_missed_its_deadline_is_asked_again_when_it_is_free() -> N
 
             patience = Patience(min_clients=1, deadline=6.0, min_updates=1)
             federation = Federation(clients, say=lambda text: None)
-            options = {"rounds": 3, "strategy": AsksAll(), "patience": patience}
+            options = {"rounds": 3, "aggregation": AsksAll(), "patience": patience}
             history = federation.run([np.zeros(5)], evaluate=evaluate, **options)
             clients.stop()
             return history

@@ -225,6 +225,7 @@ KMEANS = {
 }
 WORKLOAD = dict.fromkeys(("world_size", "n_workers"), "num_workers") | {"costs": "task_costs"}
 SERVER_SAME = dict.fromkeys(("method", "aggregation", "aggregation_method"), "mode")
+FEDERATION_SAME = {"strategy": "aggregation"}
 ROUNDS = dict.fromkeys(("sync_every", "period", "num_steps"), "every")
 SCALE = {"init_scale": "scale", "growth_factor": "growth", "backoff_factor": "backoff"}
 """Other libraries' names of arguments: what ``arguments`` takes as ``same``."""

@@ -1,19 +1,14 @@
 """Federated learning: the data stays where it is, and updates of a model travel.
 
-``definition.py``: what a user writes. ``strategies/``: which clients train, and what their updates
-make (pure). ``patience.py``: how long a round waits (pure). ``federation.py``: the server's rounds.
-``secure/``, ``privacy.py``: what the server and the world learn. ``participant.py``: a client's
-side. ``simulation.py``: all in one process.
+``definition.py``: what a user writes. ``aggregation.py``: which clients train, and what their
+updates make (pure). ``patience.py``: how long a round waits (pure). ``federation.py``: the server's
+rounds; ``history.py``: their reports, and the state on disk. ``secure/``, ``privacy.py``: what the
+server and the world learn. ``participant.py``: a client's side. ``simulation.py``: all in one
+process; ``remote.py``, ``worker.py``: in a job.
 """
 
-from potluck.federated.definition import Site, client, server, site
-from potluck.federated.federation import Federation
-from potluck.federated.history import History, RoundReport
-from potluck.federated.patience import Patience
-from potluck.federated.privacy import DifferentialPrivacy
-from potluck.federated.secure.settings import SecureAggregation
-from potluck.federated.simulation import simulate
-from potluck.federated.strategies import (
+from potluck.federated.aggregation import (
+    Aggregation,
     FedAdam,
     FedAvg,
     FedProx,
@@ -21,12 +16,19 @@ from potluck.federated.strategies import (
     Krum,
     Median,
     Round,
-    Strategy,
     TrimmedMean,
 )
-from potluck.federated.updates import Update
+from potluck.federated.definition import Site, client, server, site
+from potluck.federated.federation import Federation
+from potluck.federated.history import History, RoundReport
+from potluck.federated.parameters import Update
+from potluck.federated.patience import Patience
+from potluck.federated.privacy import DifferentialPrivacy
+from potluck.federated.secure.settings import SecureAggregation
+from potluck.federated.simulation import simulate
 
 __all__ = [
+    "Aggregation",
     "DifferentialPrivacy",
     "FedAdam",
     "FedAvg",
@@ -41,7 +43,6 @@ __all__ = [
     "RoundReport",
     "SecureAggregation",
     "Site",
-    "Strategy",
     "TrimmedMean",
     "Update",
     "client",

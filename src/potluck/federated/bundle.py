@@ -1,5 +1,5 @@
-"""What of a federation travels to the clients' machines: two Python files, the modules that they
-import from their own folder, and files that were named. Nothing else, and nothing of the data."""
+"""The files of a federation that travel to the clients' machines: two Python files, the modules
+that they import from their own folder, and files that were named. Nothing else, and no data."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _check(root: Path, path: Path, data_dir: Path | None) -> None:
 
 
 def _imported(path: Path, folders: Sequence[Path]) -> Iterator[Path]:
-    """The files of the modules that the file at ``path`` imports, of those below ``folders``."""
+    """The files of the modules that the file at ``path`` imports, if they are below ``folders``."""
     try:
         tree = ast.parse(path.read_bytes(), str(path))
     except (SyntaxError, ValueError) as error:

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from potluck.errors import ConfigurationError
-from potluck.federated.parameters import Parameters
-from potluck.federated.updates import Update
+from potluck.federated.parameters import Parameters, Update
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -28,7 +27,7 @@ def client(function: F) -> F:
     [Update][potluck.federated.Update].
 
     ``parameters`` are the global ones: a list or dict of NumPy arrays, for the function to change
-    as it likes. ``config`` is the strategy's, with ``round``, the number of the round, and
+    as it likes. ``config`` is the aggregation's, with ``round``, the number of the round, and
     ``seed``, a number of its own for each client and round. [site][potluck.federated.site] says
     which client this is, and where its data is.
     """

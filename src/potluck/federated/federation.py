@@ -1,5 +1,5 @@
-"""``Federation``: the server's rounds. What is decided is in the strategy and in ``patience.py``;
-here questions go out and answers come in."""
+"""``Federation``: the server's rounds. The aggregation and ``patience.py`` decide; here questions
+go out to the ``Clients``, and answers come in."""
 
 from __future__ import annotations
 
@@ -10,24 +10,29 @@ import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from potluck._core import hints
 from potluck._core.waiting import to_stderr
 from potluck.errors import FederationError
-from potluck.federated.clients import Clients, Reply
-from potluck.federated.history import History, RoundReport
+from potluck.federated.aggregation import Aggregation, Config, FedAvg, Round
+from potluck.federated.history import History, Kept, RoundReport
 from potluck.federated.parameters import (
+    MAX_SAMPLES,
     NotFinite,
     Parameters,
+    Update,
     checked,
+    checked_update,
     difference,
     fitted,
     flat,
     num_values,
     unflat,
 )
+from potluck.federated.participant import Answer
 from potluck.federated.patience import Deadlines, Gathering, Patience, exchange_s
 from potluck.federated.privacy import (
     DifferentialPrivacy,
@@ -35,14 +40,10 @@ from potluck.federated.privacy import (
     PrivateMean,
     clipped_sum,
 )
-from potluck.federated.resuming import Kept
 from potluck.federated.secure.client import MIN_THRESHOLD
 from potluck.federated.secure.rounds import Phase, secure_sum
 from potluck.federated.secure.server import Spoiled, TooFew
 from potluck.federated.secure.settings import Range, SecureAggregation
-from potluck.federated.strategies.averaging import FedAvg
-from potluck.federated.strategies.base import Config, Round, Strategy
-from potluck.federated.updates import MAX_SAMPLES, Update, checked_update
 
 Evaluate = Callable[[int, Parameters], Mapping[str, float]]
 
@@ -50,9 +51,45 @@ _LINE_EVERY_S = 1.0
 _MAX_REASON = 1000
 
 
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The end of one call: the ``answer`` of the ``client``, or the ``reason`` why there is
+    none."""
+
+    client: str
+    answer: Answer | None
+    reason: str = ""
+
+
+class Clients(Protocol):
+    """All clients of a federation. ``is_simulated``: they are computed here, one by one."""
+
+    is_simulated: bool
+
+    def wait(self, num: int, timeout_s: float) -> Sequence[str]:
+        """The names of the live clients, when they are ``num`` or after ``timeout_s``."""
+
+    def called(self, client: str) -> str:
+        """A client in messages: its name, and its machine if it has one."""
+
+    def none_fit(self) -> str:
+        """Why no client can take part; empty if one can, or has not registered yet."""
+
+    def start(
+        self,
+        method: str,
+        arguments: Mapping[str, Mapping[str, Any]],
+        timeout_s: float | None,
+        put: Callable[[Reply], None],
+    ) -> Callable[[], None]:
+        """Call ``method`` of each client in ``arguments``; ``put`` gets one reply for each whose
+        call ends within ``timeout_s``, from any thread. The returned function gives up: what has
+        not begun does not begin, and further replies are dropped."""
+
+
 @dataclass(slots=True)
 class Gathered:
-    """The answers of one question to several clients, in the order in which they were asked."""
+    """The answers of several clients to one call, in the order of the calls."""
 
     answers: dict[str, Any]
     missing: dict[str, str]
@@ -62,9 +99,9 @@ class Gathered:
 
 @dataclass(slots=True)
 class _Plan:
-    """What one run was asked for, and what it has learned from its rounds."""
+    """The arguments of one run, and what it has learned from its rounds."""
 
-    strategy: Strategy
+    aggregation: Aggregation
     patience: Patience
     deadlines: Deadlines
     secure: SecureAggregation | None
@@ -80,14 +117,14 @@ class _Plan:
             self.spoilers[name] = f"left out: in round {number} it {did}"
 
     def fewest(self, num_asked: int) -> int:
-        """How few updates still make a model."""
-        return self.patience.fewest(num_asked, int(getattr(self.strategy, "min_updates", 1)))
+        """The least number of updates that makes a model."""
+        return self.patience.fewest(num_asked, int(getattr(self.aggregation, "min_updates", 1)))
 
 
 @dataclass(slots=True)
 class _Made:
-    """What came of a round's clients: ``updates`` for the strategy; none if the round does not
-    count, with a ``note``."""
+    """The result of a round's clients: ``updates`` for the aggregation; none, but a ``note``, if
+    the round does not count."""
 
     arrived: tuple[str, ...]
     missing: dict[str, str]
@@ -108,19 +145,20 @@ class Federation:
         clients, and for the last one."""
         self.seed = seed
         self.histories: list[History] = []
-        """Those of all runs so far."""
+        """The histories of all runs so far."""
         self._clients = clients
-        self._say = say
-        self._said_at = time.monotonic()
+        self._print = say
+        self._printed_at = time.monotonic()
         self._loss = PrivacyLoss()
         self._has_asked = False
 
+    @hints.arguments({}, same=hints.FEDERATION_SAME)
     def run(
         self,
         initial: Parameters,
         *,
         rounds: int,
-        strategy: Strategy | None = None,
+        aggregation: Aggregation | None = None,
         patience: Patience | None = None,
         evaluate: Evaluate | None = None,
         secure: SecureAggregation | None = None,
@@ -129,27 +167,27 @@ class Federation:
     ) -> History:
         """Train for ``rounds`` rounds from the parameters ``initial``.
 
-        ``strategy`` is FedAvg() by default. ``evaluate(number, parameters)`` returns metrics of the
-        global parameters after a round. ``secure`` hides single updates from the server,
+        ``aggregation`` is FedAvg() by default. ``evaluate(number, parameters)`` returns metrics of
+        the global parameters after a round. ``secure`` hides single updates from the server,
         ``privacy`` bounds what the parameters tell of a client. With ``checkpoint``, a directory of
-        this machine, a server that was killed goes on after its last whole round; a strategy of
+        this machine, a server that was killed goes on after its last whole round; an aggregation of
         another kind that learns from rounds needs ``state_dict`` and ``load_state_dict``.
 
         Every wait has a bound, see [Patience][potluck.federated.Patience]. A client that fails, or
         whose update is refused, is missing in its round; the others' updates count. FederationError
         if a round has too few clients and ``patience.too_few`` is ``"stop"``, or if after
-        ``patience.start_s`` all clients have said that they can't take part; CheckpointError for
-        the checkpoint of another federation, or a disk that is full. TypeError or ValueError for
-        arguments that do not fit, and for what a strategy returns.
+        ``patience.start_s`` all clients have reported that they can't take part; CheckpointError
+        for the checkpoint of another federation, or a disk that is full. TypeError or ValueError
+        for arguments that do not fit, and for what an aggregation returns.
         """
         if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 0:
             raise ValueError(f"rounds is {rounds!r}; a whole number, 0 or more, is needed")
-        strategy = FedAvg() if strategy is None else strategy
+        aggregation = FedAvg() if aggregation is None else aggregation
         for method in ("configure", "aggregate"):
-            if isinstance(strategy, type) or not callable(getattr(strategy, method, None)):
+            if isinstance(aggregation, type) or not callable(getattr(aggregation, method, None)):
                 raise TypeError(
-                    f"a strategy is an object with configure(round, clients) and "
-                    f"aggregate(round, updates), such as FedAvg(); {strategy!r} has no {method}"
+                    "an aggregation is an object with configure(round, clients) and "
+                    f"aggregate(round, updates), such as FedAvg(); {aggregation!r} has no {method}"
                 )
         patience = Patience() if patience is None else patience
         for given, kind in (
@@ -161,10 +199,10 @@ class Federation:
                 raise TypeError(
                     f"{kind.__name__}(...) of potluck.federated is needed, not {given!r}"
                 )
-        if (secure or privacy) and not getattr(strategy, "takes_mean", False):
+        if (secure or privacy) and not getattr(aggregation, "takes_mean", False):
             raise ValueError(
-                f"{type(strategy).__name__} needs each single update, which secure aggregation and "
-                "differential privacy do not give: take FedAvg, FedProx, FedAdam or FedYogi"
+                f"{type(aggregation).__name__} needs each single update, which secure aggregation "
+                "and differential privacy do not give: take FedAvg, FedProx, FedAdam or FedYogi"
             )
         if privacy and patience.min_updates is not None:
             raise ValueError(
@@ -180,16 +218,18 @@ class Federation:
         parameters = checked(initial, "initial")
         # With privacy no client's time may decide whether another one's change is in a later sum.
         deadlines = Deadlines(patience, is_fixed=privacy is not None)
+        private = None
+        if privacy is not None:
+            fewest = MIN_THRESHOLD if secure else 1
+            private = PrivateMean(privacy, aggregation, self._loss, fewest=fewest)
         plan = _Plan(
-            strategy,
+            aggregation,
             patience,
             deadlines,
             secure,
             None if secure is None else Range(secure.limit, secure.max_samples),
             privacy,
-            None
-            if privacy is None
-            else PrivateMean(privacy, strategy, self._loss, fewest=MIN_THRESHOLD if secure else 1),
+            private,
         )
         entropy = self.seed
         if privacy is not None and privacy.seed is None:
@@ -197,10 +237,10 @@ class Federation:
         seeds = np.random.SeedSequence(entropy).generate_state(max(rounds, 1), np.uint64)
         kept, reports = None, list[RoundReport]()
         if checkpoint is not None:
-            kept = Kept(checkpoint, strategy, deadlines, plan.range, self._loss)
+            kept = Kept(checkpoint, aggregation, deadlines, plan.range, self._loss)
             parameters, reports = kept.load(parameters)
             if reports:
-                self._say(f"going on after round {len(reports)} of {rounds}, from {checkpoint}")
+                self._print(f"going on after round {len(reports)} of {rounds}, from {checkpoint}")
         for number in range(len(reports) + 1, rounds + 1):
             now = Round(number, rounds, parameters, int(seeds[number - 1] >> np.uint64(1)))
             parameters, report = self._round(now, plan)
@@ -238,7 +278,7 @@ class Federation:
         if plan.private is not None:
             plan.private.check(len(there), now.total - now.number + 1)
         left_out = dict(plan.spoilers)  # what this round finds is for the next ones
-        asked = self._configured(now, plan.strategy, there)
+        asked = self._configured(now, plan.aggregation, there)
         self._has_asked = True
         deadline_s: float | None = plan.deadlines.next_s()
         if self._clients.is_simulated and patience.deadline == "adaptive":
@@ -249,7 +289,7 @@ class Federation:
         parameters = now.parameters
         if made.updates:
             try:
-                parameters = self._aggregated(now, plan.strategy, made.updates)
+                parameters = self._aggregated(now, plan.aggregation, made.updates)
             except NotFinite as error:
                 made.note = f"{error}; the parameters stay"
         return parameters, RoundReport(
@@ -268,7 +308,7 @@ class Federation:
         )
 
     def _there(self, patience: Patience, spoilers: Container[str]) -> list[str]:
-        """The clients that are there, when they are enough without the ``spoilers``."""
+        """The live clients, when they are enough without the ``spoilers``."""
         num_useless = 0
         while True:
             there = self._clients.wait(patience.min_clients + num_useless, patience.start_s)
@@ -292,7 +332,7 @@ class Federation:
             for client, config in asked.items()
         }
         enough = max(plan.patience.enough(len(asked)), min(fewest, len(asked)))
-        most = int(getattr(plan.strategy, "max_samples", MAX_SAMPLES))
+        most = int(getattr(plan.aggregation, "max_samples", MAX_SAMPLES))
         understand = _as_update(now.parameters, most)
         gathered = self.gather("train", arguments, enough, deadline_s, understand)
         if deadline_s is not None:
@@ -381,26 +421,26 @@ class Federation:
         assert plan.private is not None
         if stayed < num_asked and plan.secure.hangs_on_one(began, stayed):
             plan.private.hung_on_one()
-            self._say(
+            self._print(
                 f"round {now.number}: {stayed} of {num_asked} clients stayed, so that one more or "
                 "fewer decides whether there is a sum: epsilon is infinite from now on"
             )
 
     def _configured(
-        self, now: Round, strategy: Strategy, there: Sequence[str]
+        self, now: Round, aggregation: Aggregation, there: Sequence[str]
     ) -> dict[str, dict[str, Any]]:
-        """What the strategy asks of whom, with the entries that every client gets."""
-        configured: Mapping[str, Config] = strategy.configure(now, there)
+        """The clients that the aggregation chose, each with its config and the entries for all."""
+        configured: Mapping[str, Config] = aggregation.configure(now, there)
         configs = configured.values() if isinstance(configured, Mapping) else [configured]
         if not all(isinstance(config, Mapping) for config in configs):
             raise TypeError(
-                f"{type(strategy).__name__}.configure must return a dict: the clients to ask, each "
-                f"with its config, a dict; not {configured!r:.200}"
+                f"{type(aggregation).__name__}.configure must return a dict: the clients to ask, "
+                f"each with its config, a dict; not {configured!r:.200}"
             )
         unknown = sorted(set(configured) - set(there))
         if unknown:
             raise ValueError(
-                f"{type(strategy).__name__}.configure chose unknown client {unknown[0]!r}"
+                f"{type(aggregation).__name__}.configure chose unknown client {unknown[0]!r}"
             )
         order = {client: number for number, client in enumerate(there)}
         return {
@@ -412,11 +452,13 @@ class Federation:
             for client in sorted(configured, key=order.__getitem__)
         }
 
-    def _aggregated(self, now: Round, strategy: Strategy, updates: Sequence[Update]) -> Parameters:
-        """What ``strategy`` makes of ``updates``. NotFinite can be a client's fault; TypeError and
-        ValueError for another structure are the strategy's."""
-        what = f"{type(strategy).__name__}.aggregate"
-        found = checked(strategy.aggregate(now, updates), f"the result of {what}")
+    def _aggregated(
+        self, now: Round, aggregation: Aggregation, updates: Sequence[Update]
+    ) -> Parameters:
+        """What ``aggregation`` makes of ``updates``. NotFinite can be a client's fault; TypeError
+        and ValueError for another structure are the aggregation's fault."""
+        what = f"{type(aggregation).__name__}.aggregate"
+        found = checked(aggregation.aggregate(now, updates), f"the result of {what}")
         why = difference(found, now.parameters)
         if why:
             raise ValueError(f"{what}: {why}")
@@ -471,14 +513,14 @@ class Federation:
         now = time.monotonic()
         is_last = report.number == total
         is_news = bool(report.missing or report.note or report.num_heavy)
-        if is_last or is_news or now - self._said_at >= _LINE_EVERY_S:
-            self._said_at = now
-            self._say(report.line(total, self._clients.called))
+        if is_last or is_news or now - self._printed_at >= _LINE_EVERY_S:
+            self._printed_at = now
+            self._print(report.line(total, self._clients.called))
 
 
 def mean_metrics(updates: Sequence[Update]) -> dict[str, float]:
-    """The means of the metrics, by numbers of samples, each over the clients that have a finite
-    value of it."""
+    """The means of the metrics, weighted by numbers of samples, each over the clients with a finite
+    value."""
     found: dict[str, tuple[float, int]] = {}
     for update in updates:
         for name, value in update.metrics.items():

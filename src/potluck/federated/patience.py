@@ -32,8 +32,8 @@ class Patience:
     its deadline counts with twice that deadline; the deviation counts with at least a tenth of the
     median, and the deadline is at least ``least_s``, as Wi-Fi may stop for seconds. Until a first
     client has answered it is ``first_deadline_s``. With secure aggregation each of the two
-    exchanges before the training has a quarter of the deadline at most, and the one after it, when
-    the masks are opened, a quarter more.
+    exchanges before the training has a quarter of the deadline at most, and the exchange after it,
+    when the masks are opened, a quarter more.
     """
 
     min_clients: int = 2
@@ -105,7 +105,7 @@ class Deadlines:
 
     @property
     def seconds(self) -> list[float]:
-        """The answer times that are remembered."""
+        """The last answer times."""
         return list(self._seconds)
 
     @seconds.setter
@@ -142,8 +142,8 @@ class Gathering:
         return not self.outstanding or self.num_arrived >= self._enough
 
     def answered(self, client: str, reason: str = "") -> bool:
-        """``client`` has answered, or can't for this ``reason``. False for one that does not count:
-        unknown, or a second time."""
+        """``client`` has answered, or can't for this ``reason``. False if the answer does not
+        count: of an unknown client, or a second one."""
         if client not in self.outstanding:
             return False
         del self.outstanding[client]
@@ -154,8 +154,7 @@ class Gathering:
         return not reason
 
     def end(self, reason: str) -> int:
-        """Wait for no one any more: the outstanding clients are missing for this ``reason``; their
-        number."""
+        """Stop waiting: the outstanding clients are missing for this ``reason``; their number."""
         num = len(self.outstanding)
         self.missing |= dict.fromkeys(self.outstanding, reason)
         self.outstanding.clear()

@@ -33,20 +33,21 @@ class DifferentialPrivacy:
     library dp-accounting computes it (Renyi accountant; one client's change is added or removed):
     ``pip install 'potluck[privacy]'``. It covers all private runs of a federation together. Clients
     that drop out count as changes of zero, and every round is released, with noise alone if no
-    update came: a round that is left out would tell who was not asked. With SecureAggregation a
-    round of fewer than three clients has noise alone, so the third one moves the sum by more than
-    ``clip``: the chance that a round hangs on one client so is a part of ``delta``, and settings
-    with which that would take more than half of it are refused. Where clients drop out until one
-    more or fewer decides whether there is a sum, ``epsilon`` is infinite from then on.
+    update came: a round that is left out would show which clients were not asked. With
+    SecureAggregation a round of fewer than three clients has noise alone, so the third one moves
+    the sum by more than ``clip``: the chance that a round hangs on one client so is a part of
+    ``delta``, and settings with which that would take more than half of it are refused. Where
+    clients drop out until one more or fewer decides whether there is a sum, ``epsilon`` is infinite
+    from then on.
 
     The bound holds for what the server publishes, the parameters; the server itself sees changes
     without noise: of each client, or with SecureAggregation their sum. Metrics of clients and
     evaluations are outside of it. A ``fraction`` of clients needs ``sampling="poisson"``. A
-    strategy of another kind must have its ``sampling_probability`` here, at least that of any
+    aggregation of another kind must have its ``sampling_probability`` here, at least that of any
     client. The noise is the system's secure random numbers, and they seed the choice of the clients
     of a round, unless ``seed`` is given (for tests); the federation's own seed has no part in it.
     The bound does not cover how many clients are there, nor the reports' lists of clients: keep
-    those to yourself.
+    them to yourself.
     """
 
     noise_multiplier: float
@@ -80,7 +81,7 @@ class PrivacyLoss:
     @property
     def unbounded(self) -> float:
         """The probability (a bound) that a client had no bound in some release. It is part of
-        delta: given who else was asked in each round, the account holds or not."""
+        delta: given which others were asked in each round, the account holds or not."""
         return sum(chance * num for (noise, chance), num in self._released.items() if noise == 0)
 
     def state_dict(self) -> list[list[float]]:
@@ -117,15 +118,15 @@ def _without_orders_left_out() -> Iterator[None]:
     """Drop the library's warnings of Renyi orders that it leaves out, eight for each round of usual
     settings: epsilon, the least over the other orders, is a bound all the same."""
 
-    def is_told(record: logging.LogRecord) -> bool:
+    def is_shown(record: logging.LogRecord) -> bool:
         return "Excluding this order" not in record.getMessage()
 
     logger = logging.getLogger("absl")
-    logger.addFilter(is_told)
+    logger.addFilter(is_shown)
     try:
         yield
     finally:
-        logger.removeFilter(is_told)
+        logger.removeFilter(is_shown)
 
 
 class PrivateMean:
@@ -134,24 +135,26 @@ class PrivateMean:
     def __init__(
         self,
         settings: DifferentialPrivacy,
-        strategy: Any,
+        aggregation: Any,
         loss: PrivacyLoss,
         *,
         fewest: int = 1,
     ) -> None:
         """``fewest``: fewer clients give noise alone. ValueError if the probability that
-        ``strategy`` asks a client is not known; MissingDependency without dp-accounting."""
+        ``aggregation`` asks a client is not known; MissingDependency without dp-accounting."""
         self._settings = settings
         self._fewest = fewest
-        self._probability = self._fraction = probability_of(settings, strategy)
+        self._probability = self._fraction = probability_of(settings, aggregation)
         if fewest > 1 and settings.sampling_probability is not None:
-            if getattr(strategy, "fraction", None) is None:
+            if getattr(aggregation, "fraction", None) is None:
                 raise ValueError(
-                    f"{type(strategy).__name__} does not say how many clients it asks, which the "
-                    "account of secure= with privacy= needs: take FedAvg(fraction, "
+                    f"{type(aggregation).__name__} does not say how many clients it asks, which "
+                    "the account of secure= with privacy= needs: take FedAvg(fraction, "
                     "sampling='poisson') or one like it"
                 )
-            self._fraction = probability_of(replace(settings, sampling_probability=None), strategy)
+            self._fraction = probability_of(
+                replace(settings, sampling_probability=None), aggregation
+            )
         self._loss = loss
         self._noise = Noise(settings.seed)
         _accounting()
@@ -253,19 +256,19 @@ def clipped_sum(changes: Iterable[Vector], clip: float, size: int) -> Vector:
     return sum((clipped(each, clip) for each in changes), np.zeros(size))
 
 
-def probability_of(settings: DifferentialPrivacy, strategy: Any) -> float:
-    """The probability with which ``strategy`` asks a client in a round."""
-    fraction = getattr(strategy, "fraction", None)
+def probability_of(settings: DifferentialPrivacy, aggregation: Any) -> float:
+    """The probability with which ``aggregation`` asks a client in a round."""
+    fraction = getattr(aggregation, "fraction", None)
     if settings.sampling_probability is not None:
         return settings.sampling_probability
     if fraction is None:
         raise ValueError(
-            f"{type(strategy).__name__} does not say how it samples clients: give "
+            f"{type(aggregation).__name__} does not say how it samples clients: give "
             "DifferentialPrivacy its sampling_probability"
         )
-    if fraction < 1 and getattr(strategy, "sampling", "fixed") != "poisson":
+    if fraction < 1 and getattr(aggregation, "sampling", "fixed") != "poisson":
         raise ValueError(
             f"the account of a fraction of clients needs random sampling of each by itself: "
-            f"{type(strategy).__name__}({fraction}, sampling='poisson')"
+            f"{type(aggregation).__name__}({fraction}, sampling='poisson')"
         )
     return float(fraction)

@@ -15,10 +15,15 @@ from potluck._core.background import start_thread
 from potluck._core.context import DistributedContext
 from potluck._core.waiting import Reminder
 from potluck.errors import PotluckError, ServiceError, ServiceLost, ServiceTimeout
-from potluck.federated.clients import Reply
+from potluck.federated.federation import Reply
 from potluck.federated.participant import Answer, Participant
-from potluck.federated.roles import CLIENT_SERVICE, LEADER, SERVER_SERVICE
 from potluck.services import Call, Remote, service
+
+LEADER = "0"
+"""The worker that runs the server's function, by name: the first one, on the command's node."""
+
+CLIENT_SERVICE = "potluck.federated.client"
+SERVER_SERVICE = "potluck.federated.server"
 
 _CONNECT_S = 5.0
 _REGISTER_EVERY_S = 2.0
@@ -40,15 +45,15 @@ class RemoteClients:
         self._remotes: dict[str, Remote] = {}
         self._unfit: dict[str, str] = {}
         self._machines: dict[str, str] = {}
-        """Of all clients that came, also of those that have left."""
+        """By client, also clients that have left."""
         self._calls: dict[str, str] = {}
-        """The method that each busy client is at."""
+        """By busy client: the method that it runs."""
         self._late: set[str] = set()
-        """Clients whose answer was not waited for to the end; they say when they are free."""
+        """Clients whose answer came too late; they report when they are free."""
         self._is_over = False
         ctx.serve(_Registry(self))
 
-    # -- what a federation calls
+    # -- for the federation
 
     def wait(self, num: int, timeout_s: float) -> Sequence[str]:
         deadline = time.monotonic() + timeout_s
@@ -121,12 +126,12 @@ class RemoteClients:
             start_thread(run, name=f"potluck-call-client-{client}", on_broken=broken)
         return is_over.set
 
-    # -- what clients call
+    # -- for clients
 
     def register(self, call: Call, epoch: int, unfit: str, is_busy: bool) -> str:
-        """A client is there; ``unfit`` says why it can't take part, ``is_busy`` whether it is at an
-        answer. Returns ``KNOWN``; ``AGAIN`` if it is to call again soon, since its group is not
-        this worker's yet; ``OVER``."""
+        """Note a live client; ``unfit``: why it can't take part; ``is_busy``: whether it computes
+        an answer. Returns ``KNOWN``; ``AGAIN`` if the client is to call again soon, since this
+        worker is not in its group yet; ``OVER``."""
         client = call.worker
         if self._is_over:
             return OVER
@@ -152,7 +157,7 @@ class RemoteClients:
         return KNOWN
 
     def stop(self) -> None:
-        """Tell all clients that the run is over, at most ``_STOP_S`` long."""
+        """Stop all clients, in at most ``_STOP_S``."""
         self._is_over = True
         with self._changed:
             remotes = list(self._remotes.values())
@@ -184,7 +189,7 @@ class RemoteClients:
 
 @service(SERVER_SERVICE, concurrent=True)
 class _Registry:
-    """What clients call at the server."""
+    """The clients' calls at the server."""
 
     def __init__(self, clients: RemoteClients) -> None:
         self._clients = clients
@@ -195,12 +200,12 @@ class _Registry:
 
 @service(CLIENT_SERVICE, concurrent=True)
 class _ClientService:
-    """What the server calls at a client: one method at a time, and nobody else may call."""
+    """The server's calls at a client, one method at a time; other callers are refused."""
 
     def __init__(
         self, name: str, leader: str, participant: Participant | None, ended: threading.Event
     ) -> None:
-        """``leader`` is the server's node."""
+        """``leader``: the server's node."""
         self._name = name
         self._leader = leader
         self._participant = participant
@@ -258,14 +263,14 @@ def serve_client(
         try:
             if server is None:
                 server = ctx.connect(SERVER_SERVICE, rank=rank, timeout=_CONNECT_S)
-            said = server.register(group.epoch, unfit, mine.is_busy, timeout=2 * _CONNECT_S)
+            reply = server.register(group.epoch, unfit, mine.is_busy, timeout=2 * _CONNECT_S)
         except PotluckError:
             server = None
             continue
         heard_at = time.monotonic()
-        if said == OVER:
+        if reply == OVER:
             return
-        if said == KNOWN:
+        if reply == KNOWN:
             pause_s = _REGISTER_EVERY_S
 
 

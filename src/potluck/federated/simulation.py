@@ -11,9 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from potluck.federated.clients import Reply
 from potluck.federated.definition import Site, load
-from potluck.federated.federation import Federation
+from potluck.federated.federation import Federation, Reply
 from potluck.federated.participant import Participant
 
 
@@ -27,7 +26,7 @@ class SimulatedClients:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="potluck-client")
         self._lock = threading.Lock()
         self._calls: dict[str, deque[Callable[[], None]]] = {each: deque() for each in participants}
-        """The calls of each client, the one that runs first."""
+        """The calls of each client, the running call first."""
 
     def wait(self, num: int, timeout_s: float) -> Sequence[str]:
         return list(self._participants)

@@ -10,16 +10,16 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from potluck._core.background import start_thread
 from potluck._core.context import DistributedContext, init
+from potluck.errors import AgentLost, Evicted, OperationTimeout, PotluckError, RemoteError
 from potluck.federated.definition import Site, load
 from potluck.federated.federation import Federation
-from potluck.federated.keeping import kept
 from potluck.federated.participant import Participant
-from potluck.federated.remote import RemoteClients, serve_client
-from potluck.federated.roles import LEADER
+from potluck.federated.remote import LEADER, RemoteClients, serve_client
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -44,8 +44,8 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def lead(ctx: DistributedContext, file: Path, history: Path | None, seed: int) -> None:
-    """Run the server's function; then tell the clients that the run is over. The reports of its
-    rounds go to the file ``history``, as JSON."""
+    """Run the server's function; then stop the clients. The reports of its rounds go to the file
+    ``history``, as JSON."""
     clients = RemoteClients(ctx)
     federation = Federation(clients, seed=seed, say=lambda text: ctx.report(event=text))
     try:
@@ -65,8 +65,8 @@ def be_client(
     *,
     tells: bool,
 ) -> None:
-    """Be a client until the run is over. A client that can't take part says why, and waits: it is
-    no reason to end the run."""
+    """Be a client until the run is over. A client that can't take part reports why, and waits: the
+    run goes on."""
     me = ctx.group.me.worker
     participant, unfit = None, ""
     if data_dir is not None and not data_dir.is_dir():
@@ -79,7 +79,7 @@ def be_client(
             unfit = f"{file.name} can't be loaded: {type(error).__name__}{text}"
             traceback.print_exception(error)
         else:
-            # The first of the job's workers is the server; those that come later have numbers
+            # The first of the job's workers is the server; workers that come later have numbers
             # after all others.
             rank, num_workers = map(int, os.environ["POTLUCK_WORLD_RANK"].split("/"))
             place = Site(me, rank - 1, num_workers - 1, data_dir)
@@ -100,3 +100,35 @@ def keep_output(ctx: DistributedContext, folder: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
+
+
+_EVERY_S = 0.1
+
+
+@contextlib.contextmanager
+def kept(ctx: DistributedContext) -> Iterator[threading.Event]:
+    """Enter each next group of ``ctx`` as soon as there is one, so that clients come in and go
+    while no collective call is made. The event is set when the job is over for this worker."""
+    is_over, ended = threading.Event(), threading.Event()
+
+    def keep() -> None:
+        while not (is_over.is_set() or ended.wait(_EVERY_S)):
+            error = ctx.communicator.error
+            if isinstance(error, RemoteError | AgentLost):
+                ended.set()
+            elif ctx.has_next_group or isinstance(error, Evicted):
+                try:
+                    ctx.reform(error if isinstance(error, Evicted) else None)
+                except OperationTimeout:
+                    continue
+                except PotluckError:
+                    ended.set()
+
+    thread = start_thread(
+        keep, name="potluck-federated-groups", on_broken=lambda error: ended.set()
+    )
+    try:
+        yield ended
+    finally:
+        is_over.set()
+        thread.join(2 * _EVERY_S)

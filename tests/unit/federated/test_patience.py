@@ -59,7 +59,7 @@ def test_how_few_updates_still_count() -> None:
     assert Patience().fewest(1) == 1
     assert Patience().fewest(0) == 1
     assert Patience(min_clients=5, min_updates=3).fewest(10) == 3
-    assert Patience().fewest(10, least=7) == 7  # the strategy's own bound
+    assert Patience().fewest(10, least=7) == 7  # the aggregation's own bound
 
 
 def test_a_gathering_ends_when_enough_have_answered_or_nobody_else_can() -> None:

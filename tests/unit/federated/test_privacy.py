@@ -27,9 +27,9 @@ from potluck.federated import (
     Update,
     site,
 )
+from potluck.federated.participant import SecureParticipant
 from potluck.federated.privacy import Noise, PrivacyLoss, clipped, clipped_sum
 from potluck.federated.secure.masking import Scale
-from potluck.federated.secure.participant import SecureParticipant
 
 ZEROS = {"w": np.zeros(2000)}
 
@@ -133,8 +133,8 @@ def test_epsilon_is_the_librarys() -> None:
     for report in history.rounds:
         accountant.compose(library.GaussianDpEvent(1.1))
         assert report.epsilon == accountant.get_epsilon(1e-6)
-    strategy = FedAvg(0.4, sampling="poisson")
-    history = run(DifferentialPrivacy(1.1, 1.0), rounds=3, num_clients=30, strategy=strategy)
+    aggregation = FedAvg(0.4, sampling="poisson")
+    history = run(DifferentialPrivacy(1.1, 1.0), rounds=3, num_clients=30, aggregation=aggregation)
     accountant = library.rdp.RdpAccountant()
     event = library.PoissonSampledDpEvent(0.4, library.GaussianDpEvent(1.1))
     accountant.compose(event, 3)
@@ -191,8 +191,8 @@ def test_a_round_is_released_with_noise_even_if_no_update_came(
 
 def test_a_poisson_round_that_asks_nobody_is_released_as_well() -> None:
     pytest.importorskip("dp_accounting", reason="pip install 'potluck[privacy]'")
-    strategy = FedAvg(1e-9, sampling="poisson")
-    history = run(DifferentialPrivacy(1.0, 1.0), strategy=strategy)
+    aggregation = FedAvg(1e-9, sampling="poisson")
+    history = run(DifferentialPrivacy(1.0, 1.0), aggregation=aggregation)
     assert history.rounds[0].asked == ()
     assert (history.parameters["w"] != 0).all()
 
@@ -200,8 +200,8 @@ def test_a_poisson_round_that_asks_nobody_is_released_as_well() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"strategy": Median()}, "Median needs each single update"),
-        ({"strategy": FedAvg(0.5)}, r"FedAvg\(0.5, sampling='poisson'\)"),
+        ({"aggregation": Median()}, "Median needs each single update"),
+        ({"aggregation": FedAvg(0.5)}, r"FedAvg\(0.5, sampling='poisson'\)"),
         ({"patience": Patience(min_updates=3)}, "leave Patience's min_updates out"),
         (
             {"patience": Patience(wait_for=0.8)},
@@ -232,7 +232,7 @@ def test_arguments_that_do_not_fit(options: Any, text: str) -> None:
 
 def test_which_clients_are_asked_does_not_follow_from_the_federations_seed() -> None:
     pytest.importorskip("dp_accounting", reason="pip install 'potluck[privacy]'")
-    options = {"num_clients": 30, "strategy": FedAvg(0.5, sampling="poisson")}
+    options = {"num_clients": 30, "aggregation": FedAvg(0.5, sampling="poisson")}
 
     def asked(privacy: DifferentialPrivacy) -> list[tuple[str, ...]]:
         return [report.asked for report in run(privacy, rounds=4, **options).rounds]
@@ -265,7 +265,7 @@ def test_random_cohorts_that_may_be_too_small_for_a_sum_are_refused_or_accounted
     library = pytest.importorskip("dp_accounting", reason="pip install 'potluck[privacy]'")
 
     def few(federation: Federation) -> History:
-        return private(federation, strategy=FedAvg(0.2, sampling="poisson"), rounds=2)
+        return private(federation, aggregation=FedAvg(0.2, sampling="poisson"), rounds=2)
 
     with pytest.raises(FederationError, match=r"each asked with probability 0\.2") as raised:
         federated.simulate(few, train, num_clients=60)
@@ -282,7 +282,9 @@ def test_random_cohorts_that_may_be_too_small_for_a_sum_are_refused_or_accounted
     assert history.rounds[-1].epsilon > accountant.get_epsilon(1e-5)
 
 
-def test_a_strategy_that_does_not_say_how_many_it_asks_has_no_account_of_small_cohorts() -> None:
+def test_an_aggregation_that_does_not_say_how_many_it_asks_has_no_account_of_small_cohorts() -> (
+    None
+):
     pytest.importorskip("dp_accounting", reason="pip install 'potluck[privacy]'")
 
     class Own(FedAvg):
@@ -293,7 +295,7 @@ def test_a_strategy_that_does_not_say_how_many_it_asks_has_no_account_of_small_c
 
     def main(federation: Federation) -> History:
         privacy = DifferentialPrivacy(1.0, 1.0, sampling_probability=0.5)
-        return private(federation, strategy=Own(), privacy=privacy)
+        return private(federation, aggregation=Own(), privacy=privacy)
 
     with pytest.raises(ValueError, match="Own does not say how many clients it asks"):
         federated.simulate(main, train, num_clients=100)

@@ -50,17 +50,17 @@ def run(*, dies_after: int = 99, seen: list[int] | None = None, **options: Any) 
 
 
 @pytest.mark.parametrize("secure", [None, SecureAggregation(max_samples=100)], ids=["", "secure"])
-@pytest.mark.parametrize("strategy", [FedAvg, FedAdam])
+@pytest.mark.parametrize("aggregation", [FedAvg, FedAdam])
 def test_a_resumed_run_ends_as_an_undisturbed_one(
-    strategy: Any, secure: SecureAggregation | None, tmp_path: Path
+    aggregation: Any, secure: SecureAggregation | None, tmp_path: Path
 ) -> None:
-    """With the moments of the strategy, and the range that secure aggregation has found."""
+    """With the moments of the aggregation, and the range that secure aggregation has found."""
     options = {"secure": secure, "rounds": 5}
-    undisturbed = run(strategy=strategy(), **options)
+    undisturbed = run(aggregation=aggregation(), **options)
     with pytest.raises(KilledServer):
-        run(strategy=strategy(), dies_after=3, checkpoint=tmp_path, **options)
+        run(aggregation=aggregation(), dies_after=3, checkpoint=tmp_path, **options)
     seen: list[int] = []
-    resumed = run(strategy=strategy(), checkpoint=tmp_path, seen=seen, **options)
+    resumed = run(aggregation=aggregation(), checkpoint=tmp_path, seen=seen, **options)
     assert seen == [4, 5], "the fourth round was not whole"
     tolerance = {"atol": 0} if secure is None else {"atol": 1e-5}  # it rounds at random
     np.testing.assert_allclose(resumed.parameters["w"], undisturbed.parameters["w"], **tolerance)
@@ -96,8 +96,8 @@ def test_a_run_that_is_over_is_not_run_again(tmp_path: Path) -> None:
 
 def test_the_checkpoint_of_another_federation_is_refused(tmp_path: Path) -> None:
     run(checkpoint=tmp_path)
-    with pytest.raises(CheckpointError, match=r"its strategy is FedAvg, not FedAdam.*directory"):
-        run(checkpoint=tmp_path, strategy=FedAdam())
+    with pytest.raises(CheckpointError, match=r"its aggregation is FedAvg, not FedAdam.*directory"):
+        run(checkpoint=tmp_path, aggregation=FedAdam())
 
     def other(federation: Federation) -> History:
         return federation.run({"w": np.zeros(3)}, rounds=1, checkpoint=tmp_path)

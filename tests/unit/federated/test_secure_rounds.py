@@ -1,4 +1,4 @@
-"""Secure aggregation in whole rounds: the strategy gets what it would get without."""
+"""Secure aggregation in whole rounds: the aggregation gets what it would get without."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def run(client: Any = train, **options: Any) -> History:
     return federated.simulate(main, client, num_clients=7)
 
 
-@pytest.mark.parametrize("strategy", [FedAvg, FedAdam])
-def test_the_model_is_the_one_without_secure_aggregation(strategy: Any) -> None:
-    plain = run(strategy=strategy())
-    hidden = run(strategy=strategy(), secure=SecureAggregation())
+@pytest.mark.parametrize("aggregation", [FedAvg, FedAdam])
+def test_the_model_is_the_one_without_secure_aggregation(aggregation: Any) -> None:
+    plain = run(aggregation=aggregation())
+    hidden = run(aggregation=aggregation(), secure=SecureAggregation())
     np.testing.assert_allclose(hidden.parameters["w"], plain.parameters["w"], atol=1e-5)
     assert [each.saturation for each in hidden.rounds] == [0.0, 0.0]
     assert hidden.rounds[0].arrived == tuple("0123456")
@@ -239,7 +239,7 @@ def test_junk_under_a_mask_is_refused_and_the_model_stays(hostile: Hostile) -> N
 
 def test_what_does_not_fit() -> None:
     with pytest.raises(ValueError, match="Krum needs each single update"):
-        run(strategy=Krum(), secure=SecureAggregation())
+        run(aggregation=Krum(), secure=SecureAggregation())
     with pytest.raises(ValueError, match=r"threshold is 0\.5; a fraction above 0.5"):
         SecureAggregation(threshold=0.5)
     with pytest.raises(ValueError, match="limit=0"):

@@ -17,7 +17,7 @@ import pytest
 from potluck import federated
 from potluck.errors import ConfigurationError, FederationError
 from potluck.federated import FedAvg, Federation, History, Krum, Patience, Update, site
-from potluck.federated.clients import Reply
+from potluck.federated.federation import Reply
 from potluck.federated.participant import Participant
 from potluck.federated.simulation import SimulatedClients
 
@@ -62,7 +62,7 @@ def test_the_same_seed_gives_the_same_result_on_any_number_of_threads() -> None:
 
     def made(num_threads: int, seed: int) -> Any:
         options = {"num_clients": 20, "num_threads": num_threads, "seed": seed}
-        return federated.simulate(lead(strategy=FedAvg(0.5)), noisy, **options).parameters[0]
+        return federated.simulate(lead(aggregation=FedAvg(0.5)), noisy, **options).parameters[0]
 
     np.testing.assert_array_equal(made(1, 3), made(7, 3))
     assert (made(1, 3) != made(1, 4)).all()
@@ -158,14 +158,21 @@ def test_an_aggregate_that_is_infinite_ends_its_round_and_not_the_run() -> None:
             return [each / (0.0 if round.number == 1 else 1.0) for each in found]
 
     with np.errstate(divide="ignore"):
-        history = federated.simulate(lead(strategy=Careless()), counting, num_clients=4)
+        history = federated.simulate(lead(aggregation=Careless()), counting, num_clients=4)
     assert "Careless.aggregate[0] has 3 of 3 values that are NaN or" in history.rounds[0].note
     assert history.rounds[0].note.endswith("the parameters stay")
     assert history.rounds[1].note == ""
     np.testing.assert_array_equal(history.parameters[0], [2.5] * 3)
 
 
-def test_a_strategy_of_ones_own_has_two_methods_and_no_base_class() -> None:
+def test_flowers_word_for_the_aggregation_is_taken() -> None:
+    same = federated.simulate(lead(strategy=FedAvg(0.5)), counting, num_clients=4, seed=3)
+    mine = federated.simulate(lead(aggregation=FedAvg(0.5)), counting, num_clients=4, seed=3)
+    np.testing.assert_array_equal(same.parameters[0], mine.parameters[0])
+    assert [each.asked for each in same.rounds] == [each.asked for each in mine.rounds]
+
+
+def test_an_aggregation_of_ones_own_has_two_methods_and_no_base_class() -> None:
     class First:
         def configure(self, round: federated.Round, clients: Any) -> Mapping[str, Any]:
             return {clients[round.number % len(clients)]: {"epochs": 3}}
@@ -174,7 +181,9 @@ def test_a_strategy_of_ones_own_has_two_methods_and_no_base_class() -> None:
             return updates[0].parameters
 
     patience = Patience(min_updates=1)
-    history = federated.simulate(lead(strategy=First(), patience=patience), counting, num_clients=3)
+    history = federated.simulate(
+        lead(aggregation=First(), patience=patience), counting, num_clients=3
+    )
     assert [report.arrived for report in history.rounds] == [("1",), ("2",)]
     np.testing.assert_array_equal(history.parameters[0], [2.0 + 3.0] * 3)
 
@@ -205,7 +214,7 @@ def test_a_client_that_claims_too_many_samples_is_refused(
     options: dict[str, int], num_samples: int, most: int
 ) -> None:
     history = unhurt(
-        fault=lambda parameters: Update(parameters, num_samples), strategy=FedAvg(**options)
+        fault=lambda parameters: Update(parameters, num_samples), aggregation=FedAvg(**options)
     )
     why = history.rounds[0].missing["1"]
     assert f"num_samples is {num_samples}: more than {most} do not count" in why
@@ -268,7 +277,7 @@ def test_a_round_with_too_few_updates_leaves_the_model_as_it_is() -> None:
     history = federated.simulate(lead(), train, num_clients=4)
     assert history.rounds[0].note == "1 of at least 2 updates came; the parameters stay"
     np.testing.assert_array_equal(history.parameters[0], [2.5] * 3)
-    strict = lead(strategy=Krum(1), patience=Patience(too_few="stop"))
+    strict = lead(aggregation=Krum(1), patience=Patience(too_few="stop"))
     with pytest.raises(FederationError, match="4 of at least 5 updates came"):
         federated.simulate(strict, counting, num_clients=4)
 
@@ -318,8 +327,8 @@ def test_k_of_n_does_not_wait_for_the_slowest() -> None:
     ("options", "error", "text"),
     [
         ({"rounds": -1}, ValueError, "rounds is -1"),
-        ({"strategy": FedAvg}, TypeError, "a strategy is an object with configure"),
-        ({"strategy": object()}, TypeError, "has no configure"),
+        ({"aggregation": FedAvg}, TypeError, "an aggregation is an object with configure"),
+        ({"aggregation": object()}, TypeError, "has no configure"),
         ({"initial": [np.array([np.nan])]}, ValueError, r"initial\[0\] has 1 of 1 values"),
         ({"initial": np.zeros(3)}, TypeError, "initial must be a list or a dict"),
         ({"initial": {}}, ValueError, "initial has no arrays"),
@@ -337,23 +346,23 @@ def test_arguments_that_do_not_fit(options: Any, error: type[Exception], text: s
         federated.simulate(main, counting, num_clients=2)
 
 
-def test_what_a_strategy_makes_is_checked() -> None:
+def test_what_an_aggregation_makes_is_checked() -> None:
     class Broken(FedAvg):
         def aggregate(self, round: Any, updates: Any) -> Any:
             return [np.zeros(5)]
 
     with pytest.raises(ValueError, match=r"Broken.aggregate: array 0 has shape \(5,\)"):
-        federated.simulate(lead(strategy=Broken()), counting, num_clients=2)
+        federated.simulate(lead(aggregation=Broken()), counting, num_clients=2)
 
 
 @pytest.mark.parametrize("chosen", [["0", "1"], {"0": None}, None])
-def test_a_strategy_that_configures_no_dict_is_told_so(chosen: Any) -> None:
+def test_an_aggregation_that_configures_no_dict_is_told_so(chosen: Any) -> None:
     class Broken(FedAvg):
         def configure(self, round: Any, clients: Any) -> Any:
             return chosen
 
     with pytest.raises(TypeError, match=r"Broken.configure must return a dict: the clients to ask"):
-        federated.simulate(lead(strategy=Broken()), counting, num_clients=2)
+        federated.simulate(lead(aggregation=Broken()), counting, num_clients=2)
 
 
 def test_the_last_round_is_told_however_short_the_run(capfd: pytest.CaptureFixture[str]) -> None:

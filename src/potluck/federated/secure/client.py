@@ -29,7 +29,7 @@ SEALED_BYTES = _DIGESTS_BYTES + 12 + 2 * SHARE_BYTES + 16
 
 
 class Unreadable(ValueError):
-    """The shares that ``clients`` have made for this one can't be read, or are not those of their
+    """The shares that ``clients`` have made for this one can't be read, or do not have their
     digests."""
 
     def __init__(self, clients: list[str]) -> None:
@@ -158,7 +158,7 @@ class MaskingClient:
         both = self._cipher(name).decrypt(nonce, data, self._between(name, self._name))
         shares = both[:SHARE_BYTES], both[SHARE_BYTES:]
         if tuple(map(digest, shares)) != digests(sealed):
-            raise ValueError("these are other shares than those of the digests")
+            raise ValueError("the shares do not have the digests")
         return shares
 
     def _between(self, source: str, target: str) -> bytes:

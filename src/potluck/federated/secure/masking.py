@@ -112,4 +112,4 @@ class Decoded(NamedTuple):
 
 
 NUM_EXTRA = 3 + _NUM_POWERS
-"""Words of a client beside those of its values."""
+"""Words of a client beside its values."""

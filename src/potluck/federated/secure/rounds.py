@@ -11,18 +11,18 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from numpy.typing import NDArray
 
+from potluck.federated.aggregation import Round
 from potluck.federated.parameters import num_values
 from potluck.federated.secure.client import SEALED_BYTES, SHARE_BYTES, as_words
 from potluck.federated.secure.masking import NUM_EXTRA, Scale, Words
 from potluck.federated.secure.server import MaskingServer, Opened
 from potluck.federated.secure.settings import Range, SecureAggregation
-from potluck.federated.strategies.base import Round
 
 Phase = Literal["before", "training", "after"]
 
 
 class Ask(Protocol):
-    """How a phase's question is asked; gives the answers of those that answered in time.
+    """Asks a phase's question; gives the answers that came in time.
     ``enough`` answers end the phase; without, as many as the round's patience asks for."""
 
     def __call__(
@@ -59,8 +59,8 @@ def secure_sum(
     ask: Ask,
     clip: float | None,
 ) -> Summed:
-    """Run one round with the clients in ``asked``, each with its config. TooFew if too few
-    of them stay in one of its phases, Spoiled if it is known who made it fail, ValueError for
+    """Run one round with the clients in ``asked``, each with its config. TooFew if too few of them
+    stay in one of its phases, Spoiled if the clients that made it fail are known, ValueError for
     another sum than one of changes."""
     session = secrets.token_bytes(16)
     keys = ask("before", "secure_keys", _to_all(asked, {"session": session}), _keys())

@@ -15,7 +15,7 @@ from potluck.federated.secure.client import digest, digests, pair_seed
 from potluck.federated.secure.masking import Words, mask
 
 Opened = dict[str, dict[str, bytes]]
-"""The shares that one client opened: of ``seeds`` and of ``keys``, by whose they are."""
+"""The shares that one client opened: of ``seeds`` and of ``keys``, by owner."""
 
 
 class Spoiled(ValueError):
@@ -45,9 +45,9 @@ class MaskingServer:
         self._sealed: dict[str, Mapping[str, bytes]] = {}
         self.masked: dict[str, Words] = {}
         self.cheats: dict[str, str] = {}
-        """Clients that opened other shares than those that they were given: what each did."""
+        """Clients that opened shares which they were not given: what each did."""
         self._accusers: defaultdict[str, set[str]] = defaultdict(set)
-        """By client, those that can't read the shares that it has made."""
+        """By client: the clients that can't read the shares which it has made."""
 
     def take_keys(self, keys: Mapping[str, Mapping[str, bytes]]) -> None:
         """The public keys of all clients that answered."""

@@ -33,8 +33,8 @@ class SecureAggregation:
     limit, nobody can check under masks: one that sends others moves the sum.
 
     Metrics of clients are not sent. Cost, for ``n`` clients and ``p`` parameters: ``4 * p`` bytes
-    from each client; ``n`` key agreements and masks of ``p`` words on each client; two
-    more exchanges before the training and one after it. Needs a strategy that takes a mean: FedAvg,
+    from each client; ``n`` key agreements and masks of ``p`` words on each client; two more
+    exchanges before the training and one after it. Needs an aggregation that takes a mean: FedAvg,
     FedProx, FedAdam, FedYogi.
     """
 

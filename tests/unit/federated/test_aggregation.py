@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.federated import (
+    Aggregation,
     FedAdam,
     FedAvg,
     FedProx,
@@ -15,11 +16,10 @@ from potluck.federated import (
     Krum,
     Median,
     Round,
-    Strategy,
     TrimmedMean,
     Update,
 )
-from potluck.federated.strategies.robust import krum_scores
+from potluck.federated.aggregation import krum_scores
 
 NAMES = tuple("abcdefghij")
 
@@ -50,31 +50,31 @@ def test_structure_and_dtypes_stay_those_of_the_global_parameters() -> None:
 
 
 def test_a_fraction_is_drawn_anew_each_round_and_again_from_the_same_seed() -> None:
-    strategy = FedAvg(0.3, config={"local_epochs": 2})
-    drawn = [tuple(strategy.configure(a_round(seed=seed), NAMES)) for seed in (1, 2, 3, 1)]
+    aggregation = FedAvg(0.3, config={"local_epochs": 2})
+    drawn = [tuple(aggregation.configure(a_round(seed=seed), NAMES)) for seed in (1, 2, 3, 1)]
     assert all(len(each) == 3 for each in drawn)
     assert drawn[0] == drawn[3]
     assert len(set(drawn)) == 3
-    assert strategy.configure(a_round(), NAMES)[drawn[0][0]] == {"local_epochs": 2}
+    assert aggregation.configure(a_round(), NAMES)[drawn[0][0]] == {"local_epochs": 2}
 
 
 def test_poisson_sampling_draws_each_client_by_itself() -> None:
-    strategy = FedAvg(0.3, sampling="poisson")
-    sizes = [len(strategy.configure(a_round(seed=seed), NAMES)) for seed in range(2000)]
+    aggregation = FedAvg(0.3, sampling="poisson")
+    sizes = [len(aggregation.configure(a_round(seed=seed), NAMES)) for seed in range(2000)]
     assert min(sizes) == 0
     assert abs(np.mean(sizes) - 3) < 0.15
     assert abs(np.var(sizes) - 10 * 0.3 * 0.7) < 0.3
 
 
 def test_config_may_depend_on_the_round_and_fedprox_adds_its_own() -> None:
-    strategy = FedProx(0.5, config=lambda number: {"lr": 1 / number})
-    assert strategy.configure(a_round(), "a") == {"a": {"lr": 1.0, "proximal_mu": 0.5}}
+    aggregation = FedProx(0.5, config=lambda number: {"lr": 1 / number})
+    assert aggregation.configure(a_round(), "a") == {"a": {"lr": 1.0, "proximal_mu": 0.5}}
 
 
 def test_fedadam_and_fedyogi_take_the_papers_steps() -> None:
     """Reddi et al. 2021, algorithm 2, written out for one parameter and two rounds."""
     for kind in (FedAdam, FedYogi):
-        strategy = kind(learning_rate=0.1, beta1=0.9, beta2=0.99, tau=1e-3)
+        aggregation = kind(learning_rate=0.1, beta1=0.9, beta2=0.99, tau=1e-3)
         x, m, v = 0.0, 0.0, 1e-6
         for mean in (2.0, 5.0):
             d = mean - x
@@ -82,7 +82,7 @@ def test_fedadam_and_fedyogi_take_the_papers_steps() -> None:
             v = 0.99 * v + 0.01 * d**2 if kind is FedAdam else v - 0.01 * d**2 * np.sign(v - d**2)
             now = a_round([np.full(2, x)])
             x += 0.1 * m / (np.sqrt(v) + 1e-3)
-            made = strategy.aggregate(now, updates(mean - 1, mean + 1))
+            made = aggregation.aggregate(now, updates(mean - 1, mean + 1))
             np.testing.assert_allclose(made[0], x)
 
 
@@ -153,8 +153,8 @@ def test_arguments_that_do_not_fit(make, text: str) -> None:
         make()
 
 
-def test_every_strategy_has_the_two_methods() -> None:
-    for strategy in (FedAvg(), FedProx(), FedAdam(), FedYogi(), Median(), TrimmedMean(), Krum()):
-        typed: Strategy = strategy
+def test_every_aggregation_has_the_two_methods() -> None:
+    for aggregation in (FedAvg(), FedProx(), FedAdam(), FedYogi(), Median(), TrimmedMean(), Krum()):
+        typed: Aggregation = aggregation
         assert callable(typed.configure)
         assert callable(typed.aggregate)
