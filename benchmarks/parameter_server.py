@@ -41,7 +41,7 @@ def train(way: str, rate: float, seconds: float) -> dict[str, float] | None:
 
     import potluck
     from potluck.parameter_server import SGD, Asynchronous, ElasticAveraging, Synchronous
-    from potluck.torch import DDP, ParameterServerStrategy
+    from potluck.torch import DDP, ServerOptimizer
 
     torch.set_num_threads(1)
     modes: dict[str, Any] = {
@@ -66,7 +66,7 @@ def train(way: str, rate: float, seconds: float) -> dict[str, float] | None:
         else:
             ps = potluck.ParameterServer(ctx, modes[way], optimizer=SGD(rate))
             own = optimizer if way == "elastic averaging" else None
-            optimizer = ParameterServerStrategy(model, ps, optimizer=own, every=5)
+            optimizer = ServerOptimizer(model, ps, optimizer=own, every=5)
         torch.manual_seed(1 + ctx.rank)
         counted = 0
         ctx.barrier()

@@ -21,7 +21,7 @@ except ModuleNotFoundError:
 
 import potluck
 from potluck.parameter_server import SGD, Asynchronous, Synchronous
-from potluck.torch import ParameterServerStrategy
+from potluck.torch import ServerOptimizer
 
 
 def main():
@@ -48,7 +48,7 @@ def main():
             servers=arguments.servers,
             replicas=arguments.replicas,
         )
-        optimizer = ParameterServerStrategy(model, ps)
+        optimizer = ServerOptimizer(model, ps)
 
         torch.manual_seed(1 + ctx.rank)
         for _ in range(arguments.epochs):

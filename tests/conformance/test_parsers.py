@@ -33,7 +33,7 @@ from potluck._core.wire.format import MessageFormat, decoded
 from potluck._core.wire.payload import pack, unpack
 from potluck.checkpoint import manifest, state
 from potluck.errors import CheckpointError, ProtocolError, SecurityError
-from potluck.parameter_server import entries
+from potluck.parameter_server import log as server_log
 
 MOST = 20
 SIZE = 64 << 10
@@ -84,7 +84,7 @@ PARSERS = [
         lambda data: decode_manifest(data, hashlib.sha256(data).digest()),
         PackageManifest,
     ),
-    Parser("log of a parameter server", entries.decode, list[entries.AnyEntry]),
+    Parser("log of a parameter server", server_log.decode, list[server_log.AnyEntry]),
     Parser("ABORT", frames.decode_abort, frames.Abort, frames.MAX_CONTROL),
     Parser("RTS", frames.decode_rts, frames.Rts, frames.MAX_CONTROL),
     Parser("delegation", decode_delegation, Delegation, error=SecurityError),
@@ -406,7 +406,7 @@ SEARCHED = {
     "checkpoint/manifest.py",
     "checkpoint/state.py",
     "cluster/code_store/package.py",
-    "parameter_server/entries.py",
+    "parameter_server/log.py",
     "services/channel.py",
     "transport/delegation.py",
     "wire/broker.py",

@@ -29,8 +29,8 @@ from potluck.torch import (
     Gossip,
     GradScaler,
     LocalSGD,
-    ParameterServerStrategy,
     Policy,
+    ServerOptimizer,
 )
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -162,7 +162,7 @@ def test_a_parameter_server_trains_a_model_on_the_gpu() -> None:
     def rank(ctx: DistributedContext) -> list[Any]:
         model = copy.deepcopy(_START).to(DEVICES[ctx.rank])
         ps = potluck.ParameterServer(ctx, Synchronous(), optimizer=SGD(0.1))
-        optimizer = ParameterServerStrategy(model, ps)
+        optimizer = ServerOptimizer(model, ps)
         for _ in range(8):
             optimizer.zero_grad()
             x, y = X.to(DEVICES[ctx.rank]), Y.to(DEVICES[ctx.rank])

@@ -37,7 +37,7 @@ from potluck.torch import (
     DistributedSampler,
     ElasticLoop,
     GradScaler,
-    ParameterServerStrategy,
+    ServerOptimizer,
 )
 
 
@@ -119,7 +119,7 @@ def test_what_holds_a_group_says_what_to_take(way: Callable[[Any], Any], tmp_pat
                 "DistributedNeuralNetTrainer .*get_parameters.*trainer.model.module",
             ),
             (server, "ParameterServer .*get_parameters"),
-            (ParameterServerStrategy(nn.Linear(2, 2), server), "ParameterServer .*get_parameters"),
+            (ServerOptimizer(nn.Linear(2, 2), server), "ParameterServer .*get_parameters"),
             (CompressionState(Int(8), model=model), "CompressionState .*state_dict"),
             (queue, "WorkQueue .*can't be copied"),
         ]

@@ -21,7 +21,7 @@ from potluck import (
 from potluck._core.context import DistributedContext
 from potluck.parameter_server import Adam
 from potluck.testing.world import run_world
-from potluck.torch import DDP, DiLoCo, ElasticLoop, Gossip, LocalSGD, ParameterServerStrategy
+from potluck.torch import DDP, DiLoCo, ElasticLoop, Gossip, LocalSGD, ServerOptimizer
 
 X = torch.randn(32, 3, generator=torch.Generator().manual_seed(1))
 WORDS = torch.arange(32) % 5
@@ -169,7 +169,7 @@ def test_a_parameter_server_moves_as_torch_does(make: Callable[[], nn.Module]) -
     def run(ctx: DistributedContext) -> nn.Module:
         net = make()
         with ParameterServer(ctx, optimizer=Adam(0.05)) as ps:
-            server = ParameterServerStrategy(net, ps)
+            server = ServerOptimizer(net, ps)
             for _ in range(4):
                 server.zero_grad()
                 F.mse_loss(net(data), Y).backward()

@@ -381,7 +381,7 @@ def test_a_worker_that_leaves_during_a_save_is_not_held_up(monkeypatch: pytest.M
             ps.close()
             left.set()
             return
-        with ps._serving._host._changed:  # as a save does
+        with ps._serving._primary.replica.changed:  # as a save does
             assert left.wait(20)
         ps.close()
 

@@ -9,7 +9,7 @@ from torch import nn
 from potluck._core.context import DistributedContext
 from potluck.parameter_server import SGD, Asynchronous, ElasticAveraging, ParameterServer
 from potluck.testing.world import run_world
-from potluck.torch import ParameterServerStrategy
+from potluck.torch import ServerOptimizer
 
 NUM_STEPS = 8
 
@@ -41,7 +41,7 @@ def test_synchronous_training_is_that_of_one_process_on_the_whole_batch(servers:
     def run(ctx: DistributedContext) -> list[torch.Tensor]:
         model = small()
         with ParameterServer(ctx, optimizer=SGD(0.1, momentum=0.9), servers=servers) as ps:
-            optimizer = ParameterServerStrategy(model, ps)
+            optimizer = ServerOptimizer(model, ps)
             for step in data:
                 optimizer.zero_grad()
                 loss_of(model, step[ctx.rank]).backward()
@@ -73,7 +73,7 @@ def test_asynchronous_training_lowers_the_loss_in_the_models_own_dtype(
         x = torch.cat([each[ctx.rank] for each in data]).to(dtype)
         before = loss_of(model, x).item()
         with ParameterServer(ctx, Asynchronous(), optimizer=SGD(0.05), servers=servers) as ps:
-            optimizer = ParameterServerStrategy(model, ps)
+            optimizer = ServerOptimizer(model, ps)
             for _ in range(3):
                 for step in data:
                     optimizer.zero_grad()
@@ -96,7 +96,7 @@ def test_elastic_averaging_trains_with_the_workers_own_optimizers(servers: int) 
         mode = ElasticAveraging(alpha=0.4, of="parameters")
         with ParameterServer(ctx, mode, servers=servers) as ps:
             own = torch.optim.SGD(model.parameters(), 0.05)
-            optimizer = ParameterServerStrategy(model, ps, optimizer=own, every=2)
+            optimizer = ServerOptimizer(model, ps, optimizer=own, every=2)
             for _ in range(4):
                 for step in data:
                     optimizer.zero_grad()
@@ -122,7 +122,7 @@ def test_a_learned_temperature_is_trained(world_size: int) -> None:
     def run(ctx: DistributedContext) -> torch.Tensor:
         model = Scaled()
         with ParameterServer(ctx, optimizer=SGD(0.5)) as ps:
-            optimizer = ParameterServerStrategy(model, ps)
+            optimizer = ServerOptimizer(model, ps)
             for _ in range(4):
                 optimizer.zero_grad()
                 model(torch.tensor(1.0)).backward()
@@ -137,7 +137,7 @@ def test_a_parameter_without_a_gradient_here_counts_as_zeros() -> None:
         model = nn.ParameterDict({"a": nn.Parameter(torch.zeros(1)), "b": torch.zeros(1)})
         model["b"].requires_grad_(True)
         with ParameterServer(ctx, optimizer=SGD(1.0)) as ps:
-            optimizer = ParameterServerStrategy(model, ps)
+            optimizer = ServerOptimizer(model, ps)
             model["a" if ctx.rank else "b"].sum().backward()
             optimizer.step()
         return float(model["a"].item())
@@ -150,20 +150,20 @@ def test_what_does_not_fit_the_mode_is_an_error() -> None:
         model = small()
         own = torch.optim.SGD(model.parameters(), 0.1)
         with pytest.raises(TypeError, match=r"must be a potluck\.ParameterServer"):
-            ParameterServerStrategy(model, ctx)  # type: ignore[arg-type]
+            ServerOptimizer(model, ctx)  # type: ignore[arg-type]
         with ParameterServer(ctx) as ps:
             with pytest.raises(TypeError, match="must be a module, not its parameters"):
-                ParameterServerStrategy(model.parameters(), ps)  # type: ignore[arg-type]
+                ServerOptimizer(model.parameters(), ps)  # type: ignore[arg-type]
             with pytest.raises(ValueError, match="the update is made on the server"):
-                ParameterServerStrategy(model, ps, optimizer=own)
+                ServerOptimizer(model, ps, optimizer=own)
             with pytest.raises(ValueError, match="no parameter of the model requires"):
-                ParameterServerStrategy(nn.ReLU(), ps)
+                ServerOptimizer(nn.ReLU(), ps)
             with pytest.raises(ValueError, match="every is 0"):
-                ParameterServerStrategy(model, ps, every=0)
+                ServerOptimizer(model, ps, every=0)
         mode = ElasticAveraging(of="parameters")
         ps = ParameterServer(ctx, mode, name="other")
         with pytest.raises(ValueError, match="needs an optimizer of its own"):
-            ParameterServerStrategy(model, ps)
+            ServerOptimizer(model, ps)
         ps.close()
 
     run_world(1, run)
@@ -172,9 +172,9 @@ def test_what_does_not_fit_the_mode_is_an_error() -> None:
 def test_a_model_of_another_dtype_than_the_servers_is_refused_by_name() -> None:
     def run(ctx: DistributedContext) -> None:
         with ParameterServer(ctx) as ps:
-            ParameterServerStrategy(small(torch.float64), ps)
+            ServerOptimizer(small(torch.float64), ps)
             for dtype in (torch.float32, torch.bfloat16):
                 with pytest.raises(ValueError, match=r"'0\.weight' is \w+ here and float64 on"):
-                    ParameterServerStrategy(small(dtype), ps)
+                    ServerOptimizer(small(dtype), ps)
 
     run_world(1, run)

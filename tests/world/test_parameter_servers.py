@@ -14,7 +14,7 @@ from potluck._core.backends.inprocess import InProcessBackend
 from potluck._core.context import DistributedContext
 from potluck.errors import CheckpointError, ServiceTimeout
 from potluck.parameter_server import SGD, Asynchronous, ParameterServer, Synchronous
-from potluck.parameter_server.modes import Mode
+from potluck.parameter_server.model import Mode
 from potluck.testing.elastic import ElasticWorld, MortalContext
 from potluck.testing.world import run_world
 from support.momentum import value_of_version

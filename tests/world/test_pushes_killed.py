@@ -20,7 +20,7 @@ from potluck import TrainingStrategy
 from potluck.errors import GroupError
 from potluck.parameter_server import SGD, Asynchronous, Synchronous
 from potluck.parameter_server.calls import Calls
-from potluck.parameter_server.host import Host
+from potluck.parameter_server.service import PrimaryService
 from potluck.testing.elastic import ElasticWorld, Killed, MortalContext
 from potluck.torch.ways import by_server
 
@@ -55,7 +55,7 @@ class Deaths:
 
 def counts_of(deaths: Deaths, mode: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """By survivor, how often each sample has counted in one epoch."""
-    ask, push = Calls.ask, Host.push
+    ask, push = Calls.ask, PrimaryService.push
     contexts: dict[str, MortalContext] = {}
 
     def mortal_ask(self: Calls, method: str, *args: Any, **options: Any) -> Any:
@@ -72,7 +72,7 @@ def counts_of(deaths: Deaths, mode: Any, monkeypatch: pytest.MonkeyPatch) -> dic
             ctx.die()
         return reply
 
-    def mortal_push(self: Host, *args: Any, **options: Any) -> Any:
+    def mortal_push(self: PrimaryService, *args: Any, **options: Any) -> Any:
         if self._replica.server != deaths.worker:
             return push(self, *args, **options)
         is_due = deaths.is_due("taken")
@@ -90,7 +90,7 @@ def counts_of(deaths: Deaths, mode: Any, monkeypatch: pytest.MonkeyPatch) -> dic
         deaths.is_dead = True
 
     monkeypatch.setattr(Calls, "ask", mortal_ask)
-    monkeypatch.setattr(Host, "push", mortal_push)
+    monkeypatch.setattr(PrimaryService, "push", mortal_push)
     monkeypatch.setattr(by_server, "Adam", lambda rate: SGD(1.0))
 
     def train(ctx: MortalContext) -> Any:

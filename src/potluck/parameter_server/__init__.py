@@ -1,22 +1,18 @@
 """Parameter servers: workers push gradients and pull parameters, each at a time of its own.
 
-``server.py``: ``ParameterServer``, what a script holds; ``arguments.py`` checks what it is given,
-``calls.py`` calls the servers, by ``remotes.py``.
+``server.py``: ``ParameterServer``, what a script holds; ``arguments.py`` checks its arguments, and
+``calls.py`` calls the servers. On a worker that is a server, ``serving.py`` runs from begin to end
+what other workers call, ``service.py``. ``primary.py``: the decisions of the primary, and calls
+that wait for an update. ``replica.py``: the state of each server. ``replication.py``: with several
+servers, the primary brings all to one state, and then the log to each. ``checkpoints.py``: the
+checkpoints of one server.
 
-On a worker that is a server: ``serving.py``, from its beginning to its end; ``offer.py``: the
-service that others call; ``replica.py``: what each server keeps. ``host.py``: the first server, its
-waits and decisions; ``telling.py``: its replies, which wait for copies. ``checkpoints.py``: those
-of one server. With several: ``log.py``: decisions that another server may lack; ``leader.py``
-brings these to the others, and all servers to one state, by what ``follower.py`` offers;
-``shard_calls.py``: what workers ask of each.
-
-Pure: ``model.py``: what a mode (``modes.py``) makes of gradients; ``staleness.py``: who waits for
-whom; ``entries.py``: a decision; ``shard.py``: the tensors of one server, after the decisions;
-``table.py``: those of one model, in immutable versions; ``optimizers.py``: their updates;
-``layout.py``: names, shapes and dtypes; ``placement.py``: which tensor lies where.
+Pure: ``model.py``: modes, and what they make of gradients; ``log.py``: decisions, in order;
+``shard.py``: the tensors of one server, in immutable versions; ``optimizers.py``: their updates;
+``layout.py``: names, shapes and dtypes, and the servers of each tensor.
 """
 
-from potluck.parameter_server.modes import (
+from potluck.parameter_server.model import (
     AggregationMethod,
     Asynchronous,
     ElasticAveraging,

@@ -1,4 +1,4 @@
-"""The arguments of ``ParameterServer``, checked and as it uses them."""
+"""Checks and conversions of the arguments of ``ParameterServer``."""
 
 from __future__ import annotations
 
@@ -12,22 +12,17 @@ from potluck._core.context import DistributedContext
 from potluck._core.wire.tensors import host_bytes, is_tensor
 from potluck.checkpoint import CheckpointStore
 from potluck.parameter_server.layout import Array
-from potluck.parameter_server.modes import Mode, Synchronous
+from potluck.parameter_server.model import Mode, Synchronous
 from potluck.parameter_server.optimizers import Optimizer
 
 FIRST_EPOCH = 1
-"""Of an elastic group; before a member is lost or joins."""
+"""The epoch of an elastic group before a member is lost or joins."""
 
 
-def check_arguments(ctx: Any, mode: Any, optimizer: Any, save_every: Any) -> None:
-    """TypeError or ValueError for what can't be meant."""
+def check_arguments(ctx: Any, mode: Mode, optimizer: Any, save_every: Any) -> None:
+    """TypeError or ValueError for arguments that make no sense."""
     if not hasattr(ctx, "connect"):
         raise TypeError(f"ParameterServer takes a context, potluck.init(), not {ctx!r}")
-    if not isinstance(mode, Mode):
-        raise TypeError(
-            f"mode is {mode!r}; it must be Synchronous(), Asynchronous() or ElasticAveraging() of "
-            "potluck.parameter_server"
-        )
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"optimizer is {optimizer!r}; it must be SGD(...) or Adam(...) of "
@@ -43,13 +38,13 @@ def check_arguments(ctx: Any, mode: Any, optimizer: Any, save_every: Any) -> Non
 
 
 def _all_are_there(ctx: DistributedContext) -> bool:
-    """Whether every worker of the job is in the group. In a later group of an elastic context one
-    may be lost, a server too, while this worker was started again."""
+    """Whether every worker of the job is in the group. In a later group of an elastic context a
+    worker may be lost, a server too."""
     return not (ctx.elastic and ctx.epoch > FIRST_EPOCH)
 
 
 def servers_of(ctx: DistributedContext, servers: Any, replicas: Any) -> tuple[str, ...]:
-    """The workers of the servers, by name."""
+    """The names of the workers that are servers."""
     all_are_there = _all_are_there(ctx)
     if isinstance(servers, int) and not isinstance(servers, bool):
         if servers < 1 or (all_are_there and servers > ctx.world_size):
@@ -84,8 +79,9 @@ def _check_replicas(ctx: DistributedContext, replicas: Any, num_servers: int) ->
 
 
 def store_of(checkpoint: Any, server: str = "") -> CheckpointStore | None:
-    """The store of the first server, or that of another one: which keeps more, since the first one
-    may have to go back to an older one of its own. CheckpointError for a bad directory."""
+    """The store of the first of ``servers``, or of another ``server``, which keeps more
+    checkpoints, since the servers may have to go back to an older one. CheckpointError for a bad
+    directory."""
     if checkpoint is None:
         return None
     store = checkpoint
@@ -98,7 +94,8 @@ def store_of(checkpoint: Any, server: str = "") -> CheckpointStore | None:
 
 
 def arrays_of(given: Any, what: str) -> dict[str, Array]:
-    """``given`` as arrays of the host; a tensor of torch without a copy, if it is there."""
+    """``given`` as arrays in host memory; tensors of torch that are there already are not
+    copied."""
     if not isinstance(given, Mapping) or not given:
         raise TypeError(
             f"{what} is a dict of arrays by name, such as {{'w': array}}, with at least one, not "

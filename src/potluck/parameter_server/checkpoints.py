@@ -1,5 +1,5 @@
-"""``Checkpoints``: those of one server. The first server's is written once all others have theirs,
-so that what it has is whole."""
+"""``Checkpoints``: the checkpoints of one server. The primary writes its own once all other servers
+have written theirs, which makes the checkpoint valid."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _log = logging.getLogger(__name__)
 
 
 class Checkpoints:
-    """Writes states of one server, in a thread, each with the number of the last entry of the log
-    in it. All methods are called with the replica's ``changed`` held."""
+    """Writes states of one server in a thread, each with the number of its ``Save`` entry. All
+    methods are called with the replica's ``changed`` held."""
 
     def __init__(self, store: CheckpointStore, replica: Replica) -> None:
         self.store = store
@@ -30,27 +30,27 @@ class Checkpoints:
         self._failure = ""
         self._saved = 0
 
-    # -- on the first server
+    # -- on the primary
 
     @property
     def is_under_way(self) -> bool:
         """Whether other servers are still writing theirs."""
         return self._unsaved is not None
 
-    def begin(self, index: int, state: Mapping[str, Any], *, is_alone: bool) -> None:
-        """Write ``state``, which does not change, when all other servers have written theirs."""
+    def begin(self, number: int, state: Mapping[str, Any], *, is_alone: bool) -> None:
+        """Write ``state``, which is immutable, when all other servers have written theirs."""
         self._failure = ""
-        self._unsaved = index, state
+        self._unsaved = number, state
         if is_alone:
-            self.commit(index)
+            self.commit(number)
 
-    def commit(self, index: int) -> None:
-        """All other servers have theirs of ``index``. Waits until the write before has ended."""
-        if self._unsaved is None or index < self._unsaved[0]:
+    def commit(self, number: int) -> None:
+        """All other servers have written ``number``. Waits until the write before has ended."""
+        if self._unsaved is None or number < self._unsaved[0]:
             return
-        (index, state), self._unsaved = self._unsaved, None
+        (number, state), self._unsaved = self._unsaved, None
         try:
-            self._writer.submit(partial(self.store.save, state, index))
+            self._writer.submit(partial(self.store.save, state, number))
         except CheckpointError as error:  # of the write before; training goes on
             _log.error("%s", error)
         self._changed.notify_all()
@@ -62,11 +62,11 @@ class Checkpoints:
         self._changed.notify_all()
 
     def give_up(self) -> None:
-        """Forget the one that is under way."""
+        """Forget the checkpoint that is under way."""
         self._unsaved = None
 
     def await_others(self, timeout_s: float) -> None:
-        """Wait for the one that is under way on other servers. CheckpointError after
+        """Wait for the checkpoint that is under way on other servers. CheckpointError after
         ``timeout_s``."""
         if not self._changed.wait_for(lambda: self._unsaved is None, timeout_s):
             raise CheckpointError(
@@ -81,46 +81,45 @@ class Checkpoints:
 
     # -- on another server
 
-    def write(self, index: int, state: Mapping[str, Any]) -> None:
-        """Write ``state``, which does not change. The first server hears how that ended from
-        ``saved``, before it asks for another."""
+    def write(self, number: int, state: Mapping[str, Any]) -> None:
+        """Write ``state``, which is immutable. ``saved`` says how that ended, before the primary
+        asks for another."""
 
         def save() -> None:
             try:
-                self.store.save(state, index)
+                self.store.save(state, number)
             except CheckpointError as error:
                 self._failure = str(error)
             else:
-                self._saved = index
+                self._saved = number
 
         try:
             self._writer.submit(save)
-        except CheckpointError as error:  # of one that it wrote as the first server
+        except CheckpointError as error:  # of its last checkpoint as the primary
             _log.error("%s", error)
 
     def saved(self) -> tuple[int, str]:
-        """The number of the last one that ``write`` has written, and why one failed since the last
-        call."""
+        """The number of the last checkpoint that ``write`` has written, and why one failed since
+        the last call."""
         failure, self._failure = self._failure, ""
         return self._saved, failure
 
     # -- at the beginning
 
     def load_latest(self) -> tuple[int, Mapping[str, Any]] | None:
-        """The newest intact one of a server that is alone, with its number."""
+        """The newest intact checkpoint of a server that is alone, with its number."""
         found = self.store.load_latest()
         if found is None:
             return None
         _log.info("parameters from %s", found.path)
         return found.step, self._checked(found.state)
 
-    def load(self, index: int) -> Mapping[str, Any]:
-        """The one of ``index``. CheckpointError if it is damaged."""
-        return self._checked(self.store.load(index).state)
+    def load(self, number: int) -> Mapping[str, Any]:
+        """The checkpoint ``number``. CheckpointError if it is damaged."""
+        return self._checked(self.store.load(number).state)
 
     def _checked(self, state: Any) -> Mapping[str, Any]:
-        """``state``; CheckpointError if other servers wrote it, among which tensors lay
-        otherwise."""
+        """``state``; CheckpointError if servers with another placement of tensors wrote it."""
         found: Mapping[str, Any] = state if isinstance(state, dict) else {}
         wrote = tuple(found.get("servers", ()))
         if wrote != self._servers:

@@ -1,9 +1,13 @@
-"""What a model's tensors are: names, shapes and dtypes; and whether given ones fit. Pure."""
+"""The layout of a model: names, shapes and dtypes of its tensors, checks against it, and the
+placement of tensors on servers. Pure."""
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +26,12 @@ _NAMED = 4
 def layout_of(tensors: Tensors) -> Layout:
     """The layout of ``tensors``."""
     return {name: (each.shape, each.dtype.name) for name, each in tensors.items()}
+
+
+def num_bytes(layout: Layout, name: str) -> int:
+    """The bytes of the tensor ``name``."""
+    shape, dtype = layout[name]
+    return math.prod(shape) * dtype_named(dtype).itemsize
 
 
 def check_layout(given: Layout, layout: Layout, what: str) -> None:
@@ -91,3 +101,50 @@ def _names(names: Iterable[str]) -> str:
     listed = sorted(names)
     more = f" and {len(listed) - _NAMED} more" if len(listed) > _NAMED else ""
     return ", ".join(map(repr, listed[:_NAMED])) + more
+
+
+@lru_cache(maxsize=1 << 16)
+def holders(name: str, servers: tuple[str, ...], copies: int = 1) -> tuple[str, ...]:
+    """The servers of the tensor ``name``: the ``copies`` servers with the highest hashes of both
+    names, the highest first.
+
+    Rendezvous hashing (Thaler and Ravishankar, "Using name-based mappings to increase hit rates",
+    1998): without a table, and with a server more or less only that server's tensors move.
+    """
+    if len(servers) == 1:
+        return servers
+    order = sorted(servers, key=lambda server: (_weight(name, server), server), reverse=True)
+    return tuple(order[:copies])
+
+
+class Placement(NamedTuple):
+    """Each tensor lies on ``copies`` of the ``servers``; only those in ``present`` are live."""
+
+    servers: tuple[str, ...]
+    copies: int
+    present: tuple[str, ...]
+
+    def holders(self, name: str) -> list[str]:
+        """The live servers of the tensor ``name``."""
+        every = holders(name, self.servers, self.copies)
+        return [server for server in every if server in self.present]
+
+    def split(self, tensors: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """``tensors`` by live server, each tensor on all its holders; a server may have none."""
+        parts: dict[str, dict[str, Any]] = {server: {} for server in self.present}
+        for name, each in tensors.items():
+            for server in self.holders(name):
+                parts[server][name] = each
+        return parts
+
+    def sources(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """The server to fetch each tensor from, its first live holder: names by server."""
+        parts: dict[str, list[str]] = {}
+        for name in names:
+            for server in self.holders(name)[:1]:
+                parts.setdefault(server, []).append(name)
+        return parts
+
+
+def _weight(name: str, server: str) -> bytes:
+    return hashlib.sha3_256(f"{server}\0{name}".encode()).digest()

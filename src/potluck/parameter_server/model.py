@@ -1,23 +1,22 @@
-"""``Model``: what the first server decides of one model: which gradients make its next version.
-Pure: no lock, no clock, no I/O, no tensors.
+"""A model on the primary: which gradients make its next version. Its modes, and the staleness of
+asynchronous gradients. Pure: no lock, no clock, no I/O, no tensors.
 
-Every decision is an entry of the log, and ``follow`` notes what it changes: on the first server
-when it is made, on the others when it comes. So all know the version, and what became of pushes.
-
-``version`` counts updates, so it is also the number of the step that workers compute now.
+Every decision of a ``Model`` is an entry of the log, and ``follow`` notes what it changes: on the
+primary when it decides, on the others when the entry comes. So all servers know the version and the
+outcomes of pushes. ``version`` counts updates, so it is also the number of the present step.
 """
 
 from __future__ import annotations
 
+import enum
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from potluck.parameter_server.entries import Drop, Entry, SetParameters, Update
+from potluck._core.types import AnyCase
 from potluck.parameter_server.layout import Layout, check_layout, of_plain, plain
-from potluck.parameter_server.modes import Asynchronous, ElasticAveraging, Mode, Synchronous
-from potluck.parameter_server.staleness import Leases
+from potluck.parameter_server.log import Drop, Entry, SetParameters, Update
 
 LEASES_FOR_EACH = 8
 """``max_staleness`` of ``Asynchronous`` for each worker, unless it is given."""
@@ -26,8 +25,157 @@ LIFE_BITS = 31
 
 
 @dataclass(frozen=True, slots=True)
+class Synchronous:
+    """One update for each step, by the mean gradient of the workers.
+
+    The first ``n - backup_workers`` gradients of the ``n`` workers count; a later one is dropped
+    and counted (Chen et al., "Revisiting distributed synchronous SGD", 2016). ``automatic``: the
+    update is made as soon as they are there; else by ``apply_gradients``.
+    """
+
+    backup_workers: int = 0
+    automatic: bool = True
+
+    def __post_init__(self) -> None:
+        if self.backup_workers < 0:
+            raise ValueError(f"backup_workers is {self.backup_workers}; it must be at least 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Asynchronous:
+    """One update for each gradient, when it arrives.
+
+    The staleness of a gradient is the number of updates since the pull of the parameters that it
+    was computed on. No worker computes on parameters that are more than ``max_staleness`` updates
+    old when its gradient is applied: a pull or a push that would lead there waits. 0: one worker
+    at a time. None: eight for each worker, so that a worker may be eight times slower than the
+    others before they wait for it.
+
+    ``lr_by_staleness`` divides the learning rate of a gradient by its staleness, if that is above 1
+    (Zhang et al., "Staleness-aware async-SGD", 2016).
+    """
+
+    max_staleness: int | None = None
+    lr_by_staleness: bool = True
+
+    def __post_init__(self) -> None:
+        if self.max_staleness is not None and self.max_staleness < 0:
+            raise ValueError(f"max_staleness is {self.max_staleness}; it must be at least 0")
+
+
+@dataclass(frozen=True, slots=True)
+class ElasticAveraging:
+    """Workers and server pull each other.
+
+    ``of="gradients"``: the server keeps a gradient, and makes it ``alpha * local + (1 - alpha) *
+    global`` with each that arrives, and updates by that.
+
+    ``of="parameters"``: each worker trains parameters of its own, and from time to time calls
+    ``average_parameters``: worker and server move towards each other by ``alpha`` of their
+    difference (Zhang, Choromanska and LeCun, "Deep learning with elastic averaging SGD", 2015,
+    algorithm 1). Choose ``alpha`` near ``0.9 / n``.
+    """
+
+    alpha: float = 0.5
+    of: str = "gradients"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.alpha <= 1:
+            raise ValueError(f"alpha is {self.alpha!r}; it must be above 0 and at most 1")
+        if self.of not in ("gradients", "parameters"):
+            raise ValueError(f"of is {self.of!r}; it must be 'gradients' or 'parameters'")
+
+
+Mode = Synchronous | Asynchronous | ElasticAveraging
+
+
+class AggregationMethod(enum.Enum, metaclass=AnyCase):
+    """Names of the modes with their default options: ``AggregationMethod.SYNCHRONOUS`` is another
+    way to write ``Synchronous()``."""
+
+    SYNCHRONOUS = Synchronous()
+    ASYNCHRONOUS = Asynchronous()
+    ELASTIC_AVERAGING = ElasticAveraging()
+
+
+def mode_of(given: object, what: str = "mode") -> Mode:
+    """The argument ``what``, a mode or its name, as a mode. TypeError for anything else."""
+    given = given.value if isinstance(given, AggregationMethod) else given
+    if not isinstance(given, Mode):
+        raise TypeError(
+            f"{what} is {given!r}; it must be a potluck.AggregationMethod, or Synchronous(), "
+            "Asynchronous() or ElasticAveraging() of potluck.parameter_server"
+        )
+    return given
+
+
+def is_feasible(now: int, outstanding: Iterable[int], max_staleness: int) -> bool:
+    """Whether all gradients on the ``outstanding`` versions can be applied in time."""
+    oldest_first = enumerate(sorted(outstanding))
+    return all(now + place - version <= max_staleness for place, version in oldest_first)
+
+
+@dataclass(slots=True)
+class Lease:
+    """A worker's right to compute on ``version``, until ``expires_at``."""
+
+    version: int
+    expires_at: float
+
+
+@dataclass(slots=True)
+class Leases:
+    """Bounded staleness: the versions that workers compute on, or whose gradients wait here.
+
+    Each worker that computes on version ``u`` will push a gradient. It may wait on the server until
+    it is applied, but never be applied at a version above ``u + max_staleness``. With one update
+    for each gradient, and the oldest applied first, the gradient in place ``j`` (from 0) of all
+    that are outstanding is applied at version ``now + j`` at best. So a set of outstanding versions
+    is feasible if and only if ``now + j - u_j <= max_staleness`` for the ``j``-th oldest ``u_j``
+    (earliest deadline first, which meets all deadlines if any order does). Pulls and updates that
+    keep the set feasible go on; others wait. The oldest gradient may always be applied, so some
+    worker always goes on; also where the bound has shrunk since, with the number of workers, and
+    the set is feasible no more.
+    """
+
+    max_staleness: int
+    held: dict[str, Lease] = field(default_factory=dict)
+
+    def pull(self, worker: str, now: int, expires_at: float) -> bool:
+        """Whether ``worker`` may compute on version ``now``; its lease is then as written."""
+        others = [lease.version for name, lease in self.held.items() if name != worker]
+        if not is_feasible(now, [*others, now], self.max_staleness):
+            return False
+        self.held[worker] = Lease(now, expires_at)
+        return True
+
+    def apply(self, worker: str, now: int) -> int | None:
+        """The staleness of the gradient of ``worker``, if it may be applied to version ``now``,
+        which ends its lease; None if it must wait. KeyError without a lease."""
+        mine = self.held[worker]
+        others = [lease.version for name, lease in self.held.items() if name != worker]
+        is_oldest = mine.version <= min(others, default=now)
+        if not is_oldest and not is_feasible(now + 1, others, self.max_staleness):
+            return None
+        del self.held[worker]
+        return now - mine.version
+
+    def blocking(self, now: int) -> list[str]:
+        """The workers with the oldest versions, for which the others wait."""
+        oldest = min((lease.version for lease in self.held.values()), default=now)
+        return sorted(name for name, lease in self.held.items() if lease.version == oldest)
+
+    def expire(self, time: float) -> list[str]:
+        """End the leases that are over; the names of their workers."""
+        late = sorted(name for name, lease in self.held.items() if lease.expires_at <= time)
+        for name in late:
+            del self.held[name]
+        return late
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a push. ``version``: the model's after it."""
+    """What became of a push. ``version``: of the model after it."""
 
     counted: bool
     version: int
@@ -40,9 +188,9 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """A push that waits for its update. ``push`` is a number of its own, by which a repeat of the
-    same call is known from a second gradient. Its bits above ``LIFE_BITS`` are the same for all
-    pushes of one life of a worker."""
+    """A push that waits for its update. ``push``, its number, tells a repeat of the same call from
+    a second gradient; the bits above ``LIFE_BITS`` are equal in all pushes of one worker
+    process."""
 
     worker: str
     rank: int
@@ -97,7 +245,7 @@ class Model:
                 self._outcomes[worker] = push, Outcome(False, self.version, reason)
 
     def forget_waiting(self) -> None:
-        """Forget what is in no entry: gradients that wait, and leases. Workers compute anew."""
+        """Forget what is in no entry: waiting gradients, and leases. Workers compute anew."""
         self._pending.clear()
         self._leases = None
 
@@ -108,9 +256,8 @@ class Model:
     # -- a worker's gradients
 
     def push(self, gradient: Gradient, workers: Sequence[str]) -> None:
-        """Take a gradient, which is staged; ``outcome`` tells what became of it. A repeat of the
-        same push changes nothing. ValueError for a gradient of another step, or a second one of a
-        worker."""
+        """Take a staged gradient; ``outcome`` says what became of it. A repeat of the same push
+        changes nothing. ValueError for a gradient of another step, or a second one of a worker."""
         worker, step = gradient.worker, gradient.step
         if self.knows(worker, gradient.push):
             return
@@ -183,8 +330,8 @@ class Model:
         return leases.pull(worker, self.version, expires_at)
 
     def expire(self, time: float, until: float) -> list[str]:
-        """End the leases of workers that have neither pushed nor gone on since; their names. Those
-        whose gradients wait here are kept ``until``."""
+        """End the leases of workers that have not pushed by ``time``; their names. The leases of
+        gradients that wait here are kept ``until``."""
         if self._leases is None:
             return []
         for worker in self._pending:
@@ -234,7 +381,7 @@ class Model:
     def is_ready(self, workers: Sequence[str]) -> bool:
         """Whether enough workers have pushed the gradients of this step."""
         backups = self.mode.backup_workers if isinstance(self.mode, Synchronous) else 0
-        # Not their number: gradients of workers that have left do not stand for those to come.
+        # Not their number: gradients of workers that have left replace none of the present workers.
         missing = sum(worker not in self._pending for worker in workers)
         return len(self._pending) > 0 and missing <= backups
 
@@ -260,7 +407,7 @@ class Model:
             self._pending.clear()
 
     def set(self, worker: str, push: int) -> None:
-        """Take the parameters that ``worker`` has staged; gradients that wait are dropped."""
+        """Take the parameters that ``worker`` has staged; waiting gradients are dropped."""
         self._set(worker, push, self.version)
 
     def replace(self, worker: str, push: int) -> None:
@@ -287,7 +434,7 @@ class Model:
             )
 
     def _step_by_round(self, rate: float) -> None:
-        # In rank order, so that the sum does not depend on who was first.
+        # In rank order, so that the sum does not depend on the order of arrival.
         gradients = sorted(self._pending.values(), key=lambda each: (each.rank, each.worker))
         self._update("step", gradients, rate)
 
@@ -308,7 +455,7 @@ class Model:
     # -- for checkpoints
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds: not the gradients that wait, whose workers push them again."""
+        """What a checkpoint holds: not waiting gradients, whose workers push them again."""
         outcomes = {
             worker: [push, outcome.counted, outcome.version, outcome.reason]
             for worker, (push, outcome) in self._outcomes.items()

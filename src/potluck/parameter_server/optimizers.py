@@ -14,13 +14,17 @@ from typing import Any
 
 import numpy as np
 
+from potluck._core import hints
 from potluck._core.exact import power
 from potluck.parameter_server.layout import Array
+
+_LR = {"lr": "write learning_rate="}
 
 State = Mapping[str, Array]
 """What an optimizer keeps of one tensor, by name; empty before the first step."""
 
 
+@hints.of_init(_LR, "SGD(0.1)")
 @dataclass(frozen=True, slots=True)
 class SGD:
     """Stochastic gradient descent, with momentum as PyTorch's ``SGD`` defines it.
@@ -54,6 +58,7 @@ class SGD:
         return parameter - _as(rate, parameter) * direction, {"velocity": velocity}
 
 
+@hints.of_init(_LR, "Adam(0.001)")
 @dataclass(frozen=True, slots=True)
 class Adam:
     """Adam (Kingma and Ba, "Adam: a method for stochastic optimization", 2015, algorithm 1).

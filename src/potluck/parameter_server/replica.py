@@ -1,5 +1,5 @@
-"""``Replica``: what each server keeps, whichever is the first one: the versions of all models and
-what became of pushes, its own tensors, and the newest entries of the log."""
+"""``Replica``: the state of each server, primary or not: the versions of all models and the
+outcomes of pushes, the server's own tensors, and the newest entries of the log."""
 
 from __future__ import annotations
 
@@ -8,17 +8,40 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from potluck.errors import ProtocolError
-from potluck.parameter_server.entries import AnyEntry, Entry, Leave, SetParameters
-from potluck.parameter_server.log import Log, Position
-from potluck.parameter_server.model import Model
-from potluck.parameter_server.modes import Mode
+from potluck.parameter_server.log import (
+    AnyEntry,
+    Close,
+    Entry,
+    Leave,
+    Log,
+    Position,
+    Save,
+    SetParameters,
+)
+from potluck.parameter_server.model import Mode, Model
 from potluck.parameter_server.optimizers import Optimizer
 from potluck.parameter_server.shard import Shard
 from potluck.services.presence import Presence
 from potluck.services.waits import WaitingCalls
 
-NO_PART: Mapping[str, Any] = {"tensors": {}, "optimizer": {}, "num_steps": 0, "mixed": None}
+_NO_PART: Mapping[str, Any] = {"tensors": {}, "optimizer": {}, "num_steps": 0, "mixed": None}
 """Of a table without tensors."""
+
+
+class AskAgain(Exception):
+    """A server can't answer yet: the caller is to make the call again. It sees the name alone."""
+
+
+def arguments_of(
+    mode: Mode, optimizer: Optimizer, servers: tuple[str, ...], copies: int
+) -> dict[str, str]:
+    """The arguments that all workers must give alike, by name."""
+    return {
+        "mode": repr(mode),
+        "optimizer": repr(optimizer),
+        "servers": ", ".join(servers),
+        "replicas": str(copies - 1),
+    }
 
 
 class Replica:
@@ -41,16 +64,18 @@ class Replica:
         self.servers = servers
         self.copies = copies
         self.changed = threading.Condition(threading.RLock())
-        self.log = Log(self.changed)
+        self.log = Log()
         self.models: dict[str, Model] = {}
         self.shard = Shard(optimizer, server, servers, copies)
-        self.incarnation: int | None = None
-        """Another number each time that the servers agree on a state, a greater one if there are
-        several: what was pulled before is of another life. None: they have not agreed."""
-        self.is_whole = False
-        """Whether this is the state of ``log.position``."""
-        self.begun = 0
-        """The last ``incarnation`` that was not None."""
+        self.term: int | None = None
+        """The number of the primary's reign: another one each time that the servers agree on a
+        state, with several servers a greater one. None: they have not agreed."""
+        self.last_term: int | None = None
+        """The last ``term`` that began with this state; None if the state is not whole."""
+        self.checkpoint = 0
+        """The highest number of a checkpoint."""
+        self.is_closed = False
+        """Whether the primary has ended, after all workers have left."""
         self.on_time: Callable[[], None] = self.look
         """Called when the wait of a call ends by its time."""
         self.waits = WaitingCalls(
@@ -58,50 +83,57 @@ class Replica:
         )
 
     @property
-    def arguments(self) -> tuple[str, str, str, str]:
-        """Mode, optimizer, servers and replicas, which all workers must give alike."""
-        servers = ", ".join(self.servers)
-        return repr(self.mode), repr(self.optimizer), servers, str(self.copies - 1)
+    def arguments(self) -> dict[str, str]:
+        """The arguments that all workers must give alike."""
+        return arguments_of(self.mode, self.optimizer, self.servers, self.copies)
 
     def look(self) -> None:
         """Something has changed: end the waits that are over."""
         self.waits.look()
         self.changed.notify_all()
 
+    def new_model(self, name: str, layout: Any) -> Model:
+        """A model without a version, now one of ``models``."""
+        self.models[name] = Model(name, layout, self.mode, self.optimizer.learning_rate)
+        return self.models[name]
+
     # -- the log
 
-    def decided(self, entry: Entry) -> None:
-        """On the first server: a decision, which ``models`` have noted already."""
-        assert self.incarnation is not None
-        self.log.append(entry, self.incarnation)
-        self.shard.carry_out(entry)
+    def decide(self, entry: Entry) -> None:
+        """On the primary: append a decision, which ``models`` have noted already."""
+        assert self.term is not None
+        self.log.append(entry, self.term)
+        self.shard.apply(entry)
 
-    def carry_out(self, entry: AnyEntry, incarnation: int) -> None:
-        """On another server: a decision of the first one of ``incarnation``. ProtocolError if it
-        needs what is not here: then the state stays the one before, and the servers agree anew."""
+    def apply(self, entry: AnyEntry, term: int) -> None:
+        """On another server: append a decision of the primary of ``term``. ProtocolError if it
+        needs tensors that are not here: then the state stays as it was, and the servers agree
+        anew."""
         try:
-            self.shard.carry_out(entry)
+            self.shard.apply(entry)
         except (ProtocolError, LookupError) as error:
-            self.incarnation = None
-            raise ProtocolError(f"entry {self.log.index + 1}: {error}") from error
+            self.term = None
+            raise ProtocolError(f"entry {self.log.last.number + 1}: {error}") from error
         match entry:
             case SetParameters(name, layout) if name not in self.models:
-                rate = self.optimizer.learning_rate
-                self.models[name] = Model(name, layout, self.mode, rate)
+                self.new_model(name, layout)
             case Leave(worker):
                 self.presence.leave(worker)
+            case Save(number):
+                self.checkpoint = number
+            case Close():
+                self.is_closed = True
         model = self.models.get(getattr(entry, "model", ""))
         if model is not None:
             model.follow(entry)
-        self.log.append(entry, incarnation)
+        self.log.append(entry, term)
 
-    def begin(self, incarnation: int, index: int, position: Position) -> None:
-        """All servers have this state, that of ``position``; numbers of new entries are above
-        ``index``. What is in no entry is forgotten, on all alike."""
-        self.incarnation = self.begun = incarnation
-        self.is_whole = True
-        self.log.position = position
-        self.log.begin(index)
+    def begin(self, term: int, position: Position, checkpoint: int) -> None:
+        """All servers have this state, that of ``position``, and checkpoints up to number
+        ``checkpoint``. What is in no entry is forgotten, on all alike."""
+        self.term = self.last_term = term
+        self.checkpoint = checkpoint
+        self.log.begin(position)
         self.shard.forget_staged()
         for model in self.models.values():
             model.forget_waiting()
@@ -110,34 +142,33 @@ class Replica:
 
     # -- the whole state
 
-    def state(self, incarnation: int) -> dict[str, Any]:
-        """As a checkpoint of ``incarnation`` holds it; without what workers push again. Versions
-        are immutable, so nothing is copied."""
+    def state(self, term: int) -> dict[str, Any]:
+        """What a checkpoint of ``term`` holds: not waiting gradients, which workers push again.
+        Versions are immutable, so nothing is copied."""
         return {
             "servers": list(self.servers),
             "copies": self.copies,
-            "incarnation": incarnation,
+            "term": term,
             "models": {name: model.state() for name, model in self.models.items()},
             "shard": self.shard.state(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """The inverse of ``state``; without models if it has none. ``begin`` comes after it."""
-        rate = self.optimizer.learning_rate
         self.models = {
-            name: Model.of_state(name, each, self.mode, rate)
+            name: Model.of_state(name, each, self.mode, self.optimizer.learning_rate)
             for name, each in state.get("models", {}).items()
         }
         self.shard.restore(state.get("shard", {}))
-        self.is_whole, self.incarnation = False, None
+        self.term = self.last_term = None
 
-    def take(self, models: Mapping[str, Any]) -> None:
-        """Instead of the present state that of another server, without tensors: ``models`` of its
-        ``state``. ``take_part`` adds these, ``begin`` comes last."""
+    def install(self, models: Mapping[str, Any]) -> None:
+        """Replace the state by another server's, without tensors: ``models`` of its ``state``.
+        ``install_part`` adds tensors, ``begin`` comes last."""
         self.restore({"models": models})
-        for name, model in self.models.items():  # also those of which no tensor lies here
-            self.shard.take(name, model.layout, NO_PART)
+        for name, model in self.models.items():  # also models without a tensor here
+            self.shard.install(name, model.layout, _NO_PART)
 
-    def take_part(self, model: str, part: Mapping[str, Any]) -> None:
-        """Some tensors of ``model`` and what the optimizer keeps of them, of another server."""
-        self.shard.take(model, self.models[model].layout, part)
+    def install_part(self, model: str, part: Mapping[str, Any]) -> None:
+        """Add tensors of ``model`` and their optimizer's state, of another server."""
+        self.shard.install(model, self.models[model].layout, part)

@@ -21,15 +21,16 @@ from potluck.errors import ServiceLost, ServiceTimeout, UnknownService
 from potluck.parameter_server.arguments import arrays_of, check_arguments, servers_of, store_of
 from potluck.parameter_server.calls import Calls
 from potluck.parameter_server.layout import Array, layout_of, plain
-from potluck.parameter_server.model import LIFE_BITS
-from potluck.parameter_server.modes import (
+from potluck.parameter_server.model import (
+    LIFE_BITS,
     AggregationMethod,
     ElasticAveraging,
     Mode,
     Synchronous,
+    mode_of,
 )
 from potluck.parameter_server.optimizers import SGD, Optimizer, check_number
-from potluck.parameter_server.replica import Replica
+from potluck.parameter_server.replica import Replica, arguments_of
 from potluck.parameter_server.serving import Serving
 from potluck.services.definition import check_unused, note_used
 from potluck.services.presence import Presence
@@ -56,8 +57,7 @@ class Pulled(NamedTuple):
 
 
 class ParameterServer(Uncopied):
-    """Parameters that one worker keeps, or several together, and all workers pull and push
-    gradients for.
+    """Parameters that one worker or several keep; all workers pull them, and push gradients.
 
         ps = potluck.ParameterServer(ctx, optimizer=SGD(0.1))
         ps.set_parameters("model", {"w": np.zeros(10)})
@@ -67,10 +67,10 @@ class ParameterServer(Uncopied):
         ps.close()
 
     Every worker makes one, with equal arguments. ``servers`` is how many workers keep the
-    parameters, the first ones, or their numbers; they may compute as well. Each tensor lies on one
-    of them, by rendezvous hashing of its name. The first server decides which gradients count, so
-    that all have the same versions; the bytes go from each worker to each server. Calls are
-    services, outside of groups: a lost worker is no error of the others.
+    parameters, the first workers, or their numbers; servers may compute as well. Each tensor lies
+    on one server, by rendezvous hashing of its name. The primary, the first live server, decides
+    which gradients count, so that all have the same versions; the bytes go from each worker to each
+    server. Calls are services, outside of groups: a lost worker is no error of the others.
 
     ``mode`` says what becomes of gradients: ``Synchronous()``, ``Asynchronous()`` or
     ``ElasticAveraging()``, or a member of ``AggregationMethod``. ``optimizer`` makes the updates,
@@ -79,8 +79,8 @@ class ParameterServer(Uncopied):
     With ``checkpoint``, a directory of the server's machine, the server writes all its models there
     with hashes, at first and after every ``save_every`` updates, while training goes on. Of several
     servers the first writes there, and worker ``W`` to ``server-W`` in it. If a server starts
-    again, all go on from the newest checkpoint that is intact on each; gradients that were computed
-    on parameters of before are dropped. ``name`` tells several parameter servers of one job apart.
+    again, all go on from the newest checkpoint that is intact on each; gradients of parameters from
+    before that are dropped. ``name`` tells several parameter servers of one job apart.
 
     In an elastic context (``ctx.elastic``) a call enters the next group when one waits, so that
     lost workers come back; then a server that is lost is waited for. Elsewhere its loss is a
@@ -88,8 +88,8 @@ class ParameterServer(Uncopied):
     over, PeerLost if another one waits, for scripts that form groups themselves.
 
     ``replicas`` is how many of the servers may be lost at a time without a wait, and without the
-    loss of a version: each tensor lies on so many more of them. When the first one is lost, the
-    next one decides (primary-backup replication: Budhiraja et al., "The primary-backup approach",
+    loss of a version: each tensor lies on so many more servers. When the primary is lost, the next
+    server takes over (primary-backup replication: Budhiraja et al., "The primary-backup approach",
     1993). For elastic contexts.
 
     Calls wait for other workers at most the context's ``timeout_s``, which is also the time after
@@ -120,29 +120,28 @@ class ParameterServer(Uncopied):
         name: str = "parameters",
         reforms: bool = True,
     ) -> None:
-        mode = mode.value if isinstance(mode, AggregationMethod) else mode
         optimizer = SGD(0.01) if optimizer is None else optimizer
-        check_arguments(ctx, mode, optimizer, save_every)
+        self.mode = mode_of(mode)
+        check_arguments(ctx, self.mode, optimizer, save_every)
         self.ctx = ctx
-        self.mode: Mode = mode
         self._optimizer = optimizer
         self._servers = servers_of(ctx, servers, replicas)
         check_unused(ctx, "ParameterServer", name)
         self._calls = Calls(ctx, name, self._servers, replicas + 1)
         self._calls.reforms = reforms
         self._pulled: dict[str, tuple[int, int]] = {}
-        """By model: version and incarnation of the last pull."""
+        """By model: version and term of the last pull."""
         self._newest: dict[str, int] = {}
-        """By model: the version of the last pull, also of one without ``wait``."""
+        """By model: the version of the last pull, also without ``wait``."""
         self._counted: dict[str, dict[str, int]] = {}
-        """By model: how many gradients of each worker the newest one has."""
+        """By model: how many gradients of each worker the newest version has."""
         self._unfinished: dict[str, tuple[dict[str, Array], int, int, int]] = {}
-        """By model: a gradient of which it is unknown whether it counts, with its step, its number
-        and the server's incarnation."""
+        """By model: a gradient with an unknown outcome, its step, its number and its term."""
         self._where: dict[str, tuple[tuple[str, ...], list[str]]] = {}
-        """By model: the several servers that were present, and the names of all tensors."""
+        """By model: with several servers, the live ones at the last pull, and the names of all
+        tensors."""
         self._after: dict[str, tuple[int, int]] = {}
-        """By model: the version that the last push leads to, and its incarnation."""
+        """By model: the version that the last push leads to, and its term."""
         self._pushes = itertools.count(secrets.randbits(LIFE_BITS) << LIFE_BITS)
         self._is_closed = False
         self._serving: Serving | None = None
@@ -150,18 +149,21 @@ class ParameterServer(Uncopied):
         if me in self._servers:
             store = store_of(checkpoint, "" if me == self._servers[0] else me)
             presence = Presence(lambda: ctx.group, ctx.timeout_s)
-            replica = Replica(mode, optimizer, presence, me, self._servers, replicas + 1)
+            replica = Replica(self.mode, optimizer, presence, me, self._servers, replicas + 1)
             self._serving = Serving(ctx, name, replica, store, save_every)
-        alike = repr(mode), repr(optimizer), ", ".join(self._servers), str(replicas)
+        alike = arguments_of(self.mode, optimizer, self._servers, replicas + 1)
         try:
-            self._calls.ask("agree", *alike)
+            self._await(
+                lambda wait_s: self._calls.ask("begin_worker", alike, wait_s),
+                "the parameter server",
+                None,
+            )
         except UnknownService as error:
             raise UnknownService(
                 f"worker {self._servers[0]}, which is to keep the parameters, made no parameter "
                 f"server {name!r} within {ctx.timeout_s:g} s: every worker makes one, with equal "
                 f"arguments. {error}"
             ) from error
-        self._await(lambda wait_s: self._calls.ask("begun", wait_s), "the parameter server", None)
         note_used(ctx, name)
 
     # -- parameters
@@ -174,7 +176,7 @@ class ParameterServer(Uncopied):
 
         The first call counts. Every worker may make it, also a server that goes on from a
         checkpoint: later calls only compare names and shapes (ValueError if they differ).
-        ``replace`` takes the new values as the next version, and forgets what the optimizer kept.
+        ``replace`` takes the new values as the next version, and forgets the optimizer's state.
         """
         arrays = arrays_of(parameters, "parameters")
         for name, array in arrays.items():
@@ -215,13 +217,13 @@ class ParameterServer(Uncopied):
             names = reply["names"]
             tensors: dict[str, Array] = {}
             sources = self._calls.placement(reply["present"]).sources(names)
-            asked = model, reply["version"], reply["incarnation"]
+            asked = model, reply["version"], reply["term"]
             parts = self._calls.ask_each(
                 "fetch", {server: (*asked, its, wait_s) for server, its in sources.items()}
             )
             for part in [self._again()] if parts is None else parts.values():
                 if "waits_for" in part:
-                    return dict(part)  # and begin again: that server was lost perhaps
+                    return dict(part)  # and begin again: a server may be lost
                 tensors |= part["tensors"]
             return reply | {"tensors": {name: tensors[name] for name in names}}
 
@@ -230,7 +232,7 @@ class ParameterServer(Uncopied):
         self._note_version(model, version)
         self._counted[model] = reply["counted"]
         if wait:
-            self._pulled[model] = version, int(reply["incarnation"])
+            self._pulled[model] = version, int(reply["term"])
             self._where[model] = tuple(reply["present"]), reply.get("names", [])
         return Pulled(reply["tensors"], version)
 
@@ -247,12 +249,12 @@ class ParameterServer(Uncopied):
     ) -> bool:
         """Push a gradient: arrays or tensors with the names and shapes of the parameters.
 
-        Returns whether it counts. False: it was late (``backup_workers``), or its parameters are of
-        before a restart of the server, or were pulled longer ago than the context's timeout; it is
-        dropped and counted in ``stats``. Pull and go on. In asynchronous mode the call waits until
-        the gradient is applied.
+        Returns whether it counts. False: it was late (``backup_workers``), or its parameters are
+        from before a restart of the server, or were pulled longer ago than the context's timeout;
+        it is dropped and counted in ``stats``. Pull and go on. In asynchronous mode the call waits
+        until the gradient is applied.
 
-        ``step`` is the version that it was computed on, by default that of the last pull.
+        ``step`` is the version that it was computed on, by default the version of the last pull.
         ``worker_rank``, if given, must be this worker's rank. ValueError for a gradient of another
         step, a second one in a step, unknown or missing names, other shapes, NaN or infinity.
         """
@@ -266,11 +268,12 @@ class ParameterServer(Uncopied):
         return self._push(model, arrays_of(gradient, "a gradient"), step, timeout)
 
     def finish_gradient(self, model: str, *, timeout: Duration | None = None) -> bool | None:
-        """Go on with a gradient whose ``accumulate_gradient`` has failed, as after the loss of a
-        group, if it is unknown whether it counts: whether it does now. None if there is none.
+        """Finish a gradient whose ``accumulate_gradient`` was interrupted, as by the loss of a
+        group, so that its outcome is unknown. Returns whether it counts; None if there is no such
+        gradient.
 
-        The server knows it by its number, so it counts once at most. It does not count if its step
-        is over.
+        The server knows a gradient by its number, so it counts once at most. It does not count if
+        its step is over.
         """
         if model not in self._unfinished:
             return None
@@ -281,7 +284,7 @@ class ParameterServer(Uncopied):
             return False
 
     def counted(self, model: str) -> dict[str, int]:
-        """By worker, how many of its gradients are in the parameters of the last pull."""
+        """How many gradients of each worker are in the parameters of the last pull."""
         return dict(self._counted.get(model, {}))
 
     def average_parameters(
@@ -300,12 +303,12 @@ class ParameterServer(Uncopied):
         if mine.keys() != center.keys() or any(
             mine[name].shape != center[name].shape for name in mine
         ):
-            raise ValueError(f"the parameters given are not those of {model!r} on the server")
+            raise ValueError(f"the parameters given do not fit {model!r} on the server")
         moves = {  # NumPy's scalars, of tensors without dimensions, become arrays again
             name: np.asarray(center[name].dtype.type(self.mode.alpha) * (mine[name] - center[name]))
             for name in center
         }
-        # Not counted after a restart of the server: then only this worker moves, to what it keeps.
+        # Not counted after a restart of the server: then only this worker moves.
         self._push(model, moves, None, timeout)
         return {name: np.asarray(mine[name] - moves[name]) for name in mine}
 
@@ -389,15 +392,15 @@ class ParameterServer(Uncopied):
     def _push(
         self, model: str, arrays: dict[str, Array], step: int | None, timeout: Duration | None
     ) -> bool:
-        version, incarnation = self._known(model)
+        version, term = self._known(model)
         step = version if step is None else step
-        self._unfinished[model] = arrays, step, next(self._pushes), incarnation
+        self._unfinished[model] = arrays, step, next(self._pushes), term
         return self._finish(model, timeout)
 
     def _finish(self, model: str, timeout: Duration | None) -> bool:
-        arrays, step, push, incarnation = self._unfinished[model]
+        arrays, step, push, term = self._unfinished[model]
         try:
-            counted = self._ask_to_count(model, arrays, step, push, incarnation, timeout)
+            counted = self._ask_to_count(model, arrays, step, push, term, timeout)
         except (ValueError, TypeError):  # a mistake: it counts never
             del self._unfinished[model]
             raise
@@ -410,10 +413,10 @@ class ParameterServer(Uncopied):
         arrays: dict[str, Array],
         step: int,
         push: int,
-        incarnation: int,
+        term: int,
         timeout: Duration | None,
     ) -> bool:
-        at = step, push, incarnation
+        at = step, push, term
         if len(self._servers) == 1:
             reply = self._calls.ask("push", model, arrays, *at, {}, timeout=timeout)
         else:
@@ -428,14 +431,14 @@ class ParameterServer(Uncopied):
 
             reply = self._await(stage_and_push, f"room for a gradient of {model!r}", timeout)
         if isinstance(self.mode, Synchronous):
-            if reply.get("counted", True):  # or waits for those of others
-                self._after[model] = step + 1, incarnation
+            if reply.get("counted", True):  # or waits for other workers
+                self._after[model] = step + 1, term
                 return True
             self._after.pop(model, None)
             return False
         if not reply:
             reply = self._await(
-                lambda wait_s: self._calls.ask("outcome", model, push, incarnation, wait_s),
+                lambda wait_s: self._calls.ask("outcome", model, push, term, wait_s),
                 f"the update by a gradient of {model!r}",
                 timeout,
             )
@@ -475,7 +478,7 @@ class ParameterServer(Uncopied):
     def _await(
         self, ask: Callable[[float], dict[str, Any]], what: str, timeout: Duration | None
     ) -> dict[str, Any]:
-        """The reply of a call that waits for other workers on the server."""
+        """The reply of a call that waits on the server for other workers."""
         seconds = self.ctx.timeout_s if timeout is None else checked_seconds(timeout)
         return await_reply(ask, what, seconds, self._calls.reform_if_due)
 
@@ -488,14 +491,14 @@ class ParameterServer(Uncopied):
         push: int,
         wait_s: float,
     ) -> dict[str, Any]:
-        """Bring tensors to several servers, where they wait for the first one's decision: the
-        incarnation of each, or what it waits for."""
+        """Stage tensors on several servers, until the primary decides: the term of each server, or
+        what a server waits for."""
         arguments = {
             server: (model, part, layout, step, push, wait_s) for server, part in parts.items()
         }
         try:
             replies = self._calls.ask_each("stage", arguments)
-        except (ValueError, TypeError):  # on one server: the others have it
+        except (ValueError, TypeError):  # of one server: the others have staged theirs
             self._calls.ask("abandon", model, push)
             raise
         if replies is None:
@@ -503,15 +506,16 @@ class ParameterServer(Uncopied):
         for reply in replies.values():
             if "waits_for" in reply:
                 return dict(reply)
-        return {server: reply["incarnation"] for server, reply in replies.items()}
+        return {server: reply["term"] for server, reply in replies.items()}
 
     def _again(self) -> dict[str, Any]:
-        """Other servers are there than before: the call begins again, in the next group perhaps."""
+        """The live servers have changed: the call begins again, in the next group perhaps."""
         time.sleep(_PAUSE_S)
         return {"waits_for": "a server that was lost, or began anew"}
 
     def _parts_of(self, model: str, arrays: dict[str, Array]) -> dict[str, dict[str, Array]]:
-        """A gradient by server, also for those that get nothing: they say what is missing."""
+        """The gradient split by server; a server without a part of it gets an empty part, so that
+        it can report missing names."""
         present, names = self._where[model]
         placement = self._calls.placement(present)
         have = placement.split(dict.fromkeys(names))
@@ -519,8 +523,8 @@ class ParameterServer(Uncopied):
         return {server: part for server, part in parts.items() if part or have[server]}
 
     def _leave(self) -> bool:
-        """Say that this worker calls no more; False if the first server has ended."""
-        # Lost: it waits for nobody. Late: it writes a checkpoint, and hears it then.
+        """Say that this worker calls no more; False if the primary has ended."""
+        # A lost primary waits for nobody; a late one writes a checkpoint, and hears the call then.
         try:
             self._calls.ask("leave", timeout=min(self.ctx.timeout_s, _LEAVE_S))
         except ServiceLost:

@@ -1,5 +1,5 @@
-"""``Serving``: what a worker does that is one of the servers: it answers calls until all workers
-have left, whether it is the first server, or becomes that."""
+"""``Serving``: a worker that is one of the servers. It answers calls until all workers have left,
+whether it is the primary, or becomes the primary."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from collections.abc import Callable
 from potluck._core.context import DistributedContext
 from potluck._core.waiting import Reminder
 from potluck.checkpoint import CheckpointStore
+from potluck.parameter_server.calls import Remotes
 from potluck.parameter_server.checkpoints import Checkpoints
-from potluck.parameter_server.follower import Follower
-from potluck.parameter_server.host import Host
-from potluck.parameter_server.leader import Leader
-from potluck.parameter_server.offer import Offer, SharedOffer
-from potluck.parameter_server.remotes import Remotes
+from potluck.parameter_server.primary import Primary
 from potluck.parameter_server.replica import Replica
+from potluck.parameter_server.replication import Replication
+from potluck.parameter_server.service import PrimaryService, ReplicaService
 from potluck.services import service
 from potluck.services.waits import SLICE_S
 
@@ -31,35 +30,35 @@ class Serving:
         store: CheckpointStore | None,
         save_every: int,
     ) -> None:
-        """``name`` is that of the service. CheckpointError as for ``Host``."""
+        """``name``: of the service. CheckpointError as for ``Primary``."""
         self._ctx = ctx
+        self._replica = replica
         self._has_ended = False
-        checkpoints = None if store is None else Checkpoints(store, replica)
-        self._host = Host(
+        self._checkpoints = None if store is None else Checkpoints(store, replica)
+        self._primary = Primary(
             replica,
-            checkpoints=checkpoints,
+            checkpoints=self._checkpoints,
             save_every=save_every,
             worker_timeout_s=ctx.timeout_s,
         )
-        self._follower = Follower(replica, checkpoints)
-        offer = Offer(self._host)
+        services: list[object] = [PrimaryService(self._primary)]
         if len(replica.servers) > 1:
-            leader = Leader(
-                replica,
-                self._host,
-                checkpoints,
+            replication = Replication(
+                self._primary,
+                self._checkpoints,
                 Remotes(ctx, name),
                 lambda: ctx.group,
                 self._is_over,
             )
-            offer = SharedOffer(self._host, replica, self._follower, leader.ask)
-            leader.start()
-        ctx.serve(service(name, concurrent=True, before=replica.presence.hear)(offer))
+            services.append(ReplicaService(replica, self._checkpoints))
+            replication.start()
+        mark = service(name, concurrent=True, before=replica.presence.hear)
+        ctx.serve(*map(mark, services))
 
     def save(self) -> None:
-        """On the first server: write a checkpoint now. CheckpointError, ValueError."""
-        if self._host.led is not None:
-            self._host.save()
+        """On the primary: write a checkpoint now. CheckpointError, ValueError."""
+        if self._primary.led is not None:
+            self._primary.save()
 
     def close(
         self,
@@ -67,11 +66,11 @@ class Serving:
         leave: Callable[[], bool],
         reform_if_due: Callable[[], bool],
     ) -> None:
-        """Serve until all workers have left, or ``deadline``; on the first server write the last
+        """Serve until all workers have left, or ``deadline``; on the primary write the last
         checkpoint then.
 
-        ``leave()`` says to the first server that this worker calls no more, False if it has ended;
-        ``reform_if_due()`` enters the next group. CheckpointError if a checkpoint can't be
+        ``leave()`` says to the primary that this worker calls no more, False if the primary has
+        ended; ``reform_if_due()`` enters the next group. CheckpointError if a checkpoint can't be
         written.
         """
         rest: list[str] = []
@@ -86,8 +85,8 @@ class Serving:
         while True:
             now = time.monotonic()
             until = now + SLICE_S if deadline is None else min(now + SLICE_S, deadline)
-            if self._host.led is not None:
-                rest = self._host.await_others(me, until)
+            if self._primary.led is not None:
+                rest = self._primary.await_others(me, until)
                 if deadline is not None and time.monotonic() >= deadline:
                     break
                 # A worker that comes back may be in the next group already, and calls then.
@@ -95,23 +94,27 @@ class Serving:
                     break
                 there_at = now
             else:
-                if self._follower.await_closed(until - now):
+                if self._await_closed(until - now):
                     break
                 if deadline is not None and time.monotonic() >= deadline:
                     break
                 if leave():
                     there_at = now
                 elif not self._ctx.elastic or now - there_at > self._ctx.timeout_s:
-                    break  # the first server is away for long: nobody needs what lies here
+                    break  # the primary is away for long: nobody needs the tensors here
             reform_if_due()  # a worker that was killed meanwhile comes back
             reminder.tick()
         try:
-            if self._host.led is not None:
-                self._host.close()
-            else:
-                self._follower.close()
+            if self._primary.led is not None:
+                self._primary.close()
+            elif self._checkpoints is not None:
+                self._checkpoints.await_written()
         finally:
             self._has_ended = True
 
+    def _await_closed(self, timeout_s: float) -> bool:
+        with self._replica.changed:
+            return self._replica.changed.wait_for(lambda: self._replica.is_closed, timeout_s)
+
     def _is_over(self) -> bool:
-        return self._ctx.is_closed or self._has_ended or self._follower.is_closed
+        return self._ctx.is_closed or self._has_ended or self._replica.is_closed

@@ -1,33 +1,37 @@
-"""``Shard``: the tensors of all models that lie on one server. Pure: no lock, no clock, no I/O.
+"""``Shard``: the tensors of all models on one server, a ``Table`` for each model. Pure: no lock, no
+clock, no I/O.
 
-Workers stage gradients on it; entries of the log (``entries.py``) say what becomes of them. So all
-servers have the same versions, each of its own tensors.
+Workers stage gradients on a shard; entries of the log say what becomes of them. So all servers have
+the same versions, each of its own tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from potluck.errors import ProtocolError
-from potluck.parameter_server.entries import Drop, Entry, Grant, Leave, SetParameters, Update
 from potluck.parameter_server.layout import (
+    Array,
     Layout,
     Tensors,
     check_layout,
     checked,
+    holders,
     layout_of,
     of_plain,
     plain,
 )
+from potluck.parameter_server.log import Drop, Entry, Grant, Leave, SetParameters, Update
 from potluck.parameter_server.model import LIFE_BITS
-from potluck.parameter_server.optimizers import Optimizer
-from potluck.parameter_server.placement import holders
-from potluck.parameter_server.table import Table
+from potluck.parameter_server.optimizers import Optimizer, State
 
 MAX_STAGED = 4
-"""Gradients of one worker for one model, and models whose first parameters it gives, that the log
-has not reached yet."""
+"""Limits, per worker, of what no entry has named yet: gradients for one model, and models with
+first parameters."""
 
 
 class Shard:
@@ -58,11 +62,11 @@ class Shard:
         what: str,
         layout: Layout | None = None,
     ) -> bool:
-        """Keep ``tensors`` until the log says what becomes of them; a repeat changes nothing.
-        ``layout`` is that of a model which may be unknown here.
+        """Keep ``tensors`` until an entry names them; a repeat changes nothing. ``layout``: of a
+        model that may be unknown here.
 
-        False if there is no room. ValueError for tensors that are not those of the model here;
-        ``what`` names them.
+        False if there is no room. ValueError, which begins with ``what``, for tensors that do not
+        fit the model's part here.
         """
         known = self._layouts.get(model)
         layout = known or layout
@@ -83,7 +87,7 @@ class Shard:
         return True
 
     def is_staged(self, model: str, worker: str, push: int, layout: Layout | None = None) -> bool:
-        """Whether what lies here of a push has come. ``layout`` as for ``stage``."""
+        """Whether this server's part of a push is staged. ``layout`` as for ``stage``."""
         layout = self._layouts.get(model) or layout or {}
         return push in self._staged.get((model, worker), {}) or not self._names_here(layout)
 
@@ -92,8 +96,8 @@ class Shard:
         return self._tables[model].tensors
 
     def fetch(self, model: str, worker: str, version: int, names: Iterable[str]) -> Tensors | None:
-        """Of the version that was granted to ``worker`` the tensors ``names``, once; None if the
-        log has no such grant yet. ValueError for a tensor that is not here."""
+        """The tensors ``names`` of the version granted to ``worker``, once; None without such a
+        grant. ValueError for a tensor that is not here."""
         granted = self._granted.get((model, worker))
         if granted is None or granted[0] != version:
             return None
@@ -105,9 +109,9 @@ class Shard:
 
     # -- the log
 
-    def carry_out(self, entry: Entry) -> None:
-        """One decision of the first server. ProtocolError if it names tensors that are not here:
-        then this server has lost some."""
+    def apply(self, entry: Entry) -> None:
+        """Apply a decision of the primary. ProtocolError if it names tensors that are not staged
+        here: then this server has lost some."""
         match entry:
             case SetParameters(model, layout, worker, push):
                 self._set(model, layout, self._take(model, layout, worker, push))
@@ -126,50 +130,46 @@ class Shard:
             case Grant(model, worker, version):
                 self._granted[model, worker] = version, self._tables[model].tensors
             case Leave(worker):
-                # What it has staged may still be a gradient that counts.
+                # Its staged gradients may still count.
                 for key in [key for key in self._granted if key[1] == worker]:
                     del self._granted[key]
 
     # -- for checkpoints and for other servers
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds, by model: not what is staged, which workers push again."""
+        """What a checkpoint holds, by model: not staged tensors, which workers push again."""
         return {
             name: {"layout": plain(self._layouts[name]), "table": table.state()}
             for name, table in self._tables.items()
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Be as ``state`` says; what is staged or granted is forgotten."""
+        """The inverse of ``state``; staged tensors and grants are forgotten."""
         self._layouts = {name: of_plain(each["layout"]) for name, each in state.items()}
         self._tables = {
             name: Table.of_state(each["table"], self._optimizer) for name, each in state.items()
         }
         self.forget_staged()
 
-    def names(self, model: str) -> dict[str, int]:
-        """The bytes of each tensor of ``model`` that lies here, by name."""
-        return {name: each.nbytes for name, each in self._tables[model].tensors.items()}
-
     def names_on(self, server: str, layout: Iterable[str]) -> list[str]:
-        """Which tensors of ``layout`` lie on ``server``."""
+        """The tensors of ``layout`` that belong on ``server``."""
         return [n for n in layout if server in holders(n, self._servers, self._copies)]
 
     def part(self, model: str, names: Iterable[str]) -> dict[str, Any]:
         """Of ``state`` the tensors ``names`` of one model, for another server."""
         return self._tables[model].part(names)
 
-    def take(self, model: str, layout: Layout, part: Mapping[str, Any]) -> None:
-        """Add a ``part`` of another server to what lies here. ValueError for tensors of another
-        server's, or other shapes."""
+    def install(self, model: str, layout: Layout, part: Mapping[str, Any]) -> None:
+        """Add a ``part`` of another server. ValueError for tensors that do not belong here, or
+        other shapes."""
         here, given = set(self._names_here(layout)), layout_of(part["tensors"])
         known = {name: layout[name] for name in given if name in here}
         check_layout(given, known, f"a copy of {model!r}")
         self._layouts[model] = layout
-        self._tables.setdefault(model, Table({}, self._optimizer)).take(part)
+        self._tables.setdefault(model, Table({}, self._optimizer)).install(part)
 
     def forget_staged(self) -> None:
-        """Forget what workers staged or were granted: they begin again."""
+        """Forget staged tensors and grants: workers begin again."""
         self._staged, self._granted = {}, {}
 
     # -- inside
@@ -207,3 +207,115 @@ class Shard:
 
     def _names_here(self, layout: Layout) -> list[str]:
         return self.names_on(self._server, layout)
+
+
+class Table:
+    """The newest version of a model's tensors, and what its optimizer keeps.
+
+    A version is never changed: an update makes new arrays. So a reply or a checkpoint of a version
+    needs no copy, and can't mix two of them.
+    """
+
+    def __init__(self, tensors: Tensors, optimizer: Optimizer) -> None:
+        self.tensors = frozen(tensors)
+        self._optimizer = optimizer
+        self._states: dict[str, State] = {}
+        self._num_steps = 0
+        self._mixed: Tensors | None = None
+
+    # -- updates, each to a new version
+
+    def step(self, gradients: Sequence[Tensors], rate: float) -> None:
+        """A step of the optimizer by the mean of ``gradients``, added in this order, at a learning
+        rate of ``rate``."""
+        self._step({name: mean([each[name] for each in gradients]) for name in self.tensors}, rate)
+
+    def mix(self, gradient: Tensors, alpha: float, rate: float) -> None:
+        """A step by ``alpha * gradient + (1 - alpha) * before``, which is kept for the next one."""
+        before = self._mixed
+        if before is not None:
+            gradient = {
+                name: each.dtype.type(alpha) * each + each.dtype.type(1 - alpha) * before[name]
+                for name, each in gradient.items()
+            }
+        self._mixed = frozen(gradient)
+        self._step(gradient, rate)
+
+    def add(self, differences: Tensors) -> None:
+        """Add ``differences`` to the tensors."""
+        self.tensors = frozen({n: each + differences[n] for n, each in self.tensors.items()})
+
+    def replace(self, tensors: Tensors) -> None:
+        """Take ``tensors`` instead, and forget what the optimizer kept."""
+        self.tensors, self._states, self._num_steps = frozen(tensors), {}, 0
+        self._mixed = None
+
+    def _step(self, gradient: Tensors, rate: float) -> None:
+        self._num_steps += 1
+        tensors: dict[str, Array] = {}
+        states: dict[str, State] = {}
+        for name, tensor in self.tensors.items():
+            tensors[name], state = self._optimizer.step(
+                tensor, gradient[name], self._states.get(name, {}), self._num_steps, rate
+            )
+            states[name] = frozen(state)
+        self.tensors, self._states = frozen(tensors), states
+
+    # -- for checkpoints
+
+    def state(self) -> dict[str, Any]:
+        """All of it, as a checkpoint holds it."""
+        mixed = None if self._mixed is None else dict(self._mixed)
+        return {
+            "tensors": dict(self.tensors),
+            "optimizer": {name: dict(state) for name, state in self._states.items()},
+            "num_steps": self._num_steps,
+            "mixed": mixed,
+        }
+
+    def part(self, names: Iterable[str]) -> dict[str, Any]:
+        """Of ``state`` the tensors ``names``."""
+        state, wanted = self.state(), set(names)
+        for each in ("tensors", "optimizer", "mixed"):
+            if state[each] is not None:
+                state[each] = {n: value for n, value in state[each].items() if n in wanted}
+        return state
+
+    def install(self, part: Mapping[str, Any]) -> None:
+        """Add a ``part`` of another table of the same model and version."""
+        self.tensors = frozen({**self.tensors, **part["tensors"]})
+        self._states |= part["optimizer"]
+        self._num_steps = part["num_steps"]
+        if part["mixed"] is not None:
+            self._mixed = {**(self._mixed or {}), **part["mixed"]}
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any], optimizer: Optimizer) -> Table:
+        """The inverse of ``state``."""
+        table = cls(state["tensors"], optimizer)
+        table._states = dict(state["optimizer"])
+        table._num_steps, table._mixed = state["num_steps"], state["mixed"]
+        return table
+
+
+def mean(arrays: Sequence[Array]) -> Array:
+    """The mean, added in this order and then divided: what an ``all_reduce`` over a centralized
+    plan gives, bit by bit."""
+    if len(arrays) == 1:
+        return arrays[0]
+    total = arrays[0] + arrays[1]
+    for each in arrays[2:]:
+        total += each
+    total /= total.dtype.type(len(arrays))
+    return total
+
+
+def frozen(tensors: Tensors) -> Tensors:
+    """``tensors`` as they are, but read-only from now on.
+
+    NumPy's arithmetic returns a scalar, not an array, where all operands have no dimensions; here
+    these become arrays again."""
+    arrays = {name: np.asarray(each) for name, each in tensors.items()}
+    for each in arrays.values():
+        each.flags.writeable = False
+    return MappingProxyType(arrays)

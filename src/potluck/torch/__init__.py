@@ -16,7 +16,7 @@ from potluck.torch.ddp import DDP, DistributedDataParallel  # noqa: E402
 from potluck.torch.hooks import CompressionState, compression_hook  # noqa: E402
 from potluck.torch.intercept import GradientInterceptor  # noqa: E402
 from potluck.torch.loop import ElasticLoop  # noqa: E402
-from potluck.torch.parameter_server import ParameterServerStrategy  # noqa: E402
+from potluck.torch.parameter_server import ServerOptimizer  # noqa: E402
 from potluck.torch.sampler import DistributedSampler  # noqa: E402
 from potluck.training import NoiseBatching, Policy, ProportionalShares  # noqa: E402
 from potluck.training.progress_bar import ProgressBar  # noqa: E402
@@ -46,10 +46,10 @@ __all__ = [
     "LossScale",
     "NoiseBatching",
     "OuterSGD",
-    "ParameterServerStrategy",
     "Policy",
     "ProgressBar",
     "ProportionalShares",
+    "ServerOptimizer",
     "TensorBoardLogger",
     "clip_grad_norm_",
     "compression_hook",

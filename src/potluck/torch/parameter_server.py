@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 from potluck.parameter_server import ElasticAveraging, ParameterServer
 
 
-class ParameterServerStrategy:
+class ServerOptimizer:
     """Takes the place of the optimizer in a training loop: the update is made on the server.
 
         ps = potluck.ParameterServer(ctx, Asynchronous(), optimizer=SGD(0.1))
-        optimizer = potluck.torch.ParameterServerStrategy(model, ps)
+        optimizer = potluck.torch.ServerOptimizer(model, ps)
         for x, y in loader:
             optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()

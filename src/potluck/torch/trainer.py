@@ -17,7 +17,7 @@ from potluck._core import hints
 from potluck._core.checks import checked_whole
 from potluck._core.uncopied import Uncopied
 from potluck.parameter_server import AggregationMethod, Synchronous
-from potluck.parameter_server.modes import Mode
+from potluck.parameter_server.model import Mode, mode_of
 from potluck.torch.amp import GradScaler
 from potluck.torch.device import device_of
 from potluck.torch.schedules import check_samples
@@ -312,16 +312,11 @@ def _on(network: nn.Module, device: str | torch.device | None) -> nn.Module:
 
 
 def _mode_of(strategy: TrainingStrategy, aggregation: object) -> Mode:
-    found = aggregation.value if isinstance(aggregation, AggregationMethod) else aggregation
-    if found is None:
+    if aggregation is None:
         return Synchronous()
     if strategy is not TrainingStrategy.PARAMETER_SERVER:
         raise ValueError(f"aggregation is for PARAMETER_SERVER: {strategy.name} has its own")
-    if not isinstance(found, Mode):
-        raise TypeError(
-            f"aggregation is {aggregation!r}: pass a potluck.AggregationMethod, or Synchronous(), "
-            "Asynchronous() or ElasticAveraging() of potluck.parameter_server"
-        )
+    found = mode_of(aggregation, "aggregation")
     if isinstance(found, Synchronous) and not found.automatic:
         raise ValueError("the trainer makes no updates by hand: leave automatic=False out")
     return found

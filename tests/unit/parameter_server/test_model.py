@@ -9,8 +9,7 @@ import pytest
 
 from potluck.parameter_server import SGD, Asynchronous, ElasticAveraging, Synchronous
 from potluck.parameter_server.layout import Tensors, layout_of
-from potluck.parameter_server.model import LIFE_BITS, Gradient, Model, Outcome
-from potluck.parameter_server.modes import Mode
+from potluck.parameter_server.model import LIFE_BITS, Gradient, Mode, Model, Outcome
 from potluck.parameter_server.shard import Shard
 
 TWO = ["0", "1"]
@@ -51,7 +50,7 @@ class Served:
 
     def carry_out(self) -> None:
         for entry in self.model.take_decided():
-            self.shard.carry_out(entry)
+            self.shard.apply(entry)
 
     @property
     def tensors(self) -> Tensors:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from potluck.errors import ProtocolError
 from potluck.parameter_server import SGD, Asynchronous, ElasticAveraging, Synchronous
-from potluck.parameter_server.entries import (
+from potluck.parameter_server.layout import Placement, holders, layout_of, of_plain
+from potluck.parameter_server.log import (
     Drop,
     Entry,
     Grant,
@@ -23,10 +24,7 @@ from potluck.parameter_server.entries import (
     decode,
     encode,
 )
-from potluck.parameter_server.layout import layout_of, of_plain
-from potluck.parameter_server.model import LIFE_BITS, Gradient, Model
-from potluck.parameter_server.modes import Mode
-from potluck.parameter_server.placement import Placement, holders
+from potluck.parameter_server.model import LIFE_BITS, Gradient, Mode, Model
 from potluck.parameter_server.shard import MAX_STAGED, Shard
 
 SERVERS = ("0", "1", "2")
@@ -63,7 +61,7 @@ class Story:
     def decide(self) -> None:
         for entry in self.model.take_decided():
             self.log += decode(encode([entry]))
-            self.whole.carry_out(entry)
+            self.whole.apply(entry)
         self.versions[self.model.version] = float(self.whole.tensors("m")[NAMES[0]][0])
 
     def act(self, worker: str) -> None:
@@ -104,7 +102,7 @@ class Story:
 
     def deliver(self, server: str) -> None:
         if self.reached[server] < len(self.log):
-            self.shards[server].carry_out(self.log[self.reached[server]])
+            self.shards[server].apply(self.log[self.reached[server]])
             self.reached[server] += 1
 
 
@@ -168,7 +166,7 @@ def test_a_worker_stages_a_few_gradients_until_the_log_comes() -> None:
         assert shard.stage(name, "0", number, one, "it", layout_of(one))
     assert not shard.stage("one more", "0", 9, one, "it", layout_of(one))
     assert shard.stage("one more", "2", 9, one, "it", layout_of(one))  # of another worker
-    shard.carry_out(SetParameters("model 0", layout_of(one), "0", 0, 0))
+    shard.apply(SetParameters("model 0", layout_of(one), "0", 0, 0))
     for number in range(MAX_STAGED):
         for _ in range(2):  # a repeat takes no room
             assert shard.stage("model 0", "0", 10 + number, one, "a gradient")
@@ -176,10 +174,10 @@ def test_a_worker_stages_a_few_gradients_until_the_log_comes() -> None:
     again = 1 << LIFE_BITS
     assert shard.stage("model 0", "0", again, one, "a gradient")  # it was killed before it pushed
     assert not shard.is_staged("model 0", "0", 10)
-    shard.carry_out(Drop("model 0", "0", again))
-    shard.carry_out(Drop("model 0", "0", 11))
+    shard.apply(Drop("model 0", "0", again))
+    shard.apply(Drop("model 0", "0", 11))
     assert shard.stage("model 0", "0", 20, one, "a gradient")
-    shard.carry_out(Update("model 0", "step", (("0", 20),), 1.0, 1))
+    shard.apply(Update("model 0", "step", (("0", 20),), 1.0, 1))
     assert shard.tensors("model 0")["w"] == [0.0]
     assert not shard._staged["model 0", "0"]  # those before were never pushed
 
@@ -188,20 +186,20 @@ def test_a_server_that_has_lost_a_gradient_says_so_and_does_not_go_on_without() 
     shard = Shard(SGD(1.0), "1", ("1",))
     one = {"w": np.ones(1)}
     assert shard.stage("m", "0", 0, one, "it", layout_of(one))
-    shard.carry_out(SetParameters("m", layout_of(one), "0", 0, 0))
+    shard.apply(SetParameters("m", layout_of(one), "0", 0, 0))
     with pytest.raises(ProtocolError, match="server 1 has no push 5 of worker 2 for 'm'"):
-        shard.carry_out(Update("m", "step", (("2", 5),), 1.0, 1))
+        shard.apply(Update("m", "step", (("2", 5),), 1.0, 1))
 
 
 def test_a_version_that_was_granted_is_kept_until_it_is_fetched() -> None:
     shard = Shard(SGD(1.0), "1", ("1",))
     one = {"w": np.ones(1)}
     assert shard.stage("m", "0", 0, one, "it", layout_of(one))
-    shard.carry_out(SetParameters("m", layout_of(one), "0", 0, 0))
-    shard.carry_out(Grant("m", "0", 0))
-    shard.carry_out(Grant("m", "2", 0))
+    shard.apply(SetParameters("m", layout_of(one), "0", 0, 0))
+    shard.apply(Grant("m", "0", 0))
+    shard.apply(Grant("m", "2", 0))
     assert shard.stage("m", "0", 1, one, "a gradient")
-    shard.carry_out(Update("m", "step", (("0", 1),), 1.0, 1))
+    shard.apply(Update("m", "step", (("0", 1),), 1.0, 1))
     assert shard.fetch("m", "0", 1, ["w"]) is None
     with pytest.raises(ValueError, match="server 1 has no tensor 'b' of 'm'"):
         shard.fetch("m", "0", 0, ["w", "b"])
@@ -209,7 +207,7 @@ def test_a_version_that_was_granted_is_kept_until_it_is_fetched() -> None:
     assert granted is not None
     assert granted["w"] == [1.0]
     assert shard.fetch("m", "0", 0, ["w"]) is None
-    shard.carry_out(Leave("2"))
+    shard.apply(Leave("2"))
     assert shard.fetch("m", "2", 0, ["w"]) is None
 
 
@@ -222,7 +220,7 @@ def test_a_layout_that_is_none_is_an_error_before_memory_is_taken(given: Any) ->
         of_plain(given)
 
 
-@pytest.mark.parametrize("data", [b"", b"junk", encode([Save()])[:-1], b"\x91\x92\xa5Other\x01"])
+@pytest.mark.parametrize("data", [b"", b"junk", encode([Save(1)])[:-1], b"\x91\x92\xa5Other\x01"])
 def test_bytes_that_are_no_log_are_an_error(data: bytes) -> None:
     with pytest.raises(ProtocolError, match="not the log of a parameter server"):
         decode(data)

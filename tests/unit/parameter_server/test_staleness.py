@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from potluck.parameter_server import Asynchronous
-from potluck.parameter_server.entries import Update
 from potluck.parameter_server.layout import layout_of
-from potluck.parameter_server.model import Gradient, Model
-from potluck.parameter_server.staleness import Leases, is_feasible
+from potluck.parameter_server.log import Update
+from potluck.parameter_server.model import Gradient, Leases, Model, is_feasible
 
 NEVER = 1e9
 WORKERS = [str(number) for number in range(5)]

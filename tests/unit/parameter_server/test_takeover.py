@@ -16,18 +16,14 @@ import pytest
 from potluck._core.types import Group, Member
 from potluck.errors import HandlerError, PotluckError, ServiceLost
 from potluck.parameter_server import SGD, Asynchronous, ElasticAveraging, Synchronous
-from potluck.parameter_server import leader as leader_module
-from potluck.parameter_server.entries import Grant, Leave
-from potluck.parameter_server.follower import Follower
-from potluck.parameter_server.host import Host
-from potluck.parameter_server.layout import layout_of, plain
-from potluck.parameter_server.leader import Leader
-from potluck.parameter_server.log import Position, after
-from potluck.parameter_server.modes import Mode
-from potluck.parameter_server.offer import SharedOffer
-from potluck.parameter_server.placement import Placement
-from potluck.parameter_server.replica import Replica
-from potluck.parameter_server.signals import AskAgain, OutOfStep
+from potluck.parameter_server import replication as replication_module
+from potluck.parameter_server.layout import Placement, layout_of, plain
+from potluck.parameter_server.log import Grant, Leave, Log, Position, Update
+from potluck.parameter_server.model import Mode
+from potluck.parameter_server.primary import Primary
+from potluck.parameter_server.replica import AskAgain, Replica
+from potluck.parameter_server.replication import Replication
+from potluck.parameter_server.service import PrimaryService, ReplicaService, StaleTerm
 from potluck.services import Call, waits
 from potluck.services.presence import Presence
 from support.momentum import value_of_version
@@ -58,24 +54,32 @@ class Server(Process):
         optimizer = SGD(1.0, momentum=0.5)
         arguments = name, world.servers, 2
         self.replica = Replica(world.mode, optimizer, presence, *arguments)
-        self.host = Host(self.replica, checkpoints=None, save_every=1000, worker_timeout_s=1e6)
-        self.follower = Follower(self.replica, None)
+        options: Any = {"checkpoints": None, "save_every": 1000, "worker_timeout_s": 1e6}
+        self.primary = Primary(self.replica, **options)
         remotes: Any = Network(self)
-        self.leader = Leader(
-            self.replica, self.host, None, remotes, lambda: self.group, lambda: False
+        self.replication = Replication(
+            self.primary, None, remotes, lambda: self.group, lambda: False
         )
-        self.offer = SharedOffer(self.host, self.replica, self.follower, self.leader.ask)
+        self.services = (
+            ReplicaService(self.replica, None),
+            PrimaryService(self.primary),
+        )
 
     def step(self) -> None:
         """What the thread does once."""
         try:
-            self.leader.step()
+            self.replication.step()
         except ServiceLost:
-            self.leader.ask()
+            pass
         except HandlerError as error:
-            if error.type != "OutOfStep":
+            if error.type != "StaleTerm":
                 raise
-            self.host.stand_down()
+            self.primary.step_down()
+
+    def answer(self, call: Call, *args: Any) -> Any:
+        replica_service, primary_service = self.services
+        service = replica_service if hasattr(replica_service, call.method) else primary_service
+        return getattr(service, call.method)(call, *args)
 
 
 class Network:
@@ -108,8 +112,8 @@ class Network:
             raise ServiceLost(f"{server} is not in the group")
         call = Call("node", me.name, there.group.rank_of(me.name), "ps", method, 1.0)
         try:
-            return getattr(there.offer, method)(call, *args)
-        except (AskAgain, OutOfStep, PotluckError, ValueError) as error:
+            return there.answer(call, *args)
+        except (AskAgain, StaleTerm, PotluckError, ValueError) as error:
             text, kind = str(error), type(error).__name__
             raise HandlerError(text, type=kind, text=text, place="") from error
 
@@ -162,7 +166,7 @@ class Worker(Process):
             self.asked = None  # it is lost
             return
         if not future.done():
-            if server.host.led is None:
+            if server.primary.led is None:
                 self.asked = None  # its wait ends, and the worker asks the first one
             return
         self.asked, found = None, future.result(0)
@@ -178,7 +182,7 @@ class Worker(Process):
         sources = Placement(self.world.servers, 2, tuple(there)).sources(found["names"])
         tensors: dict[str, Any] = {}
         for server, names in sources.items():
-            asked = "m", found["version"], found["incarnation"], names, 0.0
+            asked = "m", found["version"], found["term"], names, 0.0
             part = self.network.call(server, "fetch", *asked).result(0)
             if "waits_for" in part:
                 return
@@ -194,7 +198,7 @@ class Worker(Process):
     def give(self) -> None:
         assert self.reply is not None
         there = tuple(each for each in self.reply["present"] if each in self.servers)
-        version, incarnation = self.reply["version"], self.reply["incarnation"]
+        version, term = self.reply["version"], self.reply["term"]
         staged = {}
         gradient = dict.fromkeys(NAMES, np.full(1, -1.0))
         for server, part in Placement(self.world.servers, 2, there).split(gradient).items():
@@ -202,8 +206,8 @@ class Worker(Process):
             reply = self.network.call(server, "stage", *asked).result(0)
             if "waits_for" in reply:
                 return
-            staged[server] = reply["incarnation"]
-        reply = self.ask("push", "m", None, version, self.push, incarnation, staged)
+            staged[server] = reply["term"]
+        reply = self.ask("push", "m", None, version, self.push, term, staged)
         if reply is None:
             return  # a server came: stage it there, too
         if isinstance(reply, Future):
@@ -211,7 +215,7 @@ class Worker(Process):
                 return  # the same call again: what came of it is told later
             reply = reply.result(0)
         counts = reply.get("counted", True)
-        self.after = (version + 1, incarnation) if counts else None
+        self.after = (version + 1, term) if counts else None
         self.reply = None
 
 
@@ -229,19 +233,19 @@ class World:
         self.told = 0
         self.num_lost = 0
         self.away: dict[str, int] = {}
-        """The servers that were lost, and the highest incarnation then."""
+        """The servers that were lost, and the highest term then."""
         for name in self.servers:
             self.alive[name] = Server(self, name, self.new_group(self.servers))
         self.workers = [Worker(self, name, self.new_group(self.servers)) for name in ("8", "9")]
         self.enter_all()
         self.alive["0"].step()
         layout = plain(layout_of(START))
-        incarnations = {}
+        terms = {}
         network = self.workers[0].network
         for server, part in Placement(self.servers, 2, self.servers).split(START).items():
             reply = network.call(server, "stage", "m", part, layout, 0, 0, 0.0).result(0)
-            incarnations[server] = reply["incarnation"]
-        created = network.call("0", "create", "m", None, layout, 0, False, incarnations)
+            terms[server] = reply["term"]
+        created = network.call("0", "create", "m", None, layout, 0, False, terms)
         assert not created.done()  # no other server has it yet
         self.alive["0"].step()
         assert created.result(0) == 0
@@ -275,15 +279,15 @@ class World:
     def may_lose(self, name: str) -> bool:
         """Whether no other server is away. One that was is back when it has a state on which it
         agreed with the others since."""
-        for other, incarnation in list(self.away.items()):
+        for other, term in list(self.away.items()):
             there = self.alive.get(other)
-            if there and other not in self.cut and (there.replica.incarnation or 0) > incarnation:
+            if there and other not in self.cut and (there.replica.term or 0) > term:
                 del self.away[other]
         return not self.away.keys() - {name}
 
     def lose(self, name: str) -> None:
         self.num_lost += 1
-        self.away[name] = max(each.follower._heard for each in self.alive.values())
+        self.away[name] = max(each.services[0]._promised for each in self.alive.values())
 
     def kill(self, name: str) -> None:
         if name in self.alive and self.may_lose(name):
@@ -319,7 +323,6 @@ class World:
         self.enter_all()
         for name in self.servers:
             self.alive[name].step()
-        self.alive["0"].leader.ask()
         for _ in range(3):
             self.alive["0"].step()
 
@@ -332,8 +335,8 @@ class World:
         first = self.alive["0"].replica
         for server in self.alive.values():
             replica = server.replica
-            assert replica.log.position == first.log.position
-            assert replica.incarnation == first.incarnation
+            assert replica.log.last == first.log.last
+            assert replica.term == first.term
             models = {name: each.state() for name, each in replica.models.items()}
             assert models == {name: each.state() for name, each in first.models.items()}
             its = Placement(self.servers, 2, self.servers).split(START)[server.name]
@@ -346,7 +349,7 @@ class World:
 @pytest.fixture(autouse=True)
 def no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the schedule says what happens next."""
-    monkeypatch.setattr(leader_module, "_POLL_S", 0.0)
+    monkeypatch.setattr(replication_module, "_POLL_S", 0.0)
     monkeypatch.setattr(waits, "start_thread", lambda *_, **__: None)
 
 
@@ -393,12 +396,87 @@ def test_no_version_that_was_told_goes_back_whichever_server_is_lost(mode: Mode)
     assert sum(world.told for world in worlds) > 400
 
 
-def test_entries_of_another_log_are_told_from_entries_that_are_missing() -> None:
-    base, newest = Position(1, 4), Position(2, 9)
-    entries = [Grant("m", "0", 0), Leave("0"), Leave("1")]  # 7, 8, 9: above all that was known
-    assert after(newest, base, newest, entries) == ()
-    assert after(base, base, newest, entries) == entries
-    assert after(Position(2, 7), base, newest, entries) == entries[1:]
-    assert after(Position(2, 6), base, newest, entries) is None
-    assert after(Position(1, 5), base, newest, entries) is None  # of a server that was cut off
-    assert after(Position(1, 3), base, newest, entries) is None
+def test_entries_of_another_log_differ_from_entries_that_are_missing() -> None:
+    committed, last = Position(1, 4), Position(2, 7)
+    entries = [Grant("m", "0", 0), Leave("0"), Leave("1")]  # 5, 6, 7 of term 2
+
+    def missing(term: int, index: int) -> Any:
+        log = Log()
+        log.begin(Position(term, index))
+        return log.missing(committed, last, entries)
+
+    assert missing(*last) == []
+    assert missing(*committed) == entries
+    assert missing(2, 5) == entries[1:]
+    assert missing(2, 8) is None
+    assert missing(2, 4) is None
+    assert missing(1, 5) is None  # of a server that was cut off
+    assert missing(1, 3) is None
+
+
+def decided(world: World) -> Server:
+    """The primary, server 0, has decided on an update that no other server has applied."""
+    primary = world.alive["0"]
+    for _ in range(100):
+        for worker in world.workers:
+            worker.act()
+        if any(isinstance(entry, Update) for entry in primary.replica.log.entries):
+            return primary
+        primary.step()
+    raise AssertionError("no update was decided")
+
+
+def values(server: Server) -> dict[str, float]:
+    return {name: float(each[0]) for name, each in server.replica.shard.tensors("m").items()}
+
+
+def version(server: Server) -> int:
+    return server.replica.models["m"].version
+
+
+def test_an_entry_that_one_of_two_survivors_lacks_comes_from_the_other_ones_log() -> None:
+    """The case that needs a log. The primary is lost after one of two servers has applied an
+    update. Neither survivor has all tensors of one version: of some the older version alone is
+    left, of others the newer one. A copy can't help; the missing entry can, by what workers have
+    staged."""
+    world = World(Synchronous(), iter(()))
+    world.train(4)
+    primary = decided(world)
+    world.cut.add("2")
+    primary.step()
+    world.cut.clear()
+    world.kill("0")
+    ahead, behind = world.alive["1"], world.alive["2"]
+    assert version(ahead) == version(behind) + 1
+    only_old = values(behind).keys() - values(ahead).keys()
+    only_new = values(ahead).keys() - values(behind).keys()
+    assert only_old
+    assert only_new
+    world.enter_all()
+    ahead.step()
+    assert version(ahead) == version(behind)
+    everywhere = values(ahead) | values(behind)
+    assert everywhere.keys() == set(NAMES)
+    assert set(everywhere.values()) == {value_of_version(version(ahead))}
+    world.heal()
+    world.check()
+
+
+def test_what_a_primary_that_was_cut_off_decided_alone_is_forgotten() -> None:
+    """Two servers lead at once, each in a group of its own, and number their entries alike: the
+    term tells the logs apart."""
+    world = World(Synchronous(), iter(()))
+    world.train(4)
+    alone = decided(world)
+    world.cut_off("0")
+    alone.step()
+    assert version(alone) == version(world.alive["1"]) + 1
+    world.form()
+    for process in (world.alive["1"], world.alive["2"], *world.workers):
+        world.enter(process)
+    world.train(10)
+    mine, theirs = alone.replica.log.last, world.alive["1"].replica.log.last
+    assert mine.term < theirs.term
+    assert version(world.alive["1"]) > version(alone)
+    world.heal()
+    world.check()

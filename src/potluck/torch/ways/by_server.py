@@ -13,8 +13,8 @@ import torch
 from torch.optim import Optimizer
 
 from potluck.parameter_server import Adam, ElasticAveraging, ParameterServer, Synchronous
-from potluck.parameter_server.modes import Mode
-from potluck.torch.parameter_server import ParameterServerStrategy
+from potluck.parameter_server.model import Mode
+from potluck.torch.parameter_server import ServerOptimizer
 from potluck.torch.structure import broadcast_tensors, tensors_of
 from potluck.torch.ways.epochs import epoch_loop, part_of_epoch
 from potluck.torch.ways.samples import Part, TrainerSamples
@@ -54,7 +54,7 @@ class ByServer(Way):
             self.optimizer = recipe.optimizer(recipe.network)
         self._mode = mode
         self._ps: ParameterServer | None = None
-        self._server: ParameterServerStrategy | None = None
+        self._server: ServerOptimizer | None = None
         self._number = -1  # of the server
         self._host = ""  # the worker that runs it
         self._is_set = False  # by the script, since the server was told
@@ -206,7 +206,7 @@ class ByServer(Way):
                 self._earlier = rows[hosts[0]]["earlier"]
         if self._server is None:
             network, optimizer = recipe.network, self.optimizer
-            self._server = ParameterServerStrategy(network, self._ps, optimizer=optimizer)
+            self._server = ServerOptimizer(network, self._ps, optimizer=optimizer)
         elif setters:
             if ctx.rank == hosts[0]:
                 self._server.replace()

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,42 +20,52 @@ from potluck.checkpoint import files as files_module
 from potluck.errors import CheckpointError
 from potluck.parameter_server import SGD, Synchronous
 from potluck.parameter_server.checkpoints import Checkpoints
-from potluck.parameter_server.host import Host
-from potluck.parameter_server.layout import layout_of
-from potluck.parameter_server.model import Gradient
+from potluck.parameter_server.layout import layout_of, plain
+from potluck.parameter_server.primary import Primary
 from potluck.parameter_server.replica import Replica
+from potluck.parameter_server.service import PrimaryService
+from potluck.services import Call
 from potluck.services.presence import Presence
 
 ALONE = Group(1, 0, (Member("0"),))
 
 
-def host(folder: Path, save_every: int = 1) -> Host:
-    replica = Replica(Synchronous(), SGD(1.0, momentum=0.5), Presence(lambda: ALONE, 30.0))
-    return Host(
-        replica,
-        checkpoints=Checkpoints(CheckpointStore(folder), replica),
-        save_every=save_every,
-        worker_timeout_s=30.0,
-    )
+class Server:
+    """A server that is alone, and the calls of worker 0."""
+
+    def __init__(self, folder: Path, save_every: int = 1) -> None:
+        replica = Replica(Synchronous(), SGD(1.0, momentum=0.5), Presence(lambda: ALONE, 30.0))
+        self.primary = Primary(
+            replica,
+            checkpoints=Checkpoints(CheckpointStore(folder), replica),
+            save_every=save_every,
+            worker_timeout_s=30.0,
+        )
+        self.service = PrimaryService(self.primary)
+        self.term = replica.term
+        self.save, self.close = self.primary.save, self.primary.close
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        call = Call("node", "0", 0, "parameters", method, 1.0)
+        return getattr(self.service, method)(call, *arguments)
 
 
-def train(it: Host, num_steps: int) -> None:
+def train(it: Server, num_steps: int) -> None:
     tensors = {"w": np.zeros(3), "b": np.zeros(2)}
-    it.create("m", tensors, "0", 0, layout=layout_of(tensors))
+    it.ask("create", "m", tensors, plain(layout_of(tensors)), 0, False, {})
     for _ in range(num_steps):
-        step = it.stats()["m"]["version"]
+        step = it.ask("stats")["m"]["version"]
         tensors = {"w": -np.ones(3), "b": -np.ones(2)}
-        gradient = Gradient("0", 0, step + 1, step)
-        assert it.push("m", gradient, tensors, it.incarnation)["counted"]
+        assert it.ask("push", "m", tensors, step, step + 1, it.term, {})["counted"]
 
 
 def version_in(folder: Path) -> int:
     """The version that a server goes on from; its tensors must be of that version, all of them."""
-    it = host(folder)
-    found = it.pull("m", "0", None, 0.0, compute=False).result(0)
-    whole = host(folder / "beside", save_every=1000)
+    it = Server(folder)
+    found = it.ask("pull", "m", None, 0.0, False).result(0)
+    whole = Server(folder / "beside", save_every=1000)
     train(whole, found["version"])
-    expected = whole.pull("m", "0", None, 0.0, compute=False).result(0)["tensors"]
+    expected = whole.ask("pull", "m", None, 0.0, False).result(0)["tensors"]
     whole.close()
     for name in ("w", "b"):
         np.testing.assert_array_equal(found["tensors"][name], expected[name])
@@ -64,13 +75,13 @@ def version_in(folder: Path) -> int:
 KILLED = """
 import os, pathlib, shutil, signal, sys
 sys.path.insert(0, sys.argv[2])
-import test_host_files as here
+import test_primary_files as here
 folder = pathlib.Path(sys.argv[1])
 for call in range(1, 100):
     shutil.copytree(folder / "0", folder / str(call))
     child = os.fork()
     if not child:
-        it = here.host(folder / str(call))
+        it = here.Server(folder / str(call))
         count = 0
         def counted(inner):
             def wrapper(*args, **named):
@@ -96,7 +107,7 @@ def test_a_server_killed_at_any_file_operation_comes_back_with_the_old_or_the_ne
     tmp_path: Path,
 ) -> None:
     """It has version 2 on the disk, and is killed while it writes version 3 and its last one."""
-    before = host(tmp_path / "0")
+    before = Server(tmp_path / "0")
     train(before, 2)
     before.close()
     arguments = [str(tmp_path), str(Path(__file__).parent)]
@@ -116,7 +127,7 @@ def test_a_server_killed_at_any_file_operation_comes_back_with_the_old_or_the_ne
 def test_one_flipped_byte_means_the_checkpoint_before(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    it = host(tmp_path)
+    it = Server(tmp_path)
     train(it, 3)
     it.close()
     newest = sorted(tmp_path.glob("*.safetensors"))[-2:]  # after version 3, and at the end
@@ -132,19 +143,19 @@ def test_one_flipped_byte_means_the_checkpoint_before(
 def test_without_an_intact_checkpoint_the_server_does_not_start_anew_in_silence(
     tmp_path: Path,
 ) -> None:
-    it = host(tmp_path)
+    it = Server(tmp_path)
     train(it, 1)
     it.close()
     for path in tmp_path.glob("*.safetensors"):
         path.write_bytes(b"junk")
     with pytest.raises(CheckpointError, match=r"none of the .* checkpoints in .* is intact"):
-        host(tmp_path)
+        Server(tmp_path)
 
 
 def test_training_goes_on_while_the_disk_is_full_and_the_last_checkpoint_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    it = host(tmp_path)
+    it = Server(tmp_path)
     train(it, 1)
     it.save()
 
@@ -153,7 +164,7 @@ def test_training_goes_on_while_the_disk_is_full_and_the_last_checkpoint_says_so
 
     monkeypatch.setattr(files_module.os, "fsync", full)
     train(it, 3)
-    assert it.stats()["m"]["version"] == 4
+    assert it.ask("stats")["m"]["version"] == 4
     with pytest.raises(CheckpointError, match="No space left on device"):
         it.close()
     monkeypatch.undo()
@@ -163,15 +174,15 @@ def test_training_goes_on_while_the_disk_is_full_and_the_last_checkpoint_says_so
 
 def test_a_push_that_waited_when_the_server_was_started_again_is_dropped(tmp_path: Path) -> None:
     """Its worker asks what became of it, and would ask for ever."""
-    it = host(tmp_path)
+    it = Server(tmp_path)
     train(it, 1)
     it.close()
-    again = host(tmp_path)
+    again = Server(tmp_path)
     dropped = {"counted": False, "version": 1, "reason": "restarted"}
-    assert again.outcome("m", "0", 99, it.incarnation, 5.0).result(0) == dropped
-    assert again.outcome("m", "0", 99, it.incarnation, 5.0).result(0) == dropped
-    assert again.stats()["m"] == {"version": 1, "counted": 1, "restarted": 1}
-    assert "waits_for" in again.outcome("m", "0", 100, again.incarnation, 0.0).result(0)
+    assert again.ask("outcome", "m", 99, it.term, 5.0).result(0) == dropped
+    assert again.ask("outcome", "m", 99, it.term, 5.0).result(0) == dropped
+    assert again.ask("stats")["m"] == {"version": 1, "counted": 1, "restarted": 1}
+    assert "waits_for" in again.ask("outcome", "m", 100, again.term, 0.0).result(0)
     again.close()
 
 
@@ -179,16 +190,17 @@ def test_parameters_that_are_set_twice_by_one_call_are_one_version(tmp_path: Pat
     """The caller repeats a call whose reply it did not get, also from a server started again."""
     tensors = {"w": np.ones(3), "b": np.ones(2)}
 
-    def replace(it: Host, push: int) -> int:
-        return int(it.create("m", tensors, "0", push, layout=layout_of(tensors), replace=True))
+    def replace(it: Server, push: int) -> int:
+        layout = plain(layout_of(tensors))
+        return int(it.ask("create", "m", tensors, layout, push, True, {}))
 
-    it = host(tmp_path)
+    it = Server(tmp_path)
     assert replace(it, 7) == 0
     assert replace(it, 7) == 0
     train(it, 1)
     assert replace(it, 8) == 2
     it.close()
-    again = host(tmp_path)
+    again = Server(tmp_path)
     assert replace(again, 8) == 2
     assert replace(again, 9) == 3
     again.close()

@@ -1,0 +1,357 @@
+"""``Primary``: the server that decides for all models, and the calls that wait for an update.
+
+The primary is the first server of the present group. A call that waits takes no thread: it gets a
+Future, which ends as soon as the update is there. It ends without one after ``wait_s``, and the
+caller asks again; so a caller that is gone, or a group that has changed, is noticed in time.
+
+With several servers every decision is an entry of a log, which ``Replication`` brings to the
+others. A checkpoint is an entry too, so that all servers write the same state. Where each tensor
+lies on several servers, a reply waits until the log is committed up to it: all live servers have it
+then, so no version that a worker has seen is lost with a server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from potluck.errors import PotluckError
+from potluck.parameter_server.checkpoints import Checkpoints
+from potluck.parameter_server.layout import Layout, Placement, Tensors
+from potluck.parameter_server.log import Close, Drop, Entry, Position, Save
+from potluck.parameter_server.model import Model
+from potluck.parameter_server.replica import AskAgain, Replica
+
+_COMMIT_S = 1.0
+"""A caller that waits longer for the other servers asks again."""
+
+_log = logging.getLogger(__name__)
+
+
+class Primary:
+    """For any number of threads; a call holds the lock of all models. It answers while this server
+    is the primary: from ``lead`` until ``step_down``, or until it joins another primary."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        *,
+        checkpoints: Checkpoints | None,
+        save_every: int,
+        worker_timeout_s: float,
+    ) -> None:
+        """A worker's lease ends ``worker_timeout_s`` after its last pull, or when it is lost.
+        CheckpointError if this server is alone, has checkpoints, and none is intact."""
+        self.replica = replica
+        self.worker_timeout_s = worker_timeout_s
+        self._changed = replica.changed
+        self._checkpoints = checkpoints
+        self._save_every = save_every
+        self.present: tuple[str, ...] = ()
+        """The live servers. Empty while another one is the primary."""
+        self._led: int | None = None
+        """The term in which this server was last the primary."""
+        self._where: dict[str, frozenset[str]] = {}
+        """By model: the live servers with tensors of it."""
+        self._error: PotluckError | None = None
+        self._is_save_due = False
+        replica.on_time = self._on_time
+        if len(replica.servers) == 1:
+            self._start_alone()
+
+    # -- the term of this server
+
+    @property
+    def led(self) -> int | None:
+        """The term that this server leads; None while it is not the primary."""
+        with self._changed:
+            return self._led if self.is_open else None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this is the primary."""
+        return self._led is not None and self._led == self.replica.term
+
+    def may_answer(self) -> bool:
+        """The same for calls, which get the error that ended the parameter server, if there is
+        one."""
+        if self._error is not None:
+            raise self._error
+        return self.is_open
+
+    def lead(self, term: int, present: tuple[str, ...]) -> None:
+        """Answer calls: the servers that are ``present`` have agreed on a state of ``term``, others
+        with it may have been lost since."""
+        with self._changed:
+            self._led, self.present, self._where = term, present, {}
+            if len(present) == 1:
+                self.replica.log.commit(self.replica.log.last)
+                if self._checkpoints is not None:
+                    self._checkpoints.commit(self.replica.checkpoint)
+            self._look({})
+            self._changed.notify_all()
+
+    def step_down(self) -> None:
+        """Another server is the primary, or the servers agree anew. Idempotent."""
+        with self._changed:
+            if self._led is None:
+                return
+            self._led, self.present, self._is_save_due = None, (), False
+            if self._checkpoints is not None:
+                self._checkpoints.give_up()
+            self.replica.look()
+
+    def commit(self, position: Position) -> None:
+        """All other servers have applied the log up to ``position``."""
+        with self._changed:
+            self.replica.log.commit(position)
+            self.replica.look()
+
+    def fail(self, error: PotluckError) -> None:
+        """Answer all calls by ``error`` from now on."""
+        with self._changed:
+            self._error = error
+            self.replica.look()
+
+    # -- decisions
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """Change a model: waiting calls are looked at again, and a checkpoint may be due. AskAgain
+        while this is not the primary."""
+        with self._changed:
+            self.check_open()
+            before = {name: each.version for name, each in self.replica.models.items()}
+            try:
+                yield
+            finally:
+                self._look(before)
+                self._changed.notify_all()
+
+    def check_open(self) -> None:
+        """AskAgain while this is not the primary, or its log is full."""
+        if not self.may_answer():
+            raise AskAgain("the servers have not agreed on a state yet")
+        if self.replica.log.is_full:
+            raise AskAgain("another server of this parameter server does not answer")
+
+    @contextlib.contextmanager
+    def dropping(self, name: str, worker: str, push: int) -> Iterator[None]:
+        """After a mistake of a worker the servers forget what it staged as ``push``."""
+        try:
+            yield
+        except ValueError:
+            self.append(Drop(name, worker, push))
+            raise
+
+    def append(self, entry: Entry) -> None:
+        """Decide, and apply the decision here."""
+        self.replica.decide(entry)
+        if len(self.present) == 1:
+            self.replica.log.commit(self.replica.log.last)
+
+    def append_decided(self) -> None:
+        """The same for what the models have decided since the last call."""
+        for model in self.replica.models.values():
+            for entry in model.take_decided():
+                self.append(entry)
+
+    def model(self, name: str) -> Model:
+        """ValueError for a name that no model has."""
+        model = self.replica.models.get(name)
+        if model is None:
+            known = ", ".join(map(repr, sorted(self.replica.models))) or "none"
+            raise ValueError(
+                f"there is no model {name!r:.80} on this parameter server; there are: {known}. "
+                "Call set_parameters first"
+            )
+        return model
+
+    def stage(
+        self,
+        name: str,
+        worker: str,
+        push: int,
+        tensors: Tensors | None,
+        what: str,
+        layout: Layout | None = None,
+    ) -> None:
+        """Stage ``tensors`` here, or check that they are, if they are None. ValueError, which
+        begins with ``what``, if they do not fit or are missing."""
+        shard = self.replica.shard
+        if tensors is None:
+            if not shard.is_staged(name, worker, push, layout):
+                raise ValueError(f"{what} was not staged on worker {self.replica.server}")
+        elif not shard.stage(name, worker, push, tensors, what, layout):
+            raise ValueError(f"{what}: too many of worker {worker} wait already")
+
+    def lacks(self, name: str, layout: Layout, staged: Mapping[str, int]) -> bool:
+        """Whether a live server lacks its part of a push, which was ``staged`` on these servers,
+        each in this term."""
+        where = self._where.get(name)
+        if where is None:
+            replica = self.replica
+            placement = Placement(replica.servers, replica.copies, self.present)
+            where = frozenset(s for s, part in placement.split(layout).items() if part)
+            if name in replica.models:
+                self._where[name] = where
+        return any(staged.get(server) != self.replica.term for server in where)
+
+    # -- replies
+
+    def committed(self, reply: Any) -> Any:
+        """``reply``, or a Future of it, as soon as the log is committed up to now. None for
+        None."""
+        with self._changed:
+            term, number = self.replica.term, self.replica.log.last.number
+            if reply is None or self._is_committed(number):
+                return reply
+
+            def attempt() -> Any:
+                if not self.may_answer() or self.replica.term != term:
+                    raise AskAgain("the servers have begun a new term")
+                return reply if self._is_committed(number) else None
+
+            def otherwise() -> Any:
+                raise AskAgain("another server of this parameter server does not answer")
+
+            return self.replica.waits.add(attempt, otherwise, _COMMIT_S)
+
+    def when(self, attempt: Callable[[], Any], name: str, wait_s: float) -> Future[Any]:
+        """The reply of ``attempt()``, as soon as there is one and the log is committed up to it;
+        after ``wait_s`` what model ``name`` waits for."""
+        found: Any = None
+        term: int | None = None
+        number = 0
+
+        def attempt_and_commit() -> Any:
+            nonlocal found, term, number
+            if not self.may_answer():
+                return None
+            if found is None or term != self.replica.term:
+                found = attempt()
+                self.append_decided()
+                term, number = self.replica.term, self.replica.log.last.number
+            return found if found is not None and self._is_committed(number) else None
+
+        def otherwise() -> dict[str, Any]:
+            if not self.may_answer():
+                return self.waits_to_begin()
+            if found is not None:
+                return {"waits_for": "the other servers, to apply it"}
+            return {"waits_for": self.model(name).waits_for(self.replica.presence.workers())}
+
+        with self.changing():
+            self._expire()
+            return self.replica.waits.add(attempt_and_commit, otherwise, wait_s)
+
+    def waits_to_begin(self) -> dict[str, str]:
+        """The reply to a call that waits for the first agreement."""
+        servers = ", ".join(self.replica.servers)
+        return {"waits_for": f"its servers, worker {servers}, to begin"}
+
+    # -- checkpoints, and the end
+
+    def save(self) -> None:
+        """Write a checkpoint now, and wait for it. CheckpointError if it can't be written,
+        ValueError without a directory."""
+        if self._checkpoints is None:
+            raise ValueError("there is no directory for checkpoints: pass checkpoint=DIRECTORY")
+        with self._changed:
+            self._checkpoints.await_others(self.worker_timeout_s)  # the checkpoint before
+            self.begin_save()
+            self._checkpoints.await_others(self.worker_timeout_s)
+            self._checkpoints.await_written()  # held: else a push begins a second write
+
+    def begin_save(self) -> None:
+        """Have all servers write all models; waits until the write before has ended."""
+        if self._checkpoints is None:
+            self._is_save_due = False
+            return
+        self._is_save_due = self._checkpoints.is_under_way
+        if not self._is_save_due:
+            self.append_decided()
+            number = self.replica.checkpoint = self.replica.checkpoint + 1
+            self.append(Save(number))
+            state = self.replica.state(self.replica.log.last.term)
+            self._checkpoints.begin(number, state, is_alone=len(self.present) == 1)
+
+    def await_others(self, worker: str, deadline: float) -> list[str]:
+        """Wait until the other workers have left or are silent; the names of the others."""
+        with self._changed:
+            presence = self.replica.presence
+            while (rest := presence.others(worker)) and time.monotonic() < deadline:
+                self._changed.wait(0.2)
+            return rest
+
+    def close(self) -> None:
+        """Write the last checkpoint, and wait for it; end the other servers, and wait for them.
+        CheckpointError if it can't be written."""
+        try:
+            if self._checkpoints is not None and self.replica.models and self.is_open:
+                self.save()
+        finally:
+            with self._changed:
+                if self.is_open:
+                    self.append(Close())
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: not self.replica.log.entries, self.worker_timeout_s)
+
+    # -- inside
+
+    def _is_committed(self, number: int) -> bool:
+        """Always where each tensor lies on one server only: a lost server's tensors are lost
+        anyhow."""
+        return self.replica.copies == 1 or number <= self.replica.log.committed.number
+
+    def _look(self, before: Mapping[str, int]) -> None:
+        """End the waits that are over, and make the updates that these make possible."""
+        models = self.replica.models
+        while True:
+            self.append_decided()
+            self.replica.waits.look()
+            if not self.is_open:
+                return
+            workers = self.replica.presence.workers()
+            made = [model.progress(workers) for model in models.values()]
+            if not any(made):
+                break
+        for name, model in models.items():
+            known = before.get(name, model.version)
+            self._is_save_due |= model.version // self._save_every > known // self._save_every
+        if self._is_save_due:
+            self.begin_save()
+
+    def _on_time(self) -> None:
+        with self._changed:
+            self._expire()
+            self._look({name: each.version for name, each in self.replica.models.items()})
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        lost = self.replica.presence.lost()
+        for model in self.replica.models.values():
+            for worker in lost:
+                model.leave(worker)
+            for worker in model.expire(now, now + self.worker_timeout_s):
+                _log.warning(
+                    "worker %s has pushed no gradient of %r for %g s: the others wait for it no "
+                    "more, and what it pushes does not count until it pulls again",
+                    worker,
+                    model.name,
+                    self.worker_timeout_s,
+                )
+
+    def _start_alone(self) -> None:
+        found = None if self._checkpoints is None else self._checkpoints.load_latest()
+        number, state = found or (0, {})
+        with self._changed:
+            self.replica.restore(state)
+            term = secrets.randbits(62)
+            self.replica.begin(term, Position(0, 0), number)
+            self.lead(term, self.replica.servers)
