@@ -28,8 +28,7 @@ from common.placements import InHosts
 
 import potluck
 from potluck._core.system import usable_cpus
-from potluck.cli.bench.channel import Channel
-from potluck.cli.bench.crew import Crew
+from potluck.cli.bench.crew import Channel, Crew
 from potluck.cli.bench.machine import machine
 from potluck.cli.bench.peers import PEERS, Competitor
 from potluck.cli.bench.placement import Here
@@ -93,16 +92,11 @@ def compare(peer: Competitor, placement: Here, rounds: int, calls: int) -> dict[
 
 def worker() -> int:
     """One rank; see ``potluck.cli.bench.worker``."""
-    from potluck.cli.bench.libraries.ours import Ours
+    from potluck.cli.bench.libraries import Ours
 
     library = Ours({})
     ctx = library.ctx
-    channel = Channel.connect(
-        os.environ["BENCH_ADDRESS"],
-        token=os.environ["BENCH_TOKEN"],
-        rank=ctx.rank,
-        world_size=ctx.world_size,
-    )
+    channel = Channel.to_crew(ctx.rank, ctx.world_size)
     bucket = np.zeros(BUCKET_BYTES // 4, np.float32)
     while True:
         match channel.receive():

@@ -21,7 +21,7 @@ from common.claims import Claim
 
 from potluck.cli.bench import compression
 from potluck.cli.bench.machine import heading, load, machine
-from potluck.cli.bench.sizes import show_seconds
+from potluck.cli.bench.table import show_seconds
 
 DOCS = Path(__file__).parents[1] / "docs" / "compression.md"
 _QUICK_COUNT = 1 << 18

@@ -47,7 +47,7 @@ from potluck._core.collectives.plan import Algorithm, Operation
 from potluck._core.collectives.registry import algorithms_for, build_plan
 from potluck._core.types import Engine, ReduceOp
 from potluck.cli.bench.machine import heading, machine
-from potluck.cli.bench.sizes import show
+from potluck.cli.bench.table import show
 from support import hosts
 
 OPERATIONS = tuple(operation for operation in Operation if operation is not Operation.BARRIER)

@@ -35,8 +35,7 @@ from common.script import Page
 
 import potluck
 from potluck import estimators
-from potluck.cli.bench.channel import Channel
-from potluck.cli.bench.crew import Crew
+from potluck.cli.bench.crew import Channel, Crew
 from potluck.cli.bench.machine import heading, machine
 from potluck.cli.bench.peers import PEERS
 from support.hosts import Network
@@ -117,8 +116,7 @@ def run(kind: str, num: int, who: str) -> list[float]:
 def worker() -> int:
     """One of two ranks with a part of the samples each, told when to fit."""
     with potluck.init(timeout_s=600) as ctx:
-        address, token = os.environ["BENCH_ADDRESS"], os.environ["BENCH_TOKEN"]
-        channel = Channel.connect(address, token=token, rank=ctx.rank, world_size=ctx.world_size)
+        channel = Channel.to_crew(ctx.rank, ctx.world_size)
         while True:
             match channel.receive():
                 case {"do": "make", "kind": str(kind), "num": int(num)}:

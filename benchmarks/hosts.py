@@ -20,7 +20,7 @@ from common.placements import InHosts
 
 from potluck.cli.bench.comparison import ComparisonPlan
 from potluck.cli.bench.machine import machine
-from potluck.cli.bench.sizes import show
+from potluck.cli.bench.table import show
 from support import hosts
 
 SMALL, LARGE = 4 << 10, 100 << 20

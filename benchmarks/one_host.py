@@ -15,8 +15,7 @@ from common import claims, script
 from common.claims import Claim
 
 from potluck.cli.bench.comparison import ComparisonPlan
-from potluck.cli.bench.sizes import show
-from potluck.cli.bench.table import best_of, ratio
+from potluck.cli.bench.table import best_of, ratio, show
 
 OTHERS = ("gloo", "mpi", "mlx")
 SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20, 100 << 20)

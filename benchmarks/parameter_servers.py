@@ -23,8 +23,7 @@ import numpy as np
 from common.placements import InHosts
 
 import potluck
-from potluck.cli.bench.channel import Channel
-from potluck.cli.bench.crew import Crew
+from potluck.cli.bench.crew import Channel, Crew
 from potluck.cli.bench.machine import load
 from potluck.cli.bench.peers import PEERS
 from potluck.parameter_server import SGD, ParameterServer
@@ -38,8 +37,7 @@ WAYS = ("1", "2", "4", "all-reduce")
 def worker() -> int:
     """One rank, told when to make a step."""
     with potluck.init(timeout_s=120) as ctx:
-        address, token = os.environ["BENCH_ADDRESS"], os.environ["BENCH_TOKEN"]
-        channel = Channel.connect(address, token=token, rank=ctx.rank, world_size=ctx.world_size)
+        channel = Channel.to_crew(ctx.rank, ctx.world_size)
         gradient: dict[str, np.ndarray] = {}
         servers: dict[str, ParameterServer] = {}
         while True:

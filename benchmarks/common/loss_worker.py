@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from torch.nn import functional as F
 import potluck
 import potluck.torch as pt
 from common.loss_tasks import TASKS, Task, whole
-from potluck.cli.bench.channel import Channel
+from potluck.cli.bench.crew import Channel
 from potluck.compressors import Int, TopK
 
 _TIMEOUT_S = 290.0
@@ -126,12 +125,7 @@ def worker(peer: str) -> int:
     """Train as it is told, until it is told to end."""
     torch.set_num_threads(1)
     group: Any = _Gloo() if peer == GLOO else _Ours()
-    channel = Channel.connect(
-        os.environ["BENCH_ADDRESS"],
-        token=os.environ["BENCH_TOKEN"],
-        rank=group.rank,
-        world_size=group.world_size,
-    )
+    channel = Channel.to_crew(group.rank, group.world_size)
     training: Iterator[None] = iter(())
     while True:
         match channel.receive():

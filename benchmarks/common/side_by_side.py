@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from potluck.cli.bench.sizes import show, show_seconds
-from potluck.cli.bench.table import ratio
+from potluck.cli.bench.table import ratio, show, show_seconds
 
 Figures = Mapping[str, Any]
 NAMES = {"gloo": "Gloo", "mpi": "Open MPI", "mlx": "MLX"}

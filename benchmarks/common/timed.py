@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import potluck
 import potluck.torch as pt
-from potluck.cli.bench.channel import Channel
+from potluck.cli.bench.crew import Channel
 from potluck.training.plan_file import FACT, VARIABLE
 from potluck.training.planner import CANDIDATES, Candidate, named
 
@@ -272,12 +272,7 @@ def worker(peer: str) -> int:
     """One rank: train as it is told, until it is told to end."""
     torch.set_num_threads(1)
     group: Any = _Gloo() if peer == "gloo" else _Ours()
-    channel = Channel.connect(
-        os.environ["BENCH_ADDRESS"],
-        token=os.environ["BENCH_TOKEN"],
-        rank=group.rank,
-        world_size=group.world_size,
-    )
+    channel = Channel.to_crew(group.rank, group.world_size)
     model: TimedModel | None = None
     training: Iterator[None] = iter(())
     while True:

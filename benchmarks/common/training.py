@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 
 from common import results
 from common.script import Page, Say
-from potluck.cli.bench.channel import Channel
-from potluck.cli.bench.crew import Crew
+from potluck.cli.bench.crew import Channel, Crew
 from potluck.cli.bench.machine import heading, load, machine
 from potluck.cli.bench.peers import PEERS as ALL_PEERS
 
@@ -195,12 +194,7 @@ def worker(peer: str, make: Make) -> int:
     torch.manual_seed(0)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     trained = make(rank, world_size)
-    channel = Channel.connect(
-        os.environ["BENCH_ADDRESS"],
-        token=os.environ["BENCH_TOKEN"],
-        rank=rank,
-        world_size=world_size,
-    )
+    channel = Channel.to_crew(rank, world_size)
     while True:
         match channel.receive():
             case {"do": "hollow"} if trained.hollow is None:

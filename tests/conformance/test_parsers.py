@@ -378,7 +378,7 @@ def test_no_shape_takes_much_longer_than_an_honest_text(parser: Parser) -> None:
 OWN = "a file that only this user writes, or what this process wrote"
 ELSEWHERE = {
     "backends/mpi.py": "messages of MPI's own network, which has no strangers",
-    "cli/bench/channel.py": "its own child's lines",
+    "cli/bench/crew.py": "its own child's lines",
     "cli/bench/placement.py": "facts of a benchmark's ranks",
     "cluster/code_store/job_folders.py": OWN,
     "cluster/code_store/results.py": OWN,

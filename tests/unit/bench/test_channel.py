@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from potluck.cli.bench.channel import Channel, ChannelClosed, WorkerListener
+from potluck.cli.bench.crew import Channel, ChannelClosed, WorkerListener
 
 
 def test_only_workers_with_the_token_are_heard_and_they_are_ordered_by_rank(

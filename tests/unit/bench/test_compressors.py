@@ -31,7 +31,7 @@ def row(strategy: str, seconds: float, in_torch_s: float | None = None) -> dict[
 
 
 def test_times_of_all_elements_are_held_against_what_was_asked(compressors: Any) -> None:
-    rows = [row(repr(case.strategy), 0.02) for case in compression.CASES]
+    rows = [row(repr(case.compressor), 0.02) for case in compression.CASES]
     claims = compressors.what_follows({"count": compression.COUNT, "rows": rows})
     assert [claim.met for claim in claims] == [True, True, True, True, False]
     assert claims[-1].measured == "FP16() with feedback 20, BF16() with feedback 20"
@@ -47,3 +47,11 @@ def test_the_page_gets_a_row_for_each_strategy(compressors: Any) -> None:
     )
     assert "| `Int(bits=8)` | yes | 3.94 | 12.5 ms | - |\n" in text
     assert text.endswith("| 6 ms | 37 ms (6.2x) |\n<!-- end of measured -->\nafter\n")
+
+
+def test_each_measured_row_is_a_line_under_its_titles() -> None:
+    lines = [compression.line(each) for each in compression.measure(1 << 14, 1)]
+    assert [line.split("  ")[0] for line in lines] == [
+        repr(case.compressor) for case in compression.CASES
+    ]
+    assert {len(line) for line in lines} == {len(compression.head())}

@@ -13,7 +13,7 @@ from potluck.cli.bench.placement import BenchError
 
 _WORKER = """
 import os, sys
-from potluck.cli.bench.channel import Channel
+from potluck.cli.bench.crew import Channel
 channel = Channel.connect(
     os.environ["BENCH_ADDRESS"], token=os.environ["BENCH_TOKEN"],
     rank=int(os.environ["RANK"]), world_size=2,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from potluck._core.engine.loop.native import is_available
+from potluck.cli.bench.comparison import predicted_s
 from potluck.cli.bench.peers import PEERS
 from potluck.cli.bench.placement import Here
-from potluck.cli.bench.predicted import predicted_s
 
 MIB = 1 << 20
 

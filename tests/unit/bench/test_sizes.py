@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from potluck.cli.bench.sizes import parse, show, show_seconds
+from potluck.cli.bench.table import parse, show, show_seconds
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def bench(
     if json is not None:
         write_json(json, result)
     if plot is not None:
-        from potluck.cli.bench.plot import draw
+        from potluck.cli.bench.table import draw
 
         draw(result, plot)
     raise typer.Exit(0 if is_right(result) else 1)
@@ -149,7 +149,7 @@ def _compress(sizes: str, rounds: int, json: Path | None) -> None:
 
 
 def _bytes_of(sizes: str) -> list[int]:
-    from potluck.cli.bench.sizes import parse
+    from potluck.cli.bench.table import parse
 
     try:
         return [parse(text) for text in _names(sizes)]
@@ -287,7 +287,7 @@ def _check_memory(plan: ComparisonPlan, num_workers: int) -> None:
     The workers of every library keep their buffers while the others are measured."""
     import psutil
 
-    from potluck.cli.bench.sizes import show
+    from potluck.cli.bench.table import show
 
     nbytes = max(size for _, size in plan.cases)
     needed, there = nbytes * num_workers * len(plan.peers), psutil.virtual_memory().total

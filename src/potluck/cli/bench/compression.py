@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from potluck._core.optional import installed
-from potluck.cli.bench.sizes import show_seconds
+from potluck.cli.bench.operations import Floats
+from potluck.cli.bench.table import show_seconds
 from potluck.compressors import BF16, FP16, Compressor, GradientCompressor, Int, Random, TopK
 
 COUNT = 26_000_000
@@ -51,9 +52,7 @@ def measure(count: int = COUNT, rounds: int = 7) -> Iterator[dict[str, Any]]:
     source = np.random.default_rng(0).standard_normal(count).astype(np.float32)
     theirs: dict[str, Callable[[], object]] = {}
     if installed("torch"):
-        from potluck.cli.bench.libraries.torch_operations import operations
-
-        theirs = operations(source)
+        theirs = _in_torch(source)
     for case in CASES:
         compressor = GradientCompressor(case.compressor, error_feedback=case.error_feedback)
         other = theirs.get(case.in_torch or "")
@@ -76,7 +75,7 @@ def head() -> str:
 
 def line(row: dict[str, Any]) -> str:
     """A row as text; "(2.0x)": torch takes 2.0 times as long."""
-    text = f"{row['compressor']:<44}{'yes' if row['error_feedback'] else 'no':>9}"
+    text = f"{row['strategy']:<44}{'yes' if row['error_feedback'] else 'no':>9}"
     text += f"{'1/' + format(row['ratio'], '.3g'):>8}"
     text += f"{show_seconds(row['median_s']):>10}{show_seconds(row['cpu_s']):>10}"
     other = row["torch"]
@@ -105,3 +104,43 @@ def _in_turns(
         for walls, cpus in zip(wall, cpu, strict=True)
     ]
     return found[0], found[1] if other is not None else None
+
+
+def _in_torch(source: Floats) -> dict[str, Callable[[], object]]:
+    """What compressors do, in operations of torch on one thread: functions by name, each for the
+    flat array ``source``, without a result."""
+    import torch
+
+    torch.set_num_threads(1)
+    x = torch.from_numpy(source)
+    k = max(1, len(source) // 100)
+    whole = x[: len(source) // 4096 * 4096].view(-1, 4096)
+    residual = torch.zeros_like(x)
+
+    sent, work = torch.empty_like(x), torch.empty_like(x)
+
+    def integers(bits: int) -> Callable[[], object]:
+        levels = (1 << (bits - 1)) - 1
+        count = len(source) // 256 * 256
+        blocks, places = sent[:count].view(-1, 256), work[:count].view(-1, 256)
+        codes = torch.empty(places.shape, dtype=torch.int8)
+
+        def encode() -> object:  # in memory that is there, as few passes as operations allow
+            torch.add(x, residual, out=sent)
+            scale = torch.abs(blocks, out=places).amax(1, keepdim=True) / levels
+            codes.copy_(torch.div(blocks, scale, out=places).round_())
+            return torch.addcmul(
+                blocks, places, scale, value=-1, out=residual[:count].view(-1, 256)
+            )
+
+        return encode
+
+    return {
+        "fp16": lambda: x.to(torch.float16),
+        "bf16": lambda: x.to(torch.bfloat16),
+        "int8": integers(8),
+        "int4": integers(4),
+        "int2": integers(2),
+        "topk": lambda: torch.topk(x.abs(), k, sorted=False),
+        "chunked": lambda: torch.topk(whole.abs(), 41, dim=1, sorted=False),
+    }

@@ -6,21 +6,18 @@ with shared memory switched off.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from potluck.cli.bench.libraries.base import BenchLibrary
-
 NO_SHARED_MEMORY = {"POTLUCK_USE_SHARED_MEMORY": "0"}
 
 
 @dataclass(frozen=True, slots=True)
 class Competitor:
-    """One peer, a column of the table. ``module`` is its file in ``libraries``, ``about`` its line
+    """One peer, a column of the table. ``module`` is its key in ``LIBRARIES``, ``about`` its line
     in the help, ``needs`` are Python packages and ``program`` an executable that it needs;
     ``install`` is the command that installs them. ``environment`` is added to its workers'
     variables."""
@@ -122,10 +119,3 @@ def missing(peer: Competitor) -> str:
     if peer.program and shutil.which(peer.program) is None:
         return f"there is no program {peer.program!r} on the PATH: {peer.install}"
     return ""
-
-
-def open_library(peer: Competitor) -> BenchLibrary:
-    """Import the library of ``peer`` in this worker process and join its group."""
-    module = importlib.import_module(f"potluck.cli.bench.libraries.{peer.module}")
-    library: BenchLibrary = module.open_library(dict(peer.arguments))
-    return library

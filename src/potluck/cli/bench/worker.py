@@ -11,10 +11,8 @@ import contextlib
 import ctypes
 import gc
 import hashlib
-import os
 import sys
 import time
-import traceback
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -22,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from potluck.cli.bench import operations
-from potluck.cli.bench.channel import Channel, ChannelClosed
-from potluck.cli.bench.libraries.base import BenchLibrary, Case, Floats
-from potluck.cli.bench.peers import PEERS, Competitor, open_library
+from potluck.cli.bench.crew import Channel
+from potluck.cli.bench.libraries import LIBRARIES, BenchLibrary, Case, Floats
+from potluck.cli.bench.peers import PEERS, Competitor
 
 
 class Worker:
@@ -165,50 +163,22 @@ def release_free_memory() -> None:
 
 def serve(peer: Competitor) -> int:
     """Serve requests until one says end (returns 0), or the comparison is gone (returns 1)."""
-    library = open_library(peer)
-    channel = Channel.connect(
-        os.environ["BENCH_ADDRESS"],
-        token=os.environ["BENCH_TOKEN"],
-        rank=library.rank,
-        pid=os.getpid(),
-        world_size=library.world_size,
-    )
+    library = LIBRARIES[peer.module](peer.arguments)
+    channel = Channel.to_crew(library.rank, library.world_size)
     worker = Worker(library)
-    try:
-        while True:
-            match channel.receive():
-                case {"do": "check", "operation": str(operation), "nbytes": int(nbytes)}:
-                    channel.send(**worker.check(operation, nbytes))
-                case {
-                    "do": "time",
-                    "operation": str(operation),
-                    "nbytes": int(nbytes),
-                    "calls": int(calls),
-                    "warm": bool(warm),
-                }:
-                    channel.send(**worker.time(operation, nbytes, calls, warm))
-                case {
-                    "do": "one_call",
-                    "operation": str(operation),
-                    "nbytes": int(nbytes),
-                    "calls": int(calls),
-                }:
-                    channel.send(**worker.one_call(operation, nbytes, calls))
-                case {"do": "memory", "operation": str(operation), "nbytes": int(nbytes)}:
-                    channel.send(**worker.memory(operation, nbytes))
-                case {"do": "describe"}:
-                    channel.send(text=library.describe())
-                case {"do": "end"}:
-                    break
-    except ChannelClosed:
-        return 1
-    except Exception as error:
-        traceback.print_exc()
-        channel.send(error=f"{type(error).__name__}: {error}")
-        return 1
-    library.close()
+    code = channel.serve(
+        {
+            "check": worker.check,
+            "time": worker.time,
+            "one_call": worker.one_call,
+            "memory": worker.memory,
+            "describe": lambda: {"text": library.describe()},
+        }
+    )
+    if code == 0:
+        library.close()
     channel.close()
-    return 0
+    return code
 
 
 if __name__ == "__main__":
