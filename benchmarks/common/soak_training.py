@@ -11,7 +11,6 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,35 +21,34 @@ from torch.nn import functional as F
 import potluck
 import potluck.torch as pt
 from common.loss_tasks import SOAK, whole
-from potluck._core.context import compressed
 from potluck.compressors import TopK
-from potluck.torch import outer
+from potluck.compressors.base import Pending
 
 EVERY, SHOWN_EVERY = 20, 10
-STRATEGY = pt.DiLoCo(every=EVERY, outer=pt.OuterSGD(1.0), compression=TopK(0.05, bits=2))
 
 worst = 0.0
 num_checked = 0
-start_compressed = compressed.start_compressed
 
 
-def checked(
-    ctx: Any, array: Any, compressor: Any, residual: Any, step: int, *, timeout: float | None = None
-) -> Callable[[], object]:
-    """``start_compressed``, whose wait compares what came out with what went in."""
-    owed = array.astype(np.float64) + residual
-    end = start_compressed(ctx, array, compressor, residual, step, timeout=timeout)
+class Checked(TopK):
+    """TopK, whose sum compares what came out with what went in."""
 
-    def wait() -> None:
-        global worst, num_checked
-        end()
-        sent = owed - residual
-        ctx.all_reduce(sent, timeout=timeout)
-        scale = max(float(np.abs(sent).max()), 1e-30)
-        worst = max(worst, float(np.abs(sent - array).max()) / scale)
-        num_checked += 1
+    def exchange(self, comm: Any, array: Any, residual: Any, step: int) -> Pending:
+        owed = array.astype(np.float64) + residual
 
-    return wait
+        def check(found: Any) -> Any:
+            global worst, num_checked
+            sent = owed - residual
+            comm.all_reduce(sent).wait()
+            scale = max(float(np.abs(sent).max()), 1e-30)
+            worst = max(worst, float(np.abs(sent - found).max()) / scale)
+            num_checked += 1
+            return found
+
+        return super().exchange(comm, array, residual, step).then(check)
+
+
+STRATEGY = pt.DiLoCo(every=EVERY, outer=pt.OuterSGD(1.0), compression=Checked(0.05, bits=2))
 
 
 def held() -> dict[str, int]:
@@ -63,7 +61,6 @@ def held() -> dict[str, int]:
     }
 
 
-outer.start_compressed = checked  # type: ignore[attr-defined]
 stop = Path(sys.argv[1])
 torch.set_num_threads(1)
 ctx = potluck.init()

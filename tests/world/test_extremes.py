@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from potluck._core.codecs import NAMES, codec_of
 from potluck._core.context import DistributedContext
-from potluck._core.context.compressed import start_compressed
+from potluck._core.context.compressed import OverContext
 from potluck.compressors import Compressor, Random, TopK
 from support.worlds import NATIVE_KINDS, open_world
 
@@ -166,7 +166,7 @@ def test_sums_by_strategies_that_send_all(
         found = []
         for rows in given.values():
             array, residual = rows[ctx.rank].copy(), np.zeros(COUNT, dtype)
-            start_compressed(ctx, array, strategy, residual, 0)()
+            strategy.exchange(OverContext(ctx), array, residual, 0).wait()
             assert np.isfinite(residual).all()
             found.append(array)
         return found

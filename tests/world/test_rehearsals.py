@@ -107,7 +107,7 @@ def test_a_strategy_sets_the_buckets_and_the_algorithm_of_its_model() -> None:
                 optimizer.zero_grad()
                 torch.autograd.backward(model(x).square().mean())
                 optimizer.step()
-        sizes = [bucket.numel for bucket in model.compression._buckets]
+        sizes = [bucket.numel for bucket in model._reducer._buckets]
         used = set(ctx.stats()["operations"]["all_reduce"]["algorithms"])
         return sizes, used, [p.detach().numpy().copy() for p in model.parameters()]
 
@@ -125,10 +125,10 @@ def test_a_ddp_keeps_its_own_compression_where_the_strategy_names_none() -> None
         model = DDP(nn.Linear(128, 64), ctx, compression=BF16(), error_feedback=False)
         model.follow(DataParallel(bucket_size_mb=5))
         kept = model.compression.compressors[0]
-        residual = model.compression._residual(0)
-        return kept, residual
+        model(torch.ones(2, 128)).sum().backward()
+        return kept, model.compression.capture()
 
-    assert run_world(2, work) == [(BF16(), None)] * 2
+    assert run_world(2, work) == [(BF16(), {})] * 2
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from torch.nn import functional as F
 from potluck import Int, PowerSGD, Random, TopK
 from potluck._core.backends.local import LocalBackend
 from potluck._core.context import DistributedContext
-from potluck._core.context.compressed import start_compressed
 from potluck.checkpoint.store import CheckpointStore
 from potluck.errors import CheckpointError, Diverged
 from potluck.testing.elastic import ElasticWorld, MortalContext
@@ -33,7 +32,6 @@ from potluck.torch import (
     NoiseBatching,
     OuterSGD,
     Policy,
-    outer,
 )
 from potluck.training.sampler import Schedule
 
@@ -255,11 +253,13 @@ def test_what_is_applied_and_what_is_kept_is_what_changed(
     """sum over rounds of the applied = sum over ranks and rounds of what changed - residuals."""
     went: dict[int, float] = {0: 0.0, 1: 0.0}
 
-    def noting(ctx: DistributedContext, array: Any, *rest: Any, **options: Any) -> Any:
-        went[ctx.rank] = went[ctx.rank] + array.astype("float64")
-        return start_compressed(ctx, array, *rest, **options)
+    exchange = type(compression).exchange
 
-    monkeypatch.setattr(outer, "start_compressed", noting)
+    def noting(self: Any, comm: Any, array: Any, *rest: Any) -> Any:
+        went[comm._ctx.rank] = went[comm._ctx.rank] + array.astype("float64")
+        return exchange(self, comm, array, *rest)
+
+    monkeypatch.setattr(type(compression), "exchange", noting)
     strategy = DiLoCo(every=2, outer=OuterSGD(1.0), compression=compression)
     results = run_world(2, lambda ctx: Training(ctx, strategy, schedules=False).run())
     first, second = (training.job._outer for training in results)
@@ -286,15 +286,18 @@ def test_what_is_kept_is_paid_once_also_when_a_part_of_a_round_is_missing(
     what was applied is what changed, less what is still kept."""
     went: dict[tuple[str, int], float] = {}
 
-    def noting(ctx: Any, array: Any, strategy: Any, residual: Any, call: int, **rest: Any) -> Any:
-        went[ctx.backend.worker, call] = float(array.astype("float64").sum())  # the last try counts
-        return start_compressed(ctx, array, strategy, residual, call, **rest)
+    exchange = TopK.exchange
+
+    def noting(self: TopK, comm: Any, array: Any, residual: Any, call: int) -> Any:
+        sent = float(array.astype("float64").sum())
+        went[comm._ctx.backend.worker, call] = sent  # the last try counts
+        return exchange(self, comm, array, residual, call)
 
     def kept(training: Training) -> float:
         residuals = training.job._outer.capture_residuals().values()
         return sum(float(each.astype("float64").sum()) for each in residuals)
 
-    monkeypatch.setattr(outer, "start_compressed", noting)
+    monkeypatch.setattr(TopK, "exchange", noting)
     lost: list[float] = []
 
     def work(ctx: MortalContext) -> Training:
@@ -569,7 +572,7 @@ def test_data_parallel_sets_the_compression_of_its_model() -> None:
     def work(ctx: DistributedContext) -> None:
         strategy = DataParallel(compression=TopK(0.5))
         training = Training(ctx, strategy)
-        assert training.model.compression.compressors == [None] * 4, "all below dense_below"
+        assert training.model.compression is None, "all below dense_below"
         training.run()
 
     run_world(2, work)

@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from potluck._core.codecs import Codec, codec_of, kernels
 from potluck._core.codecs.codec import Bytes, Floats
 from potluck.compressors import options
-from potluck.compressors.base import Compressor, Shape
+from potluck.compressors.base import Array, Collectives, Compressor, Cost, Pending, Shape
 
 
 class Encoded(Compressor):
     """A compressor that is a codec. On links the codec works inside the reduction."""
 
+    encodes_first = False
+
     @property
     @abstractmethod
     def codec(self) -> Codec:
         """The codec, whose docstring describes the format."""
+
+    @property
+    def limit(self) -> float:
+        return self.codec.limit
+
+    @property
+    def largest(self) -> float:
+        return self.codec.largest
+
+    def sum_dtype(self, *, is_double: bool) -> np.dtype[Any]:
+        return np.dtype(np.float32)  # what codecs encode
 
     def compress(self, source: Floats, residual: Floats | None, step: int) -> Bytes:
         payload = np.empty(self.codec.encoded_bytes(source.size), np.uint8)
@@ -35,6 +50,12 @@ class Encoded(Compressor):
             return kernels.encode(self.codec, payload, flat)
         return kernels.encode_with_residual(self.codec, payload, residual.reshape(-1), flat)
 
+    def compress_counted(
+        self, source: Floats, residual: Floats | None, step: int, memory: Callable[[int], Bytes]
+    ) -> tuple[Bytes, int]:
+        payload = memory(self.codec.encoded_bytes(source.size))
+        return payload, self.compress_into(payload, source, residual)
+
     def decompress(self, payload: Bytes, shape: Shape, step: int) -> Floats:
         target = np.empty(shape, np.float32)
         kernels.decode(self.codec, target.reshape(-1), payload)
@@ -42,6 +63,20 @@ class Encoded(Compressor):
 
     def looks_finite(self, payload: Bytes, source: Floats) -> bool:
         return bool(np.isfinite(source).all())
+
+    def exchange(
+        self, comm: Collectives, array: Array, residual: Array | None, step: int
+    ) -> Pending:
+        """Cost: one all_reduce of encoded bytes."""
+        return comm.all_reduce_encoded(array, self, residual)
+
+    def cost(self, shapes: Sequence[Shape]) -> Cost:
+        # A residual is copied, too, so that it can be taken back.
+        count = sum(map(math.prod, shapes))
+        return Cost(encoded_bytes=self.codec.encoded_bytes(count), passes=2)
+
+    def _take(self, target: Floats, payload: Bytes) -> None:
+        self.decompress(payload, target.shape, 0)
 
 
 @dataclass(frozen=True)
@@ -83,3 +118,20 @@ class Int(Encoded):
     @property
     def codec(self) -> Codec:
         return codec_of(f"int{self.bits}")
+
+
+def of_codec(name: str) -> Encoded | None:
+    """The compressor that sends gradients by the codec ``name`` of an all_reduce, such as
+    ``Int(8)`` for ``"int8"``; None for another name."""
+    own = (FP16(), BF16(), Int(8), Int(4), Int(2))
+    return next((each for each in own if each.codec.name == name.lower()), None)
+
+
+def checked(value: object, said: str, also: str = "") -> Compressor:
+    """``value``, if it is a compressor; else TypeError: ``said``, such as "compression is 3", and
+    what it must be. ``also``: what else it may be."""
+    if isinstance(value, Compressor):
+        return value
+    meant = of_codec(value) if isinstance(value, str) else None
+    hint = "" if meant is None else f"; the codec {value!r} is {meant!r} here"
+    raise TypeError(f"{said}; it must be one such as TopK(0.01) or Int(bits=8){also}{hint}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections import Counter
 from collections.abc import Mapping
@@ -13,15 +14,22 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from potluck._core.codecs.codec import LARGEST, Bytes, Floats
+from potluck._core.codecs.codec import LARGEST, Bytes
 from potluck.compressors import options
-from potluck.compressors.base import Compressor, cast, compress_any, largest_of, text_of
-from potluck.compressors.encoded import Encoded, Int
+from potluck.compressors.base import (
+    Array,
+    Compressor,
+    Shape,
+    cast,
+    compress_any,
+    largest_of,
+    text_of,
+)
+from potluck.compressors.encoded import Int, checked
+from potluck.compressors.reduction import Residuals
 from potluck.compressors.topk import TopK
 
 _log = logging.getLogger(__name__)
-
-Array = NDArray[Any]
 
 _DTYPES = tuple(map(np.dtype, (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)))
 
@@ -78,18 +86,15 @@ class GradientCompressor:
     """
 
     def __init__(self, compressor: Compressor, error_feedback: bool = True) -> None:
-        if not isinstance(compressor, Compressor):
-            raise TypeError(
-                f"compressor is {compressor!r}; it must be one such as TopK(0.01) or Int(bits=8)"
-            )
+        self.compressor = checked(compressor, f"compressor is {compressor!r}")
         if not isinstance(error_feedback, bool):
             raise TypeError(f"error_feedback is {error_feedback!r}; it must be True or False")
-        self.compressor = compressor
         self.error_feedback = error_feedback
         self.num_nonfinite: Counter[str] = Counter()
         """By name: how many elements of all calls were inf, NaN or beyond the range."""
         self._steps: Counter[str] = Counter()
-        self._residuals: dict[str, Array] = {}
+        self._residuals = Residuals()
+        self._kinds: dict[str, tuple[Shape, np.dtype[Any]]] = {}  # of the residuals
         self._payloads: dict[str, Bytes] = {}
 
     def compress(self, array: Array, name: str = "gradient") -> Compressed:
@@ -101,12 +106,14 @@ class GradientCompressor:
         source = _checked(array, name)
         residual = self._residual(name, array) if self.error_feedback else None
         step = self._steps[name]
-        if isinstance(self.compressor, Encoded) and array.dtype == np.float32:
-            payload = self._memory(name, self.compressor.codec.encoded_bytes(source.size))
-            num_beyond = self.compressor.compress_into(payload, source, residual)
+        if array.dtype == np.float32:
+            payload, num_beyond = self.compressor.compress_counted(
+                *(source, residual, step), lambda num_bytes: self._memory(name, num_bytes)
+            )
         else:
             payload, wide = compress_any(self.compressor, source, residual, step)
-            num_beyond = self._num_beyond(payload, wide, array.dtype)
+            limit = min(LARGEST, largest_of(array.dtype))
+            num_beyond = self.compressor.num_beyond(payload, wide, limit)
         self._steps[name] += 1
         made = Compressed(self.compressor, payload, array.shape, array.dtype, step)
         return self._with_count(made, array, name, num_beyond) if num_beyond else made
@@ -121,15 +128,14 @@ class GradientCompressor:
 
     def residual(self, name: str = "gradient") -> Array | None:
         """What earlier calls have lost, a copy in the shape of the array; None before the first."""
-        kept = self._residuals.get(name)
-        return None if kept is None else kept.copy()
+        return self._kept(name).copy() if name in self._kinds else None
 
     def state_dict(self) -> dict[str, Any]:
         """The residuals and steps by name, copies, with the compressor that they belong to."""
         return {
             "compressor": text_of(self.compressor),
             "steps": dict(self._steps),
-            "residuals": {name: each.copy() for name, each in self._residuals.items()},
+            "residuals": {name: self._kept(name).copy() for name in self._kinds},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -146,7 +152,9 @@ class GradientCompressor:
                 "zeros instead"
             )
         self._steps = Counter(state["steps"])
-        self._residuals = {name: np.array(each) for name, each in state["residuals"].items()}
+        owed = {name: np.asarray(each) for name, each in state["residuals"].items()}
+        self._kinds = {name: (each.shape, each.dtype) for name, each in owed.items()}
+        self._residuals.restore([owed], {name: each.dtype for name, each in owed.items()})
 
     def _memory(self, name: str, num_bytes: int) -> Bytes:
         """Memory for a payload: that of the last one of this name if nothing refers to it any more.
@@ -161,25 +169,18 @@ class GradientCompressor:
 
     def _residual(self, name: str, array: Array) -> Array:
         wide = np.dtype(np.float64 if array.dtype == np.float64 else np.float32)
-        kept = self._residuals.setdefault(name, np.zeros(array.shape, wide))
-        if kept.shape != array.shape or kept.dtype != wide:
+        shape, dtype = self._kinds.setdefault(name, (array.shape, wide))
+        if shape != array.shape or dtype != wide:
             raise ValueError(
-                f"{name} is {array.dtype} of shape {array.shape}, but its residual is {kept.dtype} "
-                f"of shape {kept.shape}: an array of another shape needs a name of its own"
+                f"{name} is {array.dtype} of shape {array.shape}, but its residual is {dtype} "
+                f"of shape {shape}: an array of another shape needs a name of its own"
             )
-        return kept
+        return self._kept(name)
 
-    def _num_beyond(self, payload: Bytes, wide: Floats, dtype: np.dtype[Any]) -> int:
-        """How many elements of ``wide``, which the payload stands for, are inf, NaN or beyond the
-        range of the compressor or of the array's ``dtype``."""
-        is_coded = isinstance(self.compressor, Encoded)
-        if dtype == np.float32 and not is_coded and self.compressor.looks_finite(payload, wide):
-            return 0
-        limit = min(LARGEST, largest_of(dtype))
-        if isinstance(self.compressor, Encoded):
-            limit = min(limit, self.compressor.codec.limit)
-        num = int(np.count_nonzero(~(np.abs(wide) < np.float32(limit))))
-        return num or int(not self.compressor.looks_finite(payload, wide))
+    def _kept(self, name: str) -> Array:
+        """The residual of a name, to be changed in place."""
+        shape, dtype = self._kinds[name]
+        return self._residuals.flat(name, {name: math.prod(shape)}, dtype).reshape(shape)
 
     def _with_count(self, made: Compressed, array: Array, name: str, num_beyond: int) -> Compressed:
         num = int(np.count_nonzero(~np.isfinite(array)))

@@ -36,6 +36,17 @@ def seed(owner: str, value: Any) -> int:
     return chosen
 
 
+def thresholds(owner: str, dense_below: Any, warmup_steps: Any) -> tuple[int, int]:
+    """``integer`` of the two options that say what is not compressed; ValueError if negative."""
+    dense_below = integer(owner, "dense_below", dense_below)
+    warmup_steps = integer(owner, "warmup_steps", warmup_steps)
+    if dense_below < 0 or warmup_steps < 0:
+        raise ValueError(
+            f"dense_below is {dense_below} and warmup_steps {warmup_steps}; neither may be negative"
+        )
+    return dense_below, warmup_steps
+
+
 def put(options: Any, **values: Any) -> None:
     """Set checked values on a frozen dataclass, in its ``__post_init__``: NumPy's numbers become
     Python's, so that equal options have equal text on all ranks and in checkpoints."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 
 from potluck._core.codecs.codec import Bytes, Floats
 from potluck.compressors import options
-from potluck.compressors.base import Compressor, Shape
+from potluck.compressors.base import Array, Compressor, Cost, Shape
 from potluck.compressors.low_rank import Matrix, orthonormal, product_into, uniform
 
 _ITERATIONS = 2
@@ -40,6 +41,8 @@ class PowerSGD(Compressor):
     ValueError unless ``rank`` is a positive int, ``min_rate`` at least 1, and ``start_step`` and
     ``seed`` are not negative; TypeError for options that are no numbers.
     """
+
+    needs_matrices: ClassVar[bool] = True
 
     rank: int
     start_step: int = 2
@@ -118,6 +121,31 @@ class PowerSGD(Compressor):
         product_into(target, numbers[:at].reshape(-1, rank), numbers[at:].reshape(-1, rank))
         return target.reshape(shape)
 
+    def matrices(self, qs: Mapping[Any, Array], step: int) -> LowRankSum:
+        return LowRankSum(self, qs, step)
+
+    def cost(self, shapes: Sequence[Shape]) -> Cost:
+        # The gradients are added to the residual first.
+        return Cost(reduced_bytes=sum(map(self.payload_bytes, shapes)), passes=2)
+
+    def halves(
+        self, source: Array, residual: Array, target: Array
+    ) -> tuple[Callable[[], object], Callable[[], object]]:
+        """One iteration, as in a step, between the sums over the ranks."""
+        sums: list[LowRankSum] = []
+
+        def begin() -> None:
+            sums[:] = [self.matrices({}, 0)]
+            sums[0].add("sample", source)
+            sums[0].begin()
+
+        def end() -> None:
+            sums[0].turn()
+            sums[0].lose()
+            sums[0].decode("sample", target)
+
+        return begin, end
+
     def looks_finite(self, payload: Bytes, source: Floats) -> bool:
         return bool(np.isfinite(payload.view(np.float32)).all())
 
@@ -126,38 +154,55 @@ class LowRankSum:
     """The sum over all ranks of several matrices of one dtype, by two sums of small arrays.
 
         one = LowRankSum(compressor, qs, step)
-        one.add(name, matrix)                 # for each matrix, in one order on all ranks
+        one.add(key, matrix)                  # for each matrix, in one order on all ranks
         all_reduce(one.begin())               # the P of all matrices, one flat array
         all_reduce(one.turn())                # the Q of all matrices
-        one.decode(name, target)              # equal on all ranks, bit by bit
+        one.decode(key, target)               # equal on all ranks, bit by bit
         qs = one.qs()                         # for the next step
 
     The matrices have the residuals added already; ``lose`` turns them into residuals, at any time
-    after ``turn``. ``qs`` are those of the step before; a name without one, or with one of another
-    shape, starts from random numbers.
+    after ``turn``. ``qs`` are those of the step before; a key without one, or with one of another
+    shape, starts from random numbers, which follow from ``name``, by default the key. Arrays of
+    ``add_whole`` are summed as they are, with the P.
     """
 
-    def __init__(self, compressor: PowerSGD, qs: Mapping[str, Matrix], step: int) -> None:
+    def __init__(self, compressor: PowerSGD, qs: Mapping[Any, Matrix], step: int) -> None:
         self._compressor = compressor
         self._before = qs
         self._step = step
-        self._matrices: dict[str, Matrix] = {}
-        self._ps: dict[str, Matrix] = {}
-        self._qs: dict[str, Matrix] = {}
-        self._own: dict[str, Matrix] = {}
+        self._matrices: dict[Any, Matrix] = {}
+        self._ps: dict[Any, Matrix] = {}
+        self._qs: dict[Any, Matrix] = {}
+        self._own: dict[Any, Matrix] = {}
+        self._whole: dict[Any, Array] = {}
 
-    def add(self, name: str, matrix: Matrix) -> None:
+    def applies_to(self, shape: Shape) -> bool:
+        """Whether a tensor of this shape is summed as a matrix."""
+        return self._compressor.applies_to(shape)
+
+    def add(self, key: Any, matrix: Matrix, name: str | None = None) -> None:
         """Add a matrix; what it costs on this rank is done here."""
         shape = matrix.shape[1], self._compressor.rank_of(matrix.shape)
-        start = _basis(self._compressor, name, shape, self._before.get(name), self._step)
+        name = str(key) if name is None else name
+        start = _basis(self._compressor, name, shape, self._before.get(key), self._step)
         with np.errstate(over="ignore", invalid="ignore"):
-            self._ps[name] = matrix @ start.astype(matrix.dtype)
-        self._matrices[name] = matrix
+            self._ps[key] = matrix @ start.astype(matrix.dtype)
+        self._matrices[key] = matrix
+
+    def add_whole(self, key: Any, array: Array) -> None:
+        """Add an array of the same dtype that is sent as it is."""
+        self._whole[key] = array
 
     def begin(self) -> Matrix:
-        """The P of all matrices, a flat array that is to be summed."""
-        flat, self._ps = _together(self._ps)
+        """The P of all matrices, and the arrays that are sent whole: a flat array to be summed."""
+        flat, views = _together(self._ps | self._whole)
+        self._ps = {key: views[key] for key in self._ps}
+        self._whole = {key: views[key] for key in self._whole}
         return flat
+
+    def whole(self, key: Any) -> Array:
+        """After ``begin``'s array was summed: the sum of an array that was sent whole."""
+        return self._whole[key].reshape(-1)
 
     def turn(self) -> Matrix:
         """After ``begin``'s array was summed: the Q of all matrices, a flat array to be summed."""
@@ -180,17 +225,17 @@ class LowRankSum:
             else:  # what the sum has not taken stays, but for what spoilt it
                 matrix[~np.isfinite(matrix)] = 0
 
-    def decode(self, name: str, target: Matrix) -> None:
-        """After ``turn``'s array was summed: set ``target`` to the sum of the matrices ``name``.
+    def decode(self, key: Any, target: Matrix) -> None:
+        """After ``turn``'s array was summed: set ``target`` to the sum of the matrices ``key``.
 
         All NaN if a rank's matrix, or the sum, was not finite.
         """
-        product_into(target, self._ps[name], self._qs[name])
-        if not (np.isfinite(self._ps[name]).all() and np.isfinite(self._qs[name]).all()):
+        product_into(target, self._ps[key], self._qs[key])
+        if not (np.isfinite(self._ps[key]).all() and np.isfinite(self._qs[key]).all()):
             target[:] = np.nan
 
-    def qs(self) -> dict[str, Matrix]:
-        """By name, the Q to start the next step from, copies; that of before where the sum was not
+    def qs(self) -> dict[Any, Matrix]:
+        """By key, the Q to start the next step from, copies; that of before where the sum was not
         finite."""
         kept = {name: q for name, q in self._before.items() if name in self._qs}
         return kept | {n: q.copy() for n, q in self._qs.items() if np.isfinite(q).all()}
@@ -201,8 +246,8 @@ def as_matrix(array: Matrix) -> Matrix:
     return array.reshape(_rows_and_columns(array.shape))
 
 
-def _together(parts: Mapping[str, Matrix]) -> tuple[Matrix, dict[str, Matrix]]:
-    """All parts in one flat array, and by name the views of it."""
+def _together(parts: Mapping[Any, Matrix]) -> tuple[Matrix, dict[Any, Matrix]]:
+    """All parts in one flat array, and by key the views of it."""
     # The empty array only stands for no parts at all.
     flat = np.concatenate([np.empty(0, np.float32), *(each.reshape(-1) for each in parts.values())])
     views, at = {}, 0

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from potluck._core.codecs.codec import Bytes, Floats
 from potluck.compressors import options
-from potluck.compressors.base import Compressor, Shape
+from potluck.compressors.base import (
+    Array,
+    Collectives,
+    Compressor,
+    Cost,
+    Pending,
+    Shape,
+    divide,
+)
 
 _TABLE = 4096
 
@@ -90,6 +100,22 @@ class Random(Compressor):
         target = np.empty(shape, np.float32)
         self.put(target, payload.view(np.float32), step)
         return target
+
+    def exchange(
+        self, comm: Collectives, array: Array, residual: Array | None, step: int
+    ) -> Pending:
+        """Cost: one all_reduce of the values that are sent."""
+        values = self.take(array, residual, step)
+
+        def put(sums: Any) -> Array:
+            self.put(array, sums, step)
+            return divide(array, comm)
+
+        return comm.all_reduce(values).then(put)
+
+    def cost(self, shapes: Sequence[Shape]) -> Cost:
+        count = sum(map(math.prod, shapes))
+        return Cost(reduced_bytes=4 * round(self.ratio * count))
 
     def looks_finite(self, payload: Bytes, source: Floats) -> bool:
         return bool(np.isfinite(payload.view(np.float32)).all())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -12,7 +14,7 @@ from potluck._core import native
 from potluck._core.codecs import codec_of, kernels
 from potluck._core.codecs.codec import Bytes, Floats
 from potluck.compressors import options
-from potluck.compressors.base import Compressor, Shape
+from potluck.compressors.base import Compressor, Cost, Shape
 
 Positions = NDArray[np.uint32]
 
@@ -101,6 +103,9 @@ class TopK(Compressor):
         num = self.sizes(source.size).total(source.size)
         at = positions_bytes(source.size, num)
         return bool(np.isfinite(self._values(payload[at:], num)).all())
+
+    def cost(self, shapes: Sequence[Shape]) -> Cost:
+        return Cost(gathered_bytes=self.payload_bytes(sum(map(math.prod, shapes))))
 
     def payload_bytes(self, count: int) -> int:
         """The size of the payload of ``count`` elements."""

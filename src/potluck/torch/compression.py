@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,13 +15,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from potluck._core.codecs.codec import LARGEST
-from potluck._core.context.compressed import start_compressed, start_low_rank
+from potluck._core.context.compressed import OverContext
 from potluck._core.context.structure import compare
-from potluck.compressors import Compressor, PowerSGD, options
+from potluck.compressors import Compressor
 from potluck.compressors.base import Array, text_of
-from potluck.compressors.encoded import Encoded
-from potluck.compressors.low_rank import Matrix
-from potluck.compressors.powersgd import LowRankSum, as_matrix
+from potluck.compressors.encoded import checked
+from potluck.compressors.reduction import Residuals, Sums
 from potluck.errors import CheckpointError
 from potluck.torch.encoding import Encoder
 from potluck.training.buckets import Bucket
@@ -34,6 +33,8 @@ _log = logging.getLogger(__name__)
 Choice = Compressor | Callable[[str, Any], Compressor | None] | None
 """One compressor, or a function that chooses for each parameter; None: not compressed."""
 
+Parts = Callable[[], Iterable[tuple[str, Tensor]]]
+"""Returns the names and gradients of the parameters in a flat array."""
 
 _JUST_BELOW = 1 - 2.0**-20
 _TORCH = {np.dtype(np.float32): torch.float32, np.dtype(np.float64): torch.float64}
@@ -56,49 +57,39 @@ class Compression:
         dense_below: int,
         warmup_steps: int,
     ) -> None:
-        owner = "DistributedDataParallel"
-        dense_below = options.integer(owner, "dense_below", dense_below)
-        warmup_steps = options.integer(owner, "warmup_steps", warmup_steps)
-        if dense_below < 0 or warmup_steps < 0:
-            raise ValueError(
-                f"dense_below is {dense_below} and warmup_steps {warmup_steps}; neither may be "
-                "negative"
-            )
-        is_class = isinstance(choice, type)  # callable, too, but of other arguments
-        if is_class or not (choice is None or isinstance(choice, Compressor) or callable(choice)):
-            raise TypeError(
-                f"compression is {choice!r}; it must be a compressor such as TopK(0.01), or a "
-                "function of a parameter's name and the parameter that returns one or None"
-            )
+        if choice is not None:
+            check_choice("compression", choice)
         self.names = list(parameters)
         self.compressors = [
             None if p.numel() < dense_below else chosen(choice, name, p)
             for name, p in parameters.items()
         ]
         """By parameter; None: not compressed."""
-        self.is_used = any(self.compressors)
-        """Whether any parameter is compressed."""
-        self.num_nonfinite: Counter[str] = Counter()
-        self._with_nonfinite: set[int] = set()
-        """The buckets of this backward in which this rank's own gradients have inf or NaN."""
+        self.residuals = Residuals()
+        self._before = self.residuals
+        """What ``undo`` returns to."""
+        self.is_beside = False
+        """Whether buckets of this backward are encoded by the ``encoder``."""
+        self.encoder = Encoder()
+        """Runs ``start`` beside backward, where the CPU encodes."""
+        self._watch = Watch()
         self._error_feedback = error_feedback
         self._warmup_steps = warmup_steps
         self._agreed_in = -1  # the epoch of the group in which all ranks compress alike
         self._shapes = [tuple(parameter.shape) for parameter in parameters.values()]
-        self._dtypes = [parameter.dtype for parameter in parameters.values()]
+        self._is_double = [p.dtype == torch.float64 for p in parameters.values()]
         self._buckets: tuple[Bucket, ...] = ()
-        self._residuals: dict[int, Array] = {}  # by bucket, of its gradients
-        self._before: dict[int, Array] = {}
-        self._qs: dict[str, Matrix] = {}  # of PowerSGD, by name; equal on all ranks
-        self._qs_before: dict[str, Matrix] = {}
-        # PowerSGD's matrices of this backward, which are summed together at its end.
-        self._sums: dict[tuple[PowerSGD, np.dtype[Any]], LowRankSum] = {}
-        self._ends: list[tuple[LowRankSum, dict[str, Matrix], Callable[[], None]]] = []
+        self._now: list[Compressor | None] = []  # by bucket, in this backward
+        self._sums: Sums | None = None  # of this backward
+        self._ends: list[Callable[[], None]] = []  # what follows when its matrices are summed
         self._scale = 1.0
-        self.encoder = Encoder()
-        """Runs ``start`` beside backward, where the CPU encodes."""
         self._step = self._num_backwards = 0
         self._is_open = self._is_in_backward = False
+
+    @property
+    def num_nonfinite(self) -> Counter[str]:
+        """By parameter: how many elements were inf, NaN or beyond the range."""
+        return self._watch.num_nonfinite
 
     def lay_out(self, buckets: tuple[Bucket, ...]) -> None:
         """Say which parameters are reduced together. Those of a bucket have one compressor."""
@@ -111,6 +102,10 @@ class Compression:
             return None
         return compressor
 
+    def is_compressed(self, number: int) -> bool:
+        """Whether a bucket is compressed in this backward."""
+        return self._now[number] is not None
+
     @property
     def scale(self) -> float:
         """What gradients, and thus residuals, are multiplied with: the loss scale."""
@@ -118,25 +113,14 @@ class Compression:
 
     @scale.setter
     def scale(self, scale: float) -> None:
-        if not 0 < scale < math.inf:
-            raise ValueError(f"the loss scale is {scale}; it must be positive and finite")
-        if scale != self._scale:
-            factor = scale / self._scale
-            self._residuals = {number: each * factor for number, each in self._residuals.items()}
-            self._scale = scale
-
-    @property
-    def is_beside(self) -> bool:
-        """Whether buckets of this step are encoded by the ``encoder``. (A codec works inside the
-        reduction.)"""
-        chosen = [self.compressor(number) for number in range(len(self._buckets))]
-        return any(not (each is None or isinstance(each, Encoded)) for each in chosen)
+        self._scale = scale
+        self.residuals.rescale(scale)
 
     def agree(self, ctx: DistributedContext) -> None:
         """Compare how ranks compress, once in each group. Desync on all ranks if it differs:
         unlike seeds or error feedback would give wrong sums of payloads that fit. A collective
-        call; nothing where this rank compresses nothing, for its calls differ then."""
-        if ctx.epoch == self._agreed_in or not self.is_used:
+        call; a rank that compresses nothing does not make it, for its calls differ then."""
+        if ctx.epoch == self._agreed_in:
             return
         items = {
             name: "not compressed" if each is None else text_of(each)
@@ -156,30 +140,36 @@ class Compression:
         """Begin training step ``step``, equal on all ranks."""
         self._is_open = True
         self._step, self._num_backwards = step, 0
-        self._before, self._qs_before = {}, self._qs
+        self._keep()
 
     def undo(self) -> None:
-        """Return the residuals, and PowerSGD's Q, to those at the begin of the step."""
+        """Return the residuals, and what matrices have left, to those at the begin of the step."""
         self.encoder.drop()
         # Other arrays, not other values: an operation that failed may still write to the old ones.
-        self._residuals |= self._before
-        self._before, self._qs = {}, self._qs_before
+        self.residuals = self._before.fork()
+        self.residuals.rescale(self._scale)
 
-    def begin_backward(self) -> None:
+    def _keep(self) -> None:
+        self._before = self.residuals
+        self.residuals = self._before.fork()
+
+    def begin_backward(self, ctx: DistributedContext) -> None:
         """Called before the first bucket of a backward."""
         if self._is_in_backward and not self._is_open:
             self.undo()  # the last one has raised, and its gradients were not reduced
         self._is_in_backward = True
-        self._sums, self._ends = {}, []
-        self._with_nonfinite.clear()
         if not self._is_open:
-            self._before, self._qs_before = {}, self._qs
+            self._keep()
+        self._sums, self._ends = Sums(OverContext(ctx), self.residuals, self._step), []
+        self._now = [self.compressor(number) for number in range(len(self._buckets))]
+        self.is_beside = any(each is not None and each.encodes_first for each in self._now)
 
     def end_backward(self, *, failed: bool) -> None:
         """Called when all buckets of a backward are reduced, or when it has failed."""
         with contextlib.suppress(Exception):  # of what is undone below
             # Not dropped: ranks of unlike speed that meet one error would have made unlike calls.
             self.encoder.drain()
+        self._sums, self._ends = None, []
         self._is_in_backward = False
         if not self._is_open and failed:
             self.undo()
@@ -189,205 +179,163 @@ class Compression:
             self._num_backwards += 1
 
     def watch(self, number: int, host: Tensor) -> None:
-        """Count what is inf, NaN or beyond the codec's range in this rank's flat gradients of a
-        bucket, if any are compressed: before they are, for a block of a coded sum has the NaN of
-        any element. Under a loss scale, what is beyond the range becomes inf, by which scalers know
-        that the scale is too large."""
-        if not self.is_used:
-            return
-        limit = limit_of(self.compressor(number))
-        if is_within(host, limit):
-            return
-        if self._count_nonfinite(number, host, "on this rank", limit):
-            self._with_nonfinite.add(number)
-        if self._scale != 1:
+        """Count what is inf, NaN or beyond the range in this rank's flat gradients of a bucket:
+        before they are compressed, for a block of a coded sum has the NaN of any element. Under a
+        loss scale, what is beyond the range becomes inf, by which scalers know that the scale is
+        too large."""
+        limit = limit_of(self._now[number])
+        parts = self._parts(number, host)
+        if not self._watch.own(number, host, parts, limit, self._step) and self._scale != 1:
             _show_beyond(host, limit)
 
     def watch_alone(self, gradients: Mapping[int, Tensor | None]) -> None:
         """The same, by parameter, for a rank alone, which compresses nothing."""
         for index, gradient in gradients.items():
-            if gradient is None or gradient.layout != torch.strided or gradient.sum().isfinite():
-                continue
-            self._note_nonfinite(self.names[index], gradient, "on this rank")
+            if gradient is not None and gradient.layout == torch.strided:
+                parts = lambda i=index, g=gradient: [(self.names[i], g)]  # noqa: E731
+                self._watch.own(index, gradient, parts, math.inf, self._step)
 
-    def start(self, ctx: DistributedContext, number: int, host: Tensor) -> Callable[[], None]:
+    def start(self, number: int, host: Tensor) -> Callable[[], object]:
         """Start the sum of a bucket's flat gradients over all ranks; returns the function that
-        waits for the result, which is then in ``host``, and notes what is not finite.
-
-        The matrices of PowerSGD start with ``start_matrices``, in one reduction of all buckets.
-        """
-        compressor = self.compressor(number)
+        waits for the result, which is then in ``host``, and notes what is not finite. Of a
+        compressor that needs matrices the function of ``end`` does."""
+        compressor, bucket = self._now[number], self._buckets[number]
         assert compressor is not None
-        dtype = self._dtype(number)
+        assert self._sums is not None
+        dtype = compressor.sum_dtype(is_double=self._is_double[bucket.parameters[0]])
         wide = host if host.dtype == _TORCH[dtype] else host.to(_TORCH[dtype])
         array: Array = wide.numpy()
-        residual = self._residual(number)
+        shapes = {self.names[index]: self._shapes[index] for index in bucket.parameters}
+        residual = None
+        if self._error_feedback:
+            sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+            residual = self.residuals.flat(number, sizes, dtype)
 
-        def finish() -> None:
+        def finish(_: object = None) -> None:
             limit = saturated_from(compressor)
             if wide is not host:
                 limit = min(limit, torch.finfo(host.dtype).max * _JUST_BELOW)
                 copy_saturated(host, wide)
-            if is_within(wide, limit):
-                return
-            if number not in self._with_nonfinite:
-                self._count_nonfinite(number, wide, "in the sum over the ranks", limit)
-            if self._scale != 1:
+            parts = self._parts(number, wide)
+            where = "in the sum over the ranks"
+            is_within = self._watch.reduced(number, wide, parts, limit, self._step, where)
+            if not is_within and self._scale != 1:
                 _show_beyond(host, limit)
 
-        if isinstance(compressor, PowerSGD):
-            self._add_matrices(number, compressor, array, residual, finish)
-            return lambda: None
         call = self._step << 16 | self._num_backwards
-        wait = start_compressed(ctx, array, compressor, residual, call)
+        pending = self._sums.start(compressor, array, residual, shapes, call)
+        if pending is None:
+            self._ends.append(finish)
+            return lambda: None
+        return pending.then(finish).wait
 
-        def wait_and_finish() -> None:
-            wait()
-            finish()
-
-        return wait_and_finish
-
-    def start_matrices(self, ctx: DistributedContext) -> Callable[[], None] | None:
-        """Start PowerSGD's sum of all buckets that ``start`` was called for; returns the function
-        that waits, as that of ``start``, or None if there is nothing to sum."""
-        if not self._sums:
+    def end(self) -> Callable[[], None] | None:
+        """Start the sums of matrices of all buckets that ``start`` was called for; returns the
+        function that waits, as that of ``start``, or None if there is nothing to sum."""
+        assert self._sums is not None
+        wait, ends = self._sums.end(), self._ends
+        self._sums, self._ends = None, []  # which refer to this object
+        if wait is None:
             return None
-        sums = list(self._sums.values())
-        wait = start_low_rank(ctx, sums, error_feedback=self._error_feedback)
 
         def finish() -> None:
             wait()
-            for one in sums:
-                self._qs = self._qs | one.qs()
-            for one, targets, end in self._ends:
-                for name, target in targets.items():
-                    one.decode(name, target)
-                end()
+            for each in ends:
+                each()
 
         return finish
 
     def capture(self) -> dict[str, Array]:
         """The residuals by parameter name, copies; of gradients that are not scaled."""
-        return {
-            name: self._residuals[number][part] / self._scale
-            for number in self._residuals
-            for name, part in self._parts(number)
-        }
+        return self.residuals.capture()
 
-    def capture_shared(self) -> dict[str, Matrix]:
+    def capture_shared(self) -> dict[str, Array]:
         """What is equal on all ranks: PowerSGD's Q by parameter name, copies."""
-        return {name: each.copy() for name, each in self._qs.items()}
+        return {name: each.copy() for name, each in self.residuals.qs.items()}
 
     def restore_shared(self, state: Mapping[str, Any]) -> None:
         """Set what is equal on all ranks. A Q of another rank or shape is ignored: its parameter
         starts from random numbers again."""
-        self._qs = {name: np.array(each) for name, each in state.items() if name in self.names}
-        self._qs_before = self._qs
+        self.residuals.qs = {n: np.array(each) for n, each in state.items() if n in self.names}
+        self._keep()
 
     def restore(self, states: Sequence[Mapping[str, Array]]) -> set[str]:
         """Set the residuals to the sum of ``states``, results of ``capture``. Returns the names of
-        the parameters that have one now; what others owed is dropped.
-
-        A residual is what a rank owes to the sum over all ranks, so those of several ranks add up,
-        and any compressor with error feedback can pay it. CheckpointError for one of another shape.
-        """
-        self._residuals, self._before = {}, {}
-        kept: set[str] = set()
-        if not self._error_feedback:
-            return kept
-        for number in range(len(self._buckets)):
-            for name, part in self._parts(number):
-                for state in states:
-                    if name not in state or not self.compressors[self.names.index(name)]:
-                        continue
-                    owed, mine = np.asarray(state[name]), self._made(number)[part]
-                    if owed.shape != mine.shape:
-                        raise CheckpointError(
-                            f"the state has a residual {name!r} of {owed.size} elements, this "
-                            f"model's parameter has {mine.size}: it is of another model"
-                        )
-                    mine += owed * self._scale
-                    kept.add(name)
+        the parameters that have one now; what others owed is dropped. CheckpointError for one of
+        another shape."""
+        dtypes = {}
+        for place, (name, compressor) in enumerate(zip(self.names, self.compressors, strict=True)):
+            if compressor is not None and self._error_feedback:
+                dtypes[name] = compressor.sum_dtype(is_double=self._is_double[place])
+                size = math.prod(self._shapes[place])
+                check_sizes(name, size, states)
+        kept = self.residuals.restore(states, dtypes)
+        self._keep()
         return kept
 
-    # ------------------------------------------------------------ inside
-
-    def _residual(self, number: int) -> Array | None:
-        if not self._error_feedback:
-            return None
-        residual = self._made(number)
-        if number not in self._before:
-            self._before[number] = residual.copy()
-        return residual
-
-    def _made(self, number: int) -> Array:
-        if number not in self._residuals:
-            numel, dtype = self._buckets[number].numel, self._dtype(number)
-            self._residuals[number] = np.zeros(numel, dtype)
-        return self._residuals[number]
-
-    def _dtype(self, number: int) -> np.dtype[Any]:
-        """What a bucket's gradients are summed as, and its residual kept as."""
-        first = self._buckets[number].parameters[0]
-        is_coded = isinstance(self.compressors[first], Encoded)  # codecs encode float32
-        is_wide = self._dtypes[first] == torch.float64 and not is_coded
-        return np.dtype(np.float64 if is_wide else np.float32)
-
-    def _add_matrices(
-        self,
-        number: int,
-        compressor: PowerSGD,
-        array: Array,
-        residual: Array | None,
-        finish: Callable[[], None],
-    ) -> None:
-        if residual is not None:
-            with np.errstate(over="ignore", invalid="ignore"):
-                residual += array
-        key = compressor, array.dtype
-        one = self._sums.setdefault(key, LowRankSum(compressor, self._qs, self._step))
-        source, targets = array if residual is None else residual, {}
-        for name, part in self._parts(number):
-            shape = self._shapes[self.names.index(name)]
-            targets[name] = as_matrix(array[part].reshape(shape))
-            one.add(name, as_matrix(source[part].reshape(shape)))
-        self._ends.append((one, targets, finish))
-
-    def _parts(self, number: int) -> Iterator[tuple[str, slice]]:
-        """The names of a bucket's parameters, and where each lies in the bucket."""
+    def _parts(self, number: int, flat: Tensor) -> Parts:
+        """A function that returns the names and gradients of a bucket's parameters."""
         bucket = self._buckets[number]
-        for index, offset in zip(bucket.parameters, bucket.offsets, strict=True):
-            yield self.names[index], slice(offset, offset + math.prod(self._shapes[index]))
 
-    def _count_nonfinite(self, number: int, flat: Tensor, where: str, limit: float) -> bool:
-        """Whether a magnitude in a bucket is NaN or at least ``limit``: a sum of smaller ones may
-        be."""
-        parts = self._parts(number)
-        found = [self._note_nonfinite(name, flat[part], where, limit) for name, part in parts]
-        return any(found)
+        def parts() -> Iterator[tuple[str, Tensor]]:
+            for index, offset in zip(bucket.parameters, bucket.offsets, strict=True):
+                yield self.names[index], flat[offset : offset + math.prod(self._shapes[index])]
 
-    def _note_nonfinite(
-        self, name: str, gradient: Tensor, where: str, limit: float = math.inf
+        return parts
+
+
+class Watch:
+    """Counts and reports what is inf, NaN or beyond the range in gradients, by parameter: in a
+    rank's own, and in their sum where its own were within the range."""
+
+    def __init__(self) -> None:
+        self.num_nonfinite: Counter[str] = Counter()
+        self._with_nonfinite: set[Hashable] = set()
+
+    def own(self, key: Hashable, flat: Tensor, parts: Parts, limit: float, step: int) -> bool:
+        """Look at this rank's own gradients, called ``key`` in this step. False if a magnitude may
+        be NaN or at least ``limit``."""
+        self._with_nonfinite.discard(key)
+        if is_within(flat, limit):
+            return True
+        if self._count(parts, limit, step, "on this rank"):
+            self._with_nonfinite.add(key)
+        return False
+
+    def reduced(
+        self, key: Hashable, flat: Tensor, parts: Parts, limit: float, step: int, where: str
     ) -> bool:
-        num, what = num_beyond(gradient, limit)
-        if num:
-            self.num_nonfinite[name] += num
-            _log.warning(
-                "the gradient of %s: %d of %d elements are %s at step %d, %s",
-                *(name, num, gradient.numel(), what, self._step, where),
-            )
-        return num > 0
+        """The same for the reduced gradients."""
+        if is_within(flat, limit):
+            return True
+        if key not in self._with_nonfinite:
+            self._count(parts, limit, step, where)
+        return False
+
+    def _count(self, parts: Parts, limit: float, step: int, where: str) -> bool:
+        """Whether a magnitude is NaN or at least ``limit``: a sum of smaller ones may be."""
+        found = False
+        for name, gradient in parts():
+            num, what = num_beyond(gradient, limit)
+            if num:
+                found = True
+                self.num_nonfinite[name] += num
+                _log.warning(
+                    "the gradient of %s: %d of %d elements are %s at step %d, %s",
+                    *(name, num, gradient.numel(), what, step, where),
+                )
+        return found
 
 
 def limit_of(compressor: Compressor | None) -> float:
     """The magnitude from which on a gradient is beyond the range of what encodes it."""
-    return compressor.codec.limit if isinstance(compressor, Encoded) else math.inf
+    return math.inf if compressor is None else compressor.limit
 
 
 def saturated_from(compressor: Compressor | None) -> float:
     """The magnitude from which on what is decoded stands for something beyond the range: just below
     the largest number, for integers decode to its rounding."""
-    return compressor.codec.largest * _JUST_BELOW if isinstance(compressor, Encoded) else math.inf
+    return math.inf if compressor is None else compressor.largest * _JUST_BELOW
 
 
 def is_within(flat: Tensor, limit: float) -> bool:
@@ -431,10 +379,27 @@ def tell_dropped(residuals: Iterable[Mapping[str, Any]], kept: Collection[str]) 
         )
 
 
+def check_sizes(name: str, size: int, states: Iterable[Mapping[str, Any]]) -> None:
+    """CheckpointError for a residual of a parameter that has another number of elements."""
+    for state in states:
+        if name in state and state[name].shape != (size,):
+            raise CheckpointError(
+                f"the state has a residual {name!r} of {state[name].size} elements, this model's "
+                f"parameter has {size}: it is of another model"
+            )
+
+
+def check_choice(what: str, choice: Any) -> None:
+    """TypeError for what is neither a compressor nor a function that chooses one."""
+    if isinstance(choice, type) or not callable(choice):  # a class is callable with other arguments
+        also = ", or a function of a parameter's name and the parameter that returns one or None"
+        checked(choice, f"{what} is {choice!r}", also)
+
+
 def chosen(choice: Choice, name: str, parameter: Tensor) -> Compressor | None:
     """The compressor of a parameter, None where it does not apply; TypeError for what is none."""
-    made = choice if choice is None or isinstance(choice, Compressor) else choice(name, parameter)
-    if not (made is None or isinstance(made, Compressor)):
-        raise TypeError(f"compression chose {made!r} for {name}; it must be a compressor or None")
-    applies = made is not None and made.applies_to(tuple(parameter.shape))
-    return made if applies else None
+    made = choice(name, parameter) if callable(choice) else choice
+    if made is None:
+        return None
+    compressor = checked(made, f"compression chose {made!r} for {name}")
+    return compressor if compressor.applies_to(tuple(parameter.shape)) else None

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from potluck._core import hints
 from potluck._core.context import DistributedContext, init
 from potluck._core.context.structure import compare
+from potluck.compressors.options import thresholds
 from potluck.torch.compression import Choice, Compression
 from potluck.torch.reducer import Reducer
 from potluck.torch.structure import (
@@ -96,11 +97,7 @@ class DistributedDataParallel(nn.Module):
         self.ctx = ctx if ctx is not None else init()
         self._bucket_size_mb = bucket_size_mb
         self._algorithm: str | None = None
-        self._how: dict[str, Any] = {
-            "error_feedback": error_feedback,
-            "dense_below": dense_below,
-            "warmup_steps": warmup_steps,
-        }
+        self._loss_scale = 1.0
         self.synchronized = False
         """Whether this rank's parameters and buffers are known to be equal to the group's."""
         try:
@@ -109,6 +106,13 @@ class DistributedDataParallel(nn.Module):
                 raise ValueError(
                     f"bucket_size_mb is {bucket_size_mb}; it must be positive and finite"
                 )
+            owner = "DistributedDataParallel"
+            dense_below, warmup_steps = thresholds(owner, dense_below, warmup_steps)
+            self._how: dict[str, Any] = {
+                "error_feedback": error_feedback,
+                "dense_below": dense_below,
+                "warmup_steps": warmup_steps,
+            }
             self.compress(compression)
         except Exception as error:
             if not self.ctx.elastic:  # the other ranks wait in ``synchronize``
@@ -122,11 +126,15 @@ class DistributedDataParallel(nn.Module):
         with the constructor's ``error_feedback``, ``dense_below`` and ``warmup_steps``. Residuals
         start from zero."""
         trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
-        self._choice = compression
-        self.compression = Compression(trained, compression, **self._how)
-        """The residuals, by parameter name."""
+        self._choice, self._reduced = compression, list(trained)
+        self.compression: Compression | None = None
+        if compression is not None:
+            made = Compression(trained, compression, **self._how)
+            self.compression = made if any(made.compressors) else None
+        """The residuals, by parameter name; None where no parameter is compressed."""
+        self.loss_scale = self._loss_scale
         self._reducer = Reducer(
-            *(list(trained.values()), self.ctx, self._bucket_size_mb, self.compression),
+            *(trained, self.ctx, self._bucket_size_mb, self.compression),
             algorithm=self._algorithm,
         )
 
@@ -146,7 +154,7 @@ class DistributedDataParallel(nn.Module):
             "bucket_size_mb": f"{self._bucket_size_mb:g}",
             "broadcast_buffers": str(self.broadcast_buffers),
         }
-        return options | structure_of(self.module, self.compression.names)
+        return options | structure_of(self.module, self._reduced)
 
     @property
     def weight(self) -> float | None:
@@ -164,18 +172,22 @@ class DistributedDataParallel(nn.Module):
         Residuals are kept in units of it. An ElasticLoop sets it to that of its GradScaler; set it
         before ``backward()`` in a loop of your own: ``model.loss_scale = scaler.factor``.
         """
-        return self.compression.scale
+        return self._loss_scale
 
     @loss_scale.setter
     def loss_scale(self, scale: float) -> None:
-        self.compression.scale = scale
+        if not 0 < scale < math.inf:
+            raise ValueError(f"the loss scale is {scale}; it must be positive and finite")
+        self._loss_scale = scale
+        if self.compression is not None:
+            self.compression.scale = scale
 
     @property
     def num_nonfinite(self) -> Counter[str]:
         """By parameter: how many elements of its gradients were inf, NaN or beyond the range of the
         codec on this rank; where none of a bucket were, in the sum over the ranks. Nothing is
         counted without ``compression``."""
-        return self.compression.num_nonfinite
+        return Counter() if self.compression is None else self.compression.num_nonfinite
 
     @property
     def reduces(self) -> bool:

@@ -155,9 +155,7 @@ class ElasticLoop(elastic.ElasticLoop):
         self._scaler = scalers[0] if scalers else None
         for scaler in scalers:
             scaler.attach(optimizers, self._skip)
-        is_plain = isinstance(model, DistributedDataParallel) and not any(
-            model.compression.compressors
-        )
+        is_plain = isinstance(model, DistributedDataParallel) and model.compression is None
         may_suggest = is_plain and self._outer is None and self._rehearsal is None
         self._suggestion = Suggestion(ctx) if may_suggest else None
         self._hooks = [
@@ -243,7 +241,7 @@ class ElasticLoop(elastic.ElasticLoop):
 
     def _keep_residuals(self) -> None:
         """After a step without an update: what it has sent was applied by no rank."""
-        if isinstance(self._model, DistributedDataParallel):
+        if isinstance(self._model, DistributedDataParallel) and self._model.compression is not None:
             self._model.compression.undo()
 
     def _on_step_time(self, step_s: float, waited_s: float) -> None:
@@ -276,7 +274,7 @@ def _check_parameters(optimizers: Sequence[Optimizer], trained: Sequence[Any]) -
 
 def _check_alone(model: nn.Module) -> None:
     """ValueError for a model whose gradients were to be compressed, if none are sent."""
-    if isinstance(model, DistributedDataParallel) and any(model.compression.compressors):
+    if isinstance(model, DistributedDataParallel) and model.compression is not None:
         raise ValueError(
             "the gradients of this DistributedDataParallel are compressed, but with a strategy of "
             "rounds none are sent: leave its compression= out"

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from potluck.checkpoint.state import fingerprint
-from potluck.compressors import PowerSGD, TopK
-from potluck.compressors.powersgd import LowRankSum
+from potluck.compressors import Compressor
 from potluck.torch.rehearsing import rehearse
 from potluck.training.planner import METHODS, Measured
 
@@ -135,8 +134,7 @@ class _Work:
         """To encode, and to decode, by method."""
         encoding, decoding = {}, {}
         for name, method in METHODS.items():
-            each = self._low_rank if isinstance(method, PowerSGD) else self._method
-            encoding[name], decoding[name] = each(method)
+            encoding[name], decoding[name] = self._method(method)
         return encoding, decoding
 
     def copy_s(self) -> float:
@@ -145,39 +143,12 @@ class _Work:
     def hash_s(self) -> float:
         return self._each_s(lambda place: fingerprint(self._sources[place]))
 
-    def _method(self, method: Any) -> tuple[float, float]:
+    def _method(self, method: Compressor) -> tuple[float, float]:
         residuals = np.zeros_like(self._sources)
-        payloads: list[Any] = [None] * _ARRAYS
-
-        def encode(place: int) -> None:
-            source, residual = self._sources[place].reshape(-1), residuals[place].reshape(-1)
-            payloads[place] = method.compress(source, residual, 0)
-
-        def decode(place: int) -> None:
-            target = self._targets[place].reshape(-1)
-            if isinstance(method, TopK):
-                method.add_to(target, payloads[place], 0)
-            else:
-                method.decompress(payloads[place], target.shape, 0)
-
-        return self._each_s(encode), self._each_s(decode)
-
-    def _low_rank(self, method: Any) -> tuple[float, float]:
-        """One iteration, as in a step, between the sums over the ranks."""
-        sums: list[Any] = [None] * _ARRAYS
-
-        def begin(place: int) -> None:
-            sums[place] = LowRankSum(method, {}, 0)
-            sums[place].add("sample", self._sources[place])
-            sums[place].begin()
-
-        def end(place: int) -> None:
-            sums[place].turn()
-            sums[place].lose()
-            sums[place].decode("sample", self._targets[place])
-
-        encode_s, decode_s = self._each_s(begin, 1), self._each_s(end, 1)
-        return encode_s, decode_s
+        arrays = zip(self._sources, residuals, self._targets, strict=True)
+        encode, decode = zip(*(method.halves(*each) for each in arrays), strict=True)
+        encode_s = self._each_s(lambda place: encode[place]())
+        return encode_s, self._each_s(lambda place: decode[place]())
 
     def _each_s(self, run: Callable[[int], object], times: int = 2) -> float:
         """Seconds per element of ``run`` for each array in turn, the least of ``times``."""

@@ -19,16 +19,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from potluck._core.context.compressed import start_compressed
+from potluck._core.context.compressed import OverContext
 from potluck.checkpoint.state import State, fingerprint
 from potluck.compressors.base import cast
-from potluck.compressors.encoded import Encoded
+from potluck.compressors.reduction import Residuals
 from potluck.errors import CheckpointError
+from potluck.torch.compression import check_sizes
 from potluck.torch.device import synchronize
 from potluck.training.buckets import Bucket, Slot, assign
 from potluck.training.rounding import tolerant_hash
@@ -109,8 +109,9 @@ class OuterStrategy:
             for fragment in partition([t.numel() for t in self._tensors], self.num_fragments)
         ]
         self._kept: dict[int, dict[int, Tensor]] = {}  # by round and tensor: pseudo-gradients
-        self._residuals: dict[Part, Any] = {}
-        self._trials: dict[Part, Any] = {}  # what the residuals become if the round counts
+        self._residuals = self._trial = (
+            Residuals()
+        )  # the trial: what they become if the round counts
         self._sums: list[tuple[Part, Tensor]] = []
         self.num_nonfinite: Counter[str] = Counter()
         """By parameter or buffer: how many elements of what rounds changed were inf or NaN."""
@@ -138,7 +139,7 @@ class OuterStrategy:
         self, ctx: DistributedContext, number: int, weight: float, timeout_s: float
     ) -> Callable[[], None]:
         kept = self._kept[number]
-        self._sums, self._trials = [], {}
+        self._sums, self._trial = [], self._residuals.fork()
         for part in (part for parts in self._fragments for part in parts):
             if part.bucket.parameters[0] in kept:
                 self._sums.append((part, part.flat(kept, weight)))
@@ -157,20 +158,23 @@ class OuterStrategy:
         if self._compression is None or not part.is_trained or part.dtype.is_complex:
             work = ctx.all_reduce(flat, "sum", timeout=timeout_s, async_op=True)
             return lambda: work.wait()
-        wide, dtype = flat.numpy(), self._residual_dtype(part)
-        residual = self._residuals.get(part)
-        trial = np.zeros(wide.size, dtype) if residual is None else residual.copy()
-        self._trials[part] = trial
+        wide = flat.numpy()
+        dtype = self._compression.sum_dtype(is_double=part.dtype == torch.float64)
+        residual = self._trial.flat(part.number, self._sizes(part), dtype)
         sent = cast(wide, dtype)
         call = number << 16 | part.number
-        end = start_compressed(ctx, sent, self._compression, trial, call, timeout=timeout_s)
+        summed = self._compression.exchange(OverContext(ctx, timeout_s), sent, residual, call)
 
         def wait() -> None:
-            end()
+            summed.wait()
             if sent is not wide:
                 wide[:] = sent
 
         return wait
+
+    def _sizes(self, part: Part) -> dict[str, int]:
+        """The numbers of elements of a part's tensors, by name."""
+        return {self._names[i]: self._tensors[i].numel() for i in part.bucket.parameters}
 
     @torch.no_grad()
     def apply(self, number: int, fraction: float, *, delayed: bool) -> None:
@@ -178,7 +182,7 @@ class OuterStrategy:
         if self._anchors is None:  # this rank has no steps of its own yet
             self._anchors = [_host(tensor) for tensor in self._tensors]
         if fraction:
-            self._residuals |= self._trials
+            self._residuals = self._trial
             for index, gradient in self._gradients():
                 self._count_nonfinite(number, index, gradient)
                 self._move(index, gradient / fraction if fraction != 1 else gradient)
@@ -190,12 +194,7 @@ class OuterStrategy:
                 )
             else:
                 tensor.copy_(anchor)
-        self._sums, self._trials = [], {}
-
-    def _residual_dtype(self, part: Part) -> np.dtype[Any]:
-        """What a part is compressed as: codecs encode float32."""
-        is_wide = part.dtype == torch.float64 and not isinstance(self._compression, Encoded)
-        return np.dtype(np.float64 if is_wide else np.float32)
+        self._sums = []
 
     def _count_nonfinite(self, number: int, index: int, gradient: Tensor) -> None:
         if gradient.sum().isfinite():
@@ -291,36 +290,24 @@ class OuterStrategy:
             for name, tensor in zip(self._names, self._tensors, strict=True)
         ]
         self._kept.clear()
-        self._residuals.clear()
+        self._residuals = Residuals()
 
     def capture_residuals(self) -> dict[str, Any]:
         """What compression has lost on this rank, by parameter name, copies."""
-        return {
-            self._names[index]: residual[offset : offset + self._tensors[index].numel()].copy()
-            for part, residual in self._residuals.items()
-            for index, offset in zip(part.bucket.parameters, part.bucket.offsets, strict=True)
-        }
+        return self._residuals.capture()
 
     def restore_residuals(self, states: Sequence[Mapping[str, Any]]) -> set[str]:
         """Set the residuals to the sum of ``states``: what several ranks owe adds up. Returns the
-        names of the parameters that have one now; what others owed is dropped."""
-        self._residuals.clear()
-        kept: set[str] = set()
+        names of the parameters that have one now; what others owed is dropped. CheckpointError for
+        one of another shape."""
+        dtypes: dict[str, Any] = {}
         for part in (part for parts in self._fragments for part in parts):
-            places = list(zip(part.bucket.parameters, part.bucket.offsets, strict=True))
-            known = {self._names[index] for index, _ in places}
-            found = [state for state in states if known & state.keys()]
-            if self._compression is None or not found:
-                continue
-            residual = np.zeros(part.bucket.numel, self._residual_dtype(part))
-            self._residuals[part] = residual
-            for index, offset in places:
-                for state in found:
-                    if self._names[index] in state:
-                        size = self._tensors[index].numel()
-                        residual[offset : offset + size] += np.asarray(state[self._names[index]])
-                        kept.add(self._names[index])
-        return kept
+            if self._compression is not None and part.is_trained:
+                dtype = self._compression.sum_dtype(is_double=part.dtype == torch.float64)
+                for name, size in self._sizes(part).items():
+                    check_sizes(name, size, states)
+                    dtypes[name] = dtype
+        return self._residuals.restore(states, dtypes)
 
     def fingerprint(self) -> str:
         """Hex SHA-256 of the global parameters."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,38 +44,41 @@ class Reducer:
 
     The result is the sum of ``weight * gradient`` over all ranks; a ``weight`` of None means 1 /
     world size. ``compression`` says which gradients are sent compressed, on all ranks alike, else
-    Desync; the others are reduced by ``algorithm``, None for the one that the links suggest. A rank
-    with weight 0 contributes zeros even if its gradients are inf or NaN. The ``.grad`` of a
-    parameter that no rank has used is unchanged. While ``enabled`` is False gradients only
-    accumulate. Cost: one all_reduce of all gradients; with compression of their compressed form,
-    and of one number for each compressed parameter.
+    Desync; None if none are. The others are reduced by ``algorithm``, None for the one that the
+    links suggest. A rank with weight 0 contributes zeros even if its gradients are inf or NaN. The
+    ``.grad`` of a parameter that no rank has used is unchanged. While ``enabled`` is False
+    gradients only accumulate. Cost: one all_reduce of all gradients; with compression of their
+    compressed form, and of one number for each compressed parameter.
     """
 
     def __init__(
         self,
-        parameters: Sequence[Parameter],
+        parameters: Mapping[str, Parameter],
         ctx: DistributedContext,
         bucket_size_mb: float,
-        compression: Compression,
+        compression: Compression | None = None,
         *,
         algorithm: str | None = None,
     ) -> None:
         self.enabled = True
         self.weight: float | None = None
         self._ctx = ctx
-        self._parameters = list(parameters)
+        self._names, self._parameters = list(parameters), list(parameters.values())
         self._shapes = [parameter.shape for parameter in self._parameters]
         self._compression = compression
         self._algorithm = algorithm
+        none: list[None] = [None] * len(self._parameters)
+        compressors = none if compression is None else compression.compressors
         self._buckets = assign(
             [
                 Slot(p.numel(), p.element_size(), (p.device, p.dtype, compressor))
-                for p, compressor in zip(self._parameters, compression.compressors, strict=True)
+                for p, compressor in zip(self._parameters, compressors, strict=True)
             ],
             bucket_bytes=int(bucket_size_mb * _MB),
             first_bucket_bytes=int(min(bucket_size_mb, 1) * _MB),
         )
-        compression.lay_out(self._buckets)
+        if compression is not None:
+            compression.lay_out(self._buckets)
         self._place = {
             index: (number, offset, bucket.numel + position)
             for number, bucket in enumerate(self._buckets)
@@ -103,7 +106,8 @@ class Reducer:
             return
         self._flats = [None] * len(self._buckets)  # the operations still use the old buffers
         self._reset()
-        self._compression.encoder.drain()
+        if self._compression is not None:
+            self._compression.encoder.drain()
 
     def _reset(self) -> None:
         self._backward = -1  # autograd's number of the present backward
@@ -120,14 +124,15 @@ class Reducer:
             self._used.add(index)
             return
         if self._ctx.world_size == 1 and self.weight in (None, 1.0):
-            if self._compression.is_used:
-                self._look_alone(backward, index)
+            if self._compression is not None:
+                self._look_alone(self._compression, backward, index)
             return
         try:
             if self._backward == -1:
                 self._backward = backward
-                self._compression.begin_backward()
-                self._compression.agree(self._ctx)
+                if self._compression is not None:
+                    self._compression.begin_backward(self._ctx)
+                    self._compression.agree(self._ctx)
                 torch.autograd.Variable._execution_engine.queue_callback(self._finish)
             if self._backward != backward or index in self._ready:
                 raise RuntimeError(
@@ -145,18 +150,18 @@ class Reducer:
             self._abandon(backward)
             raise
 
-    def _look_alone(self, backward: int, index: int) -> None:
+    def _look_alone(self, compression: Compression, backward: int, index: int) -> None:
         """Count what is not finite when this backward ends, which sends nothing."""
         if self._alone != backward:
             self._alone, self._here = backward, []
-            self._compression.begin_backward()
-            end = functools.partial(self._end_alone, self._here)
+            compression.begin_backward(self._ctx)
+            end = functools.partial(self._end_alone, compression, self._here)
             torch.autograd.Variable._execution_engine.queue_callback(end)
         self._here.append(index)
 
-    def _end_alone(self, indices: Sequence[int]) -> None:
-        self._compression.watch_alone({i: self._parameters[i].grad for i in indices})
-        self._compression.end_backward(failed=False)
+    def _end_alone(self, compression: Compression, indices: Sequence[int]) -> None:
+        compression.watch_alone({i: self._parameters[i].grad for i in indices})
+        compression.end_backward(failed=False)
 
     def _finish(self) -> None:
         """Called by autograd when all gradients of this backward are complete."""
@@ -165,28 +170,33 @@ class Reducer:
                 self._fill(index)
             while self._has_more:
                 self._launch()
-            self._compression.encoder.drain()
-            matrices = self._compression.start_matrices(self._ctx)
-            if matrices is not None:
-                self._waits.append(matrices)
-            flags = self._launch_flags()
+            flags = None
+            if self._compression is not None:
+                self._compression.encoder.drain()
+                matrices = self._compression.end()
+                if matrices is not None:
+                    self._waits.append(matrices)
+                flags = self._launch_flags(self._compression)
             for wait in self._waits:
                 wait()
-            self._write_flags(flags)
+            if flags is not None:
+                self._write_flags(*flags)
             with torch.no_grad():
                 for number in range(len(self._buckets)):
                     self._write_back(number)
         except BaseException:
             self._abandon(self._backward)
             raise
-        self._compression.end_backward(failed=False)
+        if self._compression is not None:
+            self._compression.end_backward(failed=False)
         self._used.clear()
         self._reset()
 
     def _abandon(self, backward: int) -> None:
         # A failed operation may still use its buffer: later backwards get new buffers.
         self._failed = backward
-        self._compression.end_backward(failed=True)
+        if self._compression is not None:
+            self._compression.end_backward(failed=True)
         self._flats = [None] * len(self._buckets)
         self._used.clear()
         self._reset()
@@ -211,7 +221,7 @@ class Reducer:
         parameter = self._parameters[index]
         if parameter.shape != self._shapes[index]:
             raise ValueError(
-                f"the parameter {self._compression.names[index]!r} has shape "
+                f"the parameter {self._names[index]!r} has shape "
                 f"{tuple(parameter.shape)}, and had {tuple(self._shapes[index])} when "
                 "DistributedDataParallel was made: make it anew for the changed model"
             )
@@ -222,7 +232,7 @@ class Reducer:
             view.zero_()
         elif gradient.layout != torch.strided:
             raise TypeError(
-                f"the parameter {self._compression.names[index]!r} has a gradient of layout "
+                f"the parameter {self._names[index]!r} has a gradient of layout "
                 f"{gradient.layout}, which can't be reduced: make the layer without sparse=True"
             )
         else:
@@ -240,7 +250,7 @@ class Reducer:
         if flat.host is not flat.device:
             flat.host.copy_(flat.device)
         waits, host = self._waits, flat.host  # a backward after this one has other lists
-        if self._compression.is_beside:
+        if self._compression is not None and self._compression.is_beside:
             # All buckets, for all ranks must start them in one order.
             self._compression.encoder.add(lambda: waits.append(self._start(number, host)))
         else:
@@ -248,37 +258,33 @@ class Reducer:
 
     def _start(self, number: int, host: Tensor) -> Callable[[], object]:
         """Start the sum of a bucket over all ranks; returns the function that waits for it."""
-        self._compression.watch(number, host[: self._buckets[number].numel])
-        if self._compression.compressor(number) is None:
-            work = self._ctx.all_reduce(host, "sum", algorithm=self._algorithm, async_op=True)
-            wait: Callable[[], object] = work.wait
-            return wait
-        return self._compression.start(self._ctx, number, host[: self._buckets[number].numel])
+        if self._compression is not None:
+            gradients = host[: self._buckets[number].numel]
+            self._compression.watch(number, gradients)
+            if self._compression.is_compressed(number):
+                return self._compression.start(number, gradients)
+        work = self._ctx.all_reduce(host, "sum", algorithm=self._algorithm, async_op=True)
+        wait: Callable[[], object] = work.wait
+        return wait
 
-    def _launch_flags(self) -> Tensor | None:
-        """Start the sum of the compressed buckets' flags, which must be exact, in one operation."""
-        parts = [self._flags(number) for number in self._compressed()]
+    def _launch_flags(self, compression: Compression) -> tuple[list[Tensor], Tensor] | None:
+        """Start the sum of the compressed buckets' flags, which must be exact, in one operation.
+        Returns the flags by bucket, and the sum."""
+        parts = [
+            self._flat(number).host[bucket.numel :]
+            for number, bucket in enumerate(self._buckets)
+            if compression.is_compressed(number)
+        ]
         if not parts:
             return None
         flags = torch.cat([part.float() for part in parts])
         self._waits.append(self._ctx.all_reduce(flags, op="sum", async_op=True).wait)
-        return flags
+        return parts, flags
 
-    def _write_flags(self, flags: Tensor | None) -> None:
-        if flags is None:
-            return
-        parts = [self._flags(number) for number in self._compressed()]
+    def _write_flags(self, parts: list[Tensor], flags: Tensor) -> None:
         sizes = [part.numel() for part in parts]
         for part, summed in zip(parts, torch.split(flags, sizes), strict=True):
             part.copy_(summed)
-
-    def _compressed(self) -> list[int]:
-        """The numbers of the buckets that are compressed in this step."""
-        numbers = range(len(self._buckets))
-        return [n for n in numbers if self._compression.compressor(n) is not None]
-
-    def _flags(self, number: int) -> Tensor:
-        return self._flat(number).host[self._buckets[number].numel :]
 
     def _write_back(self, number: int) -> None:
         bucket, flat = self._buckets[number], self._flat(number)

@@ -14,7 +14,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -22,7 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from potluck.compressors import PowerSGD
 from potluck.torch.compression import Compression
 from potluck.torch.gossip import outer_of
 from potluck.torch.reducer import Reducer
@@ -113,23 +111,22 @@ def _steps(
 ) -> Iterator[Times]:
     """Backwards with their reduction and the vote, and the seconds that each took."""
     strategy = candidate.strategy
-    method: Any = strategy.compression
-    if isinstance(method, PowerSGD):
-        method = replace(method, start_step=0)  # its first steps send all
+    method = strategy.compression
     named = dict(stand_in.named_parameters())
-    compression = Compression(
-        named, method, error_feedback=True, dense_below=_DENSE_BELOW, warmup_steps=0
-    )
+    how: Any = {"error_feedback": True, "dense_below": _DENSE_BELOW, "warmup_steps": 0}
+    compression = None if method is None else Compression(named, method, **how)
     reducer = Reducer(
-        list(named.values()),
+        named,
         ctx,
         candidate.bucket_size_mb,
         compression,
         algorithm=strategy.algorithm,
     )
     stand_in.backward_s = backward_s
-    for step in itertools.count():
-        compression.begin(step)
+    first = 0 if method is None else method.start_step  # the steps before it send all
+    for step in itertools.count(first):
+        if compression is not None:
+            compression.begin(step)
         stand_in.zero_grad()
         loss = stand_in()
         ctx.barrier(timeout=_WAIT_S)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from potluck.checkpoint.state import State, fingerprint
 from potluck.errors import CheckpointError
 from potluck.torch.amp import GradScaler
-from potluck.torch.compression import tell_dropped
+from potluck.torch.compression import Compression, tell_dropped
 from potluck.torch.ddp import DistributedDataParallel
 from potluck.torch.device import arithmetic, device_of
 from potluck.torch.outer import (
@@ -57,6 +57,11 @@ class TorchReplica:
         self.device = torch.cuda.get_device_name(device) if is_cuda else str(device)
         self.arithmetic = arithmetic(device)
 
+    @property
+    def _compression(self) -> Compression | None:
+        """The residuals of the model's gradients."""
+        return self._model.compression if isinstance(self._model, DistributedDataParallel) else None
+
     def capture(self) -> State:
         outer, model = self._outer, self._model.state_dict()
         state = {
@@ -65,8 +70,8 @@ class TorchReplica:
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
             "also": {name: each.state_dict() for name, each in self._also.items()},
         }
-        if isinstance(self._model, DistributedDataParallel):
-            state["compression"] = self._model.compression.capture_shared()
+        if self._compression is not None:
+            state["compression"] = self._compression.capture_shared()
         return state
 
     def fixed(self) -> State:
@@ -86,8 +91,8 @@ class TorchReplica:
             each.load_state_dict(state["also"][name])
         if self._outer is not None:
             self._outer.restore(state["outer"])
-        if isinstance(self._model, DistributedDataParallel):
-            self._model.compression.restore_shared(state.get("compression", {}))
+        if self._compression is not None:
+            self._compression.restore_shared(state.get("compression", {}))
 
     def _check(self, state: State) -> None:
         """CheckpointError that names the difference, before anything is changed."""
@@ -119,8 +124,8 @@ class TorchReplica:
 
     def capture_own(self) -> State:
         state = capture_random()
-        if isinstance(self._model, DistributedDataParallel):
-            state["residuals"] = self._model.compression.capture()
+        if self._compression is not None:
+            state["residuals"] = self._compression.capture()
         if self._outer is not None:
             state["residuals"] = self._outer.capture_residuals()
         return state
@@ -129,8 +134,8 @@ class TorchReplica:
         restore_random(states[0])
         residuals = [each.get("residuals", {}) for each in states]
         kept: set[str] = set()
-        if isinstance(self._model, DistributedDataParallel):
-            kept = self._model.compression.restore(residuals)
+        if self._compression is not None:
+            kept = self._compression.restore(residuals)
         if self._outer is not None:
             kept = self._outer.restore_residuals(residuals)
         tell_dropped(residuals, kept)
@@ -160,17 +165,17 @@ class TorchReplica:
         return parameter_hash(self._model)
 
     def remember(self, step: int) -> None:
-        if isinstance(self._model, DistributedDataParallel):
-            self._model.compression.begin(step)
+        if self._compression is not None:
+            self._compression.begin(step)
             scalers = [each for each in self._also.values() if isinstance(each, GradScaler)]
-            self._model.compression.scale = scalers[0].factor if scalers else 1.0
+            self._compression.scale = scalers[0].factor if scalers else 1.0
         self._buffers = [buffer.detach().clone() for buffer in self._model.buffers()]
         self._random = capture_random()
 
     @torch.no_grad()
     def undo(self) -> None:
-        if isinstance(self._model, DistributedDataParallel):
-            self._model.compression.undo()
+        if self._compression is not None:
+            self._compression.undo()
         for buffer, before in zip(self._model.buffers(), self._buffers, strict=True):
             if not torch.equal(buffer, before):  # the script may hold a graph that has saved it
                 overwrite(buffer, before)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import potluck
 from potluck.compressors import BF16, FP16, Compressor, GradientCompressor, Int, Random, TopK
 
-STRATEGIES: list[Compressor] = [
+COMPRESSORS: list[Compressor] = [
     FP16(),
     BF16(),
     Int(8),
@@ -38,7 +38,7 @@ def gradient(count: int, seed: int, dtype: np.dtype = DTYPES[0]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
+@pytest.mark.parametrize("strategy", COMPRESSORS, ids=repr)
 @settings(max_examples=15, deadline=None)
 @given(count=st.integers(0, 700), num_steps=st.integers(1, 5), seed=st.integers(0, 2**32 - 1))
 def test_what_came_out_is_what_went_in_minus_the_residual(
@@ -57,7 +57,7 @@ def test_what_came_out_is_what_went_in_minus_the_residual(
     assert np.abs(lost).max(initial=0) <= ROUNDING[str(dtype)] * num_steps * largest
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
+@pytest.mark.parametrize("strategy", COMPRESSORS, ids=repr)
 def test_integers_are_accounted_for_to_the_last_bit(strategy: Compressor) -> None:
     """Sums of small integers are exact in float32, so nothing may be lost by rounding either."""
     if isinstance(strategy, Int) or getattr(strategy, "bits", None):
@@ -73,7 +73,7 @@ def test_integers_are_accounted_for_to_the_last_bit(strategy: Compressor) -> Non
 
 def test_the_ratios() -> None:
     source = gradient(1 << 20, 0)
-    ratios = {repr(s): GradientCompressor(s).compress(source).ratio for s in STRATEGIES}
+    ratios = {repr(s): GradientCompressor(s).compress(source).ratio for s in COMPRESSORS}
     assert ratios["FP16()"] == ratios["BF16()"] == 2
     assert ratios["Int(bits=8)"] == pytest.approx(3.938, abs=1e-3)
     assert ratios["Int(bits=4)"] == pytest.approx(7.757, abs=1e-3)
@@ -112,7 +112,7 @@ def test_random_chooses_the_same_elements_with_any_numpy() -> None:
     assert Random(0.3, seed=7).positions(20, 3).tolist() == RANDOM_BERNOULLI
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
+@pytest.mark.parametrize("strategy", COMPRESSORS, ids=repr)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_inf_and_nan_are_counted_named_and_never_kept(
     strategy: Compressor, dtype: np.dtype, caplog: pytest.LogCaptureFixture
@@ -158,7 +158,7 @@ def test_shapes_that_are_not_contiguous_or_empty() -> None:
     seen = GradientCompressor(TopK(1.0)).compress(turned).decompress()
     assert np.array_equal(seen, turned)
     for shape in ((0,), (3, 0), ()):
-        for strategy in STRATEGIES:
+        for strategy in COMPRESSORS:
             seen = GradientCompressor(strategy).compress(np.ones(shape, np.float32))
             assert seen.decompress().shape == shape
 

@@ -15,7 +15,7 @@ from potluck._core.checks import Duration, check_parts, checked_rank, checked_se
 from potluck._core.codecs import codec_of
 from potluck._core.collectives.plan import Operation
 from potluck._core.context.arrays import Adapted, adapt, collide, empty_like, is_array
-from potluck._core.context.own_codec import start_own
+from potluck._core.context.compressed import start_own
 from potluck._core.context.waits import Waits
 from potluck._core.engine.arrays.coding import Encoding
 from potluck._core.engine.request import Request

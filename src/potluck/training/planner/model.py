@@ -23,8 +23,7 @@ from potluck._core.collectives.links import LINKS, LinkModel, Wire
 from potluck._core.collectives.plan import Algorithm, Operation
 from potluck._core.collectives.registry import build_plan
 from potluck._core.types import Engine
-from potluck.compressors import PowerSGD, TopK
-from potluck.compressors.encoded import Encoded
+from potluck.compressors.base import Cost
 from potluck.training.buckets import Slot, assign
 from potluck.training.planner.candidates import Candidate
 from potluck.training.planner.measured import Measured
@@ -83,6 +82,8 @@ class _Network:
     def __init__(self, measured: Measured, candidate: Candidate) -> None:
         self.measured, self.candidate = measured, candidate
         self.method = candidate.compression
+        self.encodes_first = self.method is not None and self.method.encodes_first
+        self.at_end = self.method is not None and self.method.needs_matrices
         self.encode_s = measured.encode_s.get(candidate.name, 0.0)
         self.decode_s = measured.decode_s.get(candidate.name, 0.0)
         self.world_size = measured.world_size
@@ -120,34 +121,31 @@ class _Network:
     def step_s(self, compute_s: float) -> float:
         """The seconds of a step in which gradients are reduced."""
         copy_s, total = self.measured.copy_s, self.num_dense + self.num_coded
-        in_engine = isinstance(self.method, Encoded)
+        passes = self.method.cost([]).passes if self.method is not None else 0
         # Into the bucket; a codec's residual is copied there, too, so that it can be undone.
-        compute_s += (2 if in_engine else 1) * total * copy_s
-        beside_s = 0.0
-        if self.method is not None and not in_engine:
-            added = 1 if isinstance(self.method, PowerSGD) else 0  # gradients to the residual
-            beside_s = self.encode_s + (1 + added) * copy_s
+        compute_s += (1 if self.encodes_first else max(1, passes)) * total * copy_s
+        beside_s = self.encode_s + passes * copy_s if self.encodes_first else 0.0
         done, encoded, sent, finished = 0, 0.0, 0.0, compute_s
         for size in self._step_buckets():
             done += size
             ready = compute_s * (1 - BACKWARD_PART + BACKWARD_PART * done / total)
             encoded = max(encoded, ready) + size * beside_s
-            if isinstance(self.method, PowerSGD):
+            if self.at_end:
                 finished = max(finished, encoded)
                 continue
             wire_s, late_s = self.sum_s(size)
             sent = max(sent, encoded) + max(wire_s, self._engine_s(size))
             finished = max(finished, sent + late_s) + self._take_s(size)
-        if isinstance(self.method, PowerSGD):
-            finished += self._powersgd_s() + total * copy_s + self.num_coded * self.decode_s
+        if self.at_end:
+            finished += self._matrices_s() + total * copy_s + self.num_coded * self.decode_s
         return finished + total * copy_s + self._vote_s()
 
     def exchange_s(self, part: float) -> Times:
         """The exchange of a part of the parameters."""
-        passes, in_engine = _outer_passes(self.candidate), isinstance(self.method, Encoded)
+        passes, encode_s = _outer_passes(self.candidate), self.encode_s if self.encodes_first else 0
         own = way = late = 0.0
         for size in self._parts(part):
-            own += size * (passes * self.measured.copy_s + (0 if in_engine else self.encode_s))
+            own += size * (passes * self.measured.copy_s + encode_s)
             own += self._sum_payloads_s(size)
             wire_s, late_s = self.sum_s(size)
             way, late = way + max(wire_s, self._engine_s(size)), max(late, late_s)
@@ -172,10 +170,11 @@ class _Network:
     def _engine_s(self, size: int) -> float:
         """The engine's work for a bucket that a codec encodes inside an all_reduce: each rank
         encodes its own, adds up what it receives of its part, and decodes the parts of others."""
-        if not isinstance(self.method, Encoded):
+        encoded_bytes = self._cost(size).encoded_bytes
+        if not encoded_bytes:
             return 0.0
         received = 2 * (self.world_size - 1) / self.world_size
-        sent = received * self.method.codec.encoded_bytes(size)
+        sent = received * encoded_bytes
         work_s = LINKS[Engine.NATIVE].remote.work_s_per_byte
         return size * (self.encode_s + received * self.decode_s) + 2 * sent * work_s
 
@@ -186,7 +185,7 @@ class _Network:
         return size * checks * self.measured.copy_s + self._sum_payloads_s(size)
 
     def _sum_payloads_s(self, size: int) -> float:
-        if not isinstance(self.method, TopK):
+        if not self._cost(size).gathered_bytes:
             return 0.0
         return size * (self.measured.copy_s + self.world_size * self.decode_s)
 
@@ -214,10 +213,12 @@ class _Network:
         dense_s = self._all_reduce_s(4 * (size - coded)) if size > coded else 0.0
         if not coded:
             return dense_s
-        if isinstance(self.method, Encoded):
-            share = self.method.codec.encoded_bytes(coded) / (4 * coded)
-            return dense_s + self._all_reduce_s(4 * coded, share)
-        return dense_s + self._gather_s(_payload_bytes(self.method, coded))
+        cost = self._cost(coded)
+        if cost.encoded_bytes:
+            dense_s += self._all_reduce_s(4 * coded, cost.encoded_bytes / (4 * coded))
+        if cost.reduced_bytes:
+            dense_s += self._all_reduce_s(cost.reduced_bytes)
+        return dense_s + (self._gather_s(cost.gathered_bytes) if cost.gathered_bytes else 0.0)
 
     def bytes_sent(self, part: float) -> float:
         """The bytes that a rank sends for this part of the model."""
@@ -226,20 +227,24 @@ class _Network:
         dense, coded = 4 * self.num_dense * part, round(self.num_coded * part)
         if not coded:
             return dense * ring
-        if isinstance(self.method, PowerSGD):
-            return (dense + self._powersgd_bytes()) * ring
-        if isinstance(self.method, Encoded):
-            return (dense + self.method.codec.encoded_bytes(coded)) * ring
-        return dense * ring + _payload_bytes(self.method, coded) * (w - 1)
+        cost = self._matrices_cost() if self.at_end else self._cost(coded)
+        return (dense + cost.reduced_bytes + cost.encoded_bytes) * ring + cost.gathered_bytes * (
+            w - 1
+        )
 
-    def _powersgd_bytes(self) -> int:
-        assert isinstance(self.method, PowerSGD)
-        coded = (each for each in self.measured.shapes if math.prod(each) >= _DENSE_BELOW)
-        return sum(self.method.payload_bytes(shape) for shape in coded)
+    def _cost(self, count: int) -> Cost:
+        """What the compressor sends for so many elements."""
+        return Cost() if self.method is None else self.method.cost([(count,)])
 
-    def _powersgd_s(self) -> float:
-        """P, and then Q, after backward."""
-        half = self._powersgd_bytes() // 2
+    def _matrices_cost(self) -> Cost:
+        """What it sends for all tensors of the model."""
+        assert self.method is not None
+        coded = [each for each in self.measured.shapes if math.prod(each) >= _DENSE_BELOW]
+        return self.method.cost(coded)
+
+    def _matrices_s(self) -> float:
+        """Two all_reduces of half the bytes each, such as P and then Q, after backward."""
+        half = self._matrices_cost().reduced_bytes // 2
         dense_s = self._all_reduce_s(4 * self.num_dense) if self.num_dense else 0.0
         return dense_s + 2 * self._all_reduce_s(half)
 
@@ -276,11 +281,6 @@ class _Network:
 
     def _vote_s(self) -> float:
         return self._gather_s(_VOTE_BYTES)
-
-
-def _payload_bytes(method: object, count: int) -> int:
-    assert isinstance(method, TopK)
-    return method.payload_bytes(count)
 
 
 def _outer_passes(candidate: Candidate) -> int:

@@ -11,7 +11,8 @@ from potluck._core import hints
 from potluck._core.collectives.plan import Operation
 from potluck._core.collectives.registry import algorithms_for
 from potluck._core.collectives.spanning_tree import Cut
-from potluck.compressors import Compressor, PowerSGD, options
+from potluck.compressors import Compressor, options
+from potluck.compressors.encoded import checked
 from potluck.graphs import Graph
 
 
@@ -241,10 +242,10 @@ class DiLoCo(Rounds):
         if not 0 <= self.mixing < 1:
             raise ValueError(f"mixing is {self.mixing}; it must be at least 0 and below 1")
         _check_compressor(self.compression)
-        if isinstance(self.compression, PowerSGD):
+        if self.compression is not None and self.compression.needs_matrices:
             raise ValueError(
-                "compression is PowerSGD, which needs gradients as matrices: take TopK, Random, "
-                "Int, FP16 or BF16"
+                f"compression is {type(self.compression).__name__}, which needs gradients as "
+                "matrices: take TopK, Random, Int, FP16 or BF16"
             )
 
     def undivided(self) -> Self:
@@ -252,10 +253,8 @@ class DiLoCo(Rounds):
 
 
 def _check_compressor(compression: object) -> None:
-    if not isinstance(compression, Compressor | None):
-        raise TypeError(
-            f"compression is {compression!r}; it must be one such as TopK(0.01), or None"
-        )
+    if compression is not None:
+        checked(compression, f"compression is {compression!r}", ", or None")
 
 
 def partition(sizes: Sequence[int], num_fragments: int) -> list[tuple[int, ...]]:

@@ -30,6 +30,7 @@ from potluck.torch import (
     clip_grad_norm_,
     compression_hook,
 )
+from potluck.torch.hooks import own_group
 
 
 def backward(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
@@ -215,7 +216,7 @@ def the_q_of_torch(parameters, strategy):
 
 def with_the_q_of_torch(state, bucket):
     if state.step == 2:
-        state._qs |= the_q_of_torch(bucket.parameters(), state.compressor)
+        state.residuals.qs |= the_q_of_torch(bucket.parameters(), state.compressor)
     return compression_hook(state, bucket)
 
 
@@ -367,8 +368,7 @@ def the_compression_hook_takes_all_floats_and_says_what_it_can_not_do(run):
 
     assert "it must be one such as" in reason(lambda: CompressionState("int8"))
     gloo = dist.new_group(backend="gloo")
-    state = CompressionState(BF16(), process_group=gloo)
-    assert "init_process_group('potluck')" in reason(lambda: state.own_group(BF16()))
+    assert "init_process_group('potluck')" in reason(lambda: own_group(gloo, BF16()))
     assert "pass model=" in reason(lambda: CompressionState(lambda name, p: BF16()))
     waves = nn.Module()
     waves.register_parameter("phase", nn.Parameter(torch.ones(3, dtype=torch.complex64)))
