@@ -1,12 +1,12 @@
 """One agent's part in keeping the list of admitted keys the same on all machines.
 
 When the file changes, by a command of this machine or by other agents, the links of nodes that are
-out are cut, the other parts of the agent are told, and all peers get a digest of the list; also
+out are cut, the other parts of the agent are informed, and all peers get a digest of the list; also
 when this node's secret has changed, when a link was made, and every ``DIGEST_S``. A peer with
 another digest asks for what it lacks, and gets *all* of it in the order of the numbers. Single
 records are never pushed: so a node that has a record has everything that its signer knew, and one
 that holds the next secret knows of all nodes that were banned before it. The secret follows the
-list: once an admin's record says that it was changed, a node that lacks the new secret asks its
+list: once an admin's record changes it, a node that lacks the new secret asks its
 peers, and takes only the secret that the record names.
 """
 
@@ -116,7 +116,7 @@ class AdmissionExchange:
             self._complain(str(error))
 
     def _look(self) -> None:
-        """Pass on what is new, cut off those that are out, and see to the secret."""
+        """Pass on what is new, cut off nodes that are out, and see to the secret."""
         admissions = self._load()
         if admissions is not None and admissions.digest != self._digest:
             self._digest = admissions.digest
@@ -173,7 +173,7 @@ class AdmissionExchange:
             self._complain(str(error))
             return None
 
-    # What other agents say.
+    # Messages of other agents.
 
     def _linked(self, node: str, introduction: Introduction) -> None:
         self._tell(node)
@@ -218,8 +218,8 @@ class AdmissionExchange:
                 self._links.send(node, part)
 
     def _give_secret(self, node: str, namespace: str, digest: bytes) -> None:
-        """Only to a node with the same list. So whoever has a secret also knows all bans that its
-        maker knew, and gives it to none of the banned, in whatever order records travel."""
+        """Only to a node with the same list. So each holder of a secret also knows all bans that
+        its maker knew, and gives it to none of the banned, in whatever order records travel."""
         if self._file.objects_to(node) is not None or namespace != self._credentials.namespace:
             return
         admissions = self._load()

@@ -92,7 +92,7 @@ class ControlPlane:
         self.handle(events.Barred(nodes))
 
     def watched(self) -> set[str]:
-        """The nodes of this node's view, and those that it hears or heard."""
+        """The nodes of this node's view, and the nodes that it hears or heard."""
         view = self.protocol.view
         return {*self.protocol.detector.peers, *(() if view is None else view.nodes)}
 

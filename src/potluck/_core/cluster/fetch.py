@@ -196,9 +196,9 @@ async def find(machines: Machines, job: str = "") -> list[Found]:
     for machine, files in zip(machines.all, answers, strict=True):
         for each in files:
             found.setdefault(each.job, Found(each.job)).here.append((machine, each))
-    for name, told in machines.started.all():
+    for name, written in machines.started.all():
         asked = {each.node for each in machines.all} - silent
-        away = [each for each in told if each.node not in asked]
+        away = [each for each in written if each.node not in asked]
         if away and job in ("", name):
             found.setdefault(name, Found(name)).away += away
     return sorted(found.values(), key=lambda each: -each.began)

@@ -408,9 +408,9 @@ class NodeAgent:
         self.names.met(node, introduction.name)
         self._tasks.start(self._remember(node, introduction))
 
-    async def _remember(self, node: str, said: peers.Introduction) -> None:
+    async def _remember(self, node: str, introduction: peers.Introduction) -> None:
         try:
-            await asyncio.to_thread(self._known.meet, node, said.name, said.key)
+            await asyncio.to_thread(self._known.meet, node, introduction.name, introduction.key)
         except PotluckError as error:
             self._note(str(error))
 

@@ -90,13 +90,13 @@ class Report:
 
     @property
     def is_open(self) -> bool:
-        """Whether whoever holds the secret is in the cluster."""
+        """Whether every holder of the secret is in the cluster."""
         with contextlib.suppress(PotluckError):
             return self._admissions.load() is None
         return False
 
     def _nodes(self, view: View | None) -> tuple[local.NodeInfo, ...]:
-        """This node, those of ``view``, and those there is a link to; the members first."""
+        """This node, the nodes of ``view``, and all linked nodes; the members first."""
         seats = () if view is None else view.nodes
         known = {self._credentials.node_id, *seats, *self._links.nodes}
         order = sorted(known, key=lambda node: (node not in seats, node))
@@ -105,19 +105,19 @@ class Report:
     def _node(self, node: str, view: View | None) -> local.NodeInfo:
         is_me = node == self._credentials.node_id
         peer = self._plane.protocol.detector.peers.get(node)
-        said = self._links.introduction(node)
+        introduction = self._links.introduction(node)
         facts = self._surveyor.facts(node) or NodeFacts(node)
         offer = self._offers.of(node)
         return local.NodeInfo(
             node=node,
-            name=said.name if said else self._names.name(node),
+            name=introduction.name if introduction else self._names.name(node),
             role=_role(node, view),
             link="self" if is_me else peer.status.value if peer else "none",
             host="" if is_me else self._links.address(node),
             latency_ms=1000 * peer.latency_s if peer else 0.0,
-            python=said.versions.python if said else "",
-            torch=said.versions.torch if said else "",
-            potluck=said.versions.potluck if said else "",
+            python=introduction.versions.python if introduction else "",
+            torch=introduction.versions.torch if introduction else "",
+            potluck=introduction.versions.potluck if introduction else "",
             cores=facts.cores,
             memory_bytes=facts.memory_bytes,
             accelerators=facts.accelerators,

@@ -154,7 +154,7 @@ class JobClient:
     ``workers`` are the labels before lines of output."""
 
     def __init__(self, script: str, workers: tuple[str, ...], watcher: Watcher) -> None:
-        """``workers`` are those that are known before the agent tells of any."""
+        """``workers`` are the ones known before the agent's first status."""
         self.workers = workers
         self.summary: asyncio.Future[Summary] = asyncio.get_running_loop().create_future()
         self._status = JobState("", "", 0, script, time.time(), 0, -1, None, (), ())
@@ -167,7 +167,7 @@ class JobClient:
         return self._watcher.is_behind
 
     def status(self) -> JobState:
-        """The job as the agent told of it last."""
+        """The last status of the job from the agent."""
         return self._status
 
     def interrupt(self, number: int) -> None:
@@ -216,7 +216,7 @@ def run_job(
     ``outer_world`` if there is one.
 
     Must be called on the main thread; takes over SIGINT, SIGTERM and SIGHUP meanwhile,
-    except those that are ignored.
+    except ignored ones.
     ConfigurationError or IdentityError if the job can't begin; LinkError if ``agent`` is lost.
     """
     return asyncio.run(_run(request, settings, watcher, agent, outer_world))

@@ -51,7 +51,7 @@ class _Question:
 
 
 class ServiceRegistry:
-    """The services of this machine's programs, and questions for those of others."""
+    """The services of this machine's programs, and questions for services of others."""
 
     def __init__(self, me: str, names: NodeNames, links: PeerLinks, commands: Commands) -> None:
         self._me = me
@@ -143,7 +143,7 @@ def _named(name: str, services: Iterable[ServedService]) -> tuple[ServedService,
 
 
 def _objection(others: Collection[ServedService], new: Collection[ServedService]) -> str:
-    """Why ``new`` services can't be registered beside those of other programs; empty if they
+    """Why ``new`` services can't be registered beside services of other programs; empty if they
     can."""
     taken = {each.name for each in others}
     for each in new:

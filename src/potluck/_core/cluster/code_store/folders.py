@@ -1,4 +1,4 @@
-"""Folders that travel to no other machine: the potluck home, and those that hold far more than a
+"""Folders that travel to no other machine: the potluck home, and folders with far more than a
 script: the user's home folder, folders above it, and folders that all users share."""
 
 from __future__ import annotations

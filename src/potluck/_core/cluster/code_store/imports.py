@@ -129,7 +129,7 @@ def lacking(needs: Sequence[Need]) -> tuple[Need, ...]:
 
 def _imports(path: Path) -> Iterator[tuple[int, str]]:
     """The imports of a file: how many folders up it is relative to (0: none), and the module.
-    Nothing for a file that is no Python, of which the script's own run tells."""
+    Nothing for a file that is no Python, on which the script's own run fails."""
     try:
         if path.stat().st_size > _MAX_BYTES:
             return

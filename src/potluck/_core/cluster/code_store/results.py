@@ -89,8 +89,8 @@ def is_wanted(pattern: str, path: str) -> bool:
 
 
 class ResultsServer:
-    """Answers requests about the results in ``folders`` on node ``me``: those of its own commands
-    about all jobs, those of other nodes about the jobs that they started."""
+    """Answers requests about the results in ``folders`` on node ``me``: requests of its own
+    commands about all jobs, requests of other nodes about the jobs that they started."""
 
     def __init__(self, me: str, folders: JobFolders, send: Send) -> None:
         self._me = me

@@ -1,6 +1,6 @@
 """Which files of a script's folder travel to other machines, and which stay, and why.
 
-The rules, of which the first that says something about a file or folder decides:
+The rules, of which the first that covers a file or folder decides:
 
 1. never: the potluck home, also by a link or hard link; links, devices, pipes
 2. what ``potluck run --include`` names travels

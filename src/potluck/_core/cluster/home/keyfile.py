@@ -103,7 +103,7 @@ def locked(path: Path, what: str) -> Iterator[None]:
 Stamp = tuple[int, int, int, int, int]
 
 UNKNOWN: Stamp = (-1, -1, -1, -1, -1)
-"""The stamp of a file about which the system says nothing."""
+"""The stamp of a file whose status the system does not give."""
 
 
 def stamp(path: Path | str) -> Stamp | None:

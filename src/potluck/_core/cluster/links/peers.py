@@ -176,7 +176,7 @@ class PeerLinks:
         return link.send(message)
 
     def drop(self, node: str, reason: str, last_words: Sequence[peers.PeerMessage] = ()) -> None:
-        """End the link to ``node``, if there is one. From now on nothing of what the node says is
+        """End the link to ``node``, if there is one. From now on no message of the node is
         heard; ``last_words`` are still sent, for ``_LAST_WORDS_S`` at most."""
         link = self._links.get(node)
         if link is None:

@@ -56,7 +56,7 @@ class ViewAgreement:
 
     ``subtracted`` are members whose end is certain and hides no decision. ``wants`` is the history
     that a node without a view asks to join. ``resigned``: in each history the epoch up to which
-    this node has said that it uses no membership; it told then what it had accepted, so it must
+    this node has announced that it uses no membership, with what it had accepted, so it must
     not act on that membership afterwards. ``barred`` are the nodes that may be in no view.
     ``awaited`` are the members without whose record this node could decide nothing when it tried.
     """
@@ -116,15 +116,15 @@ class ViewAgreement:
 
     def tell_acceptance(self) -> None:
         """Tell the members what this node accepted, once that is on disk: they believe no proposer
-        that a view is decided before all that stay have told so."""
+        that a view is decided before all that stay have reported it."""
         view, paxos = self.view, self.paxos
         accepted = None if paxos is None else paxos.acceptor.accepted
         if view is None or accepted is None or self._storage.is_waiting(accepted):
             return
-        told = wire.Accepted(accepted.ballot, digest_of(accepted.view))
+        vote = wire.Accepted(accepted.ballot, digest_of(accepted.view))
         for node in accepted.view.nodes:
             if node not in (self.me, accepted.ballot[1]) and view.member(node) is not None:
-                self._outbox.send(node, told)
+                self._outbox.send(node, vote)
 
     def propose(
         self,
@@ -226,7 +226,7 @@ class ViewAgreement:
             self._storage.save(self._storage.with_history(accepted), effects.accept)
         if effects.decided is not None:
             if effects.decided.member(self.me) is not None:
-                self.install(effects.decided, now, told=False)
+                self.install(effects.decided, now, is_known=False)
                 return
             # The decision of another proposer, completed by this one: it is without this node.
             for node in sorted({*paxos.view.nodes, *effects.decided.nodes} - {self.me}):
@@ -252,16 +252,16 @@ class ViewAgreement:
 
     # Decided views.
 
-    def install(self, view: View, now: float, *, told: bool) -> None:
+    def install(self, view: View, now: float, *, is_known: bool) -> None:
         """Use ``view`` from now on. No node and no worker hears of it before it is on disk.
-        ``told``: another node told of the view, and tells the other nodes as well."""
+        ``is_known``: it came from another node, which sends it to the other nodes as well."""
         before = self.view
         self.view, self.paxos = view, PaxosInstance(self.me, view)
         self.subtracted &= set(view.members)
         self.wants, self.awaited = "", frozenset()
         self.backoff.reset(now)
         then: list[Action] = []
-        if not told:
+        if not is_known:
             others = {*view.nodes, *(before.nodes if before is not None else ())} - {self.me}
             then += [Send(node, wire.Decided(view)) for node in sorted(others)]
         then.append(Install(view, f"{describe(view)}: {view.reason}"))
@@ -270,7 +270,7 @@ class ViewAgreement:
         self._storage.save(msgspec.structs.replace(record, installed=view.epoch), tuple(then))
 
     def learn(self, view: View, now: float, node: str) -> None:
-        """``view`` was decided; ``node`` says so."""
+        """``view`` was decided, by a message of ``node``."""
         storage = self._storage
         mine = view.member(self.me)
         resigned = self.resigned.get(view.history, -1)
@@ -284,7 +284,7 @@ class ViewAgreement:
         )
         if self.view is None:
             if is_in and self.wants == view.history:
-                self.install(view, now, told=True)
+                self.install(view, now, is_known=True)
                 return
             # The others still count on a membership that this node has given up: tell them so.
             if mine is not None and mine.joined <= resigned:
@@ -294,11 +294,11 @@ class ViewAgreement:
             if view.epoch <= self.view.epoch:
                 return
             if is_in:
-                self.install(view, now, told=True)
+                self.install(view, now, is_known=True)
                 return
             self.leave(now, f"{describe(view)} is without this node: {view.reason}")
             self.wants = view.history
-        # Kept although this node is not in it: a node that comes back can be told of it.
+        # Kept although this node is not in it: a node that comes back can get it.
         known = storage.history(view.history)
         if known is not None and known.view.epoch < view.epoch:
             storage.save(storage.with_history(HistoryRecord(view)))
@@ -320,8 +320,8 @@ class ViewAgreement:
             self._outbox.send(node, wire.Decided(known))
 
     def leave(self, now: float, reason: str, *, resync: bool | None = None) -> None:
-        """Be in no view from now on. ``resync``: workers must drop their state; if it is not said,
-        those of a fork must."""
+        """Be in no view from now on. ``resync``: workers must drop their state; if it is not given,
+        workers of a fork must."""
         if self.view is None:
             return
         must_resync = bool(self.view.fork_of) if resync is None else resync
@@ -374,7 +374,7 @@ class ViewAgreement:
             return
         member = view.member(node)
         if member is None or member.joined > report.epoch or incarnation < member.incarnation:
-            return  # a report of an earlier membership says nothing about this one
+            return  # a report of an earlier membership has no meaning for this one
         found = report.found
         if found is not None and found.view.epoch > view.epoch:
             self.learn(found.view, now, node)

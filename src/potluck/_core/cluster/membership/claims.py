@@ -28,7 +28,7 @@ def digest_of(view: View) -> bytes:
 
 def claims_of(peers: Peers, history: str) -> list[Heartbeat]:
     """The last heartbeats of the peers that claim ``history``. Those of peers without a working
-    link count only if there are no others, and likewise those of paused peers: their view may be
+    link count only if there are no others, and likewise claims of paused peers: their view may be
     an old one."""
     claims = [
         (peer.status is Status.UP, peer.last)
@@ -60,7 +60,7 @@ def is_still_used(
     peers: Peers, view: View, me: str, subtracted: Collection[ViewMember] = ()
 ) -> bool:
     """Whether a majority of the members of ``view``, ``me`` among them, uses it: so no view was
-    decided without ``me``, whatever a single member says."""
+    decided without ``me``, whatever a single member claims."""
     using = {me}
     for member in view.members:
         peer = peers.get(member.node)

@@ -94,7 +94,7 @@ class Guard:
         self._floor = 0
         self._since = 0.0
         self._accepted: dict[str, bytes] = {}
-        # What each member told of late that it accepted, and what this node did: ballot, digest.
+        # What each member lately reported to have accepted, and this node accepted: ballot, digest.
         self._votes: dict[str, deque[tuple[wire.Ballot, bytes]]] = {}
         self._own: Proposal | None = None
 
@@ -201,17 +201,18 @@ class Guard:
             votes.append((ballot, digest))
 
     def _is_chosen(self, view: View, new: View) -> bool:
-        """Whether all members that stay, this node among them, have told that they accepted ``new``
-        in one and the same ballot: then no honest member proposes anything else after it."""
+        """Whether all members that stay, this node among them, have reported that they accepted
+        ``new`` in one and the same ballot: then no honest member proposes anything else after
+        it."""
         digest = claims.digest_of(new)
         voters = quorum(view, new, self._agreement.subtracted_nodes())
         ballots = [
-            {ballot for ballot, told in self._votes.get(node, ()) if told == digest}
+            {ballot for ballot, voted in self._votes.get(node, ()) if voted == digest}
             for node in voters | {self._agreement.me}
         ]
         return bool(set.intersection(*ballots))
 
-    # Views that are said to be decided.
+    # Views that other nodes report as decided.
 
     def _decided(self, new: View, sender: Sender, node: str) -> Refusal | None:
         malformed = objection_to_form(new)
@@ -234,7 +235,7 @@ class Guard:
         is_in = view.member(agreement.me) in new.members
         accepted = paxos.acceptor.accepted
         if is_in and accepted is not None and accepted.view == new:
-            # All members that stay had to accept it, and each of them has told so.
+            # All members that stay had to accept it, and each of them has reported it.
             missing = self._have_not_accepted(view, accepted)
             if missing and claims.is_still_used(peers, view, agreement.me, agreement.subtracted):
                 return Refusal(f"a view that {', '.join(missing)} did not accept")
@@ -270,7 +271,7 @@ class Guard:
         return missing
 
     def _hears_a_member(self, view: View) -> bool:
-        """Whether another member is there, or may be: nothing says that it is silent or ended."""
+        """Whether another member is there, or may be: it is not known to be silent or ended."""
         others = (node for node in view.nodes if node != self._agreement.me)
         gone = (Status.SILENT, Status.DEAD)
         return any(self._detector.status(node) not in gone for node in others)

@@ -35,7 +35,7 @@ def forked(view: View, first: View) -> View:
 def left_by_ban(
     view: View, subtracted: Collection[ViewMember], banned: Collection[str]
 ) -> tuple[ViewMember, ...]:
-    """The members of ``view`` that are neither banned nor ``subtracted``, those that hold the state
+    """The members of ``view`` that are neither banned nor ``subtracted``, holders of the state
     of a job first: the first of them forks. Empty if no member is banned."""
     left = [m for m in view.members if m not in subtracted and m.node not in banned]
     holders = {
@@ -86,7 +86,7 @@ class ObservedCluster:
         """Whether this cluster gives up its history for that of ``other``. ``forked_from``: the
         last known members of the history that this one was forked from.
 
-        What one node claims does not end what several have agreed on: each node that counts says
+        What one node claims does not end what several have agreed on: each node that counts reports
         for itself that it uses the history. So a cluster never gives way to a smaller one, and one
         with jobs only to a larger one with jobs. Two exceptions. Sides of one history have the same
         jobs, so one side has to end: of equals a fork gives way, to its origin or to the fork with
@@ -136,7 +136,7 @@ def observe(peers: Iterable[PeerHealth]) -> list[ObservedCluster]:
 
 def history_to_join(observed: Iterable[ObservedCluster]) -> str:
     """The history that a node without a view asks to join; empty if there is none. Its members may
-    already count on this node, which then is the one that is not heard."""
+    already count on this node, which then is not heard."""
     best: ObservedCluster | None = None
     for cluster in observed:
         is_whole = len(cluster.nodes) + 1 >= cluster.size

@@ -39,7 +39,8 @@ class Outbox:
 
 
 Continuation = tuple[Action, ...] | Proposal
-"""What follows once a record is on disk: actions, or the proposal that may be told as accepted."""
+"""What follows once a record is on disk: actions, or the proposal that may be reported as
+accepted."""
 
 
 class StableStorage:

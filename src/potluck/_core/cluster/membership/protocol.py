@@ -265,7 +265,7 @@ class MembershipProtocol:
         self._agreement.bring_up_to_date(node, beat)
         self._agreement.ask_for_report(node, incarnation, beat)
 
-    # What the agreement asks and tells.
+    # Requests and results of the agreement.
 
     def _holds_lease(self, member: ViewMember, now: float) -> bool:
         """Whether ``member`` may hold a lease from this node: a word that no view without it is
@@ -424,7 +424,7 @@ class MembershipProtocol:
 
     def _found(self, now: float, why: str) -> None:
         view = self._first_view(f"{self.me} founds a cluster: {why}")
-        self._agreement.install(view, now, told=False)
+        self._agreement.install(view, now, is_known=False)
 
     def _first_view(self, reason: str) -> View:
         self._num_founded += 1
@@ -485,7 +485,7 @@ class MembershipProtocol:
     def _fork(self, view: View, now: float, reason: str) -> None:
         fork = forked(view, self._first_view(reason))
         self._agreement.leave(now, reason, resync=False)
-        self._agreement.install(fork, now, told=False)
+        self._agreement.install(fork, now, is_known=False)
 
     def _want(self, want: WantGroup, now: float) -> None:
         view = self.view

@@ -1,6 +1,6 @@
 """Reachability: which members of a view can reach each other, as one member sees it. Pure.
 
-It says which members are kept, which are out and why, which links between members are broken and
+It decides which members are kept, which are out and why, which links between members are broken and
 for how long.
 """
 
@@ -17,7 +17,7 @@ from potluck._core.wire.nodes import View, ViewMember
 @dataclass(frozen=True, slots=True)
 class Reachability:
     """``kept`` are the members that can all reach each other; this node is one of them if it can
-    reach the others. ``out`` says why each other member is not kept. ``ended`` are those whose
+    reach the others. ``out`` is why each other member is not kept. ``ended`` are those whose
     agents have ended. ``undecided`` are suspected members that others are being asked to reach.
     ``broken`` are links between present members that don't work; they count once they have
     ``lasted``. ``majority``: whether the reached members may decide."""

@@ -169,7 +169,7 @@ class Broker:
         accepting = start_task(acceptor.run, name="a sandbox's port", on_broken=self._on_broken)
         try:
             _send(asking, wire.Granted(port.port))
-            await ready(asking)  # it says nothing more: this is its end
+            await ready(asking)  # no more data: this is its end
         finally:
             self._num_ports -= 1
             await stop(accepting)
@@ -198,7 +198,7 @@ def _denied(error: OSError, number: int) -> wire.Denied:
 
 
 def _number(error: OSError, otherwise: int) -> int:
-    """``error``'s number of the system; those of ``socket.gaierror`` are negative."""
+    """``error``'s number of the system; the numbers of ``socket.gaierror`` are negative."""
     return error.errno if error.errno is not None and error.errno > 0 else otherwise
 
 

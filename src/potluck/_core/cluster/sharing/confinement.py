@@ -90,7 +90,7 @@ class Confinement:
         return orders
 
     def is_memory_error(self, line: str) -> bool:
-        """Whether a line that a worker wrote says that it got no more memory."""
+        """Whether a line that a worker wrote is an error for lack of memory."""
         return bool(self.limits.memory_bytes) and _MEMORY_ERROR.search(line) is not None
 
     def why_ended(self, code: int, *, said_so: bool) -> str:

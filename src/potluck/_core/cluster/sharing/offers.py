@@ -73,7 +73,7 @@ class Offers:
         on_note: Callable[[str], None],
     ) -> None:
         """Without a ``store``, as for a private agent, only this machine's own jobs run, and
-        nothing can change that. ``objects_to(node)`` says why ``node`` is not in the cluster, by
+        nothing can change that. ``objects_to(node)`` is why ``node`` is not in the cluster, by
         this machine's own list; None if it is."""
         self.listeners: list[Callable[[], None]] = []
         self._me = me
@@ -97,12 +97,12 @@ class Offers:
         return self._kept.offer()
 
     def of(self, node: str) -> Offer | None:
-        """The offer of ``node``; None while it has not told any."""
+        """The offer of ``node``; None before it has sent one."""
         return self.mine if node == self._me else self._theirs.get(node)
 
     def refusal(self, node: str, starter: str) -> str:
-        """Why ``node`` runs no job of ``starter``, as ``node`` told; empty if it does, or told
-        nothing yet."""
+        """Why ``node`` runs no job of ``starter``, by the offer of ``node``; empty if it does, or
+        sent none yet."""
         offer = self.of(node)
         if offer is None:
             return ""
@@ -110,7 +110,7 @@ class Offers:
         return rules.objection(offer, is_own=node == starter, starter=starter, called=called)
 
     def objection(self, node: str, starter: str) -> str:
-        """As ``refusal``; ``node`` is also not to be used as long as it told nothing."""
+        """As ``refusal``; ``node`` is also not to be used before it has sent an offer."""
         if self.of(node) is None:
             return "it has not told yet whose jobs it runs"
         return self.refusal(node, starter)

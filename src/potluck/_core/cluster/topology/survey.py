@@ -162,11 +162,11 @@ class Survey:
         return Topology(facts, [link for link in links if link.bandwidth])
 
 
-def is_news(row: Facts, told: Facts | None) -> bool:
-    """Whether ``row`` differs from the row that was ``told`` last by more than noise."""
-    if told is None or row.node != told.node or len(row.links) != len(told.links):
+def is_news(row: Facts, sent: Facts | None) -> bool:
+    """Whether ``row`` differs from the row that was ``sent`` last by more than noise."""
+    if sent is None or row.node != sent.node or len(row.links) != len(sent.links):
         return True
-    for new, old in zip(row.links, told.links, strict=True):
+    for new, old in zip(row.links, sent.links, strict=True):
         if any(getattr(new, name) != getattr(old, name) for name in _NEWS):
             return True
         if abs(new.latency_s - old.latency_s) > max(0.25 * old.latency_s, 50e-6):

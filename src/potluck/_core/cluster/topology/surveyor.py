@@ -71,7 +71,7 @@ class Surveyor:
         links.on_ended.append(self._lost)
 
     async def close(self) -> None:
-        """Nothing is measured or told any more."""
+        """Nothing is measured or sent any more."""
         await stop(self._task)
 
     # Messages and links.

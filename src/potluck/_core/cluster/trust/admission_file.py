@@ -3,7 +3,7 @@
 The agent, its workers and the commands share it. Changes are atomic and made under a lock; readers
 notice them at the next connection, for the price of a stat.
 
-A cluster without this file is *open*: whoever holds its secret is in. Only clusters whose secret
+A cluster without this file is *open*: every holder of its secret is in. Only clusters whose secret
 comes from a variable (POTLUCK_PSK, POTLUCK_PASSPHRASE) begin open; ``lock`` closes them.
 """
 
@@ -71,7 +71,7 @@ class AdmissionFile:
         return Roster() if admissions is None else admissions.roster
 
     def entry(self, node: str) -> Entry | None:
-        """What the list says about ``node``."""
+        """The entry of ``node`` in the list."""
         return self.roster.entries.get(node)
 
     def objects_to(self, node: str) -> str | None:
@@ -101,7 +101,7 @@ class AdmissionFile:
             self._write(admissions)
 
     def add(self, records: Iterable[Record]) -> tuple[Record, ...]:
-        """Take records that others signed; those that were new. SecurityError for forged ones."""
+        """Take records that others signed; returns the new ones. SecurityError for forged ones."""
         return self.change(lambda admissions: tuple(records))
 
     def create(self, founding: Founding, records: Iterable[Record]) -> None:
@@ -117,7 +117,7 @@ class AdmissionFile:
         make: Callable[[Admissions], Sequence[Record]],
         before: Callable[[Admissions], None] = lambda changed: None,
     ) -> tuple[Record, ...]:
-        """Add the records that ``make`` returns for the list as it is; those that were new.
+        """Add the records that ``make`` returns for the list as it is; returns the new ones.
 
         ``make`` runs under the lock, so numbers that it takes are taken by no other process.
         ``before(changed)`` is called under it, too, with the list as it will be, before that is
@@ -189,7 +189,7 @@ def _closed(admissions: Admissions | None) -> Admissions:
 
 
 def refusal(node: str, entry: Entry | None) -> str:
-    """Why ``node``, of which the list says ``entry``, is not in the cluster."""
+    """Why ``node``, whose entry in the list is ``entry``, is not in the cluster."""
     if entry is None:
         return (
             f"node {node[:12]} was never admitted to this cluster. To admit it: `potluck pair` on "

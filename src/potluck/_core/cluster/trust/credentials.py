@@ -29,7 +29,7 @@ def load_or_create_identity(home: Path) -> Ed25519PrivateKey:
     """The node's key at ``home/node_keypair`` (PKCS#8 PEM, mode 0600), created if missing.
 
     Processes that start at the same time get the same key. IdentityError if other users may read
-    the file, or if it is damaged or can't be created; the text says what to do.
+    the file, or if it is damaged or can't be created; with what to do.
     """
     path = home / KEY_FILE
     pem = load_or_create(path, "the node's key", _new_key)
@@ -84,7 +84,7 @@ def _signed_bytes(spec: JobSpec) -> bytes:
 
 
 def load_credentials(settings: Settings) -> Credentials:
-    """The credentials of a process that trains: those of its job, if an agent started it, else this
+    """The credentials of a process that trains: its job's, if an agent started it, else this
     node's. Errors as for ``load_node_credentials`` and ``load_worker_credentials``."""
     if settings.worker_home:
         return load_worker_credentials(Path(settings.worker_home))
