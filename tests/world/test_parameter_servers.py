@@ -35,7 +35,7 @@ def train(ctx: DistributedContext, num_steps: int, folder: Path, **options: Any)
     for _ in range(num_steps):
         ps.accumulate_gradient("m", filled(-1.0))
         ps.get_parameters("m")
-        ps.save()  # on the first server, before it pushes the next gradient
+        ps.save()  # on the primary, before it pushes the next gradient
     found, version = ps.get_parameters("m")
     assert {float(x) for each in found.values() for x in each} == {float(version)}
     ps.close()

@@ -38,7 +38,7 @@ class TrainingStrategy(enum.Enum, metaclass=AnyCase):
     """Every rank has some layers of a dense network, cut by the trainer itself."""
     PARAMETER_SERVER = "parameter_server"
     """A server keeps the model; workers push gradients and pull parameters:
-    ``potluck.ParameterServer`` and ``potluck.torch.ParameterServerStrategy``."""
+    ``potluck.ParameterServer`` and ``potluck.torch.ServerOptimizer``."""
     DECENTRALIZED = "decentralized"
     """Ranks average with their neighbours only: ``potluck.torch.ElasticLoop`` with ``Gossip()``."""
     FEDERATED = "federated"

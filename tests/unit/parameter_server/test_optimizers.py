@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -58,3 +60,9 @@ def test_a_gradient_that_the_parameters_dtype_can_not_hold_is_refused() -> None:
     layout = layout_of({"w": np.zeros(1, np.float16)})
     with pytest.raises(ValueError, match=r"NaN or infinite numbers in 'w' \(float16\)"):
         checked({"w": np.array([1e6])}, layout, "w", "the gradient")
+
+
+@pytest.mark.parametrize("kind", [SGD, Adam])
+def test_torchs_word_for_the_learning_rate_is_answered_by_potlucks(kind: Any) -> None:
+    with pytest.raises(TypeError, match=f"{kind.__name__} has no argument 'lr'; write learning_ra"):
+        kind(lr=0.1)
