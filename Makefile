@@ -57,6 +57,15 @@ test: check ## Everything in check, then all tests (ARGS="-k shared_memory" for 
 	@tools/system-packages
 	@$(BIN)/pytest $(PARALLEL) $(ARGS)
 
+# What a change breaks most often, without proofs over thousands of cases (mark costly).
+FAST := tests/unit tests/architecture tests/conformance/test_links.py \
+	tests/world/test_messages.py tests/world/test_ddp.py tests/world/test_elastic.py
+
+.PHONY: test-fast
+test-fast: ## The inner loop, within 90 s on two cores: units, rules of the source, a slice of the rest
+	@tools/environment dev
+	@$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not costly" $(FAST) $(ARGS)
+
 .PHONY: test-long
 test-long: ## The tests that take minutes or repeat another with other backends
 	@tools/environment dev

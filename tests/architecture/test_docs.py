@@ -71,11 +71,13 @@ def anchors(folder: Path) -> set[str]:
     return set(re.findall(r'id="([^"]+)"', pages))
 
 
+@pytest.mark.costly
 def test_every_public_name_has_its_place_in_the_reference(site: Path) -> None:
     missing = sorted(set(public()) - anchors(site / "reference"))
     assert missing == [], f"name them in {REFERENCE.relative_to(ROOT)}/*.md, with ':::' in front"
 
 
+@pytest.mark.costly
 def test_every_command_and_setting_has_its_place_in_the_reference(site: Path) -> None:
     missing = {f"potluck-{name}" for name in get_command(app).commands} - anchors(
         site / "reference"
@@ -85,6 +87,7 @@ def test_every_command_and_setting_has_its_place_in_the_reference(site: Path) ->
     assert missing == set()
 
 
+@pytest.mark.costly
 def test_a_reader_of_the_site_asks_no_other_machine_for_anything(site: Path) -> None:
     found = {
         f"{page.relative_to(site)}: {match}"

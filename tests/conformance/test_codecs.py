@@ -13,10 +13,11 @@ from potluck._core.codecs import NAMES, Codec, codec_of
 from potluck._core.context import DistributedContext
 from potluck.errors import Desync
 from potluck.testing.world import WorldError
-from support.worlds import WORLD_KINDS, World, open_world
+from support.worlds import MAIN_KINDS, WORLD_KINDS, World, open_world
 
 SEGMENT_BYTES = 6 * 1024
-WORLDS = [(kind, size) for kind in WORLD_KINDS for size in (2, 3)] + [("inproc", 1), ("inproc", 5)]
+WORLDS = [(kind, 3) for kind in WORLD_KINDS] + [(kind, 2) for kind in MAIN_KINDS]
+WORLDS += [("inproc", 1), ("inproc", 5)]
 COUNTS = (0, 5, 12_345)
 """The last one takes several segments, whose ends are not the ends of int8's blocks."""
 

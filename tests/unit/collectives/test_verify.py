@@ -51,6 +51,7 @@ def layouts_of(world_size: int) -> list[tuple[int, ...]]:
     return sorted(layouts)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("operation", "algorithm"), PAIRS)
 def test_every_plan_is_right_in_worlds_of_1_to_32(
     operation: Operation, algorithm: Algorithm
@@ -66,6 +67,7 @@ def test_every_plan_is_right_in_worlds_of_1_to_32(
                 verify(world_of(operation, algorithm, world_size, root, nodes))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("operation", "algorithm"), PAIRS)
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(data=st.data())

@@ -18,6 +18,8 @@ from support.cluster_sim.hosts import JOB
 from support.cluster_sim.liars import ALL, Attack, LiarWorld
 from support.cluster_sim.world import BanWorld, Broken, World
 
+pytestmark = pytest.mark.costly
+
 SEEDS_PER_TEST = 20
 
 

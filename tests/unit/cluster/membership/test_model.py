@@ -20,6 +20,8 @@ from support import paxos_model
 from support.paxos_model import MEMBERS, Model, Violation, newcomer, three
 from support.paxos_node import HISTORY, Local, start, thaw
 
+pytestmark = pytest.mark.costly
+
 # ---------------------------------------------------------------- the protocol holds
 
 
