@@ -24,7 +24,7 @@ import numpy as np
 from common import results
 from common.script import Page
 
-from potluck._core.backends.doors import TcpDoor
+from potluck._core.backends.service_transport import TcpServiceTransport
 from potluck._core.backends.tcp import TcpBase
 from potluck._core.settings import Settings
 from potluck._core.types import Group, Member
@@ -44,8 +44,8 @@ def services(home: Path, secret: str, rank: int, other: Member) -> tuple[Service
     me = Member(str(rank), base.credentials.node_id, "127.0.0.1", base.port)
     members = (me, other) if rank == 0 else (other, me)
     group = Group(1, rank, members, job="bench")
-    door = TcpDoor(base.switchboard)
-    return Services(door, lambda: group, timeout_s=30.0, max_bytes=1 << 30), me
+    transport = TcpServiceTransport(base.switchboard)
+    return Services(transport, lambda: group, timeout_s=30.0, max_bytes=1 << 30), me
 
 
 def serve(home: Path, secret: str) -> None:

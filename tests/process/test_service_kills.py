@@ -17,7 +17,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 import potluck
-from potluck._core.backends.doors import TcpDoor
+from potluck._core.backends.service_transport import TcpServiceTransport
 from potluck._core.backends.tcp import TcpBase
 from potluck._core.settings import Settings
 from potluck._core.transport.credentials import make_credentials
@@ -55,9 +55,11 @@ def worker(tmp_path: Path, *others: Member) -> Iterator[tuple[Services, TcpBase]
     base = TcpBase("127.0.0.1", 0, Settings(home=tmp_path / "here", psk=psk().hex()))
     me = Member("server", base.credentials.node_id, "127.0.0.1", base.port)
     group = Group(1, 0, (me, *others), job="job")
-    door = TcpDoor(base.switchboard)
+    transport = TcpServiceTransport(base.switchboard)
     again = Member("me")  # is in the next group
-    access = Services(door, lambda: group, lambda: (again,), timeout_s=LATE_S, max_bytes=1 << 30)
+    access = Services(
+        transport, lambda: group, lambda: (again,), timeout_s=LATE_S, max_bytes=1 << 30
+    )
     try:
         yield access, base
     finally:
@@ -182,9 +184,9 @@ def test_a_ban_ends_the_connections_in_both_directions(tmp_path: Path) -> None:
         sides = []
         for rank, base in enumerate(bases):
             group = Group(1, rank, members, job="job")
-            door = TcpDoor(base.switchboard)
+            transport = TcpServiceTransport(base.switchboard)
             side = Services(
-                door, functools.partial(_itself, group), timeout_s=LATE_S, max_bytes=1 << 30
+                transport, functools.partial(_itself, group), timeout_s=LATE_S, max_bytes=1 << 30
             )
             stack.callback(side.close)
             side.serve(Sink())

@@ -306,7 +306,7 @@ def test_what_can_not_be_served() -> None:
 def test_links_of_other_libraries_have_no_services(monkeypatch: pytest.MonkeyPatch) -> None:
     from potluck._core.backends.local import LocalBackend
 
-    monkeypatch.setattr(LocalBackend, "door", None)
+    monkeypatch.setattr(LocalBackend, "service_transport", None)
     with potluck.init("local") as ctx, pytest.raises(ConfigurationError, match="own links"):
         ctx.serve(Counter())
 

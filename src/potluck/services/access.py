@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from potluck._core.backends.doors import Caller, Door
+from potluck._core.backends.service_transport import Caller, ServiceTransport
 from potluck._core.transport.bulk import BulkLink
 from potluck._core.types import Group, Member
 from potluck._core.wire.payload import pack
@@ -29,16 +29,16 @@ class Services:
 
     def __init__(
         self,
-        door: Door | None,
+        transport: ServiceTransport | None,
         group: Callable[[], Group],
         next_members: Callable[[], Sequence[Member]] = tuple,
         *,
         timeout_s: float,
         max_bytes: int,
     ) -> None:
-        """``door`` is None on links of other libraries, where there are no services. Workers of
-        the present ``group()`` and of the announced next group, ``next_members()``, may call."""
-        self._door = door
+        """``transport`` is None on links of other libraries, where there are no services. Workers
+        of the present ``group()`` and of the announced next group, ``next_members()``, may call."""
+        self._transport = transport
         self._group = group
         self._next_members = next_members
         self._timeout_s = timeout_s
@@ -48,15 +48,15 @@ class Services:
             rank_of=self._rank_of,
             max_bytes=max_bytes,
             memory=self._memory,
-            objects_to=(lambda node: None) if door is None else door.objects_to,
+            objects_to=(lambda node: None) if transport is None else transport.objects_to,
         )
         self._pools: weakref.WeakSet[Pool] = weakref.WeakSet()
-        if door is not None:
-            door.open(self._objection, self._server.take)
+        if transport is not None:
+            transport.open(self._objection, self._server.take)
 
     def serve(self, *things: Any) -> None:
         """See ``DistributedContext.serve``."""
-        self._checked_door()
+        self._checked_transport()
         self._server.add(services_of(*things))
 
     def withdraw(self, *names: str) -> None:
@@ -65,23 +65,23 @@ class Services:
 
     def connect(self, name: str, rank: int | None, timeout_s: float) -> Remote:
         """See ``DistributedContext.connect``."""
-        door = self._checked_door()
-        return self.remote(name, self._find(door, name, rank, timeout_s))
+        transport = self._checked_transport()
+        return self.remote(name, self._find(transport, name, rank, timeout_s))
 
     def remote(self, name: str, worker: str) -> Remote:
         """The service ``name`` of a worker of the group, which is not asked whether it has it."""
-        door = self._checked_door()
+        transport = self._checked_transport()
 
         def dial(deadline: float) -> BulkLink:
             group = self._group()
             for member in group.members:
                 if member.worker == worker:
-                    return door.connect(group, member, deadline)
+                    return transport.connect(group, member, deadline)
             raise LinkError(f"worker {worker} is not in the group of epoch {group.epoch}")
 
         def may_use() -> bool:
             for each in self._group().members:
-                if each.worker == worker and door.objects_to(each.node) is not None:
+                if each.worker == worker and transport.objects_to(each.node) is not None:
                     return False
             return True
 
@@ -105,13 +105,13 @@ class Services:
 
     # -- inside
 
-    def _checked_door(self) -> Door:
-        if self._door is None:
+    def _checked_transport(self) -> ServiceTransport:
+        if self._transport is None:
             raise ConfigurationError(
                 "services need potluck's own links, and this context's backend uses another "
                 "library; choose backend='auto', 'env' or 'ring'"
             )
-        return self._door
+        return self._transport
 
     def _rank_of(self, worker: str) -> int:
         return self._group().rank_of(worker)
@@ -131,7 +131,9 @@ class Services:
             return f"worker {caller.worker} is on node {nodes[-1][:12]}, not on {caller.node[:12]}"
         return self._server.objection(caller)
 
-    def _find(self, door: Door, name: str, rank: int | None, timeout_s: float) -> str:
+    def _find(
+        self, transport: ServiceTransport, name: str, rank: int | None, timeout_s: float
+    ) -> str:
         """The worker that serves ``name``: of the ranks in order, the first that does."""
         deadline, pause_s = time.monotonic() + timeout_s, _PAUSE_S
         seen: dict[str, str] = {}
@@ -143,7 +145,7 @@ class Services:
                 share = min(_ANSWER_S, left / (len(members) - position))
                 until = time.monotonic() + (left if len(members) == 1 else share)
                 try:
-                    names = self._names_at(door, group, member, until)
+                    names = self._names_at(transport, group, member, until)
                 except (PotluckError, TimeoutError) as error:
                     # keep the earlier reason: the last attempt may only have timed out
                     reason = str(error) or "it does not answer"
@@ -160,8 +162,10 @@ class Services:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _names_at(self, door: Door, group: Group, member: Member, deadline: float) -> list[str]:
-        link = door.connect(group, member, deadline)
+    def _names_at(
+        self, transport: ServiceTransport, group: Group, member: Member, deadline: float
+    ) -> list[str]:
+        link = transport.connect(group, member, deadline)
         connection = Connection(link, self._max_bytes, self._memory)
         try:
             left = max(0.001, deadline - time.monotonic())

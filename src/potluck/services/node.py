@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from potluck._core.backends.doors import Caller, admission, dial
+from potluck._core.backends.service_transport import Caller, admission, dial
 from potluck._core.checks import Duration, checked_seconds
 from potluck._core.cluster.home.keyfile import locked, read_private, replace_private
 from potluck._core.cluster.links.local import running_agent

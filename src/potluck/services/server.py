@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
-from potluck._core.backends.doors import Caller
+from potluck._core.backends.service_transport import Caller
 from potluck._core.background import start_thread
 from potluck._core.system import wait_ready
 from potluck._core.transport.bulk import BulkLink

@@ -11,7 +11,7 @@ import threading
 import numpy as np
 
 import potluck
-from potluck._core.backends.doors import TcpDoor
+from potluck._core.backends.service_transport import TcpServiceTransport
 from potluck._core.backends.tcp import TcpBase
 from potluck._core.settings import load_settings
 from potluck._core.types import Group, Member
@@ -34,7 +34,9 @@ def main() -> None:
         host, _, port = sys.argv[2].rpartition(":")
         members[0] = Member("server", sys.argv[3], host, int(port))
     group = Group(1, 1, tuple(members), job="job")
-    access = Services(TcpDoor(base.switchboard), lambda: group, timeout_s=60, max_bytes=1 << 30)
+    access = Services(
+        TcpServiceTransport(base.switchboard), lambda: group, timeout_s=60, max_bytes=1 << 30
+    )
     if sys.argv[1] == "serve":
         access.serve(wait)
         print(f"serving at {base.port} on {base.credentials.node_id}", flush=True)

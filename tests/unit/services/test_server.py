@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from potluck._core.backends.doors import Caller
+from potluck._core.backends.service_transport import Caller
 from potluck._core.system import wait_ready
 from potluck._core.transport.bulk import BulkLink, socket_pair
 from potluck._core.wire.payload import Packed, pack

@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 
 import torch.distributed as dist
 
-from potluck._core.backends.doors import TcpDoor
+from potluck._core.backends.service_transport import TcpServiceTransport
 from potluck._core.engine.mesh import Switchboard
 from potluck._core.transport.credentials import Credentials
 from potluck._core.transport.listener import Listener
@@ -60,8 +60,8 @@ class Job:
 
     def services(self, rank: int, group: Group, node: Credentials | None = None) -> Services:
         switchboard = self._switchboard(node) if node else self._switchboards[rank]
-        door = TcpDoor(switchboard)
-        services = Services(door, lambda: group, timeout_s=PATIENCE_S, max_bytes=1 << 30)
+        transport = TcpServiceTransport(switchboard)
+        services = Services(transport, lambda: group, timeout_s=PATIENCE_S, max_bytes=1 << 30)
         self._closed.append(services.close)
         return services
 

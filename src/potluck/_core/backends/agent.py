@@ -17,8 +17,8 @@ from typing import Any
 
 from potluck._core.backends import cut_links
 from potluck._core.backends.agent_link import AgentLink, agent_address, check_free, leave
-from potluck._core.backends.doors import TcpDoor
 from potluck._core.backends.exit_report import ExitReport, is_group_error, may_follow_from_a_loss
+from potluck._core.backends.service_transport import TcpServiceTransport
 from potluck._core.backends.tcp import TcpBase
 from potluck._core.collectives.spanning_tree import cut_of
 from potluck._core.engine.communicator import Communicator
@@ -72,7 +72,7 @@ class AgentBackend:
         self._has_reformed = False
         self._base = _listening(settings or load_settings(), self._local_rank)
         self.switchboard = self._base.switchboard
-        self.door = TcpDoor(self.switchboard)
+        self.service_transport = TcpServiceTransport(self.switchboard)
         try:
             self._talk = AgentLink(
                 self._base.credentials,

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from potluck._core.backends.doors import Door, TcpDoor
+from potluck._core.backends.service_transport import ServiceTransport, TcpServiceTransport
 from potluck._core.engine.arrays.layout import Array
 from potluck._core.engine.mesh import Switchboard
 from potluck._core.engine.request import FastPath, Request
@@ -108,8 +108,8 @@ class Backend(Protocol):
         """
 
     @property
-    def door(self) -> Door | None:
-        """The way to and from services; None on links of other libraries."""
+    def service_transport(self) -> ServiceTransport | None:
+        """Connections to and from services; None on links of other libraries."""
 
     def next_epoch(self) -> int:
         """The highest epoch of a group that this worker was told of so far; if it is above the
@@ -136,9 +136,9 @@ class StaticBackend:
     """Delivers other links between this world's processes; None in a world of one process."""
 
     @property
-    def door(self) -> Door | None:
-        """The way to and from services; None in a world without a listener of its own."""
-        return None if self.switchboard is None else TcpDoor(self.switchboard)
+    def service_transport(self) -> ServiceTransport | None:
+        """Connections to and from services; None in a world without a listener of its own."""
+        return None if self.switchboard is None else TcpServiceTransport(self.switchboard)
 
     def next_epoch(self) -> int:
         return 0

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from potluck._core.backends.doors import LocalDoor, LocalDoors
+from potluck._core.backends.service_transport import LocalServiceNetwork, LocalServiceTransport
 from potluck._core.checks import checked_whole
 from potluck._core.collectives.spanning_tree import connects, cut_of
 from potluck._core.engine.communicator import SEGMENT_BYTES, Communicator
@@ -53,7 +53,7 @@ class Hub:
         self._cut: set[frozenset[str]] = set()
         self.segment_bytes = segment_bytes
         self.most_native = MOST_NATIVE
-        self.doors = LocalDoors()
+        self.service_network = LocalServiceNetwork()
 
     # -- faults and joins
 
@@ -68,7 +68,7 @@ class Hub:
             self._announce()
         for link in links:
             link.cut()
-        self.doors.shut(worker)
+        self.service_network.shut(worker)
         for connector in own:  # ends its blocked calls, which a killed process would not have
             connector.fail(connector.group.rank, LinkError(f"worker {worker} was killed"))
         for connector, rank in waiting:
@@ -116,7 +116,7 @@ class Hub:
 
     def leave(self, worker: str) -> None:
         """Remove ``worker``, which has finished; later groups are without it."""
-        self.doors.shut(worker)
+        self.service_network.shut(worker)
         with self._changed:
             if worker not in self._alive:
                 return
@@ -295,7 +295,7 @@ class InProcessBackend:
         self.hub = hub
         self.worker = worker
         self.metrics = Metrics(rank=worker)
-        self.door = LocalDoor(hub.doors, worker)
+        self.service_transport = LocalServiceTransport(hub.service_network, worker)
         self.reports: list[dict[str, Any]] = []
         self.on_step: Callable[[int], None] | None = None
         """``on_step(step)`` is called at the start of each step, for fault tests."""

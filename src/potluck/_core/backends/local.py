@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from potluck._core.backends.base import StaticBackend
-from potluck._core.backends.doors import Door, LocalDoor, LocalDoors
+from potluck._core.backends.service_transport import (
+    LocalServiceNetwork,
+    LocalServiceTransport,
+    ServiceTransport,
+)
 from potluck._core.engine.communicator import Communicator
 from potluck._core.engine.connector import Deliver, Fail
 from potluck._core.types import Group, Member
@@ -29,11 +33,11 @@ class LocalBackend(StaticBackend):
     """The backend of a group of one rank."""
 
     def __init__(self) -> None:
-        self._door = LocalDoor(LocalDoors(), "0")
+        self._transport = LocalServiceTransport(LocalServiceNetwork(), "0")
 
     @property
-    def door(self) -> Door:
-        return self._door
+    def service_transport(self) -> ServiceTransport:
+        return self._transport
 
     def form(self, after_epoch: int, cause: GroupError | None, timeout_s: float) -> Communicator:
         if after_epoch:

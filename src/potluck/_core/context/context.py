@@ -87,7 +87,7 @@ class DistributedContext(UnevenCollectives, Messages):
         self._is_closed = False
         self.communicator = backend.form(0, None, timeout_s)
         self._own_services = Services(
-            backend.door,
+            backend.service_transport,
             lambda: self.communicator.group,
             backend.next_members,
             timeout_s=timeout_s,

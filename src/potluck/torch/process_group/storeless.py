@@ -61,7 +61,7 @@ def rendezvous(
                 f"processes were started; omit world_size, or start {asked} processes"
             )
         services = Services(
-            backend.door,
+            backend.service_transport,
             lambda: group,
             timeout_s=timeout.total_seconds(),
             max_bytes=settings.max_call_bytes,

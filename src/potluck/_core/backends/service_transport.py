@@ -1,9 +1,9 @@
-"""Doors: how connections to services get from one worker of a job to another, outside of groups.
+"""Connections to services, from one worker of a job to another, outside of groups.
 
 Over TCP they come to the port of the worker's links, with the same knock, TLS, list of admitted
 keys and bans (``transport/listener.py``), under the kind ``service``. In one process they are pairs
-of sockets. ``dial`` and ``admission`` are the two ends of a connection over TCP; programs outside
-of jobs have them without a door.
+of sockets. ``dial`` and ``admission`` are the two ends of a connection over TCP, also for programs
+outside of jobs.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from potluck.errors import LinkError, Refused
 
 
 class Caller(NamedTuple):
-    """Who is at the other end of a connection: the id of a node, proved by its certificate, and the
-    name of a worker of ``job``, as it says (both empty for a program outside of jobs)."""
+    """The other end of a connection: the id of its node, proved by a certificate, and the name that
+    it gives itself as a worker of ``job`` (both empty for a program outside of jobs)."""
 
     node: str
     worker: str = ""
@@ -39,11 +39,11 @@ Take = Callable[[BulkLink, Caller], None]
 """``take(link, caller)`` owns the connection from then on."""
 
 
-class Door(Protocol):
-    """The way to and from the services of one worker."""
+class ServiceTransport(Protocol):
+    """Connects one worker to the services of others, and accepts their connections to its own."""
 
     def open(self, objection: Objection, take: Take) -> None:
-        """Let connections of other workers in, from now on."""
+        """Accept connections of other workers from now on."""
 
     def connect(self, group: Group, member: Member, deadline: float) -> BulkLink:
         """A connection to the services of ``member``, which is another worker or this one.
@@ -52,7 +52,8 @@ class Door(Protocol):
         """
 
     def objects_to(self, node: str) -> str | None:
-        """Why connections with ``node``, which was let in before, must end: it is banned now."""
+        """Why the connections with ``node``, accepted before, must end: it is banned now; else
+        None."""
 
 
 def admission(caller: Caller, objection: str | None, take: Take) -> Admission:
@@ -90,8 +91,8 @@ def dial(
     return bulk_link(link)
 
 
-class LocalDoors:
-    """The doors of the workers that live in one process."""
+class LocalServiceNetwork:
+    """The workers of one process, by name, and how each accepts connections."""
 
     def __init__(self) -> None:
         self._open: dict[str, tuple[Objection, Take]] = {}
@@ -116,25 +117,25 @@ class LocalDoors:
         return mine
 
 
-class LocalDoor:
-    """The door of one worker among several of one process."""
+class LocalServiceTransport:
+    """The transport of one of several workers of one process, over pairs of sockets."""
 
-    def __init__(self, doors: LocalDoors, worker: str) -> None:
-        self._doors = doors
+    def __init__(self, network: LocalServiceNetwork, worker: str) -> None:
+        self._network = network
         self._worker = worker
 
     def open(self, objection: Objection, take: Take) -> None:
-        self._doors.open(self._worker, objection, take)
+        self._network.open(self._worker, objection, take)
 
     def connect(self, group: Group, member: Member, deadline: float) -> BulkLink:
-        return self._doors.connect(group, member)
+        return self._network.connect(group, member)
 
     def objects_to(self, node: str) -> str | None:
         return None
 
 
-class TcpDoor:
-    """The door of a worker that has a listener."""
+class TcpServiceTransport:
+    """The transport of a worker with a listener, over TLS."""
 
     def __init__(self, switchboard: Switchboard) -> None:
         self._switchboard = switchboard
@@ -151,7 +152,7 @@ class TcpDoor:
 
     def connect(self, group: Group, member: Member, deadline: float) -> BulkLink:
         if member.worker == group.me.worker and self._own is not None:
-            own = LocalDoors()
+            own = LocalServiceNetwork()
             own.open(member.worker, *self._own)
             return own.connect(group, member)
         hello = Hello(kind=KIND, job=group.job, worker=group.me.worker)
