@@ -24,8 +24,8 @@ from torch import Tensor, nn
 import potluck
 import potluck.torch as pt
 from potluck.cli.bench.crew import Channel
-from potluck.training.plan_file import FACT, VARIABLE
 from potluck.training.planner import CANDIDATES, Candidate, named
+from potluck.training.planner.measured import FACT, VARIABLE
 
 
 @dataclass(frozen=True, slots=True)

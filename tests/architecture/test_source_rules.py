@@ -29,7 +29,7 @@ FORBIDDEN_ENDINGS = ("_object", "_object_list")
 
 MAY_START_THREADS = {
     "src/potluck/_core/background.py": "each start says what follows if the thread breaks",
-    "src/potluck/checkpoint/writer.py": "raises at the next call what its thread raised",
+    "src/potluck/checkpoint/store.py": "raises at the next call what its thread raised",
 }
 
 MAY_SLEEP = {

@@ -25,15 +25,16 @@ import os
 import re
 import threading
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from potluck._core.checks import Duration, checked_seconds
+from potluck._core.forks import Owner
 from potluck.checkpoint import files, manifest
 from potluck.checkpoint.manifest import File, Manifest
-from potluck.checkpoint.shards import assign
 from potluck.checkpoint.state import (
     Entry,
     State,
@@ -43,7 +44,6 @@ from potluck.checkpoint.state import (
     flatten,
     unflatten,
 )
-from potluck.checkpoint.writer import BackgroundWriter
 from potluck.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
@@ -386,3 +386,62 @@ class CheckpointStore:
             if name.endswith(".json") and ".part-" not in name
         ]
         return sorted(found, reverse=True)
+
+
+def assign(sizes: Mapping[str, int], num_parts: int) -> list[list[str]]:
+    """Split tensors, given by names and sizes in bytes, into ``num_parts`` parts of similar size.
+
+    Returns the names of each part. Greedy: the largest tensor first, each to the smallest part
+    (Graham, "Bounds on multiprocessing timing anomalies", 1969: at most a third above the optimum).
+    Deterministic, so all ranks get the same result.
+    """
+    if num_parts < 1:
+        raise ValueError(f"num_parts is {num_parts}; it must be at least 1")
+    parts: list[list[str]] = [[] for _ in range(num_parts)]
+    filled = [0] * num_parts
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        part = filled.index(min(filled))
+        parts[part].append(name)
+        filled[part] += sizes[name]
+    return parts
+
+
+class BackgroundWriter:
+    """Runs ``write()`` functions in a thread, one after the other. The error of a write is raised
+    by the next call of ``submit`` or ``wait``."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._owner = Owner("this store, which writes in the background,")
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def submit(self, write: Callable[[], object]) -> None:
+        """Wait until the previous write has ended, start ``write``, and raise the error of the
+        previous one. ``write`` is started also if this raises."""
+        error = self._end()
+        # Not a daemon: at its end the interpreter waits for the write.
+        self._thread = threading.Thread(target=self._run, args=(write,), name=self._name)
+        self._thread.start()
+        if error is not None:
+            raise error
+
+    def wait(self) -> None:
+        """Wait until the write in progress has ended, and raise its error."""
+        error = self._end()
+        if error is not None:
+            raise error
+
+    def _end(self) -> BaseException | None:
+        self._owner.check()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        return error
+
+    def _run(self, write: Callable[[], object]) -> None:
+        try:
+            write()
+        except BaseException as error:
+            self._error = error

@@ -86,8 +86,8 @@ def plan(
     from potluck._core.wire.local import RunRequest
     from potluck.cli.job_display import PlainView, print_summary
     from potluck.cli.launched import check_alone
-    from potluck.training.plan_file import FACT, VARIABLE, plan_file
     from potluck.training.planner import decode, make_plan
+    from potluck.training.planner.measured import FACT, SUFFIX, VARIABLE
 
     check_alone(os.environ, "potluck plan")
     settings = load_settings()
@@ -108,7 +108,7 @@ def plan(
             on=machines_of(on),
         )
     )
-    kept = plan_file(request.script)
+    kept = Path(request.script).with_suffix(SUFFIX)
     check_writable("the plan", kept)
     agent = find_agent(settings.home)
     if agent is None:

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from potluck._core import hints
 from potluck._core.optional import require
-from potluck.data.files import Paths, find_files
-from potluck.data.shards import Samples, Shard, ShardedDataset, kind_of
+from potluck.data.shards import Paths, Samples, Shard, ShardedDataset, find_files, kind_of
 from potluck.errors import DataError, MissingDependency
 
 

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from potluck.data.files import ListedFile, Paths, find_files
-from potluck.data.shards import ShardedDataset
+from potluck.data.shards import ListedFile, Paths, ShardedDataset, find_files
 from potluck.errors import DataError
 
 _SHARD_BYTES = 16 << 20

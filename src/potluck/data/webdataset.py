@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from potluck._core.waiting import Reminder, reminding
-from potluck.data.files import ListedFile, Paths, find_files
-from potluck.data.shards import Deferred, ShardedDataset
+from potluck.data.shards import Deferred, ListedFile, Paths, ShardedDataset, find_files
 from potluck.errors import DataError
 
 

@@ -12,9 +12,8 @@ import numpy as np
 from potluck._core.context import DistributedContext
 from potluck.estimators import trees
 from potluck.estimators.forest_fit import ForestFit
-from potluck.estimators.histogram_trees.bags import Urn
 from potluck.estimators.histogram_trees.binning import Bins, find_bins
-from potluck.estimators.histogram_trees.growing import Nodes, Samples, grow
+from potluck.estimators.histogram_trees.growing import Nodes, Samples, Urn, grow
 from potluck.estimators.histogram_trees.splits import Rules
 from potluck.estimators.histogram_trees.targets import Classes, Targets, Values, in_units, unit_of
 from potluck.estimators.rounds import DONE, Stage, State, from_first

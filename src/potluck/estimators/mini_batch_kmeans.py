@@ -15,7 +15,6 @@ from sklearn.utils.validation import validate_data
 from potluck._core.context import DistributedContext
 from potluck.estimators import seeding
 from potluck.estimators.assigning import nearest
-from potluck.estimators.batches import Place, place_of, restored, saved
 from potluck.estimators.rounds import (
     DONE,
     State,
@@ -28,6 +27,7 @@ from potluck.estimators.shards import (
     Array,
     Checked,
     OnShards,
+    Place,
     Shard,
     check,
     column_names,
@@ -35,7 +35,10 @@ from potluck.estimators.shards import (
     compare,
     merge,
     moments,
+    place_of,
     random_of,
+    restored,
+    saved,
     weights_of,
 )
 

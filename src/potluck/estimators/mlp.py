@@ -20,7 +20,6 @@ from potluck._core import hints
 from potluck._core.context import DistributedContext
 from potluck._core.exact import power
 from potluck.estimators import classes
-from potluck.estimators.batches import place_of, restored, saved
 from potluck.estimators.rounds import DONE, State, context_of, refused, run_rounds
 from potluck.estimators.shards import (
     Array,
@@ -30,7 +29,10 @@ from potluck.estimators.shards import (
     column_names,
     common_dtype,
     compare,
+    place_of,
     random_of,
+    restored,
+    saved,
 )
 
 _SOLVERS = {"solver": [StrOptions({"adam", "sgd"})]}

@@ -17,17 +17,18 @@ from sklearn.utils.validation import validate_data
 from potluck._core.context import DistributedContext
 from potluck._core.exact import power
 from potluck.estimators import classes
-from potluck.estimators.batches import Place, place_of
 from potluck.estimators.rounds import DONE, State, context_of, refused, run_rounds
 from potluck.estimators.shards import (
     Array,
     Checked,
     OnShards,
+    Place,
     Shard,
     check,
     column_names,
     common_dtype,
     compare,
+    place_of,
     random_of,
     totals_of,
     weights_of,

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from potluck.checkpoint import CheckpointStore
-from potluck.checkpoint.writer import BackgroundWriter
+from potluck.checkpoint.store import BackgroundWriter
 from potluck.errors import CheckpointError
 from potluck.parameter_server.replica import Replica
 

@@ -10,7 +10,7 @@ require("torch", "torch")
 from potluck._core import hints  # noqa: E402
 from potluck._core.autoload import register as _register  # noqa: E402
 from potluck.checkpoint import CheckpointStore  # noqa: E402
-from potluck.torch.amp import GradScaler  # noqa: E402
+from potluck.torch.amp import GradScaler, LossScale  # noqa: E402
 from potluck.torch.clip import clip_grad_norm_  # noqa: E402
 from potluck.torch.ddp import DDP, DistributedDataParallel  # noqa: E402
 from potluck.torch.hooks import CompressionState, compression_hook  # noqa: E402
@@ -20,7 +20,6 @@ from potluck.torch.parameter_server import ServerOptimizer  # noqa: E402
 from potluck.torch.sampler import DistributedSampler  # noqa: E402
 from potluck.training import NoiseBatching, Policy, ProportionalShares  # noqa: E402
 from potluck.training.progress_bar import ProgressBar  # noqa: E402
-from potluck.training.scaling import LossScale  # noqa: E402
 from potluck.training.strategies import (  # noqa: E402
     DataParallel,
     DiLoCo,

@@ -1,7 +1,8 @@
-"""Gradient clipping by global norm."""
+"""Gradient clipping by global norm, also of sharded gradients."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from potluck.torch.ddp import DistributedDataParallel
-from potluck.torch.sharded import is_sharded
 
 
 def clip_grad_norm_(
@@ -47,3 +47,19 @@ def clip_grad_norm_(
     if not max_norm / (whole + 1e-6) >= 1:  # as torch: else the gradients would be multiplied by 1
         torch.nn.utils.clip_grads_with_norm_(tensors, max_norm, norm)
     return whole
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether ``tensor`` is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def groups_of(tensors: Iterable[Any]) -> list[Any]:
+    """The process groups of the DTensors' meshes, each once, in the same order on all ranks."""
+    groups = {
+        group.group_name: group
+        for tensor in tensors
+        for group in tensor.device_mesh.get_all_groups()
+    }
+    return [groups[name] for name in sorted(groups)]

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from potluck.torch.device import device_of
 from potluck.torch.pipeline.plan import Layer, Node, plan_stages
-from potluck.torch.structure import broadcast_tensors
+from potluck.torch.structure import broadcast_tensors, device_of
 
 if TYPE_CHECKING:
     from potluck._core.context import DistributedContext

@@ -29,7 +29,7 @@ from potluck.compressors.base import cast
 from potluck.compressors.reduction import Residuals
 from potluck.errors import CheckpointError
 from potluck.torch.compression import check_sizes
-from potluck.torch.device import synchronize
+from potluck.torch.structure import synchronize
 from potluck.training.buckets import Bucket, Slot, assign
 from potluck.training.rounding import tolerant_hash
 from potluck.training.strategies import Strategy

@@ -20,11 +20,11 @@ import msgspec
 import numpy as np
 from torch import nn
 
-from potluck.torch.device import device_of, synchronize
 from potluck.torch.measuring import measure
-from potluck.training.plan_file import FACT, VARIABLE, plan_file
+from potluck.torch.structure import device_of, synchronize
 from potluck.training.planner import encode, named
 from potluck.training.planner.candidates import BUCKET_SIZE_MB
+from potluck.training.planner.measured import FACT, SUFFIX, VARIABLE
 from potluck.training.policy import Policy
 from potluck.training.strategies import DataParallel, Strategy
 
@@ -77,7 +77,7 @@ class Planned:
         self._said: set[str] = set()
         self.strategy: Strategy = DataParallel()
         script = getattr(sys.modules["__main__"], "__file__", None)
-        path = None if script is None else plan_file(script)
+        path = None if script is None else Path(script).with_suffix(SUFFIX)
         if path is None or not path.is_file():
             if ctx.world_size == 1 and not ctx.elastic:
                 return  # nothing is sent

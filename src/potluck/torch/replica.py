@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -15,15 +17,8 @@ from potluck.errors import CheckpointError
 from potluck.torch.amp import GradScaler
 from potluck.torch.compression import Compression, tell_dropped
 from potluck.torch.ddp import DistributedDataParallel
-from potluck.torch.device import arithmetic, device_of
-from potluck.torch.outer import (
-    OuterStrategy,
-    check_strategy,
-    hyperparameters,
-    set_hyperparameters,
-)
-from potluck.torch.rng import capture_random, restore_random
-from potluck.torch.structure import overwrite, structure_of
+from potluck.torch.outer import OuterStrategy, check_strategy, hyperparameters, set_hyperparameters
+from potluck.torch.structure import arithmetic, device_of, overwrite, structure_of
 
 _log = logging.getLogger(__name__)
 
@@ -201,3 +196,31 @@ def _shape(value: Any) -> str:
     if value is None:
         return "missing"
     return f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else "no tensor"
+
+
+def capture_random() -> dict[str, Any]:
+    """The states of torch's generators (CPU, and CUDA if in use) and of the global generators of
+    Python and NumPy."""
+    version, words, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": (version, np.array(words, np.uint32), gauss),
+        "numpy": np.random.get_state(),
+    }
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def restore_random(state: State) -> None:
+    """Set the generators to ``state``, a result of ``capture_random``.
+
+    CUDA generators stay as they are if this machine has another number of devices.
+    """
+    torch.set_rng_state(state["torch"])
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
+    np.random.set_state(state["numpy"])
+    cuda = state.get("cuda", [])
+    if cuda and torch.cuda.is_available() and len(cuda) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(cuda)

@@ -1,4 +1,5 @@
-"""The structure of a model: which parameters and buffers it has, in which order; their broadcast.
+"""The structure of a model: which parameters and buffers it has, in which order; their broadcast;
+its device, and how that rounds.
 
 Tensors of any dtypes are broadcast as one sequence of bytes, which shows only its length. So ranks
 compare their structures (``context/structure.py``) when they begin, and with every sequence comes
@@ -7,6 +8,7 @@ its hash.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Collection, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from potluck._core.context.structure import hash_of
+from potluck._core.system import processor_name
 from potluck._core.wire.tensors import check_plain
 from potluck.errors import Desync
 
@@ -152,3 +155,32 @@ def overwrite(tensor: Tensor, values: Tensor) -> None:
     """Copy ``values`` into ``tensor`` without a change of its version counter, as Gloo and NCCL do:
     a graph that has saved the tensor still runs backward."""
     tensor.data.copy_(values)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device of the first parameter of ``model``; the CPU if it has none."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until ``device`` has computed what was queued on it."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def arithmetic(device: torch.device) -> str:
+    """How updates are rounded on ``device`` of this machine, in words.
+
+    Machines with equal texts apply the same updates with equal bits. What decides is PyTorch's
+    version, the system's mathematical library (a schedule of learning rates calls it, also where
+    the model is on a GPU), the device, and of a processor also the number of threads, by which sums
+    are split.
+    """
+    system = " ".join((platform.system(), *platform.libc_ver())).strip()
+    software = f"torch {torch.__version__}, {system}"
+    if device.type == "cuda":
+        return f"{software}, {torch.cuda.get_device_name(device)}"
+    if device.type != "cpu":
+        return f"{software}, {device.type}, {platform.machine()}"
+    capability, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
+    return f"{software}, {processor_name()}, {capability}, threads: {threads}"

@@ -18,9 +18,9 @@ from potluck._core.checks import checked_whole
 from potluck._core.uncopied import Uncopied
 from potluck.parameter_server import AggregationMethod, Synchronous
 from potluck.parameter_server.model import Mode, mode_of
-from potluck.torch.amp import GradScaler
-from potluck.torch.device import device_of
-from potluck.torch.schedules import check_samples
+from potluck.torch.amp import GradScaler, LossScale
+from potluck.torch.loading import check_samples
+from potluck.torch.structure import device_of
 from potluck.torch.ways.at_home import AtHome
 from potluck.torch.ways.by_server import ByServer
 from potluck.torch.ways.in_layers import InLayers
@@ -30,7 +30,6 @@ from potluck.torch.ways.way import EpochEnd, Recipe, Way, default_loss
 from potluck.training.callbacks import Callbacks
 from potluck.training.noise import NoiseBatching
 from potluck.training.policy import Policy
-from potluck.training.scaling import LossScale
 from potluck.training.trainer import DistributedTrainer, Parameters, TrainingStrategy, by_name
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from potluck.checkpoint.shards import assign
+from potluck.checkpoint.store import assign
 
 
 def test_everything_is_in_exactly_one_part_and_parts_are_balanced(seed: int) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("sklearn", reason="pip install 'potluck[sklearn]'")
 
-from potluck.estimators.histogram_trees.bags import Urn
 from potluck.estimators.histogram_trees.binning import find_bins
+from potluck.estimators.histogram_trees.growing import Urn
 from potluck.estimators.histogram_trees.splits import Rules, best_splits
 from potluck.estimators.histogram_trees.targets import Classes, Values, in_units, unit_of
 from support.shards import on_shards

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from potluck.torch.device import arithmetic
+from potluck.torch.structure import arithmetic
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda", "mps"])

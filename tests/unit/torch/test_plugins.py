@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from potluck.torch.plugins import start as plugin
+from potluck.torch import plugins as plugin
 
 
 @pytest.fixture

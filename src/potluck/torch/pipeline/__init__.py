@@ -8,8 +8,7 @@
 """
 
 from potluck.torch.pipeline.measure import measure_layers, survey
-from potluck.torch.pipeline.plan import Layer, Node, StagePlan, plan_stages
-from potluck.torch.pipeline.split import split_sequential
+from potluck.torch.pipeline.plan import Layer, Node, StagePlan, plan_stages, split_sequential
 
 __all__ = [
     "Layer",

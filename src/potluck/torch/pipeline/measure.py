@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from potluck.torch.device import synchronize
 from potluck.torch.pipeline.plan import Layer, Node
+from potluck.torch.structure import synchronize
 
 
 def measure_layers(

@@ -1,5 +1,4 @@
 """The optimal split of a chain of layers into stages: the slowest stage is as fast as possible.
-Pure.
 
 A pipeline is as slow as its slowest stage. A stage is a run of neighbouring layers, one per node in
 the nodes' order, and must fit into its node's memory. This is the partition of a chain over
@@ -14,9 +13,12 @@ partitioning", 2004, section 2; PipeDream, Harlap et al. 2018, section 3.2, adds
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
+
+from torch import nn
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,3 +131,28 @@ def _too_large(layers: Sequence[Layer], nodes: Sequence[Node], kept: Sequence[in
         f"the nodes have {sizes} (stages keep the activations of {', '.join(map(str, kept))} "
         "micro-batches); use smaller micro-batches, activation checkpointing or more nodes"
     )
+
+
+def split_sequential(
+    model: nn.Sequential,
+    layers: Sequence[Layer],
+    nodes: Sequence[Node],
+    *,
+    rounds: int = 1,
+    in_flight: Sequence[int] | None = None,
+) -> list[nn.Sequential]:
+    """Split ``model`` into ``rounds * len(nodes)`` stages, by ``plan_stages``.
+
+    Stage ``s`` belongs on rank ``s % len(nodes)``, as torch's interleaved schedules require; with
+    more than one round each stage may use an equal part of its node's memory. The stages share the
+    model's layers and their names, so the state dicts of all stages together are the model's.
+    ``in_flight`` and ValueError are as of ``plan_stages``, with a number per stage.
+    """
+    if len(layers) != len(model):
+        raise ValueError(f"the model has {len(model)} layers, but {len(layers)} were measured")
+    if rounds < 1:
+        raise ValueError(f"a model can't be split into {rounds} rounds of stages")
+    shared = [replace(node, memory_bytes=node.memory_bytes / rounds) for node in nodes]
+    plan = plan_stages(layers, shared * rounds, in_flight=in_flight)
+    children = list(model.named_children())
+    return [nn.Sequential(OrderedDict(children[run.start : run.stop])) for run in plan.stages]

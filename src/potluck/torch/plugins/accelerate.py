@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 from potluck._core.optional import require
-from potluck.torch.plugins.start import start
+from potluck.torch.plugins import start
 
 
 def process_group(backend: str = "potluck", timeout: timedelta | None = None) -> Any:

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from potluck._core.optional import require
-from potluck.torch.plugins.start import start
+from potluck.torch.plugins import start
 
 _transformers: Any = require("transformers", "ecosystem")
 

@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from potluck.torch.ddp import DistributedDataParallel
-from potluck.torch.ways.epochs import epoch_loop
 from potluck.torch.ways.samples import Part, TrainerSamples
-from potluck.torch.ways.way import EpochEnd, Recipe, Way
+from potluck.torch.ways.way import EpochEnd, Recipe, Way, epoch_loop
 from potluck.training.sampler import Schedule, Share
 
 

@@ -16,9 +16,8 @@ from potluck.parameter_server import Adam, ElasticAveraging, ParameterServer, Sy
 from potluck.parameter_server.model import Mode
 from potluck.torch.parameter_server import ServerOptimizer
 from potluck.torch.structure import broadcast_tensors, tensors_of
-from potluck.torch.ways.epochs import epoch_loop, part_of_epoch
 from potluck.torch.ways.samples import Part, TrainerSamples
-from potluck.torch.ways.way import EpochEnd, Recipe, Way
+from potluck.torch.ways.way import EpochEnd, Recipe, Way, epoch_loop, part_of_epoch
 from potluck.training.sampler import Batch, Schedule, Share
 from potluck.training.transfer import gather_states
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from potluck._core.context.structure import compare, hash_of
 from potluck.errors import DataError
 from potluck.torch.layer_pipeline import LayerPipeline
-from potluck.torch.schedules import schedule_of
+from potluck.torch.loading import schedule_of
 from potluck.torch.structure import SAME_MODEL
 from potluck.torch.ways.samples import Part, TrainerSamples
 from potluck.torch.ways.way import EpochEnd, Recipe, Way

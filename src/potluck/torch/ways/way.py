@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from potluck.checkpoint.state import State
 from potluck.torch.amp import GradScaler
+from potluck.torch.loading import schedule_of
 from potluck.torch.structure import structure_of
 from potluck.torch.ways.samples import TrainerSamples
+from potluck.training.elastic import ElasticLoop
+from potluck.training.replica import StateReplica
+from potluck.training.sampler import Schedule
 
 if TYPE_CHECKING:
     from potluck._core.context import DistributedContext
@@ -111,3 +116,39 @@ def default_loss(found: Tensor, wanted: Tensor) -> Tensor:
     if wanted.is_floating_point():
         return F.mse_loss(found.reshape(wanted.shape), wanted)
     return F.cross_entropy(found, wanted.long())
+
+
+WHOLE = 1 << 62
+"""A batch size by which a step is a whole epoch."""
+
+
+def epoch_loop(
+    recipe: Recipe,
+    samples: TrainerSamples,
+    epochs: int,
+    first: int,
+    callbacks: Sequence[object],
+    *,
+    is_kept: Callable[[], bool] = lambda: False,
+) -> ElasticLoop:
+    """A loop of ``epochs`` steps, ``first`` after this trainer's earlier ones. Its state are the
+    parameters and buffers of the network, which must be equal on all ranks at each commit. Those of
+    a rank where ``is_kept()`` are not replaced by another's."""
+
+    def capture() -> State:
+        return dict(recipe.network.state_dict())
+
+    def restore(state: Any) -> None:
+        if not is_kept():
+            recipe.network.load_state_dict(state)
+
+    seed = recipe.seed + first
+    schedule = schedule_of(samples.dataset, WHOLE, epochs, seed, True, recipe.samples)
+    replica = StateReplica(capture, restore, str(recipe.device), describe=recipe.structure)
+    return ElasticLoop(recipe.ctx, schedule, replica, callbacks=callbacks)
+
+
+def part_of_epoch(schedule: Schedule, number: int, num_parts: int) -> tuple[int, int]:
+    """The positions of the part ``number`` of ``num_parts`` of an epoch."""
+    num = schedule.num_samples
+    return num * number // num_parts, num * (number + 1) // num_parts

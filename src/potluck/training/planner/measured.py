@@ -10,6 +10,13 @@ import msgspec
 from potluck._core.wire.format import decoded
 from potluck.errors import ProtocolError
 
+VARIABLE = "POTLUCK_PLAN"
+"""Set in the environment of workers whose script is only measured."""
+FACT = "plan"
+"""The fact under which rank 0 reports the measurements."""
+SUFFIX = ".plan.json"
+"""Of the plan file, beside the script, so that it travels with its folder."""
+
 _Seconds = Annotated[float, msgspec.Meta(ge=0)]
 _Positive = Annotated[float, msgspec.Meta(gt=0)]
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from potluck.training.scaling import LossScale
+pytest.importorskip("torch")
+
+from potluck.torch.amp import LossScale
 
 
 def test_it_grows_after_an_interval_without_overflow_and_shrinks_at_once() -> None:
