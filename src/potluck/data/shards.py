@@ -181,7 +181,7 @@ def one_by_one(samples: Samples) -> list[Any]:
 
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-"""A file, a folder, a pattern such as ``data/train-*.parquet``, or a list of those."""
+"""A file, a folder, a pattern such as ``data/train-*.parquet``, or a list of these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,12 +193,12 @@ class ListedFile:
 
     @classmethod
     def of(cls, path: Path, descriptor: int | None = None) -> ListedFile:
-        """The file at ``path``, or the one that is open as ``descriptor``. OSError if it can't be
-        looked at."""
+        """The file at ``path``, or the open file of ``descriptor``. OSError if it has no
+        status."""
         return cls(path, _stamp(path if descriptor is None else descriptor))
 
     def check(self, descriptor: int) -> None:
-        """DataError if the open file is not the one that was listed."""
+        """DataError if the open file is not the listed file."""
         if _stamp(descriptor) != self.stamp:
             raise DataError(f"{self.path} was changed or replaced after the data set was made")
 

@@ -18,7 +18,7 @@ from sklearn.utils.validation import validate_data
 
 from potluck._core import hints
 from potluck._core.context import DistributedContext
-from potluck._core.exact import power
+from potluck._core.portable_math import power
 from potluck.estimators import classes
 from potluck.estimators.rounds import DONE, State, context_of, refused, run_rounds
 from potluck.estimators.shards import (

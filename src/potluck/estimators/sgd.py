@@ -15,7 +15,7 @@ from sklearn.utils._param_validation import Interval, StrOptions
 from sklearn.utils.validation import validate_data
 
 from potluck._core.context import DistributedContext
-from potluck._core.exact import power
+from potluck._core.portable_math import power
 from potluck.estimators import classes
 from potluck.estimators.rounds import DONE, State, context_of, refused, run_rounds
 from potluck.estimators.shards import (

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from sklearn.utils import check_array, check_random_state, gen_batches
 
 from potluck._core.context import DistributedContext
-from potluck.training.own_samples import held, warn_of_equal_samples
+from potluck.training.own_samples import holding_of, warn_of_equal_samples
 from potluck.training.sampler import Holding
 from potluck.training.transfer import gather_states
 
@@ -187,7 +187,7 @@ def _facts(checked: Checked) -> dict[str, Any]:
         "dtype": shard.X.dtype.name,
         "weight": float(num if shard.weights is None else shard.weights.sum()),
         "parameters": checked.parameters,
-        "held": held(num, columns).row if checked.warns else None,
+        "held": holding_of(num, columns).row if checked.warns else None,
         **shard.facts,
     }
 

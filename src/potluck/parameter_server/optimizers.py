@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from potluck._core import hints
-from potluck._core.exact import power
+from potluck._core.portable_math import power
 from potluck.parameter_server.layout import Array
 
 _LR = {"lr": "write learning_rate="}

@@ -2,7 +2,7 @@
 
 The shares of the next steps are known, so they are loaded before they are needed. If the next share
 is another one than was expected, since the group or the shares have changed, what was loaded ahead
-is thrown away.
+is dropped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from potluck.data.reader import ShardReader
 from potluck.data.shards import Samples, ShardedDataset, one_by_one
-from potluck.training.own_samples import OwnSchedule, hashed, held
+from potluck.training.own_samples import OwnSchedule, hashed, holding_of
 from potluck.training.sampler import Holding, Schedule, Share
 from potluck.training.shard_order import ShardOrder
 
@@ -249,14 +249,14 @@ def schedule_of(
 
 
 def _held(dataset: Any) -> Holding:
-    """What this rank says of its own samples: hashes of up to 1,024 of them, of one shard; unknown
-    if there are none, or some that can't be hashed."""
+    """This rank's holding: hashes of up to 1,024 of its samples, of one shard; unknown if there are
+    none, or some that can't be hashed."""
     num = len(dataset)
     if not num:
         return Holding(0)
     if isinstance(dataset, TensorDataset):
         text = ", ".join(f"{each.dtype} {list(each.shape[1:])}" for each in dataset.tensors)
-        return held(num, dataset.tensors, text.replace("torch.", ""))
+        return holding_of(num, dataset.tensors, text.replace("torch.", ""))
     if isinstance(dataset, ShardedDataset):
         shard = int(np.argmax(np.array(dataset.sizes) > 0))
         first = dataset.load(shard).take(np.arange(min(dataset.sizes[shard], _MOST_ROWS)))

@@ -32,12 +32,13 @@ if TYPE_CHECKING:
     from potluck._core.context import DistributedContext
 
 NUM_STEPS, _MOST_STEPS = 5, 25
-"""At least, and at most."""
+"""The least and the largest number of steps of a rehearsal."""
 _ENOUGH_S = 0.5
-"""Steps are enough after so long: few short ones would be measured with what else runs."""
+"""Steps take at least so long together: a few short ones would measure other load of the
+machine."""
 _WARM_STEPS = 1
-_LOOKED_AT = 5
-"""Steps, before anything is suggested."""
+_NUM_SAMPLED = 5
+"""Steps whose times a suggestion is made from."""
 _LONG_STEP_S = 0.25
 
 _log = logging.getLogger(__name__)
@@ -49,14 +50,14 @@ def is_planning() -> bool:
 
 
 class Of(msgspec.Struct, frozen=True):
-    """What a plan is of."""
+    """The machines and the model that a plan was measured on."""
 
     nodes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
 
 
 class _Choice(msgspec.Struct):
-    """What is taken from a plan file."""
+    """The fields of a plan file that a training reads."""
 
     choice: str
     bucket_size_mb: float = BUCKET_SIZE_MB
@@ -74,7 +75,7 @@ class Planned:
     def __init__(self, ctx: DistributedContext, model: nn.Module) -> None:
         self._ctx, self._of = ctx, None
         self._seen: frozenset[str] = frozenset()
-        self._said: set[str] = set()
+        self._warnings: set[str] = set()
         self.strategy: Strategy = DataParallel()
         script = getattr(sys.modules["__main__"], "__file__", None)
         path = None if script is None else Path(script).with_suffix(SUFFIX)
@@ -100,23 +101,23 @@ class Planned:
         self.look()
 
     def look(self) -> None:
-        """Warn, on rank 0, if the plan says little about the machines of the present group. Each
-        doubt is said once, and none where machines have only left: they may come back."""
+        """Warn, on rank 0, if the plan was measured on other machines than those of the present
+        group. Each warning is given once, and none if machines have only left: they may return."""
         nodes = frozenset(member.node for member in self._ctx.members)
         if self._of is None or nodes <= self._seen:
             return
         self._seen |= nodes
         doubt = doubt_of(self._of, nodes, self._shapes)
-        if doubt is not None and doubt not in self._said and self._ctx.rank == 0:
-            self._said.add(doubt)
+        if doubt is not None and doubt not in self._warnings and self._ctx.rank == 0:
+            self._warnings.add(doubt)
             _log.warning("%s %s: make it anew with `potluck plan`", self._name, doubt)
 
 
 def doubt_of(
     measured: Of, nodes: Collection[str], shapes: tuple[tuple[int, ...], ...]
 ) -> str | None:
-    """Why a plan from these measurements says little about a model of these ``shapes`` on these
-    machines."""
+    """Why a plan from these measurements does not hold for a model of these ``shapes`` on these
+    machines; None if it does."""
     if measured.shapes != shapes:
         return "is of another model"
     then, now = set(measured.nodes), set(nodes)
@@ -137,30 +138,30 @@ def _shapes_of(model: nn.Module) -> tuple[tuple[int, ...], ...]:
 
 
 class Suggestion:
-    """Says once that steps wait for the network, where a plan would help. It changes nothing.
+    """Warns once, on rank 0, that steps wait for the network, where a plan would help.
 
-    The first steps on a set of machines are looked at; when machines join or leave, the next ones.
+    The first steps on a set of machines are measured; when machines join or leave, the next ones.
     """
 
     def __init__(self, ctx: DistributedContext) -> None:
         self._ctx = ctx
         self._steps: list[tuple[float, float]] = []
         self._nodes: frozenset[str] = frozenset()
-        self._is_said = False
+        self._has_warned = False
 
     def add(self, step_s: float, waited_s: float) -> None:
         """A step, of which this rank has waited ``waited_s``, is committed."""
         nodes = frozenset(member.node for member in self._ctx.members)
         if nodes != self._nodes:
             self._nodes, self._steps = nodes, []
-        if self._is_said or len(self._steps) == _LOOKED_AT:
+        if self._has_warned or len(self._steps) == _NUM_SAMPLED:
             return
         self._steps.append((step_s, waited_s))
-        if len(self._steps) < _LOOKED_AT or self._ctx.rank != 0:
+        if len(self._steps) < _NUM_SAMPLED or self._ctx.rank != 0:
             return
         step_s, waited_s = (statistics.median(each) for each in zip(*self._steps, strict=True))
         if len(nodes) > 1 and step_s >= _LONG_STEP_S and waited_s > step_s / 2:
-            self._is_said = True
+            self._has_warned = True
             _log.warning(
                 "a step takes %.1f s, and %.0f%% of that is waiting for other machines: "
                 "`potluck plan` says which strategy sends less, and what it changes",

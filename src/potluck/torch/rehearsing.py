@@ -34,9 +34,10 @@ if TYPE_CHECKING:
     from potluck._core.context import DistributedContext
 
 _WARM_S, _MOST_WARM = 0.5, 3
-"""First tries, which make links and memory, are not counted: for so long, or so many."""
+"""The first tries, in which links and memory are set up, do not count: this many seconds, or this
+many tries."""
 _ENOUGH_S, _LEAST_TIMES, _MOST_TIMES = 1.2, 3, 8
-"""Then so long, or so often."""
+"""The seconds of the tries that count, and the least and the largest number of them."""
 _DENSE_BELOW = 4096
 _VOTE, _REPORT = 6, 32  # float64
 _WAIT_S = 300.0

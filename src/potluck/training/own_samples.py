@@ -146,7 +146,7 @@ class OwnSchedule(Schedule):
 
     def left(self, taken: Sequence[Taken]) -> tuple[Span, ...]:
         last = self.num_samples
-        # The last position up to which a rank has no other samples than those that it has taken.
+        # The last position up to which a rank has taken all its samples.
         ends = [((at + 1) * last - 1) // num for at, num in taken if at < num]
         return ((min(ends), last),) if ends else ()
 
@@ -164,9 +164,9 @@ class OwnSchedule(Schedule):
 _MOST_ROWS = 1024
 
 
-def held(num: int, columns: Sequence[Any], text: str = "") -> Holding:
-    """What a rank says of ``num`` samples of its own, arrays or tensors along their first axis:
-    hashes of up to 1,024 of them, and of what ``text`` says of their kind."""
+def holding_of(num: int, columns: Sequence[Any], text: str = "") -> Holding:
+    """The holding of a rank with ``num`` samples of its own, arrays or tensors along their first
+    axis: hashes of up to 1,024 of them, and of ``text``, which describes their kind."""
     rows = np.unique(np.linspace(0, num - 1, min(num, _MOST_ROWS)).astype(np.int64))
     return Holding(num, hashed([num, *(each[rows] for each in columns)]), hashed(text), text)
 
@@ -196,8 +196,9 @@ def warn_of_equal_samples(holdings: Sequence[Holding], otherwise: str = CUT) -> 
         )
 
 
-def told_of_change(before: Sequence[int], now: Sequence[int]) -> str:
-    """What is told when ranks with samples of their own have come or gone; empty for nothing."""
+def describe_change(before: Sequence[int], now: Sequence[int]) -> str:
+    """The event in words when ranks with samples of their own have come or gone; empty if the
+    number of samples is the same."""
     was, has = sum(before), sum(now)
     if has == was:
         return ""

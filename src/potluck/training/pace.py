@@ -73,16 +73,16 @@ class Pace:
         self, ctx: DistributedContext, step: int, done: Sequence[tuple[int, float]]
     ) -> None:
         """Adapt shares to a committed round: the samples and seconds of each rank of the present
-        group, in rank order, which all its ranks have heard alike. Not a collective call."""
+        group, in rank order, as all its ranks have received them. Not a collective call."""
         self._rounds.append(done)
         costs = [fit(rounds) for rounds in zip(*self._rounds, strict=True)]
-        self._tell(ctx, step, self._deal(costs, sum(num for num, _ in done)))
+        self._report(ctx, step, self._deal(costs, sum(num for num, _ in done)))
 
     def exchange(self, ctx: DistributedContext, progress: Progress) -> None:
         """Exchange measurements if an exchange is due. A collective call between two steps.
 
         Not after the last step: if a peer is lost at the end, ranks that have left would keep
-        another batch size than those that form one more group.
+        another batch size than the members of one more group.
         """
         if not self._is_on or progress.done:
             return
@@ -104,9 +104,9 @@ class Pace:
             self._deal(costs, progress.batch_size),
             self._resize(rows[:, 2:].sum(axis=0).tolist(), progress),
         ):
-            self._tell(ctx, progress.step, change)
+            self._report(ctx, progress.step, change)
 
-    def _tell(self, ctx: DistributedContext, step: int, change: str) -> None:
+    def _report(self, ctx: DistributedContext, step: int, change: str) -> None:
         if change:
             _log.info("step %d: %s", step, change)
             if ctx.is_master:

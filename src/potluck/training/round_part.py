@@ -99,7 +99,7 @@ class RoundPart:
         return self.loss_sum / self.loss_weight if self.loss_weight else math.nan
 
     def drop(self) -> None:
-        """Forget what this rank has computed, for its samples are others'."""
+        """Forget what this rank has computed, for its samples were dealt to other ranks."""
         self.batches, self.dealt_in = [], 0
         self.num_samples = self.num_steps = self.loss_weight = 0
         self.seconds = self.loss_sum = 0.0
@@ -113,10 +113,10 @@ class RoundPart:
 
 
 WINDOW = 4
-"""The number of rounds that are looked at."""
+"""The number of rounds whose times count."""
 
 SLACK = 0.1
-"""The least time beyond the median, as a part of it: equal machines are never quite equal."""
+"""The least time beyond the median, as a fraction of it, since equal machines differ a little."""
 
 
 class Arrivals:

@@ -37,10 +37,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _PATIENCE = 10
-"""A rank that has not arrived is waited for so many times the longest steps of a rank."""
+"""How long a late rank is waited for, as a multiple of the longest time of a rank's steps."""
 
 _FIRST_PATIENCE_S = 3600.0
-"""How long it is waited for in the first round, when nobody knows how fast the slowest rank is."""
+"""How long a late rank is waited for in the first round, before the slowest rank's speed is
+known."""
 
 
 class RoundStrategy(Protocol):
@@ -208,8 +209,8 @@ class Rounds:
     # ------------------------------------------------------------ the group
 
     def catch_up(self) -> None:
-        """After an agreement of the group: the rounds that others were dealt, and this rank was
-        not, it takes part in without work; with the samples of its own, if it has some."""
+        """After an agreement of the group: add the rounds that other ranks were dealt and this rank
+        was not. It takes part in them without work, or with samples of its own if it has some."""
         ctx, training, progress = self._ctx, self._training, self._progress
         held = progress.schedule.held
         has_begun, training.is_afresh = training.is_afresh, False
@@ -236,14 +237,14 @@ class Rounds:
                     self._fill(part)
             elif part.batches and part.dealt_in != training.valid_deals.get(part.number):
                 self._close(part)
-                part.drop()  # this rank was cut off, and the others were dealt the round anew
+                part.drop()  # dealt again to the others, while this rank was cut off
 
     # ------------------------------------------------------------ inside
 
     def _gather_taken(self, held: Sequence[int], *, resumes: bool) -> None:
-        """All members learn how many of its own samples each has in committed rounds of the epoch.
-        A newcomer counts from the positions that are not dealt; one that ``resumes`` a training
-        with as many samples as before goes on. Cost: an all_gather of 8 bytes."""
+        """Gather, for each rank, how many of its own samples are in committed rounds of the epoch.
+        A newcomer counts from the positions that are not dealt; a rank that ``resumes`` a training
+        with as many samples as before goes on from its count. Cost: an all_gather of 8 bytes."""
         ctx, progress = self._ctx, self._progress
         if self._taken < 0:
             before = progress.schedule.counts([(0, progress.frontier)], ctx.world_size)
@@ -266,8 +267,8 @@ class Rounds:
         return part.is_closed or part not in self._open
 
     def _is_synchronous(self, part: RoundPart) -> bool:
-        """Whether the exchange ends before the next round begins: if the round after it depends on
-        its outcome, or others wait. All of it is known from earlier commits."""
+        """Whether the exchange ends before the next round begins, since the next round depends on
+        its outcome, or other ranks wait. Equal on all members: it follows from earlier commits."""
         training, progress = self._training, self._progress
         return (
             not self.strategy.delay
@@ -281,7 +282,7 @@ class Rounds:
         )
 
     def _finish_delayed(self, in_flight: RoundPart) -> None:
-        """Finish the exchange of the round before, unless a change of the group has done so."""
+        """Finish the previous round's exchange, unless a change of the group has done so."""
         if in_flight in self._open:
             self._finish(in_flight)
 
@@ -330,7 +331,7 @@ class Rounds:
 
     def _check_group(self) -> None:
         """Between two steps: form the next group at once if the present one is over, or a worker
-        waits to join, so that nobody waits for the end of this rank's round."""
+        waits to join, so that the others need not wait for the end of this rank's round."""
         ctx, training = self._ctx, self._training
         error = getattr(ctx.communicator, "error", None)
         if isinstance(error, LOST):
@@ -353,8 +354,8 @@ class Rounds:
             self.strategy.close(part.number, whole=not part.deal.size)
 
     def _finish(self, part: RoundPart) -> None:
-        """Exchange, vote and apply; over as many groups as it takes. Returns without having done so
-        if this rank has received the state of another one."""
+        """Exchange, vote and apply; in a new group after each loss. Returns without having applied
+        the round if this rank has received the state of another rank."""
         ctx, training = self._ctx, self._training
         pending = 0
         while part in self._open:
@@ -380,14 +381,15 @@ class Rounds:
                 training.lost(error)
 
     def _regroup(self, pending: int) -> None:
-        """Form the next group, apply the round that it knows to count, and take up newcomers."""
+        """Form the next group, apply the round that its members know to count, and admit
+        newcomers."""
         training = self._training
         counts, loss = training.agree(pending)
         if counts:
             self._count(self._open[0], loss)
         training.bring_up_to_date()
         self.catch_up()
-        training.interrupted = None  # from here on all members make the same calls, newcomers too
+        training.interrupted = None  # from here on all members make the same calls, also newcomers
         training.end_recovery()  # the round goes on
 
     def _exchange(self, part: RoundPart) -> None:
@@ -432,14 +434,14 @@ class Rounds:
         return self._ctx.timeout_s + _PATIENCE * max(longest, part.seconds)
 
     def _must_weigh(self, part: RoundPart) -> bool:
-        """Whether the exchange starts when all reports are there, which a part of the round may be
-        missing in. Equal on all members, for it follows from the group's history."""
+        """Whether the exchange starts only once all reports have arrived, since a part of the round
+        may be missing in them. Equal on all members, for it follows from the group's history."""
         may_lack = part.is_urgent or self.strategy.deadline is not None
         return self.strategy.needs_whole_weights and may_lack and part.deal.size > 0
 
     def _compare(self, part: RoundPart) -> None:
         """Diverged if ranks that took equally many steps have unlike learning rates. Ranks that
-        took other numbers of steps get those of the rank with the most samples."""
+        took other numbers of steps get the rates of the rank with the most samples."""
         ctx = self._ctx
         reports = part.reports
         hashes: dict[int, tuple[int, int]] = {}

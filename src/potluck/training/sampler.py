@@ -53,7 +53,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What one rank says of its samples: ``num`` of its own, -1 where all ranks have the same.
+    """Which samples one rank holds: ``num`` of its own, -1 where all ranks have the same.
 
     ``fingerprint`` and ``kind`` (below 2 ** 52, 0 for unknown) are equal where samples are, and
     where their shapes and dtypes are, which ``text`` describes on this rank.
@@ -151,7 +151,7 @@ class Schedule:
 
     @property
     def holding(self) -> Holding:
-        """What this rank tells the others of its samples."""
+        """This rank's holding, which it sends to the others."""
         return Holding()
 
     @property
@@ -173,7 +173,7 @@ class Schedule:
         return (self.num_samples, self.seed, self.shuffle, shards)
 
     def for_group(self, holdings: Sequence[Holding], *, afresh: bool) -> Schedule:
-        """The schedule in a group whose ranks have ``holdings``; ``afresh``: nobody has begun.
+        """The schedule in a group whose ranks have ``holdings``; ``afresh``: no rank has begun.
         ConfigurationError for ranks that have samples of their own."""
         for rank, each in enumerate(holdings):
             if each.is_own:

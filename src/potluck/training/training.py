@@ -35,7 +35,7 @@ from potluck.errors import (
 from potluck.training import saving
 from potluck.training.alignment import Alignment
 from potluck.training.noise import NoiseEstimate
-from potluck.training.own_samples import told_of_change, warn_of_equal_samples
+from potluck.training.own_samples import describe_change, warn_of_equal_samples
 from potluck.training.pace import Pace
 from potluck.training.policy import Policy
 from potluck.training.progress import Progress
@@ -357,11 +357,11 @@ class Training:
             self.progress.noise = NoiseEstimate(float(row[5]), float(row[6]), int(row[7]))
 
     def _hold(self, holdings: list[Holding], afresh: bool) -> None:
-        """Take the schedule for a group whose ranks have said what samples they hold."""
+        """Set the schedule of a group whose ranks have these ``holdings``."""
         progress, ctx = self.progress, self.ctx
         before = progress.schedule.held
         progress.schedule = progress.schedule.for_group(holdings, afresh=afresh)
-        if before and (change := told_of_change(before, progress.schedule.held)) and ctx.is_master:
+        if before and (change := describe_change(before, progress.schedule.held)) and ctx.is_master:
             _log.warning("step %d: %s", progress.step, change)
             ctx.report(event=change)
         if not before and ctx.is_master:
@@ -376,14 +376,14 @@ class Training:
         if found is not None and self.ctx.rank == source:
             self._restore(found.state)
             step = self.progress.step
-            said = f"resumed from the checkpoint of step {step}"
+            event = f"resumed from the checkpoint of step {step}"
             if self.progress.is_stopped:
-                said += (
+                event += (
                     ", at which job.stop() has ended the training: no step follows. To train on, "
                     "begin another training, with its own directory, from that model"
                 )
-                _log.warning("%s", said)
-            self.ctx.report(event=said)
+                _log.warning("%s", event)
+            self.ctx.report(event=event)
         return source
 
     def _expected(self) -> Expected:

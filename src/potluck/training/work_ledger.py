@@ -16,7 +16,7 @@ class WorkLedger:
     """The tasks ``0`` to ``num_tasks - 1``, in the order in which they are handed out.
 
     A task is *waiting*, or *running* on one or more workers, or *done*. When none waits, and at
-    most ``num_backups`` run, a worker that is free gets a copy of the one that runs longest (backup
+    most ``num_backups`` run, an idle worker gets a copy of the task that runs longest (backup
     tasks: Dean and Ghemawat, "MapReduce", 2004, section 3.6).
     """
 

@@ -89,7 +89,7 @@ class WorkQueue(Uncopied):
             there = ", ".join(member.worker for member in ctx.members)
             raise ValueError(f"server={server!r}: there is no such worker; there are: {there}")
         failed = _failed.setdefault(ctx, Counter())
-        # A mistake is heard once: the next try of all workers is another service.
+        # The next try of all workers is another service, so an error of this one is raised once.
         served = f"{name} ({failed[name] + 1})" if failed[name] else name
         self._offer: _Offer | None = None
         try:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from potluck.errors import ConfigurationError
-from potluck.training.own_samples import OwnSchedule, told_of_change
+from potluck.training.own_samples import OwnSchedule, describe_change
 from potluck.training.sampler import Batch, Holding, Schedule
 
 
@@ -104,8 +104,8 @@ def test_groups_that_can_not_train_together_are_refused_with_the_rank() -> None:
 
 
 def test_a_change_of_the_samples_is_told() -> None:
-    assert told_of_change([4, 3], [4, 3]) == ""
-    assert told_of_change([4, 3, 5], [4, 3]) == (
+    assert describe_change([4, 3], [4, 3]) == ""
+    assert describe_change([4, 3, 5], [4, 3]) == (
         "5 samples left with a lost worker: training goes on with 7 samples of 2 workers"
     )
-    assert told_of_change([4], [4, 3]).startswith("3 samples came with a worker")
+    assert describe_change([4], [4, 3]).startswith("3 samples came with a worker")

@@ -42,7 +42,8 @@ ROTATED = frozenset(
 """The plans that look alike from every rank."""
 
 _BUDGET = 1000
-"""Transfers of segments that one simulation may take, where it can be had by simulating less."""
+"""The budget of one simulation in segment transfers; a larger case is simulated in part and
+scaled."""
 
 _EQUALLY_FAST = 1.01
 """By the model, which is not more exact than that."""

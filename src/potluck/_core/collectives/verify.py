@@ -315,7 +315,8 @@ def _check_results(
 
 
 def _run_barrier(plans: Sequence[Plan], transfers: list[_Transfer], order: list[int]) -> None:
-    """Nobody may leave before everyone has come: follow who has heard of whom."""
+    """A rank may finish only after all ranks have started: the sets of ranks that each has heard
+    of, directly or through others, are followed along the transfers."""
     heard = [[1 << plan.rank] * plan.num_chunks for plan in plans]
     for number in order:
         transfer = transfers[number]

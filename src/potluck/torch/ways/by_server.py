@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from potluck._core.context import DistributedContext
 
 _PATIENCE_S = 3600.0
-"""How long the slowest rank is waited for at the end of an epoch, which it may still compute."""
+"""How long the others wait for the slowest rank at the end of an epoch."""
 
 _MOST_DROPPED = 4
 
@@ -56,7 +56,7 @@ class ByServer(Way):
         self._server: ServerOptimizer | None = None
         self._number = -1  # of the server
         self._host = ""  # the worker that runs it
-        self._is_set = False  # by the script, since the server was told
+        self._is_set = False  # by the script, since the parameters were last sent to the server
         self._is_closed = False
         # Of the present epoch:
         self._num_parts = 0  # 0 before it has begun
@@ -64,7 +64,7 @@ class ByServer(Way):
         self._has_tried = False  # to begin it with the others
         self._done = 0  # the parts of this rank that count
         self._before: int | None = None  # its pushes that counted before, once it has pulled
-        self._earlier: dict[str, int] = {}  # by worker, those that earlier servers counted
+        self._earlier: dict[str, int] = {}  # by worker, pushes that earlier servers counted
         self._sum, self._num = 0.0, 0
         self._num_dropped = 0  # in a row
 
@@ -175,7 +175,8 @@ class ByServer(Way):
         recipe, ctx = self.recipe, self.recipe.ctx
         setters = [rank for rank, row in enumerate(rows) if row["is_set"]]
         if setters or not hosts:
-            # By way of copies: if this is interrupted, a rank's parameters are those it speaks of.
+            # Into copies first: if this is interrupted, a rank's parameters are of the version that
+            # it reports.
             own = tensors_of(recipe.network)
             copies = {name: each.detach().clone() for name, each in own.items()}
             broadcast_tensors(ctx, copies, root=[*setters, newest][0])

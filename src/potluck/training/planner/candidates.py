@@ -1,4 +1,4 @@
-"""The strategies that a planner knows, those that change the least first. Pure."""
+"""The strategies that a planner knows, in the order of how little they change. Pure."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from potluck.training.strategies import (
 )
 
 BUCKET_SIZE_MB = 25.0
-"""Of a DistributedDataParallel, unless it is told otherwise."""
+"""The default of a DistributedDataParallel."""
 BUCKET_SIZES_MB = (BUCKET_SIZE_MB, 5.0, 100.0)
-"""Those that a plan compares."""
+"""The bucket sizes that a plan compares."""
 ROUNDS = {"local-sgd": (8, 16, 32), "diloco": (100, 200, 400), "sparse": (40, 80, 160)}
-"""By name: the steps of a round that a plan compares, the usual ones first. None shorter than
-those: that would change the mathematics little, and cost the network more."""
+"""By name: the steps of a round that a plan compares, the default first. Shorter rounds than these
+would change the mathematics little, and cost the network more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ METHODS: dict[str, Compressor] = {
 
 
 def candidates_for(nodes: tuple[str, ...]) -> tuple[Candidate, ...]:
-    """Those that make sense for ranks on these machines: ``hierarchical`` where several share one,
+    """The candidates for ranks on these machines: ``hierarchical`` where several share one,
     ``gossip`` where there are more than two, whose mean is not that of ``local-sgd``."""
     left_out = set()
     if not 1 < len(set(nodes)) < len(nodes):

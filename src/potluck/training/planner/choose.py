@@ -45,7 +45,7 @@ class Plan:
 
 def make_plan(measured: Measured, candidates: tuple[Candidate, ...] | None = None) -> Plan:
     """Predict each candidate, by default all that make sense, in its best buckets or rounds, and
-    choose the one that changes the least of those fast enough."""
+    choose, of the candidates that are fast enough, the one that changes the least."""
     if len(set(measured.nodes)) == 1:
         what = "all workers are on one machine, and share its memory"
         reason = "one worker sends nothing" if measured.world_size == 1 else what
@@ -127,9 +127,9 @@ def _ranks_without(measured: Measured, gone: Collection[str]) -> tuple[int, ...]
 
 
 def _worst(group: Measured) -> Iterable[str]:
-    """The machines that are worth a try: of those with equally many workers the one that computes
-    the slowest, and those with the slowest links. Without any other one a step takes as long as
-    without one of these, or longer."""
+    """Candidates for removal: among machines with equally many workers, the slowest processor and
+    the slowest links. Removing any other machine can't be faster, for it is dominated by one of
+    these."""
     ranks: dict[str, list[int]] = {}
     for rank, node in enumerate(group.nodes):
         ranks.setdefault(node, []).append(rank)
@@ -151,23 +151,25 @@ def _worst(group: Measured) -> Iterable[str]:
 
 
 LONGEST_S = 1.5
-"""A step, or an exchange, that the model takes for longer is rehearsed in two parts."""
+"""A step or an exchange with a longer predicted time is rehearsed in two parts."""
 MOST_ELEMENTS = 1 << 25
-"""And so is a larger model: a rehearsal needs up to eight arrays of this many float32, 1 GiB."""
+"""A larger model is also rehearsed in two parts: a rehearsal needs up to eight arrays of this many
+float32, 1 GiB."""
 _SMALLER = 4
-"""How many times as large the larger part is."""
+"""The ratio of the two parts' sizes."""
 _LEAST_ELEMENTS = 1024
 
 
 def to_rehearse(measured: Measured) -> tuple[Candidate, ...]:
-    """What is tried first: none where all ranks are on one machine, for which nothing is
+    """Candidates of the first pass; none where all ranks are on one machine, for which nothing is
     predicted."""
     return candidates_for(measured.nodes) if len(set(measured.nodes)) > 1 else ()
 
 
 def in_other_buckets(measured: Measured) -> tuple[Candidate, ...]:
-    """After that: candidates in buckets of another size, if the model takes them for faster. Not
-    those of which only parts were rehearsed: the network bounds these, whatever the buckets."""
+    """Candidates of the second pass: in buckets of another size, if the model predicts them to be
+    faster. Not a candidate that was rehearsed in parts: the network bounds it, whatever the
+    buckets."""
     found = []
     for each in to_rehearse(measured):
         if each.every is None and predict(measured, each).basis is Basis.REHEARSED:

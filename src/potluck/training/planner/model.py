@@ -6,9 +6,9 @@ backward all are decoded and written back. The network is ``collectives.simulate
 bytes of each payload and the slowest link everywhere, for a ring is as fast as that. What a rank
 does itself is counted in passes over its gradients, at the measured speed of a copy.
 
-It knows nothing of ranks that share a processor, of lost packets, of what threads wait for. So it
-says how long a rehearsal will take, and carries over what was rehearsed to groups and buckets that
-were not.
+It leaves out ranks that share a processor, lost packets, and waits of threads for each other. So it
+predicts how long a rehearsal will take, and scales rehearsed times to groups and buckets that were
+not rehearsed.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from potluck.training.planner.model import Times, bytes_of, times_of
 from potluck.training.policy import Policy
 
 _LEAST_S = 1e-4
-"""Modelled times below this say nothing about how much longer another one is."""
+"""Modelled times below this are too short to scale another time by."""
 
 
 class Basis(StrEnum):
