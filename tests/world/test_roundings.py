@@ -53,10 +53,10 @@ def test_by_algorithm(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(row in PAGE for row in ROWS)
     exchanges = int(np.log2(size))
     for algorithm in ("ring", "direct", "centralized"):
-        assert counted(monkeypatch, "inproc", size, algorithm) == (size - 1, size - 1), algorithm
+        assert counted(monkeypatch, "pipes", size, algorithm) == (size - 1, size - 1), algorithm
     extra = 0 if size == 1 << exchanges else 1
-    assert counted(monkeypatch, "inproc", size, "doubling") == (size - 1, exchanges + extra)
-    total, way = counted(monkeypatch, "inproc", size, "tree")
+    assert counted(monkeypatch, "pipes", size, "doubling") == (size - 1, exchanges + extra)
+    total, way = counted(monkeypatch, "pipes", size, "tree")
     assert total == size - 1
     assert way <= 2 * int(np.ceil(np.log2(size + 1)))
 
