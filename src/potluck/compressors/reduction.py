@@ -81,8 +81,8 @@ class Residuals:
         ``dtypes``. Returns the keys that have one now; others are dropped.
 
         A residual is what a rank owes to the sum over all ranks, so those of several ranks add up,
-        and any compressor with error feedback can pay it. ValueError, with the key, for two states
-        with unlike numbers of elements.
+        and any compressor with error feedback can pay it. The caller checks that arrays of one key
+        have one number of elements.
         """
         self._flats, self._own, self._loose = {}, set(), {}
         for state in states:
