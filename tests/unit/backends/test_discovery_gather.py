@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from potluck._core.backends import discovery_gather, discovery_rules
-from potluck._core.backends.discovery_gather import Gathering
-from potluck._core.backends.discovery_situations import Found, Next
+from potluck._core.backends.discovery_gather import Found, Gathering, Next
 from potluck._core.types import Member
 from potluck._core.wire.gathering import Attempt, Formed, Participant
 from potluck.errors import LinkError

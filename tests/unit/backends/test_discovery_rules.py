@@ -6,8 +6,15 @@ import itertools
 
 import pytest
 
-from potluck._core.backends.discovery_paths import in_order, named, rounds
-from potluck._core.backends.discovery_rules import SILENT_S, ExistingGroups, FirstGroup, NextGroup
+from potluck._core.backends.discovery_rules import (
+    SILENT_S,
+    ExistingGroups,
+    FirstGroup,
+    NextGroup,
+    in_order,
+    named,
+    rounds,
+)
 from potluck._core.types import MeasuredPath, Member
 from potluck._core.wire.gathering import Participant
 

@@ -15,13 +15,24 @@ from dataclasses import replace
 from functools import partial
 
 from potluck._core import hints
-from potluck._core.backends import discovery_paths
 from potluck._core.backends.base import StaticBackend
-from potluck._core.backends.discovery_gather import Gathering, read_joining
-from potluck._core.backends.discovery_peers import FORMED, KnownPeers
+from potluck._core.backends.discovery_gather import (
+    First,
+    Gathering,
+    Next,
+    Situation,
+    answer_measurement,
+    read_joining,
+)
 from potluck._core.backends.discovery_rules import SETTLE_S, FirstGroup
-from potluck._core.backends.discovery_search import JOIN, MEET, Search, welcome_caller
-from potluck._core.backends.discovery_situations import First, Next, Situation
+from potluck._core.backends.discovery_search import (
+    FORMED,
+    JOIN,
+    MEET,
+    KnownPeers,
+    Search,
+    welcome_caller,
+)
 from potluck._core.backends.rendezvous import Rendezvous
 from potluck._core.backends.tcp import TcpBase
 from potluck._core.checks import Duration, checked_seconds, checked_whole
@@ -104,7 +115,7 @@ class AutoDiscoveryBackend(StaticBackend):
         )
         switchboard = self._base.switchboard
         switchboard.answer(JOIN, self._rendezvous.admit)
-        switchboard.answer(measure.KIND, discovery_paths.answer)
+        switchboard.answer(measure.KIND, answer_measurement)
         switchboard.answer(
             MEET,
             partial(

@@ -3,27 +3,38 @@
 One process gathers the group: for the first group the process with the lowest id, for later groups
 the most senior remaining member. The other processes ask the gathering process to join, and wait
 for its answer. The gathering process probes absent processes, and does not wait for a process that
-has ended. ``discovery_situations.py`` says when the group is complete.
+has ended. ``First`` and ``Next`` are the two situations; ``discovery_rules.py`` says when their
+groups are complete.
+
+Before the first group is formed, the gathering process orders measurements of the paths between
+the nodes, as agents do: every pair of nodes is measured by one process of each node, in rounds in
+which a node takes part in at most one measurement. Paths that are not measured within
+``_SURVEY_S`` count as ordinary links.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ipaddress
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from enum import Enum, auto
 
-from potluck._core.backends.discovery_paths import ANSWER_S, BUDGET_S, in_order, named, read, survey
-from potluck._core.backends.discovery_peers import FORMED
-from potluck._core.backends.discovery_search import CALL_S, JOIN, MEET, Search
-from potluck._core.backends.discovery_situations import Found, Situation
+from potluck._core.backends.discovery_rules import FirstGroup, NextGroup, in_order, named, rounds
+from potluck._core.backends.discovery_search import CALL_S, FORMED, JOIN, MEET, KnownPeers, Search
 from potluck._core.backends.rendezvous import Arrival, Rendezvous
 from potluck._core.cluster.discovery.advert import INSTANCE_BYTES
+from potluck._core.cluster.topology import measure
 from potluck._core.transport.blocking import has_come, receive, recv_exactly, send_all
 from potluck._core.transport.credentials import Credentials
 from potluck._core.transport.handshake import connect
+from potluck._core.transport.listener import Admission
 from potluck._core.transport.tcp import TcpLink
+from potluck._core.types import MeasuredPath
 from potluck._core.waiting import Reminder
+from potluck._core.wire.facts import MEASURING, Measuring
 from potluck._core.wire.gathering import (
     ASKED,
     JOINING,
@@ -32,13 +43,15 @@ from potluck._core.wire.gathering import (
     Attempt,
     Formed,
     Joining,
+    Measure,
     Participant,
     Reading,
     checked,
 )
-from potluck._core.wire.greeting import Hello
+from potluck._core.wire.greeting import Hello, Welcome
 from potluck.errors import (
     ConfigurationError,
+    Evicted,
     GroupError,
     LinkError,
     OperationTimeout,
@@ -46,7 +59,192 @@ from potluck.errors import (
     Refused,
 )
 
+
+class Found(Enum):
+    """The outcome of a probe of a process."""
+
+    RUNS = auto()
+    GONE = auto()
+    SILENT = auto()
+
+
+class First:
+    """The situation of processes that found each other and were in no group yet.
+
+    ``Next`` has the same methods.
+    """
+
+    def __init__(self, me: str, rule: FirstGroup, peers: KnownPeers, search: Search) -> None:
+        self._me = me
+        self._rule = rule
+        self._peers = peers
+        self._search = search
+        self._learned: set[str] = set()
+
+    @property
+    def last(self) -> Formed:
+        """The last group of this process; before the first, epoch 0 and the processes found."""
+        return Formed(0, self._peers.peers)
+
+    def participant(self, instance: str) -> Participant:
+        """The address of a process; KeyError if it is no longer known."""
+        return self._peers.get(instance)
+
+    def seniors(self) -> list[str]:
+        """The processes that come before this one as gathering process, the most senior first."""
+        self._peers.check_existing()
+        if self._rule.world_size == 1:
+            return []
+        return [peer.instance for peer in self._peers.peers if peer.instance < self._me]
+
+    def absent(self, joined: list[str]) -> list[str]:
+        """The processes that have not joined and still may."""
+        return [p.instance for p in self._peers.peers if p.instance not in joined]
+
+    def heard(self, instance: str, found: Found) -> None:
+        """Note the outcome of a probe."""
+        if found is not Found.RUNS:
+            self._peers.lost(instance)
+            self._search.lost(instance)
+
+    def learn(self, arrival: Arrival[Joining]) -> None:
+        """Use the content of a request to join: the last group of the process, or the processes
+        that it has found. Evicted if that group was formed without this process."""
+
+        if arrival.member.worker in self._learned:
+            return
+        self._learned.add(arrival.member.worker)
+        known = {self._me, *(peer.instance for peer in self._peers.peers)}
+        for participant in arrival.said.participants:
+            if participant.instance not in known and participant.member.host:
+                self._search.look_at(participant.member.host, participant.member.port)
+
+    def attempted(self, attempt: Attempt) -> None:
+        """Note a group that was agreed on and may exist on some hosts. Nothing to do: its members
+        are peers, for which the group waits."""
+
+    def is_complete(self, joined: list[str]) -> bool:
+        """Whether to form the group now, of the processes that ``joined``."""
+        if self._peers.is_late:
+            return False
+        known = [peer.instance for peer in self._peers.peers]
+        return self._rule.is_complete(known, joined, time.monotonic())
+
+    def must_go_on(self, joined: list[str]) -> bool:
+        """Whether to form the group at the deadline; if not, the caller raises."""
+        return False
+
+    def refused(self, participant: Participant, error: Refused) -> None:
+        """Note that a process is in another group. Raises if that is final."""
+        member = participant.member
+        self._peers.lost(participant.instance)
+        self._peers.refused(member.host, member.port, error)
+        self._search.look_at(member.host, member.port)
+
+    def chosen(self, joined: list[str]) -> list[str]:
+        """The processes of the group, without this one, the most senior first."""
+        return sorted(joined)[: self._rule.world_size - 1 if self._rule.world_size else None]
+
+
+class Next:
+    """The situation of the remaining members of ``last``."""
+
+    def __init__(self, me: str, last: Formed, cause: BaseException | None) -> None:
+        self._me = me
+        self._last = last
+        self._cause = cause
+        self._rule = NextGroup([each.instance for each in last.participants])
+        self._attempts: dict[tuple[str, ...], int] = {}
+
+    @property
+    def last(self) -> Formed:
+        return self._last
+
+    def participant(self, instance: str) -> Participant:
+        return self._last.participants[self._last.rank_of(instance)]
+
+    def seniors(self) -> list[str]:
+        now, mine = time.monotonic(), self._last.rank_of(self._me)
+        return [
+            instance
+            for instance in self._rule.members[:mine]
+            if instance not in self._rule.gone and not self._rule.is_silent(instance, now)
+        ]
+
+    def absent(self, joined: list[str]) -> list[str]:
+        return self._rule.absent([self._me, *joined])
+
+    def heard(self, instance: str, found: Found) -> None:
+        if found is Found.RUNS:
+            self._rule.answered(instance)
+        elif found is Found.GONE:
+            self._rule.ended(instance)
+        else:
+            self._rule.unanswered(instance, time.monotonic())
+
+    def learn(self, arrival: Arrival[Joining]) -> None:
+        """If the process was in a newer group than this one, take that group as the last."""
+        joining = arrival.said
+        for attempt in joining.attempts:
+            self.attempted(attempt)
+        if joining.epoch <= self._last.epoch:
+            return
+        mine = {each.instance: each for each in self._last.participants}
+        participants = tuple(
+            mine[each.instance] for each in joining.participants if each.instance in mine
+        )
+        if self._me not in {each.instance for each in participants}:
+            raise self._evicted("a newer group was formed without this process")
+        self._last = Formed(joining.epoch, participants, self._last.paths)
+        gone = self._rule.gone
+        self._rule = NextGroup([each.instance for each in participants], gone)
+        self._rule.attempts = self._open_attempts()
+
+    def attempted(self, attempt: Attempt) -> None:
+        before = self._attempts.get(attempt.instances, 0)
+        self._attempts[attempt.instances] = max(before, attempt.epoch)
+        self._rule.attempts = self._open_attempts()
+
+    def _open_attempts(self) -> list[tuple[str, ...]]:
+        """The attempts since the last group that was complete."""
+        return [each for each, epoch in self._attempts.items() if epoch > self._last.epoch]
+
+    def is_complete(self, joined: list[str]) -> bool:
+        return self._rule.is_complete([self._me, *joined], time.monotonic())
+
+    def must_go_on(self, joined: list[str]) -> bool:
+        objection = self._rule.objection([self._me, *joined])
+        if objection:
+            last = self._last
+            raise GroupError(
+                f"no group after epoch {last.epoch}: {objection}. Start all processes again, from "
+                "their last checkpoint",
+                rank=last.rank_of(self._me),
+                epoch=last.epoch,
+            ) from self._cause
+        return True
+
+    def refused(self, participant: Participant, error: Refused) -> None:
+        raise self._evicted(str(error)) from error
+
+    def chosen(self, joined: list[str]) -> list[str]:
+        return [instance for instance in self._rule.members if instance in joined]
+
+    def _evicted(self, reason: str) -> Evicted:
+        return Evicted(
+            f"the other members have gone on without this process: {reason}",
+            rank=self._last.rank_of(self._me),
+            epoch=self._last.epoch,
+        )
+
+
+Situation = First | Next
+"""The group that is to be formed. Processes are named by their instances (random ids)."""
+
+
 _JOINING_S = 3.0
+_SURVEY_S = 10.0
+_READING_S = measure.MEASURE_S + 2.0
 _AGAIN_S = 0.05
 """The pause before another process is called again, which can't tell when it is ready."""
 _LOOK_S = 0.2
@@ -264,9 +462,9 @@ class Gathering:
         ]
         paths = last.paths
         if not last.epoch:
-            budget_s = min(BUDGET_S, (deadline - time.monotonic()) / 3)
+            budget_s = min(_SURVEY_S, (deadline - time.monotonic()) / 3)
             links = [None, *(each.link for each in arrivals)]
-            paths = survey(
+            paths = _survey(
                 participants, links, lambda participant: self._measure(participant, ""), budget_s
             )
         ranked, known = in_order(participants, paths)
@@ -284,7 +482,7 @@ class Gathering:
     def _measure(self, participant: Participant, gatherer: str) -> Reading:
         host = gatherer if _is_there(participant.member.host) else participant.member.host
         try:
-            return self._search.run(read(participant, host, self._credentials), ANSWER_S)
+            return self._search.run(_read(participant, host, self._credentials), _READING_S)
         except LinkError:
             return Reading()
 
@@ -327,3 +525,97 @@ def _is_not_listening(error: BaseException) -> bool:
 def _is_there(host: str) -> bool:
     """Whether ``host`` stands for the machine of the process that sent it."""
     return not host or ipaddress.ip_address(host.partition("%")[0]).is_loopback
+
+
+def _survey(
+    participants: Sequence[Participant],
+    links: Sequence[TcpLink | None],
+    here: Callable[[Participant], Reading],
+    budget_s: float,
+) -> tuple[MeasuredPath, ...]:
+    """Measure the paths between the nodes of ``participants`` over ``links``, within ``budget_s``
+    seconds. The link of this process is None; it measures by ``here``."""
+    first: dict[str, int] = {}
+    for index, participant in enumerate(participants):
+        first.setdefault(participant.member.node, index)
+    chosen = list(first.values())
+    until = time.monotonic() + budget_s
+    paths: list[MeasuredPath] = []
+    for of_nodes in rounds(len(chosen)):
+        if time.monotonic() >= until:
+            break
+        pairs = [(chosen[a], chosen[b]) for a, b in of_nodes]
+        for (a, b), reading in zip(
+            pairs, _measure_round(pairs, participants, links, here), strict=True
+        ):
+            near, far = participants[a].member.node, participants[b].member.node
+            if reading.outward and reading.inward:
+                paths.append(MeasuredPath(near, far, reading.latency_s, reading.outward))
+                paths.append(MeasuredPath(far, near, reading.latency_s, reading.inward))
+    return tuple(paths)
+
+
+def _measure_round(
+    pairs: Sequence[tuple[int, int]],
+    participants: Sequence[Participant],
+    links: Sequence[TcpLink | None],
+    here: Callable[[Participant], Reading],
+) -> list[Reading]:
+    """One round: other processes measure on request, this process at the same time."""
+    readings: dict[tuple[int, int], Reading] = {}
+    deadline = time.monotonic() + _READING_S
+    for a, b in pairs:
+        link = links[a]
+        if link is not None:
+            with contextlib.suppress(LinkError):
+                send_all(link, ASKED.encode(Measure(participants[b])), deadline)
+    for a, b in pairs:
+        if links[a] is None:
+            readings[a, b] = here(participants[b])
+    for a, b in pairs:
+        link = links[a]
+        if link is not None:
+            with contextlib.suppress(PotluckError):  # a lost process is noticed when links are made
+                readings[a, b] = receive(link, READING, deadline)
+    return [readings.get(pair, Reading()) for pair in pairs]
+
+
+async def _read(participant: Participant, host: str, credentials: Credentials) -> Reading:
+    """Measure the path to ``participant`` at ``host``."""
+    member = participant.member
+    try:
+        found = await measure.measure(
+            host, member.port, member.node, credentials, may_go_on=lambda: True
+        )
+    except (PotluckError, measure.Stopped, TimeoutError, OSError):
+        return Reading()
+    return Reading(found.latency_s, found.outward, found.inward)
+
+
+def answer_measurement(hello: Hello, node: str) -> Admission:
+    """Serve the measurement of a path by another process."""
+
+    def deliver(link: TcpLink) -> None:
+        with contextlib.closing(link):
+            connection = _BlockingConnection(link, time.monotonic() + measure.MEASURE_S)
+            asyncio.run(measure.serve(connection, may_go_on=lambda: True))
+
+    return Admission(Welcome(), deliver)
+
+
+class _BlockingConnection:
+    """A measuring connection over a blocking link. It blocks the event loop, which has no other
+    task."""
+
+    def __init__(self, link: TcpLink, deadline: float) -> None:
+        self._link = link
+        self._deadline = deadline
+
+    def send(self, message: Measuring) -> None:
+        send_all(self._link, MEASURING.encode(message), self._deadline)
+
+    async def drain(self) -> None:
+        """Return at once: ``send`` has waited until the system took the bytes."""
+
+    async def receive(self) -> Measuring:
+        return receive(self._link, MEASURING, self._deadline)

@@ -5,13 +5,18 @@ The first group has all processes that were found, when there are enough of them
 was found for a while. A later group has the remaining members of the last group, if they are a
 majority of that group and of each group that was agreed on since, not counting processes that
 certainly ended. In an even split the half with the most senior process goes on. So the two sides of
-a partitioned network never both train.
+a partitioned network never both train. Its ranks follow the ring whose slowest link is fastest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+from potluck._core.cluster.topology.graph import Topology, in_ring
+from potluck._core.types import MeasuredPath
+from potluck._core.wire.facts import LinkFacts, NodeFacts
+from potluck._core.wire.gathering import Participant
 
 SETTLE_S = 2.0
 """Seconds without a new process before the first group is formed: the interval of beacons."""
@@ -138,3 +143,50 @@ class ExistingGroups:
     def reasons(self) -> str:
         """All reasons, for an error text."""
         return "; ".join(sorted({reason for _, reason in self._refusals.values()}))
+
+
+def in_order(
+    participants: Sequence[Participant], paths: Sequence[MeasuredPath]
+) -> tuple[tuple[Participant, ...], tuple[MeasuredPath, ...]]:
+    """Order ``participants`` (the most senior first) by the best ring; also returns the known paths
+    between their nodes."""
+    nodes = {each.member.node for each in participants}
+    links = [
+        LinkFacts(path.source, path.target, path.latency_s, path.bandwidth)
+        for path in paths
+        if path.source in nodes and path.target in nodes
+    ]
+    topology = Topology([NodeFacts(node) for node in nodes], links)
+    by_member = {id(participant.member): participant for participant in participants}
+    ranked = in_ring([each.member for each in participants], topology.ring())
+    return tuple(by_member[id(member)] for member in ranked), topology.paths(nodes)
+
+
+def rounds(count: int) -> list[list[tuple[int, int]]]:
+    """All pairs of ``count`` nodes, in rounds in which each node is in at most one pair.
+
+    The circle method of tournament schedules: the first node stays, the others rotate by one place
+    a round, and opposite places are a pair. For an odd number of nodes, -1 fills the last place.
+    """
+    circle = [*range(count), *([-1] if count % 2 else [])]
+    half = len(circle) // 2
+    found = []
+    for _ in range(len(circle) - 1):
+        pairs = zip(circle[:half], reversed(circle[half:]), strict=True)
+        found.append([(min(pair), max(pair)) for pair in pairs if -1 not in pair])
+        circle = [circle[0], circle[-1], *circle[1:-1]]
+    return found
+
+
+def named(
+    participants: Sequence[Participant], last: Sequence[Participant] = ()
+) -> tuple[Participant, ...]:
+    """``participants`` with the workers' names of the ``last`` group; in a first group the names
+    are the ranks."""
+    names = {each.instance: each.member.worker for each in last} or {
+        each.instance: str(rank) for rank, each in enumerate(participants)
+    }
+    return tuple(
+        Participant(each.instance, replace(each.member, worker=names[each.instance]))
+        for each in participants
+    )
