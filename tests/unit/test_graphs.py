@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from potluck import graphs
-from potluck._core.collectives.neighbors import plans_for, verify_on
+from potluck._core.collectives.direct import plans_for, verify_on
 from potluck._core.collectives.plan import Action
 from potluck._core.collectives.verify import VerificationError
 from potluck.graphs import Graph

@@ -23,7 +23,7 @@ from potluck._core.printable import (
 )
 from potluck._core.settings import load_settings
 from potluck._core.wire import peers
-from potluck._core.wire.names import Versions
+from potluck._core.wire.format import Versions
 from potluck._core.wire.pairing import Newcomer
 from potluck.errors import ConfigurationError, LinkError, ProtocolError
 

@@ -13,10 +13,9 @@ import pytest
 
 from potluck._core.collectives.plan import Operation
 from potluck._core.engine.communicator import Communicator
-from potluck._core.engine.connector import Deliver, Fail
 from potluck._core.engine.request import Request
 from potluck._core.engine.work import Work
-from potluck._core.transport.link import Link
+from potluck._core.transport.link import Deliver, Fail, Link
 from potluck._core.transport.tcp import TcpLink
 from potluck._core.types import Group, Member, ReduceOp
 from potluck._core.wire import frames

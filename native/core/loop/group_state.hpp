@@ -1,5 +1,5 @@
 // The state of a group: alive, or over with a failure. The first failure ends the group for good.
-// The twin of engine/failures/group_state.py; Python makes the error that users see
+// The twin of engine/failures/group_errors.py; Python makes the error that users see
 // (engine/failures/group_errors.py).
 //
 // Not locked: only the loop's thread changes it. Other threads may read the failure after the event

@@ -1,5 +1,5 @@
 // Hang detection: finds the rank that blocks an operation which does not end. The twin of
-// engine/failures/hang_detection.py, where the protocol is explained. Keeps reports; sends nothing.
+// engine/loop/plans.py, where the protocol is explained. Keeps reports; sends nothing.
 #pragma once
 
 #include <cstdint>

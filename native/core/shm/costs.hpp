@@ -1,6 +1,6 @@
 // A microbenchmark of waiting and reading on this machine, in about three milliseconds. The choice
 // between the two ways of reducing, and how long a rank spins, follow from it
-// (collectives/shared_memory.py).
+// (engine/shm/channel.py).
 #pragma once
 
 namespace potluck::shm {

@@ -12,7 +12,7 @@
 //
 // So there is one synchronisation per block, not two or three. The third stage makes a large
 // all_reduce a reduce-scatter and an all-gather (Rabenseifner's algorithm; see
-// collectives/shared_memory.py for the size from which that pays).
+// engine/shm/channel.py for the size from which that pays).
 //
 // Broadcast: only the root has data, so the slots of the other ranks would stay empty. The root
 // writes into the slots of all ranks in turn. It can then be many blocks ahead of its readers, and

@@ -25,7 +25,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import ClassVar, NoReturn, Protocol, SupportsIndex, TypeVar
 
 from potluck.errors import ForkedProcess, PotluckError
 
@@ -180,3 +180,19 @@ if sys.platform != "win32":
     os.register_at_fork(
         before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_in_child
     )
+
+
+class Uncopied:
+    """The base class of objects whose links, threads and hooks belong to one object in one process.
+    Without it a copy would fail in the middle, on a lock ("cannot pickle '_thread.RLock' object"),
+    or would lack half of what it needs.
+
+    ``copy.copy``, ``copy.deepcopy`` and pickle of an instance raise TypeError, which says what to
+    do: ``take_instead``."""
+
+    take_instead: ClassVar[str]
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        kind = type(self).__name__
+        article = "an" if kind[0] in "AEIOU" else "a"
+        raise TypeError(f"{article} {kind} can't be copied or pickled: {self.take_instead}")

@@ -15,7 +15,7 @@ import numpy as np
 from potluck._core import hints
 from potluck._core.checks import Duration, checked_seconds
 from potluck._core.context import DistributedContext
-from potluck._core.uncopied import Uncopied
+from potluck._core.forks import Uncopied
 from potluck.checkpoint import CheckpointStore
 from potluck.errors import ServiceLost, ServiceTimeout, UnknownService
 from potluck.parameter_server.arguments import arrays_of, check_arguments, servers_of, store_of

@@ -27,7 +27,7 @@ from potluck._core.transport.listener import Admission, Listener
 from potluck._core.waiting import to_stderr
 from potluck._core.wire.greeting import Hello, Refusal
 from potluck._core.wire.local import ServiceInfo, ServicesReply
-from potluck._core.wire.served import Served
+from potluck._core.wire.peers import Served
 from potluck._core.wire.services import KIND
 from potluck.errors import ConfigurationError, LinkError, Refused, UnknownService
 from potluck.services.channel import Blocks

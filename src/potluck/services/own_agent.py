@@ -14,7 +14,7 @@ from potluck._core.cluster.links.local import ask_agent, call_agent
 from potluck._core.settings import Settings
 from potluck._core.transport.aio import MessageLink
 from potluck._core.wire import local
-from potluck._core.wire.served import Served
+from potluck._core.wire.peers import Served
 from potluck.errors import ConfigurationError, LinkError, PotluckError
 
 REGISTER_S = 10.0

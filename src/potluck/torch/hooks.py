@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 
 from potluck._core.context.structure import compare
-from potluck._core.uncopied import Uncopied
+from potluck._core.forks import Uncopied
 from potluck.compressors import Compressor, options
 from potluck.compressors.base import Array, Coded, text_of
 from potluck.compressors.reduction import Residuals, Sums

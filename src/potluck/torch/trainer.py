@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from potluck._core import hints
 from potluck._core.checks import checked_whole
-from potluck._core.uncopied import Uncopied
+from potluck._core.forks import Uncopied
 from potluck.parameter_server import AggregationMethod, Synchronous
 from potluck.parameter_server.model import Mode, mode_of
 from potluck.torch.amp import GradScaler, LossScale

@@ -32,7 +32,7 @@ import numpy as np
 
 from potluck._core.context import check_whole
 from potluck._core.engine.work import again
-from potluck._core.uncopied import Uncopied
+from potluck._core.forks import Uncopied
 from potluck.checkpoint.store import CheckpointStore
 from potluck.errors import CheckpointError, Diverged, GroupError
 from potluck.training.callbacks import Callbacks

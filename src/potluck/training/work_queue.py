@@ -13,8 +13,7 @@ from weakref import WeakKeyDictionary
 
 from potluck._core.background import start_thread
 from potluck._core.checks import Duration, checked_seconds, checked_whole
-from potluck._core.forks import Owner
-from potluck._core.uncopied import Uncopied
+from potluck._core.forks import Owner, Uncopied
 from potluck._core.waiting import Reminder
 from potluck._core.wire.payload import MAX_VALUES, pack
 from potluck.errors import ConfigurationError, HandlerError, ServiceError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from potluck._core.backends.agent_waits import LongWaits
+from potluck._core.backends.agent_link import LongWaits
 
 
 def test_an_operation_of_two_seconds_is_long_and_told_every_two_seconds() -> None:

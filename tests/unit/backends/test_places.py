@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from potluck._core.backends.places import listed, placed
+from potluck._core.backends.launchers import listed, placed
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from potluck._core.wire.local import ServiceInfo, ServicesReply
-from potluck._core.wire.served import ServedService
+from potluck._core.wire.peers import ServedService
 from potluck.cli.services import _show
 
 

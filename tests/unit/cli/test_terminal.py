@@ -7,7 +7,7 @@ import math
 import pytest
 
 from potluck._core.cluster.fetch import Found, Machine
-from potluck._core.wire.results import JobFiles
+from potluck._core.wire.peers import JobFiles
 from potluck.cli.fetch import _show
 from potluck.cli.terminal import date
 

@@ -21,7 +21,7 @@ from potluck._core.cluster.membership.failure_detector import MAX_PEERS
 from potluck._core.cluster.membership.guard import MAX_RESIGNED
 from potluck._core.cluster.topology.survey import Survey
 from potluck._core.types import Member
-from potluck._core.wire import facts, greeting, jobs, local, peers, roster, worker_link
+from potluck._core.wire import facts, gathering, greeting, jobs, local, peers, worker_link
 from potluck._core.wire import nodes as wire
 from potluck._core.wire.format import MessageFormat
 from potluck._core.wire.nodes import (
@@ -47,7 +47,7 @@ FORMATS: list[tuple[MessageFormat, object]] = [
     (facts.MEASURING, facts.Measuring),
     (worker_link.TO_AGENT, worker_link.FromWorker),
     (worker_link.FROM_AGENT, worker_link.FromAgent),
-    (roster.ROSTER, tuple[Member, ...]),
+    (gathering.ROSTER, tuple[Member, ...]),
 ]
 
 

@@ -12,7 +12,7 @@ from potluck._core.cluster import service_registry
 from potluck._core.cluster.names import NodeNames
 from potluck._core.cluster.service_registry import ServiceRegistry
 from potluck._core.wire import local, peers
-from potluck._core.wire.served import MAX_SERVICES, ServedService, ServicesHere, ServicesWanted
+from potluck._core.wire.peers import MAX_SERVICES, ServedService, ServicesHere, ServicesWanted
 
 ME, ADA, EVE = (letter * 64 for letter in "abe")
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from potluck._core.collectives.shared_memory import MODEL, Costs, credible, small_bytes, spin_s
+from potluck._core.engine.shm.channel import MODEL, Costs, credible, small_bytes, spin_s
 
 
 @pytest.mark.parametrize("cores", [1, 2, 4, 16])

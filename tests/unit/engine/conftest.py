@@ -13,9 +13,8 @@ import pytest
 
 from potluck._core import native
 from potluck._core.engine.arrays.layout import Buffers
-from potluck._core.engine.failures import hang_detection
-from potluck._core.engine.failures.group_state import GroupState
-from potluck._core.engine.loop import connection, connections, flow_control, mailbox, running
+from potluck._core.engine.failures.group_errors import GroupState
+from potluck._core.engine.loop import connection, connections, flow_control, mailbox, plans, running
 from potluck._core.engine.loop.compiled import CompiledPlan
 from potluck._core.engine.loop.running import as_bytes
 from potluck._core.engine.work import Work
@@ -209,8 +208,8 @@ def _python() -> SimpleNamespace:
         run=run,
         FlowControl=flow_control.FlowControl,
         FRAME_OVERHEAD=flow_control.FRAME_OVERHEAD,
-        HangCheck=hang_detection.HangCheck,
-        HangDetector=hang_detection.HangDetector,
+        HangCheck=plans.HangCheck,
+        HangDetector=plans.HangDetector,
         Mailbox=mailbox.Mailbox,
         Arrived=mailbox.Arrived,
         fits=mailbox.fits,

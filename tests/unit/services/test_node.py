@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from potluck._core.wire.local import ServiceInfo, ServicesReply
-from potluck._core.wire.served import MAX_METHODS, ServedService
+from potluck._core.wire.peers import MAX_METHODS, ServedService
 from potluck.services.definition import service, services_of
 from potluck.services.node import _announced, _elsewhere, _is_on
 

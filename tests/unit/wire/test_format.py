@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from potluck._core.wire.facts import MEASURING, Load
 from potluck._core.wire.format import PREFIX_BYTES, MessageFormat
+from potluck._core.wire.gathering import ROSTER
 from potluck._core.wire.greeting import GREETING, Refusal
 from potluck._core.wire.local import REPLY, REQUEST, JobNote, JobsRequest, NodesRequest
 from potluck._core.wire.peers import MESSAGE, NotHere
-from potluck._core.wire.roster import ROSTER
 from potluck._core.wire.worker_link import FROM_AGENT, TO_AGENT, Said, Stop
 from potluck.errors import ProtocolError
 

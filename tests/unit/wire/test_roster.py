@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from potluck._core.types import Member
 from potluck._core.wire.format import PREFIX_BYTES
-from potluck._core.wire.roster import ROSTER
+from potluck._core.wire.gathering import ROSTER
 from potluck.errors import ProtocolError
 
 members = st.builds(

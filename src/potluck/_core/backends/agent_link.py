@@ -3,6 +3,10 @@ over one link.
 
 The thread answers the agent while the script computes or blocks. It sends the facts that the script
 reports at intervals, only the newest of each name, and the last facts before the worker ends.
+
+Reports of long operations (``LongWaits``): a worker tells its agent after 2 s, then every 2 s. The
+agents of the group's members then check whether their workers run. The report alone blames no
+worker, since another rank may compute for minutes.
 """
 
 from __future__ import annotations
@@ -18,7 +22,6 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
-from potluck._core.backends.agent_waits import LOOK_EVERY_S, LongWaits
 from potluck._core.background import Tasks, start_task, start_thread, stop, why
 from potluck._core.forks import Owner
 from potluck._core.transport import aio
@@ -26,6 +29,30 @@ from potluck._core.transport.credentials import Credentials
 from potluck._core.wire import worker_link
 from potluck._core.wire.greeting import WORKER, Hello
 from potluck.errors import AgentLost, ConfigurationError, LinkError, PotluckError
+
+LONG_S = 2.0
+LOOK_EVERY_S = 0.2
+
+
+class LongWaits:
+    """The ages of this worker's unfinished operations. Pure: the time is an argument."""
+
+    def __init__(self) -> None:
+        self._since: dict[Hashable, float] = {}
+        self._said_at = float("-inf")
+
+    def is_long(self, ongoing: Iterable[Hashable], now: float) -> bool:
+        """Whether to send a report now. ``ongoing`` has a name for each unfinished operation.
+
+        An operation's age counts from the first call that names it.
+        """
+        self._since = {name: self._since.get(name, now) for name in ongoing}
+        oldest = min(self._since.values(), default=now)
+        if now - oldest < LONG_S or now - self._said_at < LONG_S:
+            return False
+        self._said_at = now
+        return True
+
 
 _log = logging.getLogger(__name__)
 

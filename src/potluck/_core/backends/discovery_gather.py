@@ -27,9 +27,9 @@ from potluck._core.backends.discovery_search import CALL_S, FORMED, JOIN, MEET, 
 from potluck._core.backends.rendezvous import Arrival, Rendezvous
 from potluck._core.cluster.discovery.advert import INSTANCE_BYTES
 from potluck._core.cluster.topology import measure
-from potluck._core.transport.blocking import has_come, receive, recv_exactly, send_all
 from potluck._core.transport.credentials import Credentials
 from potluck._core.transport.handshake import connect
+from potluck._core.transport.link import has_come, receive, recv_exactly, send_all
 from potluck._core.transport.listener import Admission
 from potluck._core.transport.tcp import TcpLink
 from potluck._core.types import MeasuredPath

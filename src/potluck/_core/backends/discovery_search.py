@@ -18,8 +18,8 @@ from potluck._core.cluster.discovery.advert import INSTANCE_BYTES, Hint
 from potluck._core.cluster.discovery.caller import HintCaller
 from potluck._core.cluster.discovery.finder import Finder, Presence, running_finders
 from potluck._core.transport import aio
-from potluck._core.transport.blocking import send_all
 from potluck._core.transport.credentials import Credentials
+from potluck._core.transport.link import send_all
 from potluck._core.transport.listener import Admission
 from potluck._core.transport.tcp import TcpLink
 from potluck._core.types import Member

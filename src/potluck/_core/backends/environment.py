@@ -14,20 +14,19 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 
 from potluck._core.backends.base import StaticBackend
-from potluck._core.backends.launchers import read_launched_rank
-from potluck._core.backends.places import placed
+from potluck._core.backends.launchers import placed, read_launched_rank
 from potluck._core.backends.rendezvous import Rendezvous
 from potluck._core.backends.store_rendezvous import meet
 from potluck._core.backends.tcp import TcpBase, taking_master_port
 from potluck._core.engine.communicator import Communicator
 from potluck._core.settings import Settings, load_settings
-from potluck._core.transport.blocking import receive, send_all
 from potluck._core.transport.handshake import connect
+from potluck._core.transport.link import receive, send_all
 from potluck._core.transport.tcp import TcpLink
 from potluck._core.types import Group, Member
 from potluck._core.waiting import Reminder, reminding
+from potluck._core.wire.gathering import ROSTER
 from potluck._core.wire.greeting import Hello, Refusal
-from potluck._core.wire.roster import ROSTER
 from potluck.errors import ConfigurationError, GroupError, LinkError, OperationTimeout, Refused
 
 _EPOCH = 1

@@ -16,7 +16,6 @@ from potluck._core.backends.service_transport import LocalServiceNetwork, LocalS
 from potluck._core.checks import checked_whole
 from potluck._core.collectives.spanning_tree import connects, cut_of
 from potluck._core.engine.communicator import SEGMENT_BYTES, Communicator
-from potluck._core.engine.connector import Deliver, Fail
 from potluck._core.engine.failures.group_errors import refusal_of
 from potluck._core.engine.loop.native import is_available
 from potluck._core.metrics import Metrics
@@ -28,6 +27,7 @@ from potluck._core.transport.inproc import (
     new_killed,
     socket_pair,
 )
+from potluck._core.transport.link import Deliver, Fail
 from potluck._core.types import Engine, Group, Member
 from potluck._core.wire.greeting import Refusal
 from potluck.errors import Evicted, GroupError, LinkError, OperationTimeout, Refused

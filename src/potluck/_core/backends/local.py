@@ -9,7 +9,7 @@ from potluck._core.backends.service_transport import (
     ServiceTransport,
 )
 from potluck._core.engine.communicator import Communicator
-from potluck._core.engine.connector import Deliver, Fail
+from potluck._core.transport.link import Deliver, Fail
 from potluck._core.types import Group, Member
 from potluck.errors import ConfigurationError, GroupError
 

@@ -20,7 +20,7 @@ import msgspec
 
 from potluck._core.backends.addresses import LOOPBACK, machine, own_address, store_server
 from potluck._core.backends.fixed import hosts_of_world
-from potluck._core.backends.places import listed, placed
+from potluck._core.backends.launchers import listed, placed
 from potluck._core.backends.tcp import TcpBase
 from potluck._core.types import Engine, Group, Member, Site
 from potluck._core.waiting import Reminder

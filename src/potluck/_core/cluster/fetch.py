@@ -31,7 +31,7 @@ from potluck._core.cluster.links.local import call_agent
 from potluck._core.cluster.trust.credentials import load_node_credentials
 from potluck._core.settings import Settings
 from potluck._core.wire import local, peers
-from potluck._core.wire.results import JobFiles, ResultsTold, ResultsWanted, Written
+from potluck._core.wire.peers import JobFiles, ResultsTold, ResultsWanted, Written
 from potluck.errors import ConfigurationError, LinkError, PotluckError, ProtocolError
 
 _ANSWER_S = 10.0

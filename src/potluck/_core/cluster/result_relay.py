@@ -10,7 +10,7 @@ from potluck._core.cluster.code_store.store import CodeStore
 from potluck._core.cluster.links.local import Client, Commands
 from potluck._core.cluster.links.peers import PeerLinks
 from potluck._core.wire import local, peers
-from potluck._core.wire.results import ResultsTold, ResultsWanted
+from potluck._core.wire.peers import ResultsTold, ResultsWanted
 
 _Key = int | tuple[bytes, bytes]
 _NO_LINK = "there is no link to it"

@@ -18,7 +18,7 @@ from potluck._core.cluster.links.local import Client, Commands
 from potluck._core.cluster.links.peers import PeerLinks
 from potluck._core.cluster.names import NodeNames
 from potluck._core.wire import local
-from potluck._core.wire.served import (
+from potluck._core.wire.peers import (
     MAX_SERVED_BYTES,
     MAX_SERVICES,
     ServedService,

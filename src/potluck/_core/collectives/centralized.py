@@ -6,8 +6,16 @@ operations without a root of their own, ``root`` names the centre (0 unless said
 
 from __future__ import annotations
 
-from potluck._core.collectives.builder import Builder, Draft, Rank, copy, reduce_from, send
-from potluck._core.collectives.plan import Operation, Step
+from potluck._core.collectives.plan import (
+    Builder,
+    Draft,
+    Operation,
+    Rank,
+    Step,
+    copy,
+    reduce_from,
+    send,
+)
 
 
 def broadcast(me: Rank) -> Draft:

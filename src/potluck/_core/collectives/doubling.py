@@ -13,8 +13,16 @@ this is the only algorithm here that needs buffers.
 
 from __future__ import annotations
 
-from potluck._core.collectives.builder import Builder, Draft, Rank, copy, reduce_from, send
-from potluck._core.collectives.plan import Operation, Step
+from potluck._core.collectives.plan import (
+    Builder,
+    Draft,
+    Operation,
+    Rank,
+    Step,
+    copy,
+    reduce_from,
+    send,
+)
 from potluck._core.types import ReduceOp
 
 MAX_BYTES = 16 * 1024

@@ -26,8 +26,16 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from potluck._core.collectives.builder import Builder, Draft, Rank, copy, reduce_from, send
-from potluck._core.collectives.plan import Operation, Step
+from potluck._core.collectives.plan import (
+    Builder,
+    Draft,
+    Operation,
+    Rank,
+    Step,
+    copy,
+    reduce_from,
+    send,
+)
 
 _MOST_CHUNKS = 256
 """With which the workers of a group take turns: of more workers some lead none."""

@@ -17,10 +17,14 @@ all_gather, gather, reduce_scatter,     ``w`` chunks; chunk ``r`` is what rank `
 scatter                                 (gathers) or ends with (scatters)
 all_to_all                              ``w * w`` chunks; chunk ``src * w + dst``
 =====================================  ==========================================================
+
+The second half is for the builders of plans: plain functions ``(Rank) -> Draft``, and the
+arithmetic that they share. ``registry.py`` turns a draft into a ``Plan``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import NamedTuple
@@ -46,7 +50,7 @@ class Algorithm(StrEnum):
     DOUBLING = "doubling"
     HIERARCHICAL = "hierarchical"
     SHARED_MEMORY = "shared_memory"
-    """Through memory that the ranks of one node share; no plan: see ``shared_memory.py``."""
+    """Through memory that the ranks of one node share; no plan: see ``engine/shm/``."""
     SPANNING_TREE = "spanning_tree"
 
     @classmethod
@@ -98,3 +102,60 @@ class Plan:
     num_chunks: int
     steps: tuple[Step, ...]
     root: int = 0
+
+
+class Draft(NamedTuple):
+    """What a builder returns: into how many chunks the data is cut, and one rank's steps."""
+
+    num_chunks: int
+    steps: list[Step]
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One rank of ``world_size``. ``nodes[r]`` is the node index of rank ``r``, and
+    ``sites[level][r]`` its group of nodes, the innermost level first (hierarchical); ``cut`` are
+    pairs of ranks that can't reach each other (spanning tree)."""
+
+    world_size: int
+    rank: int
+    root: int = 0
+    nodes: tuple[int, ...] = ()
+    cut: tuple[tuple[int, int], ...] = ()
+    sites: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def position(self) -> int:
+        """How many places to the right of the root this rank is."""
+        return (self.rank - self.root) % self.world_size
+
+    def right(self, places: int = 1) -> int:
+        """The rank ``places`` to the right of this one."""
+        return (self.rank + places) % self.world_size
+
+    def left(self, places: int = 1) -> int:
+        """The rank ``places`` to the left of this one."""
+        return (self.rank - places) % self.world_size
+
+    def rank_at(self, position: int) -> int:
+        """The rank that is ``position`` places to the right of the root."""
+        return (self.root + position) % self.world_size
+
+    def others(self) -> list[int]:
+        """All other ranks, starting at the right neighbour, so that no two ranks begin alike."""
+        return [self.right(i) for i in range(1, self.world_size)]
+
+
+Builder = Callable[[Rank], Draft]
+
+
+def send(peer: int, chunk: int) -> Step:
+    return Step(Action.SEND, peer, chunk)
+
+
+def copy(peer: int, chunk: int) -> Step:
+    return Step(Action.COPY, peer, chunk)
+
+
+def reduce_from(peer: int, chunk: int) -> Step:
+    return Step(Action.REDUCE, peer, chunk)

@@ -16,13 +16,14 @@ from potluck._core.collectives import (
     spanning_tree,
     tree,
 )
-from potluck._core.collectives.builder import Builder, Rank
 from potluck._core.collectives.links import Sites
 from potluck._core.collectives.plan import (
     OWN_ALGORITHMS,
     Algorithm,
+    Builder,
     Operation,
     Plan,
+    Rank,
     own_algorithm,
 )
 from potluck._core.collectives.spanning_tree import Cut

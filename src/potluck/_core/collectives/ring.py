@@ -8,8 +8,16 @@ when it is cut beside the root; the engine's segments pipeline it.
 
 from __future__ import annotations
 
-from potluck._core.collectives.builder import Builder, Draft, Rank, copy, reduce_from, send
-from potluck._core.collectives.plan import Operation, Step
+from potluck._core.collectives.plan import (
+    Builder,
+    Draft,
+    Operation,
+    Rank,
+    Step,
+    copy,
+    reduce_from,
+    send,
+)
 
 
 def reduce_scatter(me: Rank) -> Draft:

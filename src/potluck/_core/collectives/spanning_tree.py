@@ -15,8 +15,16 @@ from collections import deque
 from collections.abc import Iterable
 from functools import lru_cache
 
-from potluck._core.collectives.builder import Builder, Draft, Rank, copy, reduce_from, send
-from potluck._core.collectives.plan import Operation, Step
+from potluck._core.collectives.plan import (
+    Builder,
+    Draft,
+    Operation,
+    Rank,
+    Step,
+    copy,
+    reduce_from,
+    send,
+)
 
 Cut = tuple[tuple[int, int], ...]
 """Pairs of ranks that can't reach each other, in rising order, the lower rank first."""

@@ -12,8 +12,16 @@
 
 from __future__ import annotations
 
-from potluck._core.collectives.builder import Builder, Draft, Rank, copy, reduce_from, send
-from potluck._core.collectives.plan import Operation, Step
+from potluck._core.collectives.plan import (
+    Builder,
+    Draft,
+    Operation,
+    Rank,
+    Step,
+    copy,
+    reduce_from,
+    send,
+)
 
 
 def _binary_tree(label: int, size: int) -> tuple[int | None, list[int]]:

@@ -20,8 +20,8 @@ from potluck._core.context.waits import Waits
 from potluck._core.engine.arrays.coding import Encoding
 from potluck._core.engine.request import Request
 from potluck._core.engine.work import Work
+from potluck._core.forks import Uncopied
 from potluck._core.types import Group, Member, reduce_op
-from potluck._core.uncopied import Uncopied
 
 _ALL_REDUCE = Operation.ALL_REDUCE
 _REDUCE_SCATTER = Operation.REDUCE_SCATTER

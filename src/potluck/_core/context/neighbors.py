@@ -17,7 +17,7 @@ import numpy as np
 
 from potluck._core.backends.base import Communicator
 from potluck._core.checks import Duration
-from potluck._core.collectives.neighbors import plans_for
+from potluck._core.collectives.direct import plans_for
 from potluck._core.collectives.plan import Action
 from potluck._core.context.arrays import Adapted
 from potluck._core.context.collectives import Collectives

@@ -7,5 +7,5 @@
 - ``arrays``: where chunks lie in memory, how they are combined and encoded
 - ``failures``: what ends a group, and what it is called
 - ``request.py``: a call as its caller made it
-- ``call.py``, ``work.py``, ``connector.py``: a call, its result, where links come from
+- ``call.py``, ``work.py``: a call, its result
 """

@@ -13,17 +13,16 @@ from functools import partial
 
 from potluck._core.collectives.plan import Algorithm, Operation
 from potluck._core.engine.arrays.layout import Array
-from potluck._core.engine.channel import Channel
 from potluck._core.engine.compiler import Compiler
-from potluck._core.engine.connector import Connector
 from potluck._core.engine.loop.mailbox import ANY_SOURCE, Receiving, sending
 from potluck._core.engine.loop.running import as_bytes
 from potluck._core.engine.request import FastPath, Request, checked_ranks
-from potluck._core.engine.resources import ASIDE, GroupResources, open_resources
+from potluck._core.engine.resources import ASIDE, Channel, GroupResources, open_resources
 from potluck._core.engine.shm.channel import NO_SHARED_MEMORY, ChannelMemory
 from potluck._core.engine.shm.group import SharedMemoryWork
 from potluck._core.engine.work import Work, deadline_after
 from potluck._core.metrics import Metrics
+from potluck._core.transport.link import Connector
 from potluck._core.types import Group
 from potluck._core.wire.dtypes import code_of
 from potluck.errors import GroupClosed, LinkError, PotluckError

@@ -14,10 +14,10 @@ import time
 from functools import partial
 
 from potluck._core.background import start_thread, why
-from potluck._core.engine.connector import Deliver, Fail
 from potluck._core.engine.failures.group_errors import refusal_of
 from potluck._core.transport.credentials import Credentials
 from potluck._core.transport.handshake import connect
+from potluck._core.transport.link import Deliver, Fail
 from potluck._core.transport.listener import Admission, Admit, Listener
 from potluck._core.transport.tcp import TcpLink
 from potluck._core.types import Group

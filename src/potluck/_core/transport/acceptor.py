@@ -11,6 +11,8 @@ import asyncio
 import errno
 import logging
 import socket
+import threading
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,12 +20,12 @@ from typing import Any, TypeVar
 
 from potluck._core import forks
 from potluck._core.background import Tasks, stop, why
+from potluck._core.printable import plain
 from potluck._core.transport import broker
 from potluck._core.transport.binding import listened_on
 from potluck._core.transport.broker import BrokeredSocket
 from potluck._core.transport.failures import translated
 from potluck._core.transport.handshake import WRITE, Steps
-from potluck._core.transport.rate import REFUSAL_S, RateLimitedLog
 from potluck._core.transport.tcp import tune
 from potluck.errors import ConfigurationError, PotluckError, Refused
 
@@ -323,3 +325,36 @@ def is_port_taken(error: ConfigurationError) -> bool:
 def _errno(error: ConfigurationError) -> int | None:
     cause = error.__cause__
     return cause.errno if isinstance(cause, OSError) else None
+
+
+REFUSAL_S = 60.0
+"""Between lines about machines that are refused: a banned machine calls again every second."""
+
+
+class RateLimitedLog:
+    """Writes at most one line per ``interval_s``; the next line counts those left out."""
+
+    def __init__(
+        self,
+        logger: logging.Logger,
+        *,
+        interval_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._logger = logger
+        self._interval_s = interval_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._next = float("-inf")
+        self._left_out = 0
+
+    def warning(self, text: str) -> None:
+        with self._lock:
+            now = self._clock()
+            if now < self._next:
+                self._left_out += 1
+                return
+            self._next = now + self._interval_s
+            left_out, self._left_out = self._left_out, 0
+        more = f" (and {left_out} more since the last line)" if left_out else ""
+        self._logger.warning("%s%s", plain(text), more)

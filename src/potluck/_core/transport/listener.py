@@ -27,6 +27,7 @@ from potluck._core.transport.acceptor import (
     Acceptor,
     Caller,
     Limits,
+    RateLimitedLog,
     finish,
     listening_socket,
     ready,
@@ -41,7 +42,6 @@ from potluck._core.transport.handshake import (
 )
 from potluck._core.transport.link_memory import map_link_memory
 from potluck._core.transport.native_tls import TlsSocket
-from potluck._core.transport.rate import RateLimitedLog
 from potluck._core.transport.tcp import TcpLink, secured
 from potluck._core.wire.greeting import GREETING, Hello, Refusal, Welcome
 from potluck.errors import LinkError, PotluckError, Refused

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from potluck._core.wire.names import MachineName
+from potluck._core.wire.format import MachineName
 
 MAX_RECORDS = 4096
 """Records in one cluster, about 300 bytes each."""

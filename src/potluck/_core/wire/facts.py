@@ -11,8 +11,7 @@ from typing import Annotated
 import msgspec
 
 from potluck._core.types import Site
-from potluck._core.wire.format import MessageFormat
-from potluck._core.wire.names import Name
+from potluck._core.wire.format import MessageFormat, Name
 
 MAX_ADDRESSES = 32
 MAX_LINKS = 1024

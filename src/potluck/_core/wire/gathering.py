@@ -3,6 +3,9 @@
 They use a connection with the HELLO kind ``join``. The joining process sends ``Joining``. The
 process that gathers the group may send requests to ``Measure`` paths, each answered by a
 ``Reading``; its last message is ``Formed``.
+
+At a rendezvous of processes with a known rank 0 there is one message: the ``ROSTER``, by which rank
+0 tells the members of the group.
 """
 
 from __future__ import annotations
@@ -117,3 +120,10 @@ def checked(participants: tuple[Participant, ...]) -> tuple[Participant, ...]:
                 f"not a participant: {participant.member.host!r} is no address"
             ) from error
     return participants
+
+
+MAX_ROSTER = 1 << 20
+
+ROSTER: MessageFormat[tuple[Member, ...]] = MessageFormat(
+    tuple[Member, ...], limit=MAX_ROSTER, name="a roster"
+)

@@ -15,8 +15,7 @@ from typing import Final
 import msgspec
 
 from potluck._core.types import Engine, Site
-from potluck._core.wire.format import MessageFormat
-from potluck._core.wire.names import Name
+from potluck._core.wire.format import MessageFormat, Name
 
 PROTOCOL_VERSION = 1
 MAX_GREETING = 64 * 1024

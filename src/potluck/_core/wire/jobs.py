@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from potluck._core.wire import worker_link
-from potluck._core.wire.names import Digest, Name, Text, Versions
+from potluck._core.wire.format import Digest, Name, Text, Versions
 
 MAX_ARGUMENTS = 1024
 MAX_VARIABLES = 256

@@ -8,13 +8,18 @@ import msgspec
 
 from potluck._core.types import Site
 from potluck._core.wire.facts import MAX_LINKS, LinkFacts
-from potluck._core.wire.format import MessageFormat
+from potluck._core.wire.format import MachineName, MessageFormat, Name, Text
 from potluck._core.wire.jobs import MAX_JOBS, JobEnded, JobNote, JobOptions, JobStatus, Shown
-from potluck._core.wire.names import MachineName, Name, Text
 from potluck._core.wire.nodes import MAX_NODES
-from potluck._core.wire.peers import NotHere, PackagePart, PartWanted
-from potluck._core.wire.results import ResultsTold, ResultsWanted
-from potluck._core.wire.served import Served, ServedService
+from potluck._core.wire.peers import (
+    NotHere,
+    PackagePart,
+    PartWanted,
+    ResultsTold,
+    ResultsWanted,
+    Served,
+    ServedService,
+)
 from potluck._core.wire.worker_link import JobState
 
 MAX_MESSAGE = 1 << 20

@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 
 from potluck._core.types import MeasuredPath, Member
-from potluck._core.wire.names import Name, Pairs, Text
+from potluck._core.wire.format import Name, Pairs, Text
 
 MAX_NODES = 1024
 MAX_GROUPS = 64

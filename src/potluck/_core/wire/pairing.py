@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 
 from potluck._core.wire.admissions import MAX_RECORDS, Founding, Key, Record
-from potluck._core.wire.names import MachineName
+from potluck._core.wire.format import MachineName
 from potluck.errors import ProtocolError
 
 VERSION = 2

@@ -3,26 +3,136 @@
 Each message is a tagged msgpack struct with a little-endian u32 length in front, of at most
 ``MAX_MESSAGE`` (1 MiB), which is checked before memory is allocated. Messages of the membership
 protocol are in ``nodes.py``, about jobs in ``jobs.py``, about nodes and links in ``facts.py``,
-about whose jobs a node runs in ``sharing.py``, about services of programs in ``served.py``, about
-files that jobs wrote in ``results.py``, about admitted keys in ``admissions.py``. This file has
-introductions and code packages.
+about admitted keys in ``admissions.py``. This file has introductions, code packages, and the
+messages
+
+- about the files that a job's workers wrote, also with commands. A node's results of one job travel
+  as a code package does (``PartWanted``, ``PackagePart``), whose name is asked for first;
+- about the services of programs outside of jobs. They are not broadcast: an agent asks the others
+  when a program of its machine looks for a service;
+- in which an agent tells the others whose jobs its machine runs.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
+from potluck._core.printable import MAX_NAME, PRINTABLE
 from potluck._core.wire.admissions import AdmissionMessage, Key
 from potluck._core.wire.facts import Facts, Measured
-from potluck._core.wire.format import MessageFormat
-from potluck._core.wire.jobs import JobMessage, VouchMessage
-from potluck._core.wire.names import Digest, MachineName, Text, Versions
+from potluck._core.wire.format import Digest, MachineName, MessageFormat, Name, Text, Versions
+from potluck._core.wire.jobs import Job, JobMessage, VouchMessage
 from potluck._core.wire.nodes import Count, NodeMessage
-from potluck._core.wire.results import ResultsMessage
-from potluck._core.wire.served import ServicesHere, ServicesWanted
-from potluck._core.wire.sharing import Offer
+from potluck._core.wire.worker_link import Seconds
+
+MAX_DECISIONS = 1024
+
+Rule = Literal["all", "ask", "none"]
+"""What holds for members that the owner has not decided about: their jobs run; they don't until the
+owner, who is asked, allows it; they don't."""
+Nodes = Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_DECISIONS)]
+
+
+class Offer(msgspec.Struct, frozen=True, tag=True):
+    """Whose jobs the sender runs: those of ``allowed`` nodes, none of ``denied`` nodes, those of
+    other nodes by ``rule``. A node that ``is_paused`` runs no jobs, not even its own."""
+
+    rule: Rule = "ask"
+    allowed: Nodes = ()
+    denied: Nodes = ()
+    is_paused: bool = False
+
+
+MAX_SERVICES = 64
+"""Of the programs of one machine, all together."""
+MAX_METHODS = 64
+MAX_SERVED_BYTES = 64 << 10
+"""Of one machine's services, as they are sent."""
+
+ServiceName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME, pattern=PRINTABLE)]
+
+
+class ServedService(msgspec.Struct, frozen=True):
+    """A service of a program that listens on TCP ``port`` of its machine."""
+
+    name: ServiceName
+    methods: Annotated[tuple[ServiceName, ...], msgspec.Meta(max_length=MAX_METHODS)]
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+
+
+Served = Annotated[tuple[ServedService, ...], msgspec.Meta(max_length=MAX_SERVICES)]
+
+
+class ServicesWanted(msgspec.Struct, frozen=True, tag=True):
+    """A request for the service ``name`` of the receiver's machine, or for all of its services if
+    that is empty; answered with ServicesHere of the same ``number``."""
+
+    number: Count
+    name: MachineName = ""
+
+
+class ServicesHere(msgspec.Struct, frozen=True, tag=True):
+    """The services of the sender's machine that were asked for."""
+
+    number: Count
+    services: Served = ()
+
+
+MAX_LISTED = 256
+
+Want = Literal["list", "package", "remove"]
+
+
+class ResultsWanted(msgspec.Struct, frozen=True, tag=True):
+    """A request about the results of ``job`` (empty, for a list: of all jobs) at the receiver:
+    which there are, as a package (of the files that match ``pattern``; empty: of all), or to delete
+    them. Answered with ResultsTold of the same ``number``. Only a job's starter is told of it."""
+
+    number: Count
+    want: Want
+    job: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    pattern: Annotated[str, msgspec.Meta(max_length=1024)] = ""
+
+
+class JobFiles(msgspec.Struct, frozen=True):
+    """The results of a job at one node. ``began`` is Unix time; ``gone``: why they were deleted
+    there (empty: they were not)."""
+
+    job: Job
+    starter: Name
+    script: Name
+    began: Seconds
+    num_files: Count
+    num_bytes: Count
+    is_running: bool = False
+    gone: Name = ""
+
+
+class ResultsTold(msgspec.Struct, frozen=True, tag=True):
+    """The answer: the jobs, the newest first, or the name of the ``package``, of which the files
+    ``left`` are no part, because their names can't travel. ``error``: why there is none."""
+
+    number: Count
+    jobs: Annotated[tuple[JobFiles, ...], msgspec.Meta(max_length=MAX_LISTED)] = ()
+    package: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
+    left: Annotated[tuple[Text, ...], msgspec.Meta(max_length=16)] = ()
+    error: Text = ""
+
+
+ResultsMessage = ResultsWanted | ResultsTold
+
+
+class Written(msgspec.Struct, frozen=True):
+    """What a job's workers had written on ``node``, which people call ``machine``, when the job
+    ended; None if the node was away then."""
+
+    node: Name
+    machine: Name
+    num_files: Count | None
+    num_bytes: Count | None
+
 
 MAX_MESSAGE = 1 << 20
 MAX_PART = 256 * 1024

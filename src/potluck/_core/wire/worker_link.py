@@ -17,8 +17,7 @@ from typing import Annotated
 import msgspec
 
 from potluck._core.types import Engine, MeasuredPath, Member, Site
-from potluck._core.wire.format import MessageFormat
-from potluck._core.wire.names import Name, Pairs
+from potluck._core.wire.format import MessageFormat, Name, Pairs
 
 MAX_MESSAGE = 1 << 20
 MAX_TEXT = 16 * 1024

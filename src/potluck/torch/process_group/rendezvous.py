@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from torch._C._distributed_c10d import TCPStore
 
 from potluck._core.backends.fixed import is_our_world, join_world
-from potluck._core.backends.places import placed
+from potluck._core.backends.launchers import placed
 from potluck._core.waiting import Reminder, reminding
 from potluck.torch.process_group.options import given
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from potluck._core.backends.places import listed
+from potluck._core.backends.launchers import listed
 from potluck._core.forks import Owner
 from potluck._core.types import Group
 from potluck._core.waiting import FIRST_S, Reminder, to_stderr

@@ -21,7 +21,7 @@ from potluck._core.cluster.code_store.results import (
 )
 from potluck._core.cluster.fetch import Found, Machine, Machines, check_results, fetch, placed
 from potluck._core.wire import peers
-from potluck._core.wire.results import JobFiles, ResultsTold, ResultsWanted, Written
+from potluck._core.wire.peers import JobFiles, ResultsTold, ResultsWanted, Written
 from potluck.errors import ConfigurationError, LinkError, ProtocolError
 
 ADA, BOB, EVE = "a1" * 32, "b2" * 32, "e5" * 32

@@ -26,7 +26,7 @@ from potluck._core.cluster.topology.hardware import own_versions
 from potluck._core.types import MeasuredPath
 from potluck._core.wire import jobs, local, peers, worker_link
 from potluck._core.wire.nodes import JobGroup, View, ViewMember
-from potluck._core.wire.results import Written
+from potluck._core.wire.peers import Written
 from potluck.errors import ConfigurationError, ProtocolError
 
 ME, LEADER, EVE = "me", "leader", "eve"

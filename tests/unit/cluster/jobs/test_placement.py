@@ -7,8 +7,8 @@ import pytest
 from potluck._core.cluster.jobs.group_agreement import holders
 from potluck._core.cluster.jobs.placement import place
 from potluck._core.types import Member
+from potluck._core.wire.format import Versions
 from potluck._core.wire.jobs import JobSpec, WorkerPlace
-from potluck._core.wire.names import Versions
 from potluck._core.wire.nodes import JobGroup
 
 

@@ -17,7 +17,7 @@ from potluck._core.cluster.trust.credentials import signed
 from potluck._core.transport.credentials import node_id_of
 from potluck._core.wire import local
 from potluck._core.wire.jobs import JobSpec
-from potluck._core.wire.sharing import Offer, Rule
+from potluck._core.wire.peers import Offer, Rule
 from support.disk import changes_by_this_thread
 
 MINE, ADAS, EVES = (Ed25519PrivateKey.generate() for _ in range(3))

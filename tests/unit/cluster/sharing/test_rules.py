@@ -16,7 +16,7 @@ from potluck._core.cluster.sharing.rules import (
     undecided,
     who_may,
 )
-from potluck._core.wire.sharing import MAX_DECISIONS, Offer
+from potluck._core.wire.peers import MAX_DECISIONS, Offer
 from potluck.errors import ConfigurationError
 
 NAMES = {"ada": "a" * 64, "bob": "b" * 64}

@@ -25,8 +25,7 @@ import msgspec
 
 from potluck._core.cluster.home.keyfile import make_private
 from potluck._core.system import need_posix
-from potluck._core.wire.format import decoded
-from potluck._core.wire.names import Digest
+from potluck._core.wire.format import Digest, decoded
 from potluck._core.wire.peers import MAX_FILES, Offset
 from potluck.errors import ConfigurationError, ProtocolError
 

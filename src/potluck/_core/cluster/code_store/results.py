@@ -28,7 +28,7 @@ from potluck._core.cluster.code_store.package import (
 from potluck._core.cluster.code_store.transfer import PackageServer, PartFetcher, Send
 from potluck._core.cluster.home.keyfile import replace_private
 from potluck._core.wire import peers
-from potluck._core.wire.results import (
+from potluck._core.wire.peers import (
     MAX_LISTED,
     JobFiles,
     ResultsTold,

@@ -37,7 +37,7 @@ from potluck._core.cluster.code_store.selection import Selection, check_script, 
 from potluck._core.cluster.code_store.transfer import PackageFetcher, PackageServer, Send
 from potluck._core.cluster.home.keyfile import replace_private
 from potluck._core.wire import peers
-from potluck._core.wire.results import ResultsWanted
+from potluck._core.wire.peers import ResultsWanted
 from potluck.errors import ConfigurationError, ProtocolError
 
 

@@ -34,7 +34,7 @@ from potluck._core.cluster.jobs.summary import Summary, missing_workers, status_
 from potluck._core.system import SIGKILL
 from potluck._core.wire import jobs, worker_link
 from potluck._core.wire.nodes import JobGroup, View
-from potluck._core.wire.results import Written
+from potluck._core.wire.peers import Written
 
 _log = logging.getLogger(__name__)
 

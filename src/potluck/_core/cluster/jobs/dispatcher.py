@@ -41,9 +41,8 @@ from potluck._core.system import SIGHUP
 from potluck._core.transport import aio
 from potluck._core.waiting import Complaint
 from potluck._core.wire import jobs, local, worker_link
-from potluck._core.wire.format import decoded
+from potluck._core.wire.format import Versions, decoded
 from potluck._core.wire.greeting import Hello, Refusal
-from potluck._core.wire.names import Versions
 from potluck._core.wire.nodes import View
 from potluck.errors import ConfigurationError, PotluckError
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 
 from potluck._core.cluster.names import NodeNames
+from potluck._core.wire.format import Versions
 from potluck._core.wire.jobs import JobSpec, Places, Reported, WorkerPlace
-from potluck._core.wire.names import Versions
 from potluck._core.wire.nodes import View
 from potluck._core.wire.peers import Introduction
 

@@ -11,7 +11,7 @@ from potluck._core.cluster.jobs.groups.roster import EXPECTED, Phase, State, Wor
 from potluck._core.cluster.jobs.journal import Journal
 from potluck._core.wire import jobs, worker_link
 from potluck._core.wire.jobs import MAX_SUMMARY
-from potluck._core.wire.results import Written
+from potluck._core.wire.peers import Written
 from potluck._core.wire.worker_link import Fact, Samples
 
 HASH = "parameter_hash"

@@ -11,7 +11,7 @@ import msgspec
 
 from potluck._core.cluster.membership.events import WantGroup
 from potluck._core.collectives.spanning_tree import connects, cut_of
-from potluck._core.wire.names import MAX_PAIRS
+from potluck._core.wire.format import MAX_PAIRS
 from potluck._core.wire.nodes import MAX_GROUPS, MAX_VIEW_BYTES, JobGroup, View, ViewMember
 
 _ROOM = 160 * 1024

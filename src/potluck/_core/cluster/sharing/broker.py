@@ -24,6 +24,7 @@ from potluck._core.transport.acceptor import (
     LIMITS,
     Acceptor,
     Caller,
+    RateLimitedLog,
     Unauthenticated,
     finish,
     listening_socket,
@@ -32,7 +33,6 @@ from potluck._core.transport.acceptor import (
 from potluck._core.transport.broker import short_path
 from potluck._core.transport.credentials import Era
 from potluck._core.transport.handshake import hear_knock, knock
-from potluck._core.transport.rate import RateLimitedLog
 from potluck._core.wire import broker as wire
 from potluck.errors import ConfigurationError, ProtocolError, WrongSecret
 

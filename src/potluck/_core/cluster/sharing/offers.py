@@ -22,8 +22,7 @@ from potluck._core.cluster.sharing.rules import Kept
 from potluck._core.cluster.trust.credentials import is_by_starter
 from potluck._core.wire import local
 from potluck._core.wire.jobs import JobSpec
-from potluck._core.wire.peers import Introduction
-from potluck._core.wire.sharing import Offer
+from potluck._core.wire.peers import Introduction, Offer
 from potluck.errors import ConfigurationError, PotluckError
 
 FILE = "sharing.json"

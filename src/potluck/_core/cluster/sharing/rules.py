@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable
 
 import msgspec
 
-from potluck._core.wire.sharing import MAX_DECISIONS, Offer, Rule
+from potluck._core.wire.peers import MAX_DECISIONS, Offer, Rule
 from potluck.errors import ConfigurationError
 
 RULES: tuple[Rule, ...] = ("all", "ask", "none")

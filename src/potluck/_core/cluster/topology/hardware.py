@@ -18,7 +18,7 @@ from potluck._core import native
 from potluck._core.optional import installed
 from potluck._core.system import usable_cpus
 from potluck._core.wire.facts import MAX_ADDRESSES, Address, NodeFacts
-from potluck._core.wire.names import Versions
+from potluck._core.wire.format import Versions
 
 
 @functools.cache

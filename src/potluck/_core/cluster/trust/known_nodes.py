@@ -18,7 +18,7 @@ import msgspec
 
 from potluck._core.cluster.home.keyfile import locked, read_private, replace_private
 from potluck._core.cluster.names import NODE_ID_DIGITS
-from potluck._core.wire.names import MachineName
+from potluck._core.wire.format import MachineName
 from potluck.errors import IdentityError
 
 KNOWN_FILE = "known_nodes.json"

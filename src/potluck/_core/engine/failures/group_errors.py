@@ -1,12 +1,14 @@
 """Group errors: which exception a failure becomes, and how it travels in ABORT frames.
 
 Each text names the ranks, the nodes, the operation and the step, so that the log of one rank tells
-what happened on another.
+what happened on another. ``GroupState`` is a group's state: alive, or over with an error.
 """
 
 from __future__ import annotations
 
 import re
+import threading
+from collections.abc import Callable
 from typing import Protocol
 
 from potluck._core.engine.fingerprint import describe
@@ -25,6 +27,47 @@ from potluck.errors import (
     Refused,
     RemoteError,
 )
+
+
+class GroupState:
+    """Holds the error that ended the group, None while it is alive. Set once; for any thread."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+        self._watchers: list[Callable[[], None]] = []
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._error
+
+    def fail(self, error: BaseException) -> None:
+        """End the group with ``error``; the first one wins."""
+        with self._lock:
+            if self._error is not None:
+                return
+            self._error = error
+            watchers, self._watchers = self._watchers, []
+        for watcher in watchers:
+            watcher()
+
+    def when_over(self, callback: Callable[[], None]) -> None:
+        """Call ``callback()`` once the group is over, on whatever thread ends it; or now."""
+        with self._lock:
+            if self._error is None:
+                self._watchers.append(callback)
+                return
+        callback()
+
+    def closed(self) -> GroupClosed:
+        """What calls raise after an orderly close."""
+        return GroupClosed(
+            f"the group of epoch {self.group.epoch} was closed on this rank",
+            rank=self.group.rank,
+            epoch=self.group.epoch,
+        )
+
 
 _EQUAL = "all ranks must make the same calls: operation, dtype, shape, op, root, algorithm, order"
 

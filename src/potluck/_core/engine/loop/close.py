@@ -6,8 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable
 
-from potluck._core.engine.failures.group_errors import abort_of
-from potluck._core.engine.failures.group_state import GroupState
+from potluck._core.engine.failures.group_errors import GroupState, abort_of
 from potluck._core.engine.loop.connection import Connection, Outgoing, Sink
 from potluck._core.engine.loop.connections import Connections
 from potluck._core.system import wait_ready

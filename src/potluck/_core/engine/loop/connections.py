@@ -10,13 +10,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Set
 from typing import Protocol
 
-from potluck._core.engine.connector import Connector
-from potluck._core.engine.failures.group_errors import Awaiting, peer_lost
-from potluck._core.engine.failures.group_state import GroupState
+from potluck._core.engine.failures.group_errors import Awaiting, GroupState, peer_lost
 from potluck._core.engine.loop.connection import Connection, Outgoing, Sink
 from potluck._core.engine.loop.flow_control import FlowControl
 from potluck._core.metrics import LinkMeter
-from potluck._core.transport.link import Link
+from potluck._core.transport.link import Connector, Link
 from potluck._core.wire.frames import Frame, Kind
 from potluck.errors import LinkError, ProtocolError
 

@@ -9,8 +9,7 @@ from collections import deque
 from collections.abc import Iterable
 from functools import partial
 
-from potluck._core.engine.failures.group_errors import message_mismatch, overdue
-from potluck._core.engine.failures.group_state import GroupState
+from potluck._core.engine.failures.group_errors import GroupState, message_mismatch, overdue
 from potluck._core.engine.loop.connection import Connection, Outgoing, Sink
 from potluck._core.engine.loop.connections import NOTHING, Connections
 from potluck._core.engine.loop.mailbox import Arrived, Mailbox, Receiving, Sending, fits

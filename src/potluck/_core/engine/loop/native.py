@@ -22,8 +22,8 @@ import numpy as np
 from potluck._core import native
 from potluck._core.background import start_thread, why
 from potluck._core.engine.arrays.layout import Array, Buffers
-from potluck._core.engine.connector import Connector
 from potluck._core.engine.failures.group_errors import (
+    GroupState,
     abort_of,
     broke,
     desync,
@@ -32,7 +32,6 @@ from potluck._core.engine.failures.group_errors import (
     overdue,
     peer_lost,
 )
-from potluck._core.engine.failures.group_state import GroupState
 from potluck._core.engine.loop.close import reject
 from potluck._core.engine.loop.compiled import CompiledPlan
 from potluck._core.engine.loop.mailbox import Receiving, Sending
@@ -40,7 +39,7 @@ from potluck._core.engine.loop.plans import OnOperation
 from potluck._core.engine.work import Work
 from potluck._core.forks import Owner
 from potluck._core.metrics import LinkMeter
-from potluck._core.transport.link import Link
+from potluck._core.transport.link import Connector, Link
 from potluck._core.types import Engine, Group
 from potluck._core.wire import frames
 from potluck.errors import GroupClosed, GroupError, LinkError, PotluckError, ProtocolError

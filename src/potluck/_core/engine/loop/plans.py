@@ -3,8 +3,23 @@
 A frame carries the number and the fingerprint of its call. A frame that comes before this rank has
 made the call, or before its memory is ready, is kept (``early``); a frame that the plan does not
 receive next from this peer ends the group, and one with another fingerprint does so with Desync on
-every rank. Runs on the progress loop. What a plan allows next is
-decided in ``running.py``, which rank blocks an operation in ``engine/failures/hang_detection.py``.
+every rank. Runs on the progress loop. What a plan allows next is decided in ``running.py``.
+
+Hang detection: which rank holds up an operation that does not end. The neighbour that a rank waits
+for is seldom to blame: it may itself wait for another. So ranks ask each other which of them have
+made the call.
+
+- *Stalled*: an operation that has run for ``STALL_S`` sends HANG_QUERY with its call's fingerprint
+  to the ranks that it waits for. A rank in another call sees the mismatch and raises Desync.
+  Without this query two ranks in different calls could wait for each other and never exchange a
+  frame.
+- *Overdue*: an operation past its deadline sends HANG_QUERY with ``segment`` 1 to all members. A
+  receiver that is in the call sends the query on over its own links, because not every pair of
+  ranks has a link; the answers (HANG_REPORT: has rank r made this call?) return the same way.
+
+A rank that reports that it has not called is the blocking rank. A rank without a report after
+``ANSWER_S`` is one too, but only then: a busy rank answers late, a dead or stopped rank never.
+``HangDetector`` keeps what was reported; it sends nothing.
 """
 
 from __future__ import annotations
@@ -12,12 +27,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 
 from potluck._core.engine.call import Call
-from potluck._core.engine.failures.group_errors import desync, overdue
-from potluck._core.engine.failures.group_state import GroupState
-from potluck._core.engine.failures.hang_detection import ANSWER_S, STALL_S, HangDetector, Key
+from potluck._core.engine.failures.group_errors import GroupState, desync, overdue
 from potluck._core.engine.loop.compiled import CompiledPlan
 from potluck._core.engine.loop.connection import Connection, Outgoing, Sink
 from potluck._core.engine.loop.connections import NOTHING, Connections
@@ -25,6 +39,58 @@ from potluck._core.engine.loop.running import RunningPlan, Segment, as_bytes
 from potluck._core.wire.dtypes import code_of
 from potluck._core.wire.frames import IN_LINK_MEMORY, Frame, Kind
 from potluck.errors import ProtocolError
+
+STALL_S = 0.25
+ANSWER_S = 1.0
+_MAX_CHECKS = 64
+
+Key = tuple[int, int]
+"""Channel and number of an operation."""
+
+
+@dataclass(slots=True)
+class HangCheck:
+    """What is known of one operation: ``reports[rank]`` is whether that rank has made the call."""
+
+    askers: set[int] = field(default_factory=set)
+    reports: dict[int, bool] = field(default_factory=dict)
+
+    def blocking_rank(self, ranks: Iterable[int], awaited: Iterable[int], *, final: bool) -> int:
+        """The rank that holds the operation up, -1 if none is known (yet).
+
+        ``ranks`` are all other members, ``awaited`` those that this rank waits for. ``final``: the
+        time for answers is over, so a missing report counts against its rank.
+        """
+        for rank, has_called in self.reports.items():
+            if not has_called:
+                return rank
+        if not final:
+            return -1
+        # Of several silent ranks one that this rank waits for comes first: its silence is known to
+        # matter, another's may only come of a broken way between.
+        silent = [rank for rank in ranks if rank not in self.reports]
+        return next((rank for rank in awaited if rank in silent), silent[0] if silent else -1)
+
+
+class HangDetector:
+    """The latest checks, at most 64: a peer may ask about operations that do not exist."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[Key, HangCheck] = {}
+
+    def get(self, key: Key) -> HangCheck | None:
+        return self._by_key.get(key)
+
+    def open(self, key: Key) -> tuple[HangCheck, bool]:
+        """The check of operation ``key``, and whether it is new."""
+        check = self._by_key.get(key)
+        if check is not None:
+            return check, False
+        if len(self._by_key) >= _MAX_CHECKS:
+            del self._by_key[next(iter(self._by_key))]
+        check = self._by_key[key] = HangCheck()
+        return check, True
+
 
 _MAX_UNREAD = 1024
 """How many reports may wait to be read by a peer that queries more, and how many of the peers'

@@ -25,9 +25,7 @@ import numpy as np
 
 from potluck._core.background import start_thread, why
 from potluck._core.engine.arrays.layout import Array, Buffers
-from potluck._core.engine.connector import Connector
-from potluck._core.engine.failures.group_errors import broke, error_of
-from potluck._core.engine.failures.group_state import GroupState
+from potluck._core.engine.failures.group_errors import GroupState, broke, error_of
 from potluck._core.engine.loop.close import reject, send_abort
 from potluck._core.engine.loop.compiled import CompiledPlan
 from potluck._core.engine.loop.connection import Connection, Outgoing, Sink
@@ -39,7 +37,7 @@ from potluck._core.engine.loop.plans import OnOperation, Plans
 from potluck._core.engine.loop.running import RunningPlan
 from potluck._core.engine.work import Work
 from potluck._core.metrics import LinkMeter
-from potluck._core.transport.link import Link
+from potluck._core.transport.link import Connector, Link
 from potluck._core.types import Group
 from potluck._core.wire import frames
 from potluck._core.wire.frames import Frame, Kind

@@ -21,8 +21,8 @@ from potluck._core.cluster.jobs.groups.events import (
 from potluck._core.cluster.jobs.groups.roster import JobPolicy, Phase
 from potluck._core.cluster.membership.view import spared
 from potluck._core.types import Member
+from potluck._core.wire.format import MAX_PAIRS
 from potluck._core.wire.jobs import Exited, WorldSpec
-from potluck._core.wire.names import MAX_PAIRS
 from potluck._core.wire.nodes import JobGroup
 from potluck._core.wire.worker_link import Entered, Finished, Lost, Mended, ProbeReply, Ready
 from support import stories
