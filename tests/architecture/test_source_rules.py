@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import tokenize
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,65 @@ from support.sources import PACKAGE, ROOT, SUPPORT, named, offences, parsed
 SOURCES = [*PACKAGE, *SUPPORT]
 TESTS = sorted(set((ROOT / "tests").rglob("*.py")) - set(SUPPORT))
 MAX_LINES = 700
+MIN_CODE_LINES = 40
+SMALL = {
+    "_core/backends/local.py": "one file for each backend",
+    "_core/backends/torchdist/gloo.py": "one file for each library of torch",
+    "_core/codecs/kernels.py": "the seam between the native kernels and their twins",
+    "_core/collectives/doubling.py": "one file for each algorithm",
+    "_core/engine/arrays/kernels.py": "the seam between the native kernels and their twins",
+    "_core/optional.py": "imported by every package that needs an optional one",
+    "_core/portable_math.py": "imported by packages that do not know each other",
+    "_core/version.py": "read before anything else is imported",
+    "_core/wire/broker.py": "messages of agents and sandboxes, which do not know each other",
+    "codecs.py": "a name at the top for users",
+    "collectives.py": "a name at the top for users",
+}
+"""Files of ``src/potluck`` that are shorter, and why they are files of their own."""
+
+SMALL_STILL = {
+    "_core/cluster/jobs/agent_parts.py",
+    "_core/cluster/trust/pairing_link.py",
+    "_core/context/functions.py",
+    "_core/context/waits.py",
+    "_core/metrics/shared_memory.py",
+    "checkpoint/shards.py",
+    "checkpoint/writer.py",
+    "cli/bench/libraries/base.py",
+    "cli/bench/libraries/mlx.py",
+    "cli/bench/libraries/mpi.py",
+    "cli/bench/libraries/torch_operations.py",
+    "cli/bench/predicted.py",
+    "cli/bench/sizes.py",
+    "compressors/options.py",
+    "data/files.py",
+    "estimators/batches.py",
+    "estimators/histogram_trees/bags.py",
+    "federated/clients.py",
+    "federated/keeping.py",
+    "federated/roles.py",
+    "federated/strategies/base.py",
+    "parameter_server/modes.py",
+    "parameter_server/placement.py",
+    "parameter_server/signals.py",
+    "parameter_server/staleness.py",
+    "torch/batching.py",
+    "torch/clip.py",
+    "torch/device.py",
+    "torch/pipeline/split.py",
+    "torch/plugins/accelerate.py",
+    "torch/plugins/start.py",
+    "torch/plugins/transformers.py",
+    "torch/rng.py",
+    "torch/schedules.py",
+    "torch/sharded.py",
+    "torch/ways/epochs.py",
+    "training/plan_file.py",
+    "training/planner/rehearsals.py",
+    "training/policy.py",
+    "training/scaling.py",
+}
+"""Files that are to go into those with which they are changed. The list may only shrink."""
 
 FORBIDDEN_MODULES = {
     **dict.fromkeys(["pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib"], "pickle"),
@@ -118,6 +179,41 @@ def test_what_a_list_allows_is_still_done(
 def test_a_file_is_one_idea_and_that_is_short() -> None:
     long = [path for path in SOURCES if len(path.read_text().splitlines()) > MAX_LINES]
     assert [named(path) for path in long] == []
+
+
+def code_lines(path: Path) -> int:
+    """The lines of a file that are neither blank nor comments nor docstrings."""
+    found: set[int] = set()
+    layout = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+    with path.open("rb") as file:
+        for token in tokenize.tokenize(file.readline):
+            if token.type not in {*layout, tokenize.ENCODING, tokenize.ENDMARKER}:
+                found.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(parsed(path)):
+        body = getattr(node, "body", None)
+        for each in body if isinstance(body, list) else ():
+            value = each.value if isinstance(each, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                found.difference_update(range(each.lineno, (each.end_lineno or 0) + 1))
+    return len(found)
+
+
+def test_a_file_is_what_is_changed_together() -> None:
+    package = ROOT / "src" / "potluck"
+    files = {
+        str(path.relative_to(package)): path
+        for path in PACKAGE
+        if path.name not in ("__init__.py", "__main__.py")
+    }
+    small = {name for name, path in files.items() if code_lines(path) < MIN_CODE_LINES}
+    assert sorted(small - SMALL.keys() - SMALL_STILL) == [], "put it where its users are"
+    assert sorted(SMALL.keys() - small) == [], "no longer small, or gone"
+
+
+def test_a_docstring_or_comment_is_no_line_of_code(tmp_path: Path) -> None:
+    file = tmp_path / "file.py"
+    file.write_text('"""One.\n\nTwo."""\n\n# Three.\nx = """four\nfive"""\n\ndef f():\n    "six"\n')
+    assert code_lines(file) == 3
 
 
 def test_tests_do_not_import_each_other() -> None:
