@@ -72,6 +72,11 @@ test-long: ## The tests that take minutes or repeat another with other backends
 	@tools/system-packages
 	@$(SEED) $(BIN)/pytest $(PARALLEL) --long -m long $(ARGS)
 
+.PHONY: mutants
+mutants: ## Put each of 98 faults into the code: which test notices it? (an hour; ARGS="--only ring")
+	@tools/environment dev
+	@$(BIN)/python -m support.mutants $(ARGS)
+
 .PHONY: bench
 bench: ## All claims about speed, against Gloo, Open MPI and MLX (ARGS="--save" keeps the result)
 	@tools/environment dev

@@ -1,0 +1,191 @@
+"""Seeded faults: each is put into the product, and the tests that cover it must fail.
+
+    make mutants                          # all of tests/mutants/mutants.toml, in this checkout
+    make mutants ARGS="--only ring"       # those with "ring" in their name
+    python -m support.mutants --tree DIR  # the same faults in another checkout, with its own .venv
+
+A fault is a text of the product and what is put in its place, so one list serves trees whose files
+lie in other places. It changes files of the checkout, one at a time, and puts them back, also after
+Ctrl-C; so it begins only in a checkout without changes of ``src`` and ``native``. The tests named
+for a fault must pass first. A fault that they do not notice is tried with all of ``tests/unit``,
+``tests/conformance`` and ``tests/world`` (``--named-only`` leaves that out). Ends with 1 if any
+survives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+TOP = Path(__file__).resolve().parents[2]
+
+LIST = TOP / "tests/mutants/mutants.toml"
+
+_PRODUCT = ("src/potluck", "native/core")
+
+_SUFFIXES = (".py", ".cpp", ".hpp")
+
+_LIMIT_S = 420.0
+"""For the tests of one fault. A test that hangs notices it too; none waits longer by itself."""
+
+_WIDER = ("tests/unit", "tests/conformance", "tests/world")
+
+_WIDER_LIMIT_S = 1800.0
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A fault: ``old``, which the product holds once (in a file named ``file``, if that is given),
+    becomes ``new``; ``tests`` are paths of which one or more are to fail then."""
+
+    name: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    file: str = ""
+
+    def place(self, tree: Path) -> Path:
+        """The file of ``tree`` with ``old``. LookupError unless there is exactly one."""
+        found = [
+            path
+            for path, text in _sources(tree)
+            if self.old in text and self.file in ("", path.name)
+        ]
+        if len(found) != 1 or found[0].read_text().count(self.old) != 1:
+            where = ", ".join(str(path.relative_to(tree)) for path in found) or "no file"
+            raise LookupError(f"{self.name!r}: {self.old!r} must stand once, and is in {where}")
+        return found[0]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a fault: the first test that failed, or what ended the run; "" if none did."""
+
+    name: str
+    killed_by: str
+    seconds: float
+
+
+def mutants(path: Path = LIST) -> list[Mutant]:
+    listed = tomllib.loads(path.read_text())["mutant"]
+    return [Mutant(**{**each, "tests": tuple(each["tests"])}) for each in listed]
+
+
+def _sources(tree: Path) -> Iterator[tuple[Path, str]]:
+    for root in _PRODUCT:
+        for path in sorted((tree / root).rglob("*")):
+            if path.suffix in _SUFFIXES:
+                yield path, path.read_text()
+
+
+@contextlib.contextmanager
+def applied(mutant: Mutant, tree: Path) -> Iterator[bool]:
+    """The checkout with the fault, built if it is native: whether it could be built."""
+    path = mutant.place(tree)
+    before = path.read_bytes()
+    is_native = path.suffix != ".py"
+    try:
+        path.write_text(path.read_text().replace(mutant.old, mutant.new))
+        yield _built(tree) if is_native else True
+    finally:
+        path.write_bytes(before)
+        if is_native and not _built(tree):
+            raise RuntimeError(f"the native core of {tree} does not build any more")
+
+
+def _built(tree: Path) -> bool:
+    return subprocess.run([tree / "tools/native"], cwd=tree, capture_output=True).returncode == 0
+
+
+def first_failure(tree: Path, tests: tuple[str, ...], limit_s: float, *, workers: int = 0) -> str:
+    """The first of ``tests`` in ``tree`` that fails, or what else ended the run; "" if all pass."""
+    there = [each for each in tests if (tree / each).exists()]
+    if not there:
+        raise LookupError(f"{tree} has none of {', '.join(tests)}")
+    parallel = ["-n", str(workers), "--dist", "loadfile"] if workers else []
+    command = [tree / ".venv/bin/pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header"]
+    process = subprocess.Popen(
+        [*map(str, command), "--tb=no", *parallel, *there],
+        cwd=tree,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        shown, _ = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        return f"no end within {limit_s:.0f} s"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if process.returncode == 0:
+        return ""
+    failed = [line for line in shown.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return failed[0].split(" - ")[0] if failed else f"pytest ended with {process.returncode}"
+
+
+def tried(mutant: Mutant, tree: Path, *, wider: bool) -> Verdict:
+    began = time.monotonic()
+    with applied(mutant, tree) as is_built:
+        killed_by = "" if is_built else "the compiler"
+        killed_by = killed_by or first_failure(tree, mutant.tests, _LIMIT_S)
+        if not killed_by and wider:
+            killed_by = first_failure(tree, _WIDER, _WIDER_LIMIT_S, workers=4)
+    return Verdict(mutant.name, killed_by, time.monotonic() - began)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tree", type=Path, default=TOP, help="the checkout (default: this one)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="faults with this in their name")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="keep the result")
+    parser.add_argument("--named-only", action="store_true", help="not all tests for what survives")
+    given = parser.parse_args()
+    tree = given.tree.resolve()
+    changed = subprocess.run(
+        ["git", "status", "--porcelain", "-uno", *_PRODUCT],
+        cwd=tree,
+        capture_output=True,
+        text=True,
+    ).stdout
+    if changed:
+        print(f"commit or undo what is changed in {tree} first:\n{changed}", file=sys.stderr)
+        return 2
+    chosen = [each for each in mutants() if given.only in each.name]
+    for each in chosen:
+        each.place(tree)
+    named = tuple(dict.fromkeys(test for each in chosen for test in each.tests))
+    if failed := first_failure(tree, named, _WIDER_LIMIT_S, workers=2):
+        print(f"without any fault: {failed}", file=sys.stderr)
+        return 2
+    verdicts = []
+    for number, mutant in enumerate(chosen, 1):
+        verdict = tried(mutant, tree, wider=not given.named_only)
+        verdicts.append(verdict)
+        what = verdict.killed_by or "SURVIVES"
+        print(
+            f"{number:3}/{len(chosen)} {mutant.name}: {what} ({verdict.seconds:.0f} s)", flush=True
+        )
+        if given.json is not None:
+            given.json.write_text(json.dumps([asdict(each) for each in verdicts], indent=1) + "\n")
+    alive = [each.name for each in verdicts if not each.killed_by]
+    print(f"{len(verdicts) - len(alive)} of {len(verdicts)} are noticed")
+    for name in alive:
+        print(f"survives: {name}")
+    return 1 if alive else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
