@@ -127,8 +127,10 @@ def first_failure(tree: Path, tests: tuple[str, ...], limit_s: float, *, workers
     except subprocess.TimeoutExpired:
         return f"no end within {limit_s:.0f} s"
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        if sys.platform != "win32":
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
         process.wait()
     if process.returncode == 0:
         return ""
