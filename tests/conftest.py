@@ -20,7 +20,7 @@ import time
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 # Before NumPy is imported, here and in the processes of tests. Ranks are threads and processes that
 # share the processors; the threads that BLAS would add for each of them mostly wait busily for each
@@ -33,9 +33,6 @@ import pytest
 from support.figures import Figures
 from support.jitter import dawdle
 from support.quiet_imports import VARIABLE, ZYGOTE
-
-if TYPE_CHECKING:
-    from support.zygote import Zygote
 
 pytest_plugins = ("support.outcomes",)
 
@@ -181,15 +178,17 @@ def homes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def zygote(homes: Path) -> Iterator[Zygote]:
-    """A process from which the workers of this process's tests are forked."""
-    from support.zygote import Zygote
+def zygotes(homes: Path) -> Iterator[Path]:
+    """The folder with the sockets of the processes from which those are forked that tests start."""
+    from support import forked
+    from support.zygote import LIBRARIES, Zygote
 
-    global _zygote
-    process = Zygote(homes / "zygote")
-    _zygote = process.pid
-    yield process
-    process.close()
+    forked.install(is_pytest=True)
+    started = [Zygote(homes / kind, kind) for kind in LIBRARIES]
+    _zygotes.update(each.pid for each in started)
+    yield homes
+    for each in started:
+        each.close()
 
 
 @pytest.fixture(autouse=True)
@@ -207,13 +206,13 @@ def own_environment(
     # Else in /dev/shm, where a test beside this one would take it for a leak of its own.
     monkeypatch.setenv("JOBLIB_TEMP_FOLDER", str(homes))
     if HAS_TORCH and sys.platform == "linux" and starts_workers(request.node):
-        monkeypatch.setenv(ZYGOTE, str(request.getfixturevalue("zygote").path))
+        monkeypatch.setenv(ZYGOTE, str(request.getfixturevalue("zygotes")))
     random.seed(SEED)
     return home
 
 
 def starts_workers(test: pytest.Item) -> bool:
-    """Whether agents of this test may have its workers forked."""
+    """Whether what this test starts may be forked from a process that has imported torch."""
     folder = Path(os.path.relpath(test.path, Path(__file__).parent)).parts[0]
     return folder in ("net", "process") and not test.get_closest_marker("real_exec")
 
@@ -261,7 +260,7 @@ def nothing_is_left(own_environment: Path) -> Iterator[None]:
 
 _spawned = False
 _began = 0.0
-_zygote = -1
+_zygotes: set[int] = set()
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -322,14 +321,15 @@ def processes(home: Path) -> dict[int, str]:
     catches orphans: a worker whose agent was killed has another parent by now.
     """
     mark = f"POTLUCK_HOME={home}\0".encode()
+    own = {os.getpid(), *_zygotes}
     found = {}
     for entry in listing("/proc"):
-        if not entry.isdigit() or int(entry) in (os.getpid(), _zygote):
+        if not entry.isdigit() or int(entry) in own:
             continue
         try:
             stat = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
             state, parent, started = stat[0], int(stat[1]), int(stat[19])
-            if (parent in (os.getpid(), _zygote) and started >= int(_began * _TICKS)) or (
+            if (parent in own and started >= int(_began * _TICKS)) or (
                 state != "Z" and mark in Path(f"/proc/{entry}/environ").read_bytes() + b"\0"
             ):
                 line = Path(f"/proc/{entry}/cmdline").read_bytes().replace(b"\0", b" ").decode()

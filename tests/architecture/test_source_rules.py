@@ -67,6 +67,10 @@ MAY_SLEEP = {
     "tests/process/scripts/rounds.py": "the same",
 }
 
+MAY_RUN_TEXT = {
+    "tests/support/zygote.py": "runs, as Python does, what a test has Python run",
+}
+
 
 def dotted(node: ast.AST) -> str:
     """``a.b.c`` for a chain of names, empty for anything else."""
@@ -125,7 +129,7 @@ def threads(tree: ast.AST) -> Iterator[str]:
 
 
 def test_no_pickle_and_no_eval_anywhere_in_the_source() -> None:
-    assert offences(SOURCES, unsafe) == []
+    assert offences([path for path in SOURCES if named(path) not in MAY_RUN_TEXT], unsafe) == []
 
 
 def test_no_thread_breaks_in_silence() -> None:
@@ -137,7 +141,10 @@ def test_no_test_sleeps_to_synchronise() -> None:
     assert offences([path for path in TESTS if named(path) not in MAY_SLEEP], sleeps) == []
 
 
-@pytest.mark.parametrize(("rule", "names"), [(threads, MAY_START_THREADS), (sleeps, MAY_SLEEP)])
+@pytest.mark.parametrize(
+    ("rule", "names"),
+    [(threads, MAY_START_THREADS), (sleeps, MAY_SLEEP), (unsafe, MAY_RUN_TEXT)],
+)
 def test_what_a_list_allows_is_still_done(
     rule: Callable[[ast.AST], Iterator[str]], names: Iterable[str]
 ) -> None:

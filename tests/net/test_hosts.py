@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from support.forked import Popen
 from support.hosts import Host, Network, remove_stale
+from support.quiet_imports import ZYGOTE
 
 pytestmark = pytest.mark.needs_root_netns
 
@@ -115,6 +117,28 @@ def test_hosts_hear_each_other_until_they_are_cut_off() -> None:
         server.network.close()
         assert echo.wait(timeout=120) == -signal.SIGKILL  # with the network, its programs end
     assert not any(host.namespace in namespaces() for host in (server, client))
+
+
+LOOK = """
+import os, socket
+print(sorted(socket.if_nameindex()), sorted(os.listdir("/sys/class/net")))
+print(os.readlink("/proc/self/ns/net"), os.getcwd())
+print(open("/proc/self/cmdline").read().rstrip(chr(0)).split(chr(0)))
+print([line.split()[1:3] for line in open("/proc/self/mounts") if "sys" in line.split()[1]])
+"""
+
+
+def test_a_program_that_is_forked_in_a_host_finds_what_an_executed_one_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with Network(2) as network:
+        words = [sys.executable, "-c", LOOK, "word"]
+        with network[1].start(words, stdout=subprocess.PIPE, start_new_session=True) as process:
+            assert isinstance(process, Popen)
+            assert process.is_forked
+            forked = process.communicate()[0].decode()
+        monkeypatch.delenv(ZYGOTE)
+        assert forked == network[1].run(words).stdout
 
 
 def test_what_a_killed_process_left_is_removed_by_the_next() -> None:

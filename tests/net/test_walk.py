@@ -16,7 +16,7 @@ from support.hosts import Host, Network
 from support.pages import DOCS, snippets
 from support.terminal import Terminal
 
-pytestmark = pytest.mark.needs_root_netns
+pytestmark = [pytest.mark.needs_root_netns, pytest.mark.real_exec]
 
 BLOCKS = re.findall(r"```\n((?:desk|laptop)\$ .*?)```", (DOCS / "walk.md").read_text(), re.DOTALL)
 """What one sees on a screen, each with the command in its first line."""

@@ -143,11 +143,11 @@ def test_a_job_waits_for_as_many_machines_as_it_needs(tmp_path: Path) -> None:
 
 
 def kill_a_worker(machine: Machine) -> None:
-    """SIGKILL its worker: forked, or running the script in the agent's copy of its folder."""
+    """SIGKILL its worker: it runs the script in the agent's copy of its folder."""
     for pid in machine.others():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
-            if b"/code_store/" in command or b"support.zygote" in command:
+            if b"/code_store/" in command:
                 os.kill(pid, signal.SIGKILL)
                 return
     raise AssertionError(f"no worker runs on {machine}")

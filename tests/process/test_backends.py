@@ -79,6 +79,7 @@ def test_mpi_keeps_every_promise_of_a_communicator(tmp_path: Path) -> None:
 # -- one script, four ways to start it
 
 
+@pytest.mark.real_exec
 @pytest.mark.parametrize(
     ("start", "told"),
     [

@@ -10,6 +10,8 @@ import pytest
 
 from potluck._core import native
 
+pytestmark = pytest.mark.real_exec  # nothing of an interpreter but what the script makes
+
 PATIENCE_S = 200.0
 
 LATE = """

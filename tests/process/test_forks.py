@@ -37,7 +37,10 @@ NEEDS_TORCH = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason="torch is not installed"
 )
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork"),
+    pytest.mark.real_exec,  # processes that have not been forked themselves
+]
 
 
 def run_ranks(script: str, scenario: str, folder: Path, variables: dict[str, str]) -> None:

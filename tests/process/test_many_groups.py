@@ -39,6 +39,7 @@ def test_many_groups_one_after_the_other_leave_nothing_behind(
     run_pair("many_groups.py", str(tmp_path), rounds, links, tmp_path)
 
 
+@pytest.mark.real_exec  # measures the memory of its processes
 @kinds_of_links
 @pytest.mark.parametrize("rounds", [2000, pytest.param(10_000, marks=pytest.mark.long)])
 def test_many_sub_groups_cost_nothing_when_they_are_destroyed(

@@ -7,9 +7,9 @@
         with bob.run("train.py") as run:   # workers on both
             assert run.finish() == 0
 
-Needs what ``hosts`` needs. An agent is started and ended as often as one likes; a shell that lives
-as long as its machine starts it, so that a test which ends with other agents than it began with has
-left nothing behind.
+Needs what ``hosts`` needs. An agent is started and ended as often as one likes; a process that
+lives as long as its machine starts it, so that a test which ends with other agents than it began
+with has left nothing behind.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -43,11 +44,12 @@ WAIT_S = 120.0
 _VIEW = re.compile(r"epoch (\d+): (.*) \(leader (.*?\b[0-9a-f]{8})\b")
 _ID = re.compile(r"\b[0-9a-f]{8}\b")
 _STARTER = """
-while read -r _; do
-  "$@" </dev/null & echo "agent: process $!"
-  wait $!
-  echo "agent: ended $?"
-done
+import signal, subprocess, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # as shells do for what runs in the background
+while sys.stdin.readline():
+    agent = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)
+    print("agent: process", agent.pid, flush=True)
+    print("agent: ended", agent.wait(), flush=True)
 """
 
 
@@ -80,9 +82,9 @@ class Machine:
         self._stack = ExitStack()
 
     def __enter__(self) -> Machine:
-        agent = [*potluck_command(), "up"]
-        shell = self.host.command(["bash", "-c", _STARTER, "machine", *agent])
-        self.command = self._stack.enter_context(Command(shell, env=self.environment, orders=True))
+        starter = [sys.executable, "-c", _STARTER, *potluck_command(), "up"]
+        command = Command(self.host.command(starter), env=self.environment, orders=True)
+        self.command = self._stack.enter_context(command)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -118,8 +120,7 @@ class Machine:
         return self._end(SIGKILL)
 
     def down(self) -> float:
-        """End the agent by SIGTERM, if one runs; when. A shell starts background commands with
-        SIGINT ignored."""
+        """End the agent by SIGTERM, if one runs; when. It was started with SIGINT ignored."""
         return self._end(signal.SIGTERM)
 
     def _end(self, number: int) -> float:

@@ -73,47 +73,30 @@ def is_at_top_level(frame: FrameType | None) -> bool:
 
 
 ZYGOTE = "PYTHON_ZYGOTE"
-"""The variable with the socket of the process that forks workers (``zygote.py``)."""
+"""The variable with the socket of the process that forks others (``zygote.py``)."""
 
 STACKS = "PYTHON_STACKS"
 """The variable with a file into which SIGUSR2 writes the stacks of all threads."""
 
-SEAM = "potluck._core.cluster.jobs.process"
-
-
-class StartsWorkers(MetaPathFinder):
-    """Finds the module ``SEAM`` as Python does, and has it start workers by ``zygote.popen``."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if sys.platform == "win32" or fullname != SEAM:
-            return None
-        spec = PathFinder.find_spec(fullname, path, target)
-        if spec is None or spec.loader is None:
-            return None
-        load = spec.loader.exec_module
-
-        def load_and_replace(module: ModuleType) -> None:
-            from support import zygote
-
-            load(module)
-            own = ModuleType("subprocess")
-            vars(own).update(vars(module)["subprocess"].__dict__, Popen=zygote.popen)
-            vars(module)["subprocess"] = own
-
-        vars(spec.loader)["exec_module"] = load_and_replace
-        return spec
-
 
 def install() -> None:
-    """Make the imports of this process quiet, and an agent's starts of workers quick."""
+    """Make the imports of this process quiet, and do what the variables ask for."""
     sys.meta_path.insert(0, QuietImports())
-    if os.environ.get(STACKS) and sys.platform != "win32":
+    follow_environment()
+
+
+def follow_environment() -> None:
+    """Have SIGUSR2 show the stacks of this process, and its own starts of processes quick, if the
+    variables say so."""
+    if sys.platform == "win32":
+        return
+    if os.environ.get(STACKS):
         import faulthandler
         import signal
 
         # The file stays open as long as the process.
         faulthandler.register(signal.SIGUSR2, open(os.environ[STACKS], "w"))  # noqa: SIM115
-    if os.environ.get(ZYGOTE):
-        sys.meta_path.insert(0, StartsWorkers())
+    if sys.platform == "linux" and os.environ.get(ZYGOTE):
+        from support import forked
+
+        forked.install()

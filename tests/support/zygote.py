@@ -1,62 +1,80 @@
-"""A process that has imported torch and forks a worker in milliseconds: most of the processor time
-of tests that start workers was ``import torch``, a second for each.
+"""A process that has imported torch and forks others in milliseconds: most of the processor time of
+tests that start processes was ``import torch``, a second for each.
 
-pytest starts one for each of its processes (``Zygote``), and sets the variable ``ZYGOTE``. In
-agents that see it, ``quiet_imports.py`` puts ``popen`` in the place of ``subprocess.Popen`` in
-``cluster/jobs/process.py``. A worker without limits, sandbox and terminal is then forked: with the
-agent's namespaces, and its own session, directory, environment and output, and the script as
-``__main__``. What differs from a worker that was executed: its parent is the zygote, and /proc
-shows the zygote's command line and environment. Tests about that have the mark ``real_exec``.
+pytest starts one for each of its processes (``Zygote``) and sets the variable ``ZYGOTE``;
+``forked.Popen`` asks it for processes. ``become`` makes a forked process what the request
+describes, ``run`` runs what Python was to run.
 """
 
 from __future__ import annotations
 
+import atexit
+import builtins
+import contextlib
 import ctypes
 import gc
 import importlib
 import io
 import json
 import os
+import resource
 import runpy
 import select
 import signal
 import socket
 import subprocess
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
+from importlib.machinery import SourceFileLoader
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from support.quiet_imports import ZYGOTE
+from support import forked, quiet_imports
 
-assert sys.platform != "win32", "it forks"
+assert sys.platform == "linux", "it forks, into namespaces"
 
-LIBRARIES = ("numpy", "ml_dtypes", "msgspec", "torch", "torch.distributed")
-_MAX_REQUEST = 4 << 20
+LIBRARIES = {
+    "scripts": (
+        *("numpy", "ml_dtypes", "msgspec", "psutil", "torch", "torch.distributed"),
+        "torch._dynamo",  # torch imports it, for another second, when the first optimizer is made
+        *("potluck.torch", "potluck.training", "potluck._core.backends.agent"),
+    ),
+    "commands": (
+        *("pydantic.type_adapter", "pydantic.main", "pydantic.types", "zeroconf.asyncio"),
+        *("potluck.cli.main", "potluck.cli.dry_run", "potluck.cli.launched"),
+        *("potluck._core.cluster.node_agent", "potluck._core.cluster.run"),
+        "potluck._core.cluster.discovery.configured",
+    ),
+}
+"""What each kind of zygote has imported, of what is installed. Commands and agents of potluck run
+without torch."""
+
+_NAME_BYTES = 4096
+"""How much of a command line /proc shows of a forked process."""
+
 _PR_SET_PDEATHSIG = 1
-_NAMESPACES = ("mnt", "net", "uts", "ipc")
-_READ_AT_START = frozenset({"PYTHONPATH", "PYTHONUNBUFFERED"})
-"""What Python reads at its start and a forked worker gets all the same."""
-
-_READ_BY_LIBRARIES = ("LD_", "ATEN_", "MKL_", "ONEDNN_", "DNNL_", "OPENBLAS_", "NPY_", "MALLOC_")
-"""Variables that libraries read while they are loaded."""
-
-
-def library_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    return {k: v for k, v in sorted(environment.items()) if k.startswith(_READ_BY_LIBRARIES)}
+_CLONE_NEWNS = 0x00020000
+_MS_BIND, _MS_REC, _MS_SLAVE, _MNT_DETACH = 1 << 12, 1 << 14, 1 << 19, 2
 
 
 class Zygote:
-    """The process, started; ``path`` is its socket. A context manager."""
+    """A zygote of a kind of ``LIBRARIES``, started; ``path`` is its socket."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, kind: str) -> None:
         self.path = path
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(path))
         self._listener.listen(64)
-        Path(f"{path}.json").write_text(json.dumps(library_variables(os.environ)))
+        variables = json.dumps(forked.library_variables(os.environ))
+        path.with_name("variables.json").write_text(variables)
         self._popen = subprocess.Popen(
-            [sys.executable, "-m", "support.zygote", str(self._listener.fileno())],
+            [
+                *(sys.executable, "-m", "support.zygote", kind, str(self._listener.fileno())),
+                " " * _NAME_BYTES,
+            ],
             cwd=Path(__file__).parents[1],
             env={k: v for k, v in os.environ.items() if not k.startswith("POTLUCK_")},
             stdin=subprocess.DEVNULL,
@@ -75,91 +93,18 @@ class Zygote:
         self.path.unlink(missing_ok=True)
 
 
-# ---------------------------------------------------------------- in an agent
-
-
-class Forked:
-    """What a ``subprocess.Popen`` of a worker is to an agent, for a worker of the zygote."""
-
-    def __init__(self, zygote: str, request: dict[str, Any]) -> None:
-        out, err = os.pipe(), os.pipe()
-        self.stdout, self.stderr = io.FileIO(out[0]), io.FileIO(err[0])
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            self._socket.connect(zygote)
-            text = json.dumps(request).encode()
-            socket.send_fds(self._socket, [len(text).to_bytes(4, "big")], [out[1], err[1]])
-            self._socket.sendall(text)
-            self.pid = int.from_bytes(_exactly(self._socket, 8), "big")
-        finally:
-            os.close(out[1])
-            os.close(err[1])
-
-    def wait(self) -> int:
-        """The exit code, negative for a signal, as Popen's."""
-        status = int.from_bytes(_exactly(self._socket, 8), "big")
-        self._socket.close()
-        return os.waitstatus_to_exitcode(status)
-
-
-def popen(command: Sequence[str], **options: Any) -> Any:
-    """In the place of ``subprocess.Popen`` where an agent starts a worker."""
-    zygote = os.environ.get(ZYGOTE, "")
-    *_, orders = shim = command[:6]
-    script, given = command[6:], dict(options["env"])
-    sent = json.loads(given.get("POTLUCK_GIVEN", "{}"))
-    limits = [value for value in json.loads(orders).values() if value]
-    changed = {
-        name
-        for name, value in [*given.items(), *sent.items()]
-        if name.startswith("PYTHON") and os.environ.get(name) != value
-    }
-    if (
-        not zygote
-        or limits
-        or options["stdin"] is None
-        or shim[:3] != [sys.executable, "-I", "-S"]
-        or script[0] != sys.executable
-        or changed - _READ_AT_START
-        or library_variables(given | sent) != json.loads(Path(f"{zygote}.json").read_text())
-    ):
-        return subprocess.Popen(command, **options)
-    given.pop("POTLUCK_GIVEN", None)
-    namespaces = {name: os.readlink(f"/proc/self/ns/{name}") for name in _NAMESPACES}
-    return Forked(
-        zygote,
-        {
-            "agent": os.getpid(),
-            "namespaces": namespaces,
-            "command": list(script[1:]),
-            "environment": given | sent,
-            "directory": str(options["cwd"] or os.getcwd()),
-        },
-    )
-
-
 # ---------------------------------------------------------------- the process
 
 
-def _exactly(connection: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        more = connection.recv(count - len(data))
-        if not more:
-            raise ConnectionError("the zygote, or its agent, is gone")
-        data += more
-    return data
-
-
 def serve(listener: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Fork a worker for each request, tell its end; returns in each worker, with its request and
-    descriptors."""
+    """Fork a process for each request and report its end; returns in each forked process, with its
+    request and descriptors."""
     woken, wake = socket.socketpair()
     for each in (woken, wake):
         each.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
-    workers: dict[int, socket.socket] = {}
+    workers: dict[int, tuple[socket.socket, bool]] = {}
     poll = select.poll()
     poll.register(listener, select.POLLIN)
     poll.register(woken, select.POLLIN)
@@ -168,34 +113,35 @@ def serve(listener: socket.socket) -> tuple[dict[str, Any], list[int]]:
             if descriptor == woken.fileno():
                 while _drained(woken):
                     pass
-                _tell_ends(workers, poll)
+                _report_ends(workers, poll)
                 break
             elif descriptor == listener.fileno():
                 connection, _ = listener.accept()
                 connection.settimeout(30)
                 try:
                     request, descriptors = _request_on(connection)
-                except OSError:  # the agent is gone
+                except OSError:  # who asked is gone
                     connection.close()
                     continue
                 pid = os.fork()
                 if pid == 0:
                     signal.set_wakeup_fd(-1)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                    os.setsid()  # the agent may kill the group as soon as it has the number
+                    os.setsid()  # the group may be killed as soon as its number is known
                     connection.sendall(os.getpid().to_bytes(8, "big"))
-                    for each in (listener, woken, wake, connection, *workers.values()):
+                    others = [each for each, _ in workers.values()]
+                    for each in (listener, woken, wake, connection, *others):
                         each.detach()  # the descriptors are closed below
                     return request, descriptors
                 for number in descriptors:
                     os.close(number)
-                workers[pid] = connection
+                workers[pid] = connection, request["ends_with_parent"]
                 poll.register(connection, select.POLLIN)
                 break  # what was polled may name a descriptor that is another one by now
-            else:  # the agent is gone, and its workers go with it
-                for pid, connection in workers.items():
-                    if connection.fileno() == descriptor:
-                        poll.unregister(connection)
+            else:  # who asked is gone
+                poll.unregister(descriptor)
+                for pid, (connection, ends_with_parent) in workers.items():
+                    if connection.fileno() == descriptor and ends_with_parent:
                         os.kill(pid, signal.SIGKILL)
 
 
@@ -207,25 +153,24 @@ def _drained(woken: socket.socket) -> bytes:
 
 
 def _request_on(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    length, descriptors, _, _ = socket.recv_fds(connection, 4, 2)
-    return json.loads(_exactly(connection, int.from_bytes(length, "big"))), list(descriptors)
+    length, descriptors, _, _ = socket.recv_fds(connection, 4, 3)
+    return json.loads(forked.exactly(connection, int.from_bytes(length, "big"))), list(descriptors)
 
 
-def _tell_ends(workers: dict[int, socket.socket], poll: select.poll) -> None:
+def _report_ends(workers: dict[int, tuple[socket.socket, bool]], poll: select.poll) -> None:
     while workers:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
             return
-        connection = workers.pop(pid)
-        try:
+        connection, _ = workers.pop(pid)
+        with contextlib.suppress(KeyError):
             poll.unregister(connection)
+        with contextlib.suppress(OSError):  # who asked is gone
             connection.sendall(status.to_bytes(8, "big"))
-        except (KeyError, ConnectionError, OSError):
-            pass  # the agent is gone
         connection.close()
 
 
-# ---------------------------------------------------------------- in a forked worker
+# ---------------------------------------------------------------- in a forked process
 
 
 def end_with_parent() -> None:
@@ -238,74 +183,165 @@ def end_with_parent() -> None:
 def become(request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
     """Make this process what the request describes."""
     end_with_parent()
-    libc = ctypes.CDLL(None, use_errno=True)
-    nothing = os.open("/dev/null", os.O_RDONLY)
-    for number, descriptor in enumerate((nothing, *descriptors)):
+    for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
     os.closerange(3, 1024)
-    for name, theirs in request["namespaces"].items():
-        if theirs != os.readlink(f"/proc/self/ns/{name}"):
-            namespace = os.open(f"/proc/{request['agent']}/ns/{name}", os.O_RDONLY)
-            if libc.setns(namespace, 0) != 0:
-                sys.exit(f"zygote: setns {name}: errno {ctypes.get_errno()}")
-            os.close(namespace)
+    enter(request["parent"], request["namespaces"], request["host"])
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["directory"])
-    is_unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
-    for name, number, errors in (("stdout", 1, "strict"), ("stderr", 2, "backslashreplace")):
-        raw = io.FileIO(number, "wb", closefd=False)
+    os.umask(request["umask"])
+    for name, limits in request["limits"].items():
+        resource.setrlimit(getattr(resource, name), limits)
+    os.setpriority(os.PRIO_PROCESS, 0, request["nice"])
+    os.sched_setaffinity(0, request["processors"])
+    for signal_number in request["ignored"]:
+        signal.signal(signal_number, signal.SIG_IGN)
+    open_streams(is_unbuffered=bool(os.environ.get("PYTHONUNBUFFERED")))
+    show([sys.executable, *request["command"]])
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    if "torch" in sys.modules:
+        num_threads = int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
+        sys.modules["torch"].set_num_threads(num_threads)
+    quiet_imports.follow_environment()
+
+
+def enter(parent: int, namespaces: Mapping[str, str], host: str) -> None:
+    """Join the namespaces of the process ``parent``, then the host of that name, if there is one,
+    as ``ip netns exec`` does."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def check(result: int, what: str) -> None:
+        if result != 0:
+            sys.exit(f"zygote: {what}: {os.strerror(ctypes.get_errno())}")
+
+    def join(path: str) -> None:
+        namespace = os.open(path, os.O_RDONLY)
+        check(libc.setns(namespace, 0), f"setns {path}")
+        os.close(namespace)
+
+    for name, theirs in namespaces.items():
+        if theirs != os.readlink(f"/proc/self/ns/{name}"):
+            join(f"/proc/{parent}/ns/{name}")
+    if host:
+        join(f"/run/netns/{host}")
+        check(libc.unshare(_CLONE_NEWNS), "unshare")
+        check(libc.mount(b"", b"/", b"none", _MS_SLAVE | _MS_REC, None), "mount /")
+        libc.umount2(b"/sys", _MNT_DETACH)
+        check(libc.mount(host.encode(), b"/sys", b"sysfs", 0, None), "mount /sys")
+        for own in Path("/etc/netns", host).glob("*"):
+            place = f"/etc/{own.name}"
+            check(libc.mount(bytes(own), place.encode(), None, _MS_BIND, None), f"bind {place}")
+
+
+def show(command: Sequence[str]) -> None:
+    """Have /proc show this command line, with zeros behind it."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    shown = b"".join(os.fsencode(word) + b"\0" for word in command)[: end - start - 1]
+    ctypes.memset(start, 0, end - start)
+    ctypes.memmove(start, shown, len(shown))
+
+
+def open_streams(*, is_unbuffered: bool) -> None:
+    """``sys.stdin``, ``stdout`` and ``stderr`` as Python opens them at its start."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        raw = io.FileIO(number, "rb" if name == "stdin" else "wb", closefd=False)
+        is_raw = is_unbuffered and name != "stdin"
+        below: Any = raw
+        if not is_raw:
+            below = io.BufferedReader(raw) if name == "stdin" else io.BufferedWriter(raw)
         stream = io.TextIOWrapper(
-            raw if is_unbuffered else io.BufferedWriter(raw),
-            encoding="utf-8",
-            errors=errors,
-            line_buffering=name == "stderr",
-            write_through=is_unbuffered,
+            below,
+            encoding=_ENCODINGS[name][0],
+            errors=_ENCODINGS[name][1],
+            line_buffering=name == "stderr" or raw.isatty(),
+            write_through=is_raw,
         )
         setattr(sys, name, stream)
-    sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), encoding="utf-8")
-    import numpy
-    import torch
+        setattr(sys, f"__{name}__", stream)
 
-    numpy.random.seed()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+_ENCODINGS = {
+    name: (stream.encoding, stream.errors)
+    for name in ("stdin", "stdout", "stderr")
+    if (stream := getattr(sys, name)) is not None
+}
 
 
 def run(command: list[str]) -> None:
-    """``python COMMAND``: a script, or ``[-P] -m module``, with arguments."""
-    is_safe = command[0] == "-P"
-    command = command[is_safe:]
+    """``python COMMAND``, as the interpreter runs it, in a new module ``__main__``."""
+    sys.orig_argv[:] = [sys.executable, *command]
+    is_safe = False
+    while command[0] in ("-P", "-u", "-W"):
+        option, *command = command
+        if option == "-P":
+            is_safe = True
+        elif option == "-u":
+            open_streams(is_unbuffered=True)
+        else:
+            sys.warnoptions.append(command[0])
+            warnings._processoptions([command[0]])  # type: ignore[attr-defined]
+            command = command[1:]
     del sys.path[0]  # the folder of this package's tests: the working directory of the zygote
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    known = [path for path in sys.path if path not in _OWN_PATHS]
-    sys.path[:] = paths + known
-    if command[0] == "-m":
-        sys.argv = command[1:]
-        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    sys.path[:] = paths + [path for path in sys.path if path not in _OWN_PATHS]
+    main = ModuleType("__main__")
+    main.__dict__.update(__builtins__=builtins, __annotations__={})
+    sys.modules["__main__"] = main
+    kind = command[0]
+    if kind == "-m":
+        sys.argv = ["-m", *command[2:]]  # the first becomes the module's file
+        if not is_safe:
+            sys.path.insert(0, os.getcwd())
+        runpy._run_module_as_main(command[1])  # type: ignore[attr-defined]
         return
-    sys.argv = command
-    script = command[0]
-    if not is_safe:
-        sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
-    runpy.run_path(script, run_name="__main__")
+    if kind == "-c":
+        sys.argv = ["-c", *command[2:]]
+        if not is_safe:
+            sys.path.insert(0, "")
+        text, name = command[1].encode(), "<string>"
+    else:
+        sys.argv = command
+        if not is_safe:
+            sys.path.insert(0, os.path.dirname(os.path.realpath(kind)))
+        name = main.__dict__["__file__"] = kind
+        main.__dict__["__cached__"] = None
+        main.__loader__ = SourceFileLoader("__main__", kind)
+        text = Path(kind).read_bytes()
+    exec(compile(text, name, "exec", dont_inherit=True), main.__dict__)
 
 
 _OWN_PATHS = {path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path}
 
 
+_is_interrupted = False
+
+
+def end_by_interrupt() -> None:
+    """As Python ends after a KeyboardInterrupt."""
+    if _is_interrupted:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        sys.stdout.flush()
+        os.kill(os.getpid(), signal.SIGINT)
+
+
 def main() -> None:
     end_with_parent()
+    atexit.register(end_by_interrupt)  # the first, and so the last to be called
     gc.disable()
-    for name in LIBRARIES:
-        importlib.import_module(name)
+    for name in LIBRARIES[sys.argv[1]]:
+        if find_spec(name.partition(".")[0]):
+            importlib.import_module(name)
     gc.freeze()
     gc.enable()
-    listener = socket.socket(fileno=int(sys.argv[1]))
+    listener = socket.socket(fileno=int(sys.argv[2]))
     become_and_run(*serve(listener))
 
 
 def become_and_run(request: dict[str, Any], descriptors: list[int]) -> None:
+    global _is_interrupted
     become(request, descriptors)
     try:
         run(request["command"])
@@ -317,14 +353,11 @@ def become_and_run(request: dict[str, Any], descriptors: list[int]) -> None:
         while trace is not None and trace.tb_frame.f_code.co_filename in _OWN_FILES:
             trace = trace.tb_next
         sys.excepthook(type(error), error.with_traceback(trace), trace)
-        if isinstance(error, KeyboardInterrupt):
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            sys.stdout.flush()
-            os.kill(os.getpid(), signal.SIGINT)
+        _is_interrupted = isinstance(error, KeyboardInterrupt)
         sys.exit(1)
 
 
-_OWN_FILES = {__file__, runpy.__file__, "<frozen runpy>"}
+_OWN_FILES = {__file__}
 
 
 if __name__ == "__main__":

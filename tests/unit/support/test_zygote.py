@@ -1,9 +1,11 @@
-"""Workers that are forked from a process with torch are what executed workers are to an agent."""
+"""Processes that are forked from one with torch are what executed ones are."""
 
 from __future__ import annotations
 
 import os
+import resource
 import signal
+import socket
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -12,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from support.forked import Popen
 from support.quiet_imports import ZYGOTE
-from support.zygote import Forked, Zygote, popen
 
 SCRIPT = """
 import os, sys
@@ -44,7 +46,7 @@ def script(tmp_path: Path) -> Path:
 def start(script: Path, *words: str, orders: str = "{}", **options: Any) -> Any:
     shim = [sys.executable, "-I", "-S", "shim.py", "1", orders]
     environment = {k: v for k, v in os.environ.items() if k != "ONLY_HERE"}
-    return popen(
+    return Popen(
         [*shim, sys.executable, str(script), *words],
         env=environment | {"ASKED": "yes", "POTLUCK_GIVEN": "{}"},
         cwd=script.parent,
@@ -60,12 +62,12 @@ def read(worker: Any) -> tuple[str, str]:
 
 
 def test_a_forked_worker_is_the_script_with_its_own_session_and_environment(
-    zygote: Zygote, script: Path, monkeypatch: pytest.MonkeyPatch
+    zygotes: Path, script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(ZYGOTE, str(zygote.path))
+    monkeypatch.setenv(ZYGOTE, str(zygotes))
     monkeypatch.setenv("ONLY_HERE", "1")
     worker = start(script, "end")
-    assert isinstance(worker, Forked)
+    assert worker.is_forked
     out, err = read(worker)
     assert out == (
         f"__main__ ['{script}', 'end'] {script.parent} yes True\nTrue None {script.parent}\n"
@@ -75,9 +77,9 @@ def test_a_forked_worker_is_the_script_with_its_own_session_and_environment(
 
 
 def test_an_error_of_the_script_is_shown_as_python_shows_it(
-    zygote: Zygote, script: Path, monkeypatch: pytest.MonkeyPatch
+    zygotes: Path, script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(ZYGOTE, str(zygote.path))
+    monkeypatch.setenv(ZYGOTE, str(zygotes))
     worker = start(script, "raise")
     own = subprocess.run(
         [sys.executable, str(script), "raise"],
@@ -90,9 +92,9 @@ def test_an_error_of_the_script_is_shown_as_python_shows_it(
 
 
 def test_a_worker_can_be_killed_at_once_with_its_group(
-    zygote: Zygote, script: Path, monkeypatch: pytest.MonkeyPatch
+    zygotes: Path, script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(ZYGOTE, str(zygote.path))
+    monkeypatch.setenv(ZYGOTE, str(zygotes))
     workers = [start(script, "wait") for _ in range(20)]
     for worker in workers:
         os.killpg(worker.pid, signal.SIGKILL)
@@ -102,21 +104,88 @@ def test_a_worker_can_be_killed_at_once_with_its_group(
 
 
 def test_a_worker_ends_with_its_agent(
-    zygote: Zygote, script: Path, monkeypatch: pytest.MonkeyPatch
+    zygotes: Path, script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(ZYGOTE, str(zygote.path))
+    monkeypatch.setenv(ZYGOTE, str(zygotes))
     worker = start(script, "wait")
     worker.stdout.read(8)
-    worker._socket.close()  # what the end of an agent's process does
-    read(worker)  # until the pipes' other ends are closed
+    worker._socket.shutdown(socket.SHUT_WR)  # what the end of an agent's process does
+    assert worker.wait() == -signal.SIGKILL
+    read(worker)
 
 
 @pytest.mark.parametrize("orders", ['{"nice": 5}', '{"sandbox": ["bwrap"]}'])
 def test_a_worker_with_limits_is_executed(
-    orders: str, zygote: Zygote, script: Path, monkeypatch: pytest.MonkeyPatch
+    orders: str, zygotes: Path, script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(ZYGOTE, str(zygote.path))
+    monkeypatch.setenv(ZYGOTE, str(zygotes))
     worker = start(script, "end", orders=orders)
-    assert isinstance(worker, subprocess.Popen)
+    assert not worker.is_forked
     read(worker)
     worker.wait()
+
+
+def test_what_a_test_starts_is_what_python_runs(
+    zygotes: Path, script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scripts, texts and modules, with options, input, limits, ignored signals and a directory."""
+    (script.parent / "module.py").write_text("import asked")
+    (script.parent / "asked.py").write_text(ASKED)
+    monkeypatch.setenv("PYTHONPATH", str(script.parent / "path"))
+    python = [sys.executable]
+    commands: list[list[str]] = [
+        [*python, str(script.parent / "asked.py"), "one", "two"],
+        [*python, "-W", "ignore", "-u", "asked.py"],
+        [*python, "-c", ASKED, "-c"],
+        [*python, "-m", "module", "word"],
+        [*python, "-c", "1 / 0"],
+        [*python, "-c", "def"],
+        [*python, "-m", "missing"],
+        [*python, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"],
+        [*python, "-c", "raise KeyboardInterrupt"],
+        [*python, "-c", "import atexit; atexit.register(print, 'last'); raise SystemExit('words')"],
+    ]
+    soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN), os.umask(0o027)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
+    try:
+        executed = [outcome_of(command, script.parent, is_forked=False) for command in commands]
+        monkeypatch.setenv(ZYGOTE, str(zygotes))
+        forked = [outcome_of(command, script.parent, is_forked=True) for command in commands]
+    finally:
+        signal.signal(signal.SIGUSR1, before[0])
+        os.umask(before[1])
+        resource.setrlimit(resource.RLIMIT_CORE, (soft, hard))
+    for command, one, other in zip(commands, executed, forked, strict=True):
+        assert one == other, command
+
+
+ASKED = """
+import os, resource, signal, sys, __main__
+limits = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
+ignored = [int(n) for n in signal.valid_signals() if signal.getsignal(n) is signal.SIG_IGN]
+print(__name__, sorted(__main__.__dict__), sys.argv, sys.orig_argv, sys.path, os.getcwd())
+print(sys.warnoptions, sys.stdin.read(), sys.stdout.line_buffering, sys.stdout.write_through)
+print([each.encoding + each.errors for each in (sys.stdin, sys.stdout, sys.stderr)])
+print(ignored, signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGCHLD))
+print(signal.pthread_sigmask(0, []), os.nice(0), os.sched_getaffinity(0), oct(os.umask(0)))
+print([resource.getrlimit(limit) for limit in limits], os.listdir("/proc/self/fd"))
+print(os.getpid() == os.getsid(0) == os.getpgid(0), open("/proc/self/cgroup").read())
+print(sorted(os.environ.items()), file=sys.stderr)
+"""
+
+
+def outcome_of(command: list[str], folder: Path, *, is_forked: bool) -> tuple[int, str, str]:
+    with Popen(
+        command,
+        cwd=folder,
+        env={k: v for k, v in os.environ.items() if k != ZYGOTE} | {"ASKED": "yes"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        out, err = process.communicate("what it reads", timeout=100)
+    assert process.is_forked == is_forked
+    return process.returncode, out, err
