@@ -40,7 +40,7 @@ class Losses(logging.Handler):
             note("lost", *record.getMessage().splitlines()[:1])
 
 
-log = logging.getLogger("potluck.training.elastic")
+log = logging.getLogger("potluck.training.training")
 log.setLevel(logging.INFO)
 log.propagate = False
 log.addHandler(Losses())
