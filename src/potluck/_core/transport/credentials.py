@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import functools
 import hashlib
 import os
@@ -22,7 +23,7 @@ import ssl
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -278,8 +279,23 @@ def _certificate(public: Ed25519PublicKey, serial: int, *, is_ca: bool) -> x509.
     )
 
 
+class _SSLSocket(ssl.SSLSocket):
+    """Closes itself where its peer is gone before it is made: ``wrap_socket`` has taken the socket
+    over by then, and gives it back to nobody."""
+
+    def getpeername(self) -> Any:
+        try:
+            return super().getpeername()
+        except OSError as error:
+            if getattr(self, "_sslobj", None) is None:
+                self.close()
+                raise ConnectionResetError(errno.ECONNRESET, error.strerror) from None
+            raise
+
+
 def _context(protocol: int, authorities: bytes, chain: bytes) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
+    context.sslsocket_class = _SSLSocket
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.maximum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False

@@ -183,11 +183,10 @@ def tune(sock: socket.socket) -> None:
 
 
 def secured(sock: socket.socket, credentials: Credentials, *, server_side: bool) -> TlsSocket:
-    """``sock`` under TLS, its handshake still to be made; OSError if the peer is gone already.
+    """``sock`` under TLS, its handshake still to be made; OSError if the peer is found to be gone.
 
     Takes ``sock`` over. Its end without TLS's own goodbye is reported, not hidden.
     """
-    sock.getpeername()  # wrap_socket would lose track of a socket that is reset by now
     native = credentials.native_context(server_side=server_side)
     context = credentials.server_context if server_side else credentials.client_context
     with forks.opening() as mine:
