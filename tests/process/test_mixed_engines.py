@@ -16,6 +16,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 MIXED = "native,python python [3.0, 3.0, 3.0]"
 
 pytest.importorskip("potluck._core._native")
+pytestmark = pytest.mark.real_exec  # the script chooses its engine before it imports potluck
 
 
 @pytest.mark.parametrize(

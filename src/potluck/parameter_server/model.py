@@ -103,7 +103,7 @@ def mode_of(given: object, what: str = "mode") -> Mode:
     given = given.value if isinstance(given, AggregationMethod) else given
     if not isinstance(given, Mode):
         raise TypeError(
-            f"{what} is {given!r}; it must be a potluck.AggregationMethod, or Synchronous(), "
+            f"{what} is {given!r}: pass a potluck.AggregationMethod, or Synchronous(), "
             "Asynchronous() or ElasticAveraging() of potluck.parameter_server"
         )
     return given

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from potluck._core.context.structure import hash_of
 from potluck._core.system import processor_name
@@ -36,6 +37,11 @@ def check_module(module: nn.Module) -> None:
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ValueError("no parameter of the module requires a gradient")
     for name, parameter in module.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise ValueError(
+                f"{name} is uninitialized: its shape comes from the first input; call the module "
+                "once before it is wrapped"
+            )
         if parameter.requires_grad and not parameter.is_floating_point():
             raise TypeError(f"{name} is {parameter.dtype}; only floats can be averaged")
         if parameter.is_meta:
