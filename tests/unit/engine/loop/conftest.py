@@ -45,10 +45,13 @@ class Peer:
         frame = Frame(kind, EPOCH, length=len(payload), source=self.rank)._replace(**fields)
         self._blocking.send_all(frames.encode(frame) + payload)
 
-    def hear(self, kind: Kind) -> tuple[Frame, bytes]:
-        """The next frame, which must be of this kind; but on a busy machine any call may stall."""
+    def hear(self, kind: Kind, *, after: Kind | None = None) -> tuple[Frame, bytes]:
+        """The next frame, which must be of this kind; but on a busy machine any call may stall, and
+        one of the kind ``after`` may come before."""
         frame, payload = self._next()
-        while frame.kind is Kind.HANG_QUERY and not frame.segment and kind is not frame.kind:
+        while kind is not frame.kind and (
+            (frame.kind is Kind.HANG_QUERY and not frame.segment) or frame.kind is after
+        ):
             frame, payload = self._next()
         assert frame.kind is kind, f"{frame} came instead of {kind.name}"
         assert (frame.epoch, frame.source) == (EPOCH, 0)
