@@ -38,23 +38,17 @@ class Encoded(Compressor):
         return np.dtype(np.float32)  # what codecs encode
 
     def compress(self, source: Floats, residual: Floats | None, step: int) -> Bytes:
-        payload = np.empty(self.codec.encoded_bytes(source.size), np.uint8)
-        self.compress_into(payload, source, residual)
+        payload, _ = self.compress_counted(source, residual, step, _new_memory)
         return payload
-
-    def compress_into(self, payload: Bytes, source: Floats, residual: Floats | None) -> int:
-        """``compress`` into memory of the right size. Returns how many elements are beyond the
-        codec's range, with those that are inf or NaN."""
-        flat = source.reshape(-1)
-        if residual is None:
-            return kernels.encode(self.codec, payload, flat)
-        return kernels.encode_with_residual(self.codec, payload, residual.reshape(-1), flat)
 
     def compress_counted(
         self, source: Floats, residual: Floats | None, step: int, memory: Callable[[int], Bytes]
     ) -> tuple[Bytes, int]:
-        payload = memory(self.codec.encoded_bytes(source.size))
-        return payload, self.compress_into(payload, source, residual)
+        payload, flat = memory(self.codec.encoded_bytes(source.size)), source.reshape(-1)
+        if residual is None:
+            return payload, kernels.encode(self.codec, payload, flat)
+        kept = residual.reshape(-1)
+        return payload, kernels.encode_with_residual(self.codec, payload, kept, flat)
 
     def decompress(self, payload: Bytes, shape: Shape, step: int) -> Floats:
         target = np.empty(shape, np.float32)
@@ -77,6 +71,10 @@ class Encoded(Compressor):
 
     def _take(self, target: Floats, payload: Bytes) -> None:
         self.decompress(payload, target.shape, 0)
+
+
+def _new_memory(num_bytes: int) -> Bytes:
+    return np.empty(num_bytes, np.uint8)
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,7 @@ class Sums:
         self._step = step
         self._numbered = numbered
         self._matrices: dict[tuple[Compressor, np.dtype[Any]], _Matrices] = {}
+        self._ends: list[Callable[[], object]] = []
 
     def start(
         self,
@@ -130,6 +131,10 @@ class Sums:
             self._matrices[key] = _Matrices(one)
         self._matrices[key].add(array, residual, shapes, numbered=self._numbered)
         return None
+
+    def at_end(self, follow: Callable[[], object]) -> None:
+        """Call ``follow()`` when the matrices are summed."""
+        self._ends.append(follow)
 
     def end(self) -> Callable[[], None] | None:
         """Start the sums of matrices, if there are any; returns the function that waits for them.
@@ -154,6 +159,8 @@ class Sums:
             for each in every:
                 self._residuals.qs = self._residuals.qs | each.sum.qs()
                 each.decode(self._comm)
+            for follow in self._ends:
+                follow()
 
         return finish if every else None
 

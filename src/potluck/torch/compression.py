@@ -37,7 +37,7 @@ Parts = Callable[[], Iterable[tuple[str, Tensor]]]
 """Returns the names and gradients of the parameters in a flat array."""
 
 _JUST_BELOW = 1 - 2.0**-20
-_TORCH = {np.dtype(np.float32): torch.float32, np.dtype(np.float64): torch.float64}
+TORCH_DTYPES = {np.dtype(np.float32): torch.float32, np.dtype(np.float64): torch.float64}
 
 
 class Compression:
@@ -81,7 +81,6 @@ class Compression:
         self._buckets: tuple[Bucket, ...] = ()
         self._now: list[Compressor | None] = []  # by bucket, in this backward
         self._sums: Sums | None = None  # of this backward
-        self._ends: list[Callable[[], None]] = []  # what follows when its matrices are summed
         self._scale = 1.0
         self._step = self._num_backwards = 0
         self._is_open = self._is_in_backward = False
@@ -160,7 +159,7 @@ class Compression:
         self._is_in_backward = True
         if not self._is_open:
             self._keep()
-        self._sums, self._ends = Sums(OverContext(ctx), self.residuals, self._step), []
+        self._sums = Sums(OverContext(ctx), self.residuals, self._step)
         self._now = [self.compressor(number) for number in range(len(self._buckets))]
         self.is_beside = any(each is not None and each.encodes_first for each in self._now)
 
@@ -169,7 +168,7 @@ class Compression:
         with contextlib.suppress(Exception):  # of what is undone below
             # Not dropped: ranks of unlike speed that meet one error would have made unlike calls.
             self.encoder.drain()
-        self._sums, self._ends = None, []
+        self._sums = None
         self._is_in_backward = False
         if not self._is_open and failed:
             self.undo()
@@ -203,7 +202,7 @@ class Compression:
         assert compressor is not None
         assert self._sums is not None
         dtype = compressor.sum_dtype(is_double=self._is_double[bucket.parameters[0]])
-        wide = host if host.dtype == _TORCH[dtype] else host.to(_TORCH[dtype])
+        wide = host if host.dtype == TORCH_DTYPES[dtype] else host.to(TORCH_DTYPES[dtype])
         array: Array = wide.numpy()
         shapes = {self.names[index]: self._shapes[index] for index in bucket.parameters}
         residual = None
@@ -225,7 +224,7 @@ class Compression:
         call = self._step << 16 | self._num_backwards
         pending = self._sums.start(compressor, array, residual, shapes, call)
         if pending is None:
-            self._ends.append(finish)
+            self._sums.at_end(finish)
             return lambda: None
         return pending.then(finish).wait
 
@@ -233,17 +232,8 @@ class Compression:
         """Start the sums of matrices of all buckets that ``start`` was called for; returns the
         function that waits, as that of ``start``, or None if there is nothing to sum."""
         assert self._sums is not None
-        wait, ends = self._sums.end(), self._ends
-        self._sums, self._ends = None, []  # which refer to this object
-        if wait is None:
-            return None
-
-        def finish() -> None:
-            wait()
-            for each in ends:
-                each()
-
-        return finish
+        sums, self._sums = self._sums, None  # which refers to this object
+        return sums.end()
 
     def capture(self) -> dict[str, Array]:
         """The residuals by parameter name, copies; of gradients that are not scaled."""

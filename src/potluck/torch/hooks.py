@@ -22,6 +22,7 @@ from potluck.compressors import Compressor, options
 from potluck.compressors.base import Array, Coded, text_of
 from potluck.compressors.reduction import Residuals, Sums
 from potluck.torch.compression import (
+    TORCH_DTYPES,
     Choice,
     Parts,
     Watch,
@@ -184,7 +185,6 @@ class CompressionState(Uncopied):
         self.residuals = Residuals()
         """By parameter; parameters keep theirs when DDP builds new buckets."""
         self._sums: Sums | None = None  # of this backward
-        self._ends: list[Callable[[], None]] = []  # what follows when its matrices are summed
         if model is not None:
             check_dense(model)
             refused = self._refusal((p, n) for n, p in _parameters(model).items())
@@ -314,7 +314,7 @@ class CompressionState(Uncopied):
 
     def begin(self) -> None:
         """Forget the matrices of a backward that has raised."""
-        self._sums, self._ends = None, []
+        self._sums = None
 
     def start(self, piece: _Piece, call: int) -> torch.futures.Future[Tensor]:
         """Start the mean of a piece over the ranks; the future has it in the piece's array."""
@@ -331,7 +331,7 @@ class CompressionState(Uncopied):
             )
             return summed
         dtype = compressor.sum_dtype(is_double=flat.dtype == torch.float64)
-        wide = flat.to(torch.float64 if dtype == np.float64 else torch.float32)
+        wide = flat.to(TORCH_DTYPES[dtype])
         host = wide.cpu()
         shapes = {each: tuple(each.shape) for each in piece.parameters}
         residual = None
@@ -352,7 +352,7 @@ class CompressionState(Uncopied):
         if isinstance(pending, _Pending):
             return pending.then(end).future()
         future: torch.futures.Future[Tensor] = torch.futures.Future()
-        self._ends.append(lambda: future.set_result(end()))
+        self._sums.at_end(lambda: future.set_result(end()))
         return future
 
     def end(self) -> None:
@@ -360,12 +360,9 @@ class CompressionState(Uncopied):
         callbacks run in another order on each rank, and so would start their collectives in another
         order."""
         sums, self._sums = self._sums, None
-        ends, self._ends = self._ends, []
         wait = None if sums is None else sums.end()
         if wait is not None:
             wait()
-            for each in ends:
-                each()
 
     def _parts(self, piece: _Piece, flat: Tensor) -> Parts:
         """A function that returns the names and gradients of a piece's parameters."""
