@@ -42,7 +42,6 @@ def run(
             metavar="SERVER",
             help="The file with the server's function (@potluck.federated.server). It runs on this "
             "machine.",
-            show_default=False,
         ),
     ],
     clients: Annotated[
@@ -52,7 +51,6 @@ def run(
             metavar="FILE",
             help="The file with the clients' function (@potluck.federated.client), in SERVER's "
             "folder or below it. It runs on every machine that takes part.",
-            show_default=False,
         ),
     ],
     data_dir: Annotated[
@@ -62,7 +60,6 @@ def run(
             help="The folder of each machine's data, on that machine: an absolute path, or one "
             "that begins with ~ (quote it). Nothing of it is sent. A machine without this folder "
             "is no client, and the run says so. The function finds it as site().data_dir.",
-            show_default=False,
         ),
     ] = None,
     workers: Annotated[
@@ -86,7 +83,6 @@ def run(
             metavar="FILE",
             help="Send this file, too: by its path below SERVER's folder. Without it only Python "
             "modules that the two files import are sent. May be given several times.",
-            show_default=False,
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="The seed of all random choices of the run.")] = 0,
@@ -106,7 +102,6 @@ def run(
         typer.Option(
             help="Write the rounds and the job's summary (with --dry-run: the list of files; '-' "
             "is stdout) to this file, as JSON.",
-            show_default=False,
         ),
     ] = None,
     plain: Annotated[

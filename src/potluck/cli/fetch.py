@@ -27,7 +27,6 @@ def fetch(
             metavar="JOB",
             help="The job, as the end of `potluck run` names it. Without it the jobs are listed "
             "whose workers left files.",
-            show_default=False,
         ),
     ] = None,
     pattern: Annotated[
@@ -35,14 +34,11 @@ def fetch(
         typer.Argument(
             metavar="PATTERN",
             help="Only these: a folder, a path, or a name with * and ?. Quote it.",
-            show_default=False,
         ),
     ] = "",
     to: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR", help="Where to put the files (default: ./JOB).", show_default=False
-        ),
+        typer.Option(metavar="DIR", help="Where to put the files (default: ./JOB)."),
     ] = None,
     remove: Annotated[
         bool,

@@ -18,12 +18,11 @@ if TYPE_CHECKING:
 
 
 def join(
-    code: Annotated[str, typer.Argument(hidden=True, show_default=False)] = "",
+    code: Annotated[str, typer.Argument(hidden=True)] = "",
     address: Annotated[
         str,
         typer.Option(
             help="HOST:PORT that `potluck pair` shows, for networks without multicast.",
-            show_default=False,
         ),
     ] = "",
     replace: Annotated[

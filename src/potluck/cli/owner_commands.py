@@ -22,7 +22,6 @@ _Node = Annotated[
     typer.Argument(
         metavar="NODE",
         help="The node's name, its id, or at least the first 8 digits of its id.",
-        show_default=False,
     ),
 ]
 

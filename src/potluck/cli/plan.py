@@ -34,9 +34,7 @@ SCHEMA_VERSION = 1
 def plan(
     script: Annotated[
         Path,
-        typer.Argument(
-            metavar="SCRIPT", help="A Python script with an ElasticLoop.", show_default=False
-        ),
+        typer.Argument(metavar="SCRIPT", help="A Python script with an ElasticLoop."),
     ],
     arguments: ScriptArguments = None,
     workers: Annotated[
@@ -55,9 +53,7 @@ def plan(
     include: Include = None,
     json: Annotated[
         Path | None,
-        typer.Option(
-            help="Write the plan to this file, as JSON ('-' is stdout).", show_default=False
-        ),
+        typer.Option(help="Write the plan to this file, as JSON ('-' is stdout)."),
     ] = None,
 ) -> None:
     """Measure SCRIPT for a few steps on all machines, and say which strategy would be fastest.

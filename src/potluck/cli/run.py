@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 
 ScriptArguments = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="ARGS", help="Everything after SCRIPT is the script's.", show_default=False
-    ),
+    typer.Argument(metavar="ARGS", help="Everything after SCRIPT is the script's."),
 ]
 """The last parameter of commands that run a script."""
 
@@ -39,7 +37,6 @@ MinNodes = Annotated[
         min=1,
         help="How many machines must be there before the job starts (default: "
         "POTLUCK_MIN_PEERS others).",
-        show_default=False,
     ),
 ]
 Wait = Annotated[
@@ -51,7 +48,6 @@ Env = Annotated[
     typer.Option(
         help="A variable for the workers on all machines: NAME=VALUE, or NAME to take it "
         "from here. Several with --env again.",
-        show_default=False,
     ),
 ]
 Include = Annotated[
@@ -61,7 +57,6 @@ Include = Annotated[
         help="Send this, too: a hidden or ignored file or folder, or one that looks like a key "
         "(that without wildcards). A path below SCRIPT's folder or a pattern as in "
         ".gitignore; may be given several times.",
-        show_default=False,
     ),
 ]
 Root = Annotated[
@@ -71,7 +66,6 @@ Root = Annotated[
         help="The folder that travels, and whose modules SCRIPT may import; SCRIPT is in or "
         "below it. Default: SCRIPT's own, or its git repository if it imports modules from "
         "there.",
-        show_default=False,
     ),
 ]
 Module = Annotated[
@@ -88,7 +82,6 @@ On = Annotated[
     typer.Option(
         metavar="MACHINES",
         help="Only on these machines: names or ids, with commas between.",
-        show_default=False,
     ),
 ]
 """Options that several commands have that run a script."""
@@ -129,9 +122,7 @@ class OnLoss(StrEnum):
 def run(
     script: Annotated[
         Path,
-        typer.Argument(
-            metavar="SCRIPT", help="The Python script that every worker runs.", show_default=False
-        ),
+        typer.Argument(metavar="SCRIPT", help="The Python script that every worker runs."),
     ],
     arguments: ScriptArguments = None,
     workers: Annotated[
@@ -143,7 +134,6 @@ def run(
             help="How many workers to start on each machine (on this one, without a cluster). "
             "1 if not said: it has all cores. With several GPUs give their number: a worker "
             "drives one.",
-            show_default=False,
         ),
     ] = None,
     nodes: Annotated[
@@ -177,16 +167,13 @@ def run(
     ] = 3,
     peer_timeout: Annotated[
         float | None,
-        typer.Option(
-            help="Seconds an operation waits for a silent worker (default 30).", show_default=False
-        ),
+        typer.Option(help="Seconds an operation waits for a silent worker (default 30)."),
     ] = None,
     chaos: Annotated[
         str,
         typer.Option(
             help="Faults to inject, for real: 'kill rank 2 at step 60', "
             "'stop rank 1 at step 20 for 5 s', several with ';' between.",
-            show_default=False,
         ),
     ] = "",
     env: Env = None,
@@ -197,7 +184,6 @@ def run(
             metavar="DIR",
             help="At the end bring the files that workers wrote on the machines here, into DIR, as "
             "`potluck fetch` does.",
-            show_default=False,
         ),
     ] = None,
     dry_run: Annotated[
@@ -213,7 +199,6 @@ def run(
         typer.Option(
             help="Write the summary (with --dry-run: the list of files; '-' is stdout) to this "
             "file, as JSON.",
-            show_default=False,
         ),
     ] = None,
     plain: Annotated[

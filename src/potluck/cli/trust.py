@@ -27,7 +27,6 @@ _Node = Annotated[
     typer.Argument(
         metavar="NODE",
         help="The machine's name, its id, or at least the first 8 digits of its id.",
-        show_default=False,
     ),
 ]
 _Yes = Annotated[bool, typer.Option("--yes", help="Don't ask.")]
@@ -35,9 +34,7 @@ _Yes = Annotated[bool, typer.Option("--yes", help="Don't ask.")]
 
 def ban(
     node: _Node,
-    reason: Annotated[
-        str, typer.Option(help="Reason, shown to the node and in logs.", show_default=False)
-    ] = "",
+    reason: Annotated[str, typer.Option(help="Reason, shown to the node and in logs.")] = "",
     delete_code: Annotated[
         bool,
         typer.Option(

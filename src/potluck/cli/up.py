@@ -27,15 +27,12 @@ if TYPE_CHECKING:
 def up(
     port: Annotated[
         int | None,
-        typer.Option(
-            min=0, max=65535, help="TCP and UDP port (default 52415).", show_default=False
-        ),
+        typer.Option(min=0, max=65535, help="TCP and UDP port (default 52415)."),
     ] = None,
     peers: Annotated[
         str | None,
         typer.Option(
             help="Addresses of other machines, for networks without multicast: attic,10.0.0.7.",
-            show_default=False,
         ),
     ] = None,
     interface: Annotated[
@@ -44,7 +41,6 @@ def up(
             metavar="NAME",
             help="Listen and look for others on this network interface only (or one address), and "
             "on the loopback: eth0, 10.0.0.7. Default: all.",
-            show_default=False,
         ),
     ] = None,
     site: Annotated[
@@ -54,7 +50,6 @@ def up(
             help="Where this machine stands, the outermost level first: home, home/rack1. What "
             "machines of different sites send each other goes once between two sites. Give it on "
             "all machines (default: found by measuring links).",
-            show_default=False,
         ),
     ] = None,
     run_for: Annotated[
@@ -63,16 +58,15 @@ def up(
             help="Whose scripts may run on this machine: all, ask (for each node), none, or names "
             "or ids of nodes with commas (default: ask). Kept; another rule than before replaces "
             "earlier decisions.",
-            show_default=False,
         ),
     ] = None,
     cpus: Annotated[
         int | None,
-        typer.Option(min=0, help="Processors for jobs (default: all).", show_default=False),
+        typer.Option(min=0, help="Processors for jobs (default: all)."),
     ] = None,
     memory: Annotated[
         str | None,
-        typer.Option(help="Memory for jobs: 8GiB, 50% (default: all).", show_default=False),
+        typer.Option(help="Memory for jobs: 8GiB, 50% (default: all)."),
     ] = None,
     nice: Annotated[
         int | None,
@@ -80,12 +74,11 @@ def up(
             min=0,
             max=19,
             help="Priority of jobs, 19 is the lowest (default 0).",
-            show_default=False,
         ),
     ] = None,
     gpus: Annotated[
         str | None,
-        typer.Option(help="GPUs for jobs: 0,2, or none (default: all).", show_default=False),
+        typer.Option(help="GPUs for jobs: 0,2, or none (default: all)."),
     ] = None,
     sandbox: Annotated[
         bool,
