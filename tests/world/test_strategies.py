@@ -277,6 +277,27 @@ def test_what_is_applied_and_what_is_kept_is_what_changed(
     assert len({training.job.parameter_hash() for training in results}) == 1
 
 
+def test_residuals_of_another_shape_are_refused_and_change_nothing() -> None:
+    """Of a checkpoint of another model, or of one that another program wrote."""
+
+    def work(ctx: DistributedContext) -> None:
+        strategy = DiLoCo(every=2, compression=TopK(0.1, chunk=16))
+        outer = Training(ctx, strategy).run().job._outer
+        assert outer is not None
+        own = outer.capture_residuals()
+        assert own["0.weight"].any()
+        for wrong in (np.zeros(1), np.zeros(47), np.zeros((8, 6))):
+            states = [own, own | {"0.weight": wrong}]
+            with pytest.raises(CheckpointError, match=r"residual '0.weight' of \d+ elements, this"):
+                outer.restore_residuals(states)
+        after = outer.capture_residuals()
+        assert after.keys() == own.keys()
+        assert all(np.array_equal(after[name], own[name]) for name in own)
+        assert outer.restore_residuals([own]) == own.keys()
+
+    run_world(2, work)
+
+
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("deadline", [None, 0.0])
 def test_what_is_kept_is_paid_once_also_when_a_part_of_a_round_is_missing(

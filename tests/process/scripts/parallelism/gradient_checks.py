@@ -264,6 +264,51 @@ def the_hooks_state_goes_on_where_it_was_saved(run):
 
 
 @check(2)
+def the_hook_forgets_the_matrices_of_a_backward_that_raised(run):
+    """torch's DDP takes no other backward then, so a script wraps the module anew, and keeps the
+    state."""
+
+    def fails(gradient):
+        raise ArithmeticError("of the script")
+
+    def wrapped(module):
+        return DistributedDataParallel(module, bucket_cap_mb=2e-3)  # several buckets
+
+    x, y = mine(run, *batches(1)[0])
+    found = []
+    for disturbed in (False, True):
+        state = CompressionState(PowerSGD(2, start_step=1), error_feedback=False)
+        parallel = wrapped(mlp())
+        parallel.register_comm_hook(state, compression_hook)
+        backward(parallel, x, y)  # all in one bucket, and sent as it is
+        parallel.zero_grad()
+        if disturbed:
+            handle = parallel.module[0].weight.register_hook(fails)
+            backward_fails(parallel, x, y, "of the script")
+            assert state._sums is not None, "no bucket came before the error"
+            handle.remove()
+            backward_fails(parallel, x, y, "Expected to have finished reduction in the prior")
+        parallel = wrapped(parallel.module)
+        parallel.register_comm_hook(state, compression_hook)
+        parallel.zero_grad()
+        backward(parallel, x, y)
+        assert state.step == 2
+        for parameter in parallel.parameters():
+            same_bits(parameter.grad)
+        found.append([parameter.grad for parameter in parallel.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+def backward_fails(model, x, y, text):
+    try:
+        backward(model, x, y)
+    except (ArithmeticError, RuntimeError) as error:
+        assert text in str(error), error
+    else:
+        raise AssertionError("nothing was raised")
+
+
+@check(2)
 def the_compression_hook_chooses_by_parameter_size_and_step(run):
     def policy(name, parameter):
         return {"0.weight": TopK(0.3, chunk=64), "2.weight": PowerSGD(2, start_step=3)}.get(name)
