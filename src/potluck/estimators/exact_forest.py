@@ -218,14 +218,5 @@ def _packed(
             "weighted_n_node_samples": weights[own],
         }
         left, right = (np.where(is_leaf, -1, numbers[each]) for each in (left, right))
-        depth = _depth(left, right)
-        found.append(trees.packed(arrays, left, right, values[own], depth, seed))
+        found.append(trees.packed(arrays, left, right, values[own], seed))
     return found
-
-
-def _depth(left: Array, right: Array) -> int:
-    """The depth of a tree whose nodes come level by level."""
-    depths = np.zeros(len(left), np.int64)
-    for node in np.flatnonzero(left >= 0):
-        depths[left[node]] = depths[right[node]] = depths[node] + 1
-    return int(depths.max())

@@ -178,8 +178,14 @@ class ShardsFit(ForestFit):
         mine = self._more_trees(state, wanted[ctx.rank]) if wanted[ctx.rank] else []
         grown = list(state["trees"])
         for rank, count in enumerate(wanted):
-            if count:
-                grown += broadcast_state(ctx, mine if rank == ctx.rank else None, rank, wanted=True)
+            if not count:
+                continue
+            sent = broadcast_state(ctx, mine if rank == ctx.rank else None, rank, wanted=True)
+            for each in sent:
+                if fault := trees.fault_of(each, shard.X.shape[1], len(state["classes"])):
+                    text = f"a tree of {ctx.group.describe(rank)} is damaged: {fault}"
+                    return refused(state, ValueError(text))
+            grown += sent
         is_last = len(grown) >= self.model.n_estimators
         return {**state, "stage": DONE if is_last else "grow", "trees": grown}
 

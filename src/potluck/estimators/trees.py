@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from sklearn.base import clone
 from sklearn.tree import DecisionTreeClassifier
-from sklearn.tree._tree import NODE_DTYPE, Tree
+from sklearn.tree._tree import NODE_DTYPE, TREE_LEAF, Tree
 
 Packed = dict[str, Any]
 
@@ -42,27 +42,28 @@ def pack(tree: Any, columns: Any, num_classes: int) -> Packed:
     }
 
 
-def packed(
-    arrays: dict[str, Any], left: Any, right: Any, values: Any, max_depth: int, seed: int
-) -> Packed:
+def packed(arrays: dict[str, Any], left: Any, right: Any, values: Any, seed: int) -> Packed:
     """A tree from arrays over its nodes, as a state. ``arrays`` has the other fields of a node by
     scikit-learn's names; the children of a leaf are -1. ``values`` has shape (nodes, classes), or
     (nodes, 1)."""
     nodes = np.zeros(len(left), NODE_DTYPE)
     for name, array in {"left_child": left, "right_child": right, **arrays}.items():
         nodes[name] = array
-    is_leaf = nodes["left_child"] < 0
+    is_leaf = nodes["left_child"] == TREE_LEAF
     nodes["feature"][is_leaf] = nodes["threshold"][is_leaf] = -2  # as scikit-learn's
     return {
         "nodes": np.frombuffer(nodes.tobytes(), np.uint8),
         "values": np.ascontiguousarray(values[:, None, :]),
-        "max_depth": max_depth,
+        "max_depth": _depth(nodes),
         "seed": seed,
     }
 
 
 def unpack(packed: Packed, like: Any, features: int, num_classes: int) -> Any:
-    """The tree that was packed, as a fitted estimator with the parameters of ``like``."""
+    """The tree that was packed, as a fitted estimator with the parameters of ``like``. ValueError
+    if ``packed`` has a fault (``fault_of``)."""
+    if fault := fault_of(packed, features, num_classes):
+        raise ValueError(f"a tree of a forest is damaged: {fault}")
     nodes = np.frombuffer(packed["nodes"].tobytes(), NODE_DTYPE)
     inner = Tree(features, np.array([max(num_classes, 1)], np.intp), 1)
     inner.__setstate__(
@@ -80,3 +81,43 @@ def unpack(packed: Packed, like: Any, features: int, num_classes: int) -> Any:
         tree.n_classes_ = np.int64(num_classes)
         tree.classes_ = np.arange(num_classes, dtype=np.float64)
     return tree
+
+
+def fault_of(packed: Any, features: int, num_classes: int) -> str:
+    """What is wrong with a packed tree, which may be untrusted; empty if nothing is.
+
+    scikit-learn follows children and features without a check, and takes memory for paths by
+    ``max_depth``: a wrong one would have it read or write beyond its arrays, or run for ever.
+    """
+    try:
+        data, values, max_depth = packed["nodes"], packed["values"], packed["max_depth"]
+        nodes = np.frombuffer(data.tobytes(), NODE_DTYPE)
+        shape = values.shape
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        return f"it has no whole nodes and values ({error!r:.100})"
+    if not len(nodes) or shape != (len(nodes), 1, max(num_classes, 1)):
+        return f"its {len(nodes)} nodes have values of shape {shape}, for {num_classes} classes"
+    is_leaf = nodes["left_child"] == TREE_LEAF
+    for side in ("left_child", "right_child"):
+        child = nodes[side]
+        is_behind = (child > np.arange(len(nodes))) & (child < len(nodes))
+        for node in np.flatnonzero(~np.where(is_leaf, child == TREE_LEAF, is_behind))[:1]:
+            return (
+                f"the {side} of node {node} is {child[node]}; children lie behind their parent and "
+                f"within the {len(nodes)} nodes, those of a leaf are -1"
+            )
+    feature = nodes["feature"]
+    for node in np.flatnonzero(~is_leaf & ((feature < 0) | (feature >= features)))[:1]:
+        return f"node {node} is split by feature {feature[node]}, and there are {features}"
+    if max_depth != (depth := _depth(nodes)):
+        return f"its max_depth is {max_depth!r:.40}, and its nodes have {depth} levels"
+    return ""
+
+
+def _depth(nodes: Any) -> int:
+    """The number of levels below the root, of nodes that lie behind their parents."""
+    depth, level = 0, np.zeros(1, np.int64)
+    while len(level := level[nodes["left_child"][level] != TREE_LEAF]):
+        level = np.unique([nodes["left_child"][level], nodes["right_child"][level]])
+        depth += 1
+    return depth
