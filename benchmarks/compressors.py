@@ -28,8 +28,8 @@ _QUICK_COUNT = 1 << 18
 _ASKED_MS: dict[str, tuple[float, tuple[str, ...]]] = {
     "exact top-k of 1%": (100, ("TopK(ratio=0.01, chunk=None, bits=None)",)),
     "top-k of 1% in chunks": (25, ("TopK(ratio=0.01, chunk=4096, bits=None)",)),
-    "8 bits, with error feedback": (25, ("Int(bits=8)",)),
-    "4 and 2 bits, with error feedback": (30, ("Int(bits=4)", "Int(bits=2)")),
+    "8 bits, with error feedback": (25, ("Quantize(bits=8)",)),
+    "4 and 2 bits, with error feedback": (30, ("Quantize(bits=4)", "Quantize(bits=2)")),
     "FP16 and BF16": (15, ("FP16()", "BF16()")),
 }
 """By claim: milliseconds for all elements, and the compressors that it is about."""

@@ -16,7 +16,7 @@ import potluck
 import potluck.torch as pt
 from common.loss_tasks import TASKS, Task, whole
 from potluck.cli.bench.crew import Channel
-from potluck.compressors import Int, TopK
+from potluck.compressors import Quantize, TopK
 
 _TIMEOUT_S = 290.0
 LOOK_EVERY = 20
@@ -31,7 +31,7 @@ class Choice(NamedTuple):
 
 
 OURS = {
-    "int4": Choice("DataParallel(compression=Int(4))", pt.DataParallel(Int(4))),
+    "int4": Choice("DataParallel(compression=Quantize(4))", pt.DataParallel(Quantize(4))),
     "local-sgd": Choice("LocalSGD(every=10)", pt.LocalSGD(every=10)),
     "local-topk": Choice(
         "DiLoCo(every=10, outer=OuterSGD(1.0), compression=TopK(0.1, bits=2))",

@@ -29,12 +29,12 @@ except ModuleNotFoundError as error:
     package = error.name.partition(".")[0]
     sys.exit(f"this needs {package}: pip install 'potluck[torch,sklearn]'")
 
-from potluck import BF16, FP16, Int, TopK
+from potluck import BF16, FP16, Quantize, TopK
 from potluck.torch import CompressionState, compression_hook
 
 STRATEGIES = {
-    "int8": Int(bits=8),
-    "int4": Int(bits=4),
+    "int8": Quantize(bits=8),
+    "int4": Quantize(bits=4),
     "bf16": BF16(),
     "fp16": FP16(),
     "topk": TopK(0.1),

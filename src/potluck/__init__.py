@@ -47,9 +47,9 @@ if TYPE_CHECKING:
     from potluck.compressors import FP16 as FP16
     from potluck.compressors import Compressed as Compressed
     from potluck.compressors import GradientCompressor as GradientCompressor
-    from potluck.compressors import Int as Int
     from potluck.compressors import PowerSGD as PowerSGD
-    from potluck.compressors import Random as Random
+    from potluck.compressors import Quantize as Quantize
+    from potluck.compressors import RandomK as RandomK
     from potluck.compressors import TopK as TopK
     from potluck.compressors import quantize_gradients as quantize_gradients
     from potluck.compressors import sparsify_gradients as sparsify_gradients
@@ -80,7 +80,7 @@ _HOMES = {
     "potluck._core.backends.ring": ("RingBackend",),
     "potluck._core.backends.torchdist": ("GlooBackend", "NcclBackend"),
     "potluck.compressors": (
-        *("BF16", "FP16", "Compressed", "GradientCompressor", "Int", "PowerSGD", "Random"),
+        *("BF16", "FP16", "Compressed", "GradientCompressor", "Quantize", "PowerSGD", "RandomK"),
         *("TopK", "quantize_gradients", "sparsify_gradients"),
     ),
     "potluck._core.context": (

@@ -97,7 +97,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 import potluck
-from potluck import BF16, FP16, Int, PowerSGD, Random, TopK
+from potluck import BF16, FP16, Quantize, PowerSGD, RandomK, TopK
 from potluck.torch import DDP, DiLoCo, ElasticLoop, Gossip, LocalSGD, Policy, OuterSGD
 
 ctx = potluck.init()
@@ -105,8 +105,9 @@ device = torch.device(sys.argv[1:][ctx.rank])
 x = torch.randn(192, 20, generator=torch.Generator().manual_seed(3))
 y = torch.randint(0, 5, (192,), generator=torch.Generator().manual_seed(3))
 for compression, strategy in (
-    (None, None), (FP16(), None), (BF16(), None), (Int(bits=8), None), (Int(bits=4), None),
-    (TopK(0.1), None), (Random(0.2), None), (PowerSGD(2, start_step=0, min_rate=1), None),
+    (None, None), (FP16(), None), (BF16(), None), (Quantize(bits=8), None),
+    (Quantize(bits=4), None), (TopK(0.1), None), (RandomK(0.2), None),
+    (PowerSGD(2, start_step=0, min_rate=1), None),
     (None, LocalSGD(every=4)), (None, DiLoCo(every=6, fragments=2, delay=1)),
     (None, DiLoCo(every=6, compression=TopK(0.1, bits=2))), (None, Gossip()),
 ):

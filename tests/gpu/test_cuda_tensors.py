@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from potluck import DistributedContext, GradientCompressor, Int, TopK
+from potluck import DistributedContext, GradientCompressor, Quantize, TopK
 from potluck.errors import Desync
 from potluck.testing.world import run_world
 from potluck.torch import DDP, CompressionState, clip_grad_norm_
@@ -253,4 +253,4 @@ def test_sparse_and_complex_tensors_and_gradients_are_right_or_refused_by_name()
         world.run(rank)
     for model, text in ((waves, "complex"), (words, "sparse")):
         with pytest.raises(TypeError, match=text):
-            CompressionState(Int(8), model=model)
+            CompressionState(Quantize(8), model=model)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import potluck
-from potluck import BF16, FP16, Int, PowerSGD, Random, TopK
+from potluck import BF16, FP16, PowerSGD, Quantize, RandomK, TopK
 from potluck._core.context import DistributedContext
 from potluck.parameter_server import SGD, Synchronous
 from potluck.testing.elastic import ElasticWorld
@@ -40,7 +40,7 @@ X = torch.randn(192, 20, generator=GENERATOR)
 Y = torch.randint(0, 5, (192,), generator=GENERATOR)
 _START = nn.Sequential(nn.Linear(20, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 5))
 COMPRESSIONS = [
-    None, FP16(), BF16(), Int(bits=8), Int(bits=4), TopK(0.1), Random(0.2),
+    None, FP16(), BF16(), Quantize(bits=8), Quantize(bits=4), TopK(0.1), RandomK(0.2),
     PowerSGD(2, start_step=0, min_rate=1),
 ]  # fmt: skip
 STRATEGIES = [
@@ -147,7 +147,7 @@ def test_a_checkpoint_of_a_gpu_is_resumed_on_a_processor(tmp_path: Path) -> None
 def test_nan_on_the_gpu_is_counted_by_name() -> None:
     def rank(ctx: DistributedContext) -> Any:
         device = DEVICES[ctx.rank]
-        model = DDP(nn.Linear(20, 2000).to(device), ctx, compression=Int(bits=8))
+        model = DDP(nn.Linear(20, 2000).to(device), ctx, compression=Quantize(bits=8))
         x = X.clone()
         if device == "cuda":
             x[0, 0] = torch.nan

@@ -95,12 +95,15 @@ ON_THE_MODULE = {
     "DiLoCo": "potluck.torch.DiLoCo",
     "neighbor_allreduce": "ctx.neighbor_all_reduce, with ctx = potluck.init()",
     "CompressionStrategy": (
-        "potluck.TopK(ratio), potluck.Random(ratio), potluck.Int(bits=8), potluck.FP16(), "
+        "potluck.TopK(ratio), potluck.RandomK(ratio), potluck.Quantize(bits=8), potluck.FP16(), "
         "potluck.BF16() or potluck.PowerSGD(rank)"
     ),
     "MockBackend": "potluck.InProcessBackend.world(n), or potluck.testing.world.run_world",
-    "INT8": 'codec="int8" of an all_reduce, or potluck.Int(8) for a GradientCompressor',
-    "QuantizationType": 'codec="int8" of an all_reduce, or potluck.Int(8) for a GradientCompressor',
+    "Random": "potluck.RandomK(ratio)",
+    "INT8": 'codec="int8" of an all_reduce, or potluck.Quantize(8) for a GradientCompressor',
+    "QuantizationType": (
+        'codec="int8" of an all_reduce, or potluck.Quantize(8) for a GradientCompressor'
+    ),
     "AllReduceStrategy": 'algorithm="ring", "tree", "centralized"',
     "all_reduce_sum_group": "potluck.all_reduce_sum(group, array), group = ctx.new_group(ranks)",
     "Backend": 'potluck.init("gloo"), potluck.init("nccl"), potluck.InProcessBackend.world(n)',

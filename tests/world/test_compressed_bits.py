@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from potluck import BF16, FP16, GradientCompressor, Int, PowerSGD, Random, TopK
+from potluck import BF16, FP16, GradientCompressor, PowerSGD, Quantize, RandomK, TopK
 from potluck._core.context import DistributedContext
 from potluck.compressors.powersgd import LowRankSum
 from potluck.testing.world import run_world
@@ -32,10 +32,10 @@ GOLDEN = Path(__file__).with_suffix(".json")
 METHODS = {
     "TopK": TopK(0.1, chunk=64),
     "TopK of 4 bits": TopK(0.05, None, bits=4),
-    "Random": Random(0.3),
-    "Random of k": Random(0.3, "k"),
-    "Int(8)": Int(8),
-    "Int(4)": Int(4),
+    "RandomK": RandomK(0.3),
+    "RandomK of parts": RandomK(0.3, "k"),
+    "Quantize(8)": Quantize(8),
+    "Quantize(4)": Quantize(4),
     "FP16": FP16(),
     "BF16": BF16(),
 }

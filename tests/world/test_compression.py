@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from potluck import BF16, FP16, Int, PowerSGD, Random, TopK
+from potluck import BF16, FP16, PowerSGD, Quantize, RandomK, TopK
 from potluck._core.context import DistributedContext
 from potluck.compressors import Compressor
 from potluck.errors import CheckpointError, Desync
@@ -23,12 +23,20 @@ from potluck.torch import DDP, ElasticLoop, Policy
 from potluck.training.sampler import Schedule
 
 COMPRESSORS: list[Compressor] = [
-    *(FP16(), BF16(), Int(8), Int(4), Int(2), TopK(0.1, chunk=64), TopK(0.05, None, bits=4)),
-    *(Random(0.3), Random(0.3, "k"), PowerSGD(2)),
+    *(
+        FP16(),
+        BF16(),
+        Quantize(8),
+        Quantize(4),
+        Quantize(2),
+        TopK(0.1, chunk=64),
+        TopK(0.05, None, bits=4),
+    ),
+    *(RandomK(0.3), RandomK(0.3, "k"), PowerSGD(2)),
 ]
 
 
-DTYPED = (Int(8), TopK(0.1, chunk=64), Random(0.3), PowerSGD(2))
+DTYPED = (Quantize(8), TopK(0.1, chunk=64), RandomK(0.3), PowerSGD(2))
 
 
 def network(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -84,7 +92,7 @@ def test_the_ranks_gradients_are_what_is_applied_and_what_is_kept(
             for name, gradient in backward(network(dtype), *batch(rank, step, dtype)).items():
                 went[name] = went.get(name, 0) + gradient / size
     rounding = 2e-5 if dtype.itemsize > 2 else 2e-2  # the sum is rounded to 16 bits at the end
-    if dtype == torch.float64 and not isinstance(strategy, Int):
+    if dtype == torch.float64 and not isinstance(strategy, Quantize):
         rounding = 1e-13  # codecs encode float32; all else stays float64
     for name, wanted in went.items():
         total = results[0][0][name].clone()
@@ -142,7 +150,7 @@ def test_a_parameter_that_no_rank_used_keeps_its_gradient_and_one_that_some_used
 @pytest.mark.parametrize(
     "strategy",
     [
-        *(Int(8), TopK(0.1, chunk=64), Random(0.3), BF16()),
+        *(Quantize(8), TopK(0.1, chunk=64), RandomK(0.3), BF16()),
         *(PowerSGD(2, start_step=0), PowerSGD(2, start_step=9)),
     ],
     ids=repr,
@@ -220,7 +228,7 @@ def test_a_rank_alone_counts_what_is_not_finite_too(
     gradient; one that raised counts for nothing."""
 
     def work(ctx: DistributedContext) -> None:
-        model = DDP(network(), ctx, compression=Int(8), dense_below=50)
+        model = DDP(network(), ctx, compression=Quantize(8), dense_below=50)
         parameter = model.module.get_parameter(name)
         num = parameter[3].numel()
 
@@ -252,7 +260,7 @@ def test_a_rank_alone_counts_what_is_not_finite_too(
 
 def test_a_loop_of_one_rank_says_which_gradient_is_not_finite() -> None:
     def work(ctx: DistributedContext) -> None:
-        training = Training(ctx, Int(4))
+        training = Training(ctx, Quantize(4))
         parameter = training.model.module.get_parameter("0.bias")
         parameter.register_hook(
             lambda gradient: gradient.index_fill(0, torch.tensor([3]), torch.nan)
@@ -264,7 +272,7 @@ def test_a_loop_of_one_rank_says_which_gradient_is_not_finite() -> None:
     run_world(1, work)
 
 
-@pytest.mark.parametrize("strategy", [None, Int(8), PowerSGD(2, start_step=0)], ids=repr)
+@pytest.mark.parametrize("strategy", [None, Quantize(8), PowerSGD(2, start_step=0)], ids=repr)
 def test_a_parameter_whose_shape_changed_is_refused(strategy: Compressor | None) -> None:
     def work(ctx: DistributedContext) -> None:
         model = DDP(network(), ctx, compression=strategy, dense_below=50)
@@ -361,7 +369,9 @@ def undisturbed(strategy: Compressor, with_all: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "strategy", [TopK(0.1, chunk=64), Int(4), Random(0.3), PowerSGD(2, start_step=1)], ids=repr
+    "strategy",
+    [TopK(0.1, chunk=64), Quantize(4), RandomK(0.3), PowerSGD(2, start_step=1)],
+    ids=repr,
 )
 def test_a_kill_at_every_half_of_an_operation_leaves_what_an_undisturbed_run_leaves(
     strategy: Compressor,
@@ -474,10 +484,18 @@ def test_residuals_that_nothing_pays_are_said_to_be_dropped(
         ({"compression": "int8"}, TypeError, "compression is 'int8'; it must be one such as TopK"),
         ({"compression": lambda n, p: 3}, TypeError, "compression chose 3 for 0.weight"),
         ({"compression": TopK}, TypeError, "it must be one such as TopK"),
-        ({"compression": Int(8), "dense_below": -1}, ValueError, "dense_below is -1"),
-        ({"compression": Int(8), "warmup_steps": -1}, ValueError, "warmup_steps -1"),
-        ({"compression": Int(8), "warmup_steps": 0.5}, TypeError, "warmup_steps must be an int"),
-        ({"compression": Int(8), "dense_below": "4k"}, TypeError, "dense_below must be an int"),
+        ({"compression": Quantize(8), "dense_below": -1}, ValueError, "dense_below is -1"),
+        ({"compression": Quantize(8), "warmup_steps": -1}, ValueError, "warmup_steps -1"),
+        (
+            {"compression": Quantize(8), "warmup_steps": 0.5},
+            TypeError,
+            "warmup_steps must be an int",
+        ),
+        (
+            {"compression": Quantize(8), "dense_below": "4k"},
+            TypeError,
+            "dense_below must be an int",
+        ),
     ],
 )
 def test_bad_options(options: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -508,11 +526,11 @@ class Signs(Compressor):
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        ({"compression": Random(0.3, "k", seed=1)}, {"compression": Random(0.3, "k", seed=2)}),
+        ({"compression": RandomK(0.3, "k", seed=1)}, {"compression": RandomK(0.3, "k", seed=2)}),
         ({"compression": Signs(0.1)}, {"compression": Signs(0.2)}),
-        ({"compression": Int(8)}, {"compression": Int(8), "error_feedback": False}),
-        ({"compression": Int(8)}, {"compression": Int(8), "dense_below": 500}),
-        ({"compression": Int(8)}, {"compression": Int(8), "warmup_steps": 1}),
+        ({"compression": Quantize(8)}, {"compression": Quantize(8), "error_feedback": False}),
+        ({"compression": Quantize(8)}, {"compression": Quantize(8), "dense_below": 500}),
+        ({"compression": Quantize(8)}, {"compression": Quantize(8), "warmup_steps": 1}),
     ],
     ids=["seed", "own", "feedback", "dense", "warm-up"],
 )

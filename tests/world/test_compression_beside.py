@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from potluck import PowerSGD, Random, TopK
+from potluck import PowerSGD, RandomK, TopK
 from potluck._core.context import DistributedContext
 from potluck.compressors import Compressor
 from potluck.testing.world import run_world
@@ -244,7 +244,7 @@ def test_a_backward_that_raised_half_way_counts_for_nothing(strategy: Compressor
     run_world(2, work)
 
 
-@pytest.mark.parametrize("strategy", [TopK(0.1), Random(0.3), PowerSGD(2, start_step=0)], ids=repr)
+@pytest.mark.parametrize("strategy", [TopK(0.1), RandomK(0.3), PowerSGD(2, start_step=0)], ids=repr)
 def test_residuals_follow_the_loss_scale(strategy: Compressor) -> None:
     """Scales that are powers of two change no bit of what is decoded."""
 

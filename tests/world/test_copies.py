@@ -22,10 +22,10 @@ from potluck import (
     DistributedKMeansTrainer,
     DistributedNeuralNetTrainer,
     GradientCompressor,
-    Int,
     ParameterServer,
     PowerSGD,
-    Random,
+    Quantize,
+    RandomK,
     TopK,
     WorkQueue,
 )
@@ -120,7 +120,7 @@ def test_what_holds_a_group_says_what_to_take(way: Callable[[Any], Any], tmp_pat
             ),
             (server, "ParameterServer .*get_parameters"),
             (ServerOptimizer(nn.Linear(2, 2), server), "ParameterServer .*get_parameters"),
-            (CompressionState(Int(8), model=model), "CompressionState .*state_dict"),
+            (CompressionState(Quantize(8), model=model), "CompressionState .*state_dict"),
             (queue, "WorkQueue .*can't be copied"),
         ]
         if way is not copy.deepcopy:
@@ -166,7 +166,7 @@ def test_a_copied_store_has_the_directory_and_the_options(
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    "strategy", [TopK(0.1), Int(8), Random(0.1, "k"), PowerSGD(2), FP16(), BF16()], ids=repr
+    "strategy", [TopK(0.1), Quantize(8), RandomK(0.1, "k"), PowerSGD(2), FP16(), BF16()], ids=repr
 )
 def test_a_copied_compressor_goes_on_with_the_residual(
     way: Callable[[Any], Any], strategy: Any

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from potluck._core.codecs import NAMES, codec_of
 from potluck._core.context import DistributedContext
 from potluck._core.context.compressed import OverContext
-from potluck.compressors import Compressor, Random, TopK
+from potluck.compressors import Compressor, RandomK, TopK
 from support.worlds import NATIVE_KINDS, open_world
 
 Array = NDArray[Any]
@@ -155,7 +155,7 @@ def test_sums_and_means_by_every_codec(kind: str, world_size: int) -> None:
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("world_size", SIZES)
-@pytest.mark.parametrize("strategy", [TopK(1.0), TopK(1.0, bits=8), Random(1.0)], ids=repr)
+@pytest.mark.parametrize("strategy", [TopK(1.0), TopK(1.0, bits=8), RandomK(1.0)], ids=repr)
 def test_sums_by_strategies_that_send_all(
     strategy: Compressor, world_size: int, dtype: type[np.floating[Any]]
 ) -> None:
@@ -179,7 +179,7 @@ def test_sums_by_strategies_that_send_all(
         exact = parts_of(rows)
         spread = np.abs(exact).sum(axis=0)
         if spread.max() > single.largest:
-            if dtype == np.float64 and not isinstance(strategy, Random):
+            if dtype == np.float64 and not isinstance(strategy, RandomK):
                 assert np.isfinite(results[0]).all(), name
             continue
         share = 1 / 127 if getattr(strategy, "bits", None) else world_size * single.unit

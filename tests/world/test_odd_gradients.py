@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from potluck import (
     DistributedNeuralNetTrainer,
-    Int,
     ParameterServer,
+    Quantize,
     TopK,
     TrainingStrategy,
 )
@@ -109,7 +109,7 @@ def test_rounds_are_right(make: Callable[[], nn.Module], strategy: Any) -> None:
             torch.testing.assert_close(mine, expected.state_dict()[name], msg=name)
 
 
-@pytest.mark.parametrize("compression", [Int(8), TopK(1.0)], ids=repr)
+@pytest.mark.parametrize("compression", [Quantize(8), TopK(1.0)], ids=repr)
 def test_compressed_rounds_send_complex_numbers_as_they_are(compression: Any) -> None:
     def run(ctx: DistributedContext) -> list[nn.Module]:
         return [
@@ -133,7 +133,7 @@ def test_ddp_and_trainers_that_reduce_gradients_refuse_them(
     make: Callable[[], nn.Module], text: str
 ) -> None:
     def run(ctx: DistributedContext) -> None:
-        for compression in (None, Int(8)):
+        for compression in (None, Quantize(8)):
             with pytest.raises(TypeError, match=text):
                 DDP(make(), ctx, compression=compression)
         data = X if make is Waves else WORDS

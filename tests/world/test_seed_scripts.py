@@ -157,7 +157,13 @@ def test_axonmls_accumulation_with_ddp_equals_one_process(size: int) -> None:
 @pytest.mark.parametrize(
     "strategy",
     [
-        *(potluck.TopK(0.1), potluck.Random(0.1), potluck.FP16(), potluck.BF16(), potluck.Int(8)),
+        *(
+            potluck.TopK(0.1),
+            potluck.RandomK(0.1),
+            potluck.FP16(),
+            potluck.BF16(),
+            potluck.Quantize(8),
+        ),
         potluck.PowerSGD(2),
     ],
     ids=str,

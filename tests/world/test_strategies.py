@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from potluck import Int, PowerSGD, Random, TopK
+from potluck import PowerSGD, Quantize, RandomK, TopK
 from potluck._core.backends.local import LocalBackend
 from potluck._core.context import DistributedContext
 from potluck.checkpoint.store import CheckpointStore
@@ -245,7 +245,7 @@ def test_when_all_fragments_are_reduced_each_rank_counts_with_its_samples(
 
 
 @pytest.mark.parametrize(
-    "compression", [TopK(0.1, chunk=16), TopK(0.2, bits=2), Int(8), Random(0.3)], ids=repr
+    "compression", [TopK(0.1, chunk=16), TopK(0.2, bits=2), Quantize(8), RandomK(0.3)], ids=repr
 )
 def test_what_is_applied_and_what_is_kept_is_what_changed(
     compression: Any, monkeypatch: pytest.MonkeyPatch
@@ -271,7 +271,7 @@ def test_what_is_applied_and_what_is_kept_is_what_changed(
     start = sum(p.detach().sum().item() for p in _START.parameters())
     end = sum(p.sum().item() for p in results[0].parameters())
     total = sum(float(each.sum()) for each in went.values())
-    exact = 1e-6 if isinstance(compression, Int) else 1e-12  # codecs encode float32
+    exact = 1e-6 if isinstance(compression, Quantize) else 1e-12  # codecs encode float32
     assert start - end == pytest.approx(total - kept, abs=exact)
     assert abs(kept) > 1e-6, "something must have been lost on the way"
     assert len({training.job.parameter_hash() for training in results}) == 1

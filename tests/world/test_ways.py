@@ -50,8 +50,8 @@ def test_a_gradient_goes_the_way_of_its_page() -> None:
 def test_a_compressed_gradient_goes_the_way_of_its_page() -> None:
     strategies = (
         potluck.TopK(0.1),
-        potluck.Int(8),
-        potluck.Random(0.1),
+        potluck.Quantize(8),
+        potluck.RandomK(0.1),
         potluck.PowerSGD(2, start_step=0),
     )
     with watched() as trace:

@@ -126,12 +126,13 @@ MODULE = {
     "min": 'op="min"',
     "max": 'op="max"',
     "product": 'op="product"',
-    "compressionstrategy": "potluck.TopK(ratio), potluck.Random(ratio), potluck.Int(bits=8), "
+    "compressionstrategy": "potluck.TopK(ratio), potluck.RandomK(ratio), potluck.Quantize(bits=8), "
     "potluck.FP16(), potluck.BF16() or potluck.PowerSGD(rank)",
     "distributedoptimizer": "potluck.torch.DDP(model), and any optimizer as it is",
+    "random": "potluck.RandomK(ratio)",
     **dict.fromkeys(
         ("quantizationtype", "int8"),
-        'codec="int8" of an all_reduce, or potluck.Int(8) for a GradientCompressor',
+        'codec="int8" of an all_reduce, or potluck.Quantize(8) for a GradientCompressor',
     ),
     **dict.fromkeys(("allreducestrategy", "collective"), 'algorithm="ring", "tree", "centralized"'),
     "allreducesumgroup": "potluck.all_reduce_sum(group, array), group = ctx.new_group(ranks)",

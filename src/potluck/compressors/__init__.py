@@ -1,7 +1,7 @@
 """Compressors: gradients in fewer bytes, with error feedback. Pure: arrays in, arrays out."""
 
 from potluck.compressors.base import Compressor
-from potluck.compressors.encoded import BF16, FP16, Int
+from potluck.compressors.encoded import BF16, FP16, Quantize
 from potluck.compressors.gradient_compressor import (
     Compressed,
     GradientCompressor,
@@ -9,7 +9,7 @@ from potluck.compressors.gradient_compressor import (
     sparsify_gradients,
 )
 from potluck.compressors.powersgd import PowerSGD
-from potluck.compressors.random import Random
+from potluck.compressors.randomk import RandomK
 from potluck.compressors.topk import TopK
 
 __all__ = [
@@ -18,9 +18,9 @@ __all__ = [
     "Compressed",
     "Compressor",
     "GradientCompressor",
-    "Int",
     "PowerSGD",
-    "Random",
+    "Quantize",
+    "RandomK",
     "TopK",
     "quantize_gradients",
     "sparsify_gradients",

@@ -1,4 +1,4 @@
-"""The compressors ``FP16``, ``BF16`` and ``Int``: every element in fewer bits, by a codec."""
+"""The compressors ``FP16``, ``BF16`` and ``Quantize``: every element in fewer bits, by a codec."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class BF16(Encoded):
 
 
 @dataclass(frozen=True)
-class Int(Encoded):
+class Quantize(Encoded):
     """Integers of 8, 4 or 2 bits with one float32 scale for 256 elements.
 
     3.94, 7.76 and 15.1 times fewer bytes than float32. ValueError for other ``bits``, TypeError for
@@ -109,9 +109,9 @@ class Int(Encoded):
     bits: Literal[8, 4, 2] = 8
 
     def __post_init__(self) -> None:
-        options.put(self, bits=options.integer("Int", "bits", self.bits))
+        options.put(self, bits=options.integer("Quantize", "bits", self.bits))
         if self.bits not in (8, 4, 2):
-            raise ValueError(f"Int(bits={self.bits}): bits must be 8, 4 or 2")
+            raise ValueError(f"Quantize(bits={self.bits}): bits must be 8, 4 or 2")
 
     @property
     def codec(self) -> Codec:
@@ -120,8 +120,8 @@ class Int(Encoded):
 
 def of_codec(name: str) -> Encoded | None:
     """The compressor that sends gradients by the codec ``name`` of an all_reduce, such as
-    ``Int(8)`` for ``"int8"``; None for another name."""
-    own = (FP16(), BF16(), Int(8), Int(4), Int(2))
+    ``Quantize(8)`` for ``"int8"``; None for another name."""
+    own = (FP16(), BF16(), Quantize(8), Quantize(4), Quantize(2))
     return next((each for each in own if each.codec.name == name.lower()), None)
 
 
@@ -132,4 +132,4 @@ def checked(value: object, said: str, also: str = "") -> Compressor:
         return value
     meant = of_codec(value) if isinstance(value, str) else None
     hint = "" if meant is None else f"; the codec {value!r} is {meant!r} here"
-    raise TypeError(f"{said}; it must be one such as TopK(0.01) or Int(bits=8){also}{hint}")
+    raise TypeError(f"{said}; it must be one such as TopK(0.01) or Quantize(bits=8){also}{hint}")

@@ -25,7 +25,7 @@ from potluck.compressors.base import (
     largest_of,
     text_of,
 )
-from potluck.compressors.encoded import Int, checked
+from potluck.compressors.encoded import Quantize, checked
 from potluck.compressors.reduction import Residuals
 from potluck.compressors.topk import TopK
 
@@ -199,7 +199,7 @@ def quantize_gradients(
 
     ``.decompress()`` of the result gives the array. Takes what ``GradientCompressor`` takes.
     """
-    return GradientCompressor(Int(num_bits), error_feedback=False).compress(gradients, name)
+    return GradientCompressor(Quantize(num_bits), error_feedback=False).compress(gradients, name)
 
 
 def sparsify_gradients(

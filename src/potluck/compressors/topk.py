@@ -39,7 +39,7 @@ class TopK(Compressor):
     With ``chunk`` the largest of each chunk of so many elements are taken: a selection that stays
     in the cache, several times faster than that over the whole array (``chunk=None``, exact), and
     that no layer with large gradients has to itself. At least one element of each chunk is taken.
-    ``bits`` sends the values as integers of 8, 4 or 2 bits, as ``Int`` does.
+    ``bits`` sends the values as integers of 8, 4 or 2 bits, as ``Quantize`` does.
 
     The payload: the positions (``pack_positions``), then the values. Its size depends on the number
     of elements only. Ranks select unlike elements, so payloads can't be summed: they are gathered.

@@ -1,8 +1,8 @@
 """A communication hook for torch's DDP: gradients are sent compressed, with error feedback.
 
-    model.register_comm_hook(CompressionState(Int(bits=8)), compression_hook)
+    model.register_comm_hook(CompressionState(Quantize(bits=8)), compression_hook)
 
-All ranks end with the same bits. The codecs (FP16, BF16, Int) work inside the reduction, which
+All ranks end with the same bits. The codecs (FP16, BF16, Quantize) work inside the reduction, which
 needs the backend "potluck"; other compressors run on any backend.
 """
 

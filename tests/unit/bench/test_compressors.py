@@ -39,13 +39,13 @@ def test_times_of_all_elements_are_held_against_what_was_asked(compressors: Any)
 
 
 def test_the_page_gets_a_row_for_each_strategy(compressors: Any) -> None:
-    rows = [row("Int(bits=8)", 0.0125), row("FP16()", 0.006, 0.037)]
+    rows = [row("Quantize(bits=8)", 0.0125), row("FP16()", 0.006, 0.037)]
     compressors.into_docs({"machine": {}, "count": 26_000_000, "rows": rows})
     text = compressors.DOCS.read_text()
     assert text.startswith(
         "before\n<!-- measured -->\n    a machine\n    its versions\n\n26 million"
     )
-    assert "| `Int(bits=8)` | yes | 3.94 | 12.5 ms | - |\n" in text
+    assert "| `Quantize(bits=8)` | yes | 3.94 | 12.5 ms | - |\n" in text
     assert text.endswith("| 6 ms | 37 ms (6.2x) |\n<!-- end of measured -->\nafter\n")
 
 

@@ -11,20 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import potluck
-from potluck.compressors import BF16, FP16, Compressor, GradientCompressor, Int, Random, TopK
+from potluck.compressors import BF16, FP16, Compressor, GradientCompressor, Quantize, RandomK, TopK
 
 COMPRESSORS: list[Compressor] = [
     FP16(),
     BF16(),
-    Int(8),
-    Int(4),
-    Int(2),
+    Quantize(8),
+    Quantize(4),
+    Quantize(2),
     TopK(0.1, chunk=64),
     TopK(0.1, chunk=None),
     TopK(0.3, chunk=64, bits=4),
     TopK(0.02, bits=2),
-    Random(0.3),
-    Random(0.3, mode="k"),
+    RandomK(0.3),
+    RandomK(0.3, mode="k"),
 ]
 DTYPES = [np.dtype(t) for t in (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)]
 RANDOM_K = [1, 2, 5, 7, 9, 11]
@@ -60,7 +60,7 @@ def test_what_came_out_is_what_went_in_minus_the_residual(
 @pytest.mark.parametrize("strategy", COMPRESSORS, ids=repr)
 def test_integers_are_accounted_for_to_the_last_bit(strategy: Compressor) -> None:
     """Sums of small integers are exact in float32, so nothing may be lost by rounding either."""
-    if isinstance(strategy, Int) or getattr(strategy, "bits", None):
+    if isinstance(strategy, Quantize) or getattr(strategy, "bits", None):
         pytest.skip("a scale of these codecs is no integer")
     compressor = GradientCompressor(strategy)
     came_in, came_out = np.zeros(5000), np.zeros(5000)
@@ -75,14 +75,14 @@ def test_the_ratios() -> None:
     source = gradient(1 << 20, 0)
     ratios = {repr(s): GradientCompressor(s).compress(source).ratio for s in COMPRESSORS}
     assert ratios["FP16()"] == ratios["BF16()"] == 2
-    assert ratios["Int(bits=8)"] == pytest.approx(3.938, abs=1e-3)
-    assert ratios["Int(bits=4)"] == pytest.approx(7.757, abs=1e-3)
-    assert ratios["Int(bits=2)"] == pytest.approx(15.06, abs=1e-2)
+    assert ratios["Quantize(bits=8)"] == pytest.approx(3.938, abs=1e-3)
+    assert ratios["Quantize(bits=4)"] == pytest.approx(7.757, abs=1e-3)
+    assert ratios["Quantize(bits=2)"] == pytest.approx(15.06, abs=1e-2)
     one_percent = GradientCompressor(TopK(0.01)).compress(source)
     assert one_percent.ratio == pytest.approx(74.1, abs=0.5)  # 4 bytes a value, 1.39 a position
     assert one_percent.nbytes == TopK(0.01).payload_bytes(source.size)
     assert GradientCompressor(TopK(0.01, bits=2)).compress(source).ratio > 240
-    assert GradientCompressor(Random(0.01, "k")).compress(source).ratio == pytest.approx(100, 1e-3)
+    assert GradientCompressor(RandomK(0.01, "k")).compress(source).ratio == pytest.approx(100, 1e-3)
 
 
 def test_top_k_takes_the_largest_of_each_chunk_or_of_all() -> None:
@@ -96,7 +96,7 @@ def test_top_k_takes_the_largest_of_each_chunk_or_of_all() -> None:
 @pytest.mark.parametrize("mode", ["bernoulli", "k"])
 def test_random_is_unbiased_and_the_same_on_every_rank(mode: str) -> None:
     source = gradient(2000, 1)
-    ranks = [GradientCompressor(Random(0.25, mode), error_feedback=False) for _ in range(2)]
+    ranks = [GradientCompressor(RandomK(0.25, mode), error_feedback=False) for _ in range(2)]
     mean = np.zeros(source.size)
     for _ in range(400):
         one, other = (rank.compress(source) for rank in ranks)
@@ -108,8 +108,8 @@ def test_random_is_unbiased_and_the_same_on_every_rank(mode: str) -> None:
 
 def test_random_chooses_the_same_elements_with_any_numpy() -> None:
     """Ranks with other versions of NumPy must choose alike: these positions never change."""
-    assert Random(0.5, "k", seed=7).positions(12, 3).tolist() == RANDOM_K
-    assert Random(0.3, seed=7).positions(20, 3).tolist() == RANDOM_BERNOULLI
+    assert RandomK(0.5, "k", seed=7).positions(12, 3).tolist() == RANDOM_K
+    assert RandomK(0.3, seed=7).positions(20, 3).tolist() == RANDOM_BERNOULLI
 
 
 @pytest.mark.parametrize("strategy", COMPRESSORS, ids=repr)
@@ -185,15 +185,15 @@ def test_the_two_functions() -> None:
         (lambda: TopK(True), TypeError, "ratio must be a number"),
         (lambda: TopK(0.1, bits=2.0), TypeError, r"TopK\(bits=2.0\): bits must be an int"),
         (lambda: TopK(0.1, chunk=True), TypeError, "chunk must be an int"),
-        (lambda: Int(8.0), TypeError, r"Int\(bits=8.0\): bits must be an int"),
-        (lambda: Int("8"), TypeError, r"Int\(bits='8'\): bits must be an int"),
-        (lambda: Random(None), TypeError, "ratio must be a number"),
-        (lambda: Random(0.1, seed=0.5), TypeError, "seed must be an int"),
+        (lambda: Quantize(8.0), TypeError, r"Quantize\(bits=8.0\): bits must be an int"),
+        (lambda: Quantize("8"), TypeError, r"Quantize\(bits='8'\): bits must be an int"),
+        (lambda: RandomK(None), TypeError, "ratio must be a number"),
+        (lambda: RandomK(0.1, seed=0.5), TypeError, "seed must be an int"),
         (lambda: GradientCompressor(TopK), TypeError, "it must be one such as TopK"),
-        (lambda: Int(16), ValueError, r"Int\(bits=16\): bits must be 8, 4 or 2"),
-        (lambda: Random(-0.1), ValueError, "ratio must be above 0"),
-        (lambda: Random(0.1, "other"), ValueError, "mode must be 'bernoulli' or 'k'"),
-        (lambda: Random(0.1, seed=-1), ValueError, "seed must not be negative"),
+        (lambda: Quantize(16), ValueError, r"Quantize\(bits=16\): bits must be 8, 4 or 2"),
+        (lambda: RandomK(-0.1), ValueError, "ratio must be above 0"),
+        (lambda: RandomK(0.1, "other"), ValueError, "mode must be 'bernoulli' or 'k'"),
+        (lambda: RandomK(0.1, seed=-1), ValueError, "seed must not be negative"),
         (
             lambda: GradientCompressor("int8"),
             TypeError,
@@ -202,8 +202,12 @@ def test_the_two_functions() -> None:
         (lambda: potluck.sparsify_gradients(gradient(9, 0), 1.0), ValueError, "sparsity is 1.0"),
         (lambda: potluck.sparsify_gradients(gradient(9, 0), "x"), TypeError, "sparsity must be a"),
         (lambda: potluck.quantize_gradients(gradient(9, 0), 8.0), TypeError, "bits must be an int"),
-        (lambda: GradientCompressor(Int()).decompress(b""), TypeError, "returned, not a bytes"),
-        (lambda: GradientCompressor(Int()).load_state_dict(None), TypeError, "not a NoneType"),
+        (
+            lambda: GradientCompressor(Quantize()).decompress(b""),
+            TypeError,
+            "returned, not a bytes",
+        ),
+        (lambda: GradientCompressor(Quantize()).load_state_dict(None), TypeError, "not a NoneType"),
         (lambda: potluck.quantize_gradients(gradient(9, 0), 7), ValueError, "bits must be 8, 4"),
         (lambda: potluck.quantize_gradients(np.ones(3, int)), TypeError, "gradients is int64"),
         (lambda: potluck.quantize_gradients([1.0]), TypeError, "gradients is a list"),
@@ -235,18 +239,20 @@ def test_numbers_of_numpy_are_those_of_python() -> None:
     """The text of a compressor is compared with that in a state."""
     made = TopK(np.float64(0.25), chunk=np.int64(64), bits=np.int8(4))
     assert repr(made) == repr(TopK(0.25, chunk=64, bits=4))
-    assert repr(Random(np.float32(0.5), seed=np.uint8(3))) == repr(Random(0.5, seed=3))
-    assert repr(Int(np.int32(4))) == repr(Int(4))
+    assert repr(RandomK(np.float32(0.5), seed=np.uint8(3))) == repr(RandomK(0.5, seed=3))
+    assert repr(Quantize(np.int32(4))) == repr(Quantize(4))
 
 
 def test_a_shape_a_dtype_or_a_state_that_does_not_fit() -> None:
-    compressor = GradientCompressor(Int(8))
+    compressor = GradientCompressor(Quantize(8))
     compressor.compress(gradient(10, 0), "w")
     with pytest.raises(ValueError, match=r"w is float32 of shape \(11,\), but its residual is"):
         compressor.compress(gradient(11, 0), "w")
     with pytest.raises(ValueError, match="w is float64 of shape"):
         compressor.compress(gradient(10, 0, DTYPES[1]), "w")
-    with pytest.raises(ValueError, match=r"the state belongs to Int\(bits=8\), this compressor is"):
+    with pytest.raises(
+        ValueError, match=r"the state belongs to Quantize\(bits=8\), this compressor is"
+    ):
         GradientCompressor(TopK(0.1)).load_state_dict(compressor.state_dict())
     with pytest.raises(ValueError, match="not the state of a GradientCompressor"):
         compressor.load_state_dict({"compressor": "x"})

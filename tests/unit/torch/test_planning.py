@@ -15,7 +15,7 @@ from torch import nn
 from potluck._core.backends.local import LocalBackend
 from potluck._core.context import DistributedContext
 from potluck._core.types import Member
-from potluck.compressors import Int
+from potluck.compressors import Quantize
 from potluck.torch import DDP, DataParallel, ElasticLoop, LocalSGD, planning
 
 X = torch.ones(8, 3)
@@ -56,7 +56,7 @@ def test_a_plan_says_how_large_buckets_are_or_how_long_rounds(
     assert planning.Planned(ctx, nn.Linear(3, 1)).strategy == LocalSGD(every=32)
     plan.write_text('{"choice": "int4", "bucket_size_mb": 100}')
     assert planning.Planned(ctx, nn.Linear(3, 1)).strategy == DataParallel(
-        Int(4), bucket_size_mb=100
+        Quantize(4), bucket_size_mb=100
     )
 
 
@@ -148,7 +148,7 @@ def test_machines_that_join_later_are_held_against_the_plan_too(
         for workers, planned in both:
             workers.meet(*nodes)
             planned.look()
-            assert planned.strategy == DataParallel(Int(4))
+            assert planned.strategy == DataParallel(Quantize(4))
         return caplog.messages
 
     assert said_with("attic", "desk") == []

@@ -338,7 +338,7 @@ def test_other_buckets_are_rehearsed_where_the_model_takes_them_for_faster() -> 
 
 def test_a_name_with_other_buckets_is_a_strategy_that_a_script_may_take() -> None:
     int4 = named("int4").in_buckets(100)
-    assert int4.code == "DataParallel(compression=Int(4), bucket_size_mb=100)"
+    assert int4.code == "DataParallel(compression=Quantize(4), bucket_size_mb=100)"
     assert int4.in_buckets(25) is int4
     assert named("int4").in_buckets(25) is named("int4")
     assert named("diloco").in_buckets(5) is named("diloco")

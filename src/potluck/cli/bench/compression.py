@@ -13,7 +13,7 @@ import numpy as np
 from potluck._core.optional import installed
 from potluck.cli.bench.operations import Floats
 from potluck.cli.bench.table import show_seconds
-from potluck.compressors import BF16, FP16, Compressor, GradientCompressor, Int, Random, TopK
+from potluck.compressors import BF16, FP16, Compressor, GradientCompressor, Quantize, RandomK, TopK
 
 COUNT = 26_000_000
 """Elements: the gradients of a ResNet-50, 104 MB of float32."""
@@ -30,15 +30,15 @@ class Case(NamedTuple):
 CASES = (
     Case(FP16(), False, "fp16"),
     Case(BF16(), False, "bf16"),
-    Case(Int(8), True, "int8"),
-    Case(Int(4), True, "int4"),
-    Case(Int(2), True, "int2"),
+    Case(Quantize(8), True, "int8"),
+    Case(Quantize(4), True, "int4"),
+    Case(Quantize(2), True, "int2"),
     Case(TopK(0.01), False, "chunked"),
     Case(TopK(0.01), True),
     Case(TopK(0.01, chunk=None), False, "topk"),
     Case(TopK(0.01, chunk=None), True),
-    Case(Random(0.01), True),
-    Case(Random(0.01, "k"), True),
+    Case(RandomK(0.01), True),
+    Case(RandomK(0.01, "k"), True),
 )
 
 
@@ -70,12 +70,12 @@ def measure(count: int = COUNT, rounds: int = 7) -> Iterator[dict[str, Any]]:
 
 def head() -> str:
     """The titles of the columns."""
-    return f"{'compressor':<44}{'feedback':>9}{'bytes':>8}{'time':>10}{'CPU':>10}{'torch':>20}"
+    return f"{'compressor':<46}{'feedback':>9}{'bytes':>8}{'time':>10}{'CPU':>10}{'torch':>20}"
 
 
 def line(row: dict[str, Any]) -> str:
     """A row as text; "(2.0x)": torch takes 2.0 times as long."""
-    text = f"{row['strategy']:<44}{'yes' if row['error_feedback'] else 'no':>9}"
+    text = f"{row['strategy']:<46}{'yes' if row['error_feedback'] else 'no':>9}"
     text += f"{'1/' + format(row['ratio'], '.3g'):>8}"
     text += f"{show_seconds(row['median_s']):>10}{show_seconds(row['cpu_s']):>10}"
     other = row["torch"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from potluck.compressors import BF16, Compressor, Int, PowerSGD, TopK
+from potluck.compressors import BF16, Compressor, PowerSGD, Quantize, TopK
 from potluck.training.strategies import (
     DataParallel,
     DiLoCo,
@@ -97,8 +97,8 @@ def _gossip(every: int) -> Candidate:
 def _diloco(every: int) -> Candidate:
     return Candidate(
         "diloco",
-        f"DiLoCo(every={every}, fragments=4, delay=5, compression=Int(4))",
-        DiLoCo(every=every, fragments=4, delay=5, compression=Int(4)),
+        f"DiLoCo(every={every}, fragments=4, delay=5, compression=Quantize(4))",
+        DiLoCo(every=every, fragments=4, delay=5, compression=Quantize(4)),
         f"an outer optimizer applies what changed in {every} steps, a quarter at a time and late",
     )
 
@@ -135,14 +135,14 @@ CANDIDATES = (
     ),
     Candidate(
         "int8",
-        "DataParallel(compression=Int(8))",
-        DataParallel(Int(8)),
+        "DataParallel(compression=Quantize(8))",
+        DataParallel(Quantize(8)),
         "gradients are rounded to 8 bits; what is lost is sent later",
     ),
     Candidate(
         "int4",
-        "DataParallel(compression=Int(4))",
-        DataParallel(Int(4)),
+        "DataParallel(compression=Quantize(4))",
+        DataParallel(Quantize(4)),
         "gradients are rounded to 4 bits; what is lost is sent later",
     ),
     Candidate(

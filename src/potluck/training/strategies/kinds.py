@@ -245,7 +245,7 @@ class DiLoCo(Rounds):
         if self.compression is not None and self.compression.needs_matrices:
             raise ValueError(
                 f"compression is {type(self.compression).__name__}, which needs gradients as "
-                "matrices: take TopK, Random, Int, FP16 or BF16"
+                "matrices: take TopK, RandomK, Quantize, FP16 or BF16"
             )
 
     def undivided(self) -> Self:

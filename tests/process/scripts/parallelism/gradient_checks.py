@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import potluck.torch
-from potluck import BF16, Int, PowerSGD, Random, TopK
+from potluck import BF16, PowerSGD, Quantize, RandomK, TopK
 from potluck.errors import Desync
 from potluck.testing.world import run_world
 from potluck.torch import (
@@ -105,7 +105,12 @@ def what_the_compression_hook_loses_is_sent_with_later_gradients(run):
     torch.set_default_dtype(torch.float32)
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)  # a user would see them in each training
-        for strategy in (Int(bits=8), TopK(0.3, chunk=64), Random(0.5), PowerSGD(2, start_step=0)):
+        for strategy in (
+            Quantize(bits=8),
+            TopK(0.3, chunk=64),
+            RandomK(0.5),
+            PowerSGD(2, start_step=0),
+        ):
             losses_of_the_hook(run, strategy)
 
 
@@ -128,8 +133,8 @@ def losses_of_the_hook(run, strategy):
                 total += parameter.grad / 32
         pairs = zip(sums, wanted, strict=True)
         errors[feedback] = max((a - b).abs().max().item() for a, b in pairs)
-    # Random alone is unbiased without error feedback: there, too, the mean comes nearer.
-    most = errors[False] * (1 if isinstance(strategy, Random) else 0.5)
+    # RandomK alone is unbiased without error feedback: there, too, the mean comes nearer.
+    most = errors[False] * (1 if isinstance(strategy, RandomK) else 0.5)
     assert 0 < errors[True] < most, (strategy, errors)
 
 
@@ -372,10 +377,10 @@ def complex_and_sparse_gradients_are_averaged(run):
 @check(2)
 def ranks_whose_compression_hooks_differ_are_told(run):
     for differs in (
-        lambda: CompressionState(Random(0.5, "k", seed=run.rank)),
-        lambda: CompressionState(Int(8), error_feedback=bool(run.rank)),
-        lambda: CompressionState(Int(8), dense_below=run.rank),
-        lambda: CompressionState(lambda n, p: Int(4 * (1 + run.rank)), model=mlp()),
+        lambda: CompressionState(RandomK(0.5, "k", seed=run.rank)),
+        lambda: CompressionState(Quantize(8), error_feedback=bool(run.rank)),
+        lambda: CompressionState(Quantize(8), dense_below=run.rank),
+        lambda: CompressionState(lambda n, p: Quantize(4 * (1 + run.rank)), model=mlp()),
     ):
         try:
             differs().agree(torch.device("cpu"))
@@ -383,12 +388,12 @@ def ranks_whose_compression_hooks_differ_are_told(run):
             assert re.search("rank 0 has '.*' .* and rank 1 has '", str(error)), error
         else:
             raise AssertionError("nothing was raised")
-    CompressionState(Int(8)).agree(torch.device("cpu"))
+    CompressionState(Quantize(8)).agree(torch.device("cpu"))
 
 
 @check(2)
 def the_compression_hook_names_gradients_that_are_not_finite(run):
-    for strategy in (BF16(), Random(0.5), TopK(0.3, chunk=64), PowerSGD(2, start_step=0)):
+    for strategy in (BF16(), RandomK(0.5), TopK(0.3, chunk=64), PowerSGD(2, start_step=0)):
         parallel = DistributedDataParallel(mlp())
         state = CompressionState(strategy, model=parallel)
         parallel.register_comm_hook(state, compression_hook)

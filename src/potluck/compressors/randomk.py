@@ -1,4 +1,4 @@
-"""The compressor ``Random``: elements chosen by a seed that all ranks share."""
+"""The compressor ``RandomK``: elements chosen by a seed that all ranks share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TABLE = 4096
 
 
 @dataclass(frozen=True)
-class Random(Compressor):
+class RandomK(Compressor):
     """A share ``ratio`` of the elements, chosen anew at each step by a seed that all ranks share.
 
     No positions are sent, and all ranks send the same elements: the values are an ordinary array
@@ -50,10 +50,12 @@ class Random(Compressor):
 
     def __post_init__(self) -> None:
         options.put(
-            self, ratio=options.ratio("Random", self.ratio), seed=options.seed("Random", self.seed)
+            self,
+            ratio=options.ratio("RandomK", self.ratio),
+            seed=options.seed("RandomK", self.seed),
         )
         if self.mode not in ("bernoulli", "k"):
-            raise ValueError(f"Random(mode={self.mode!r}): mode must be 'bernoulli' or 'k'")
+            raise ValueError(f"RandomK(mode={self.mode!r}): mode must be 'bernoulli' or 'k'")
 
     def positions(self, count: int, step: int) -> NDArray[np.int64]:
         """The positions, ascending, of the elements that are sent at ``step``."""
