@@ -26,7 +26,7 @@ from potluck._core.transport.link import Link
 from potluck._core.types import Group, Member
 from potluck._core.wire import frames
 from potluck._core.wire.frames import FRAME_BYTES, Abort, Frame, Kind
-from potluck.errors import PeerLost
+from potluck.errors import LinkError, PeerLost, Refused
 from support.links import tls_ends
 
 SEGMENT, NUM_SEGMENTS = 64 << 10, 24
@@ -123,6 +123,29 @@ def test_a_link_that_is_ahead_waits_for_one_that_is_full(engine: str) -> None:
             # A segment ahead, one under way, one counted when it began, and what the kernel holds.
             assert came[willing] <= came[slow] + 3 * FRAME + 16 * KERNEL_BYTES
         work.wait(PATIENCE_S)
+
+
+class Unreachable:
+    """A Connector that can make no link, and then learns that the peer has given this rank up."""
+
+    def start(self, deliver: Any, fail: Callable[[int, Exception], None]) -> None:
+        self.fail = fail
+
+    def request(self, rank: int) -> None:
+        self.fail(rank, LinkError("the cable is cut"))
+        self.fail(rank, Refused("rank 0 was lost", code="over:PeerLost:0:1"))
+
+    def close(self, error: BaseException) -> None:
+        pass
+
+
+@pytest.mark.parametrize("engine", ["python", pytest.param("native", marks=needs_native)])
+def test_the_first_reason_why_there_is_no_link_counts(engine: str) -> None:
+    made = NativeLoop if engine == "native" else ProgressLoop
+    with sending(made, Unreachable(), (1,), SEGMENT) as work:
+        with pytest.raises(PeerLost, match="the cable is cut") as caught:
+            work.wait(PATIENCE_S)
+        assert caught.value.rank == 1
 
 
 class Parting:

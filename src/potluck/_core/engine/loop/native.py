@@ -287,7 +287,7 @@ class NativeLoop:
             self._reject_late()
 
     def _no_link(self, rank: int, error: Exception) -> None:
-        self._causes[rank] = error
+        self._causes.setdefault(rank, error)  # the first ends the group, as on the Python loop
         self._core.no_link(rank)
 
     def _reject_late(self) -> None:
