@@ -135,17 +135,18 @@ def test_what_holds_a_group_says_what_to_take(way: Callable[[Any], Any], tmp_pat
 
 
 def test_a_copy_of_what_holds_a_context_works_in_the_same_group() -> None:
-    def rank(ctx: DistributedContext) -> None:
+    def rank(ctx: DistributedContext) -> Any:
         group = ctx.new_group([0, 1])
         assert copy.deepcopy(ctx) is ctx
         assert copy.copy(group) is group
         assert copy.deepcopy(group) is group
         trainer = copy.deepcopy(DistributedKMeansTrainer(ctx, 2))
-        trainer.train_epoch(np.arange(8.0).reshape(4, 2))
+        trainer.train_epoch(np.arange(8.0).reshape(4, 2) + 100 * ctx.rank)
         sampler = copy.deepcopy(DistributedSampler([1, 2, 3], batch_size=2, ctx=ctx))
         assert list(sampler)
+        return trainer.get_centroids()
 
-    run_world(2, rank)
+    np.testing.assert_array_equal(*run_world(2, rank))
 
 
 @pytest.mark.parametrize("way", [*WAYS, copy.copy])

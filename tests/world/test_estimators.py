@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import warnings
 from collections.abc import Callable
@@ -184,14 +185,35 @@ def test_without_a_context_it_is_that_of_init_or_a_world_of_one() -> None:
         assert estimators.StandardScaler().fit(X).mean_ == pytest.approx(X.mean(axis=0))
 
 
+def test_no_other_thread_finds_the_world_of_one_that_a_fit_has_made_for_itself() -> None:
+    with rounds.context_of(None) as alone, rounds.context_of(None) as other:
+        assert other is not alone
+    assert (alone.is_closed, other.is_closed) == (True, True)
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy])
+@pytest.mark.parametrize("name", ["KMeans", "StandardScaler", "PCA"])
+def test_a_copied_estimator_is_fitted_by_the_same_group(
+    name: str, way: Callable[[Any], Any]
+) -> None:
+    def act(ctx: DistributedContext) -> Any:
+        mine = X[ctx.rank :: 2]
+        copied = way(FITS[name](ctx, mine)).fit(mine)
+        assert copied.ctx is ctx
+        return copied.transform(X[:10])
+
+    first, second = run_world(2, act)
+    np.testing.assert_array_equal(first, second)
+
+
 @pytest.mark.parametrize("name", ["KMeans", "StandardScaler", "PCA"])
 def test_a_fitted_estimator_is_pickled_without_its_context(name: str) -> None:
     with potluck.init("local") as ctx:
         model = FITS[name](ctx, X)
-        copy = pickle.loads(pickle.dumps(model))  # noqa: S301
-        assert copy.ctx is None
+        stored = pickle.loads(pickle.dumps(model))  # noqa: S301
+        assert stored.ctx is None
         assert model.ctx is ctx
-        assert np.array_equal(copy.transform(X), model.transform(X))
+        assert np.array_equal(stored.transform(X), model.transform(X))
 
 
 def test_a_context_of_another_type_is_refused() -> None:

@@ -21,8 +21,8 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from potluck._core.context import DistributedContext, init
-from potluck._core.context.start import latest
+from potluck._core.context import DistributedContext
+from potluck._core.context.start import present
 from potluck.checkpoint.state import fingerprint
 from potluck.errors import CheckpointError
 from potluck.estimators.shards import Array
@@ -165,20 +165,11 @@ def context_of(ctx: DistributedContext | None) -> Iterator[DistributedContext]:
     last, else a new one of ``potluck.init()``. A new world of one ends with the block."""
     if not isinstance(ctx, DistributedContext | None):
         raise TypeError(f"ctx is {ctx!r}; it must be a context, such as that of potluck.init()")
-    made = ctx if ctx is not None else latest()
-    if made is not None:
-        yield made
+    if ctx is not None:
+        yield ctx
         return
-    made = init()
-    if made.world_size > 1 or made.elastic:
-        _kept.append(made)  # the group of this process, also for its next fit
+    with present() as made:
         yield made
-    else:
-        with made:
-            yield made
-
-
-_kept: list[DistributedContext] = []
 
 
 def from_first(

@@ -6,10 +6,11 @@ the same error and their group lives on.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +26,19 @@ Array = NDArray[Any]
 
 class OnShards:
     """What all estimators here can't take, whatever the estimator of scikit-learn takes that comes
-    after this base: sparse samples, several outputs. Pickled and copied ones are without their
-    context, which is of this process."""
+    after this base: sparse samples, several outputs. Copies work in the same group; pickled ones
+    are without their context, which is of this process."""
+
+    def __copy__(self) -> Self:
+        return self._with(self.__dict__)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self._with(copy.deepcopy(self.__dict__, memo))
+
+    def _with(self, attributes: Mapping[str, Any]) -> Self:
+        made = type(self).__new__(type(self))
+        made.__dict__.update(attributes)
+        return made
 
     def __getstate__(self) -> Any:
         return {**super().__getstate__(), "ctx": None}  # type: ignore[dict-item]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from potluck._core import hints
@@ -65,6 +66,15 @@ def init(
     rank of its world: ConfigurationError if it has a context there,
     [ForkedProcess][potluck.errors.ForkedProcess] if the process has from which it was forked.
     """
+    global _latest
+    context = _begin(backend, timeout_s, peers, rank)
+    _latest = weakref.ref(context)
+    return context
+
+
+def _begin(
+    backend: str, timeout_s: Duration | None, peers: Sequence[str] | None, rank: int | None
+) -> DistributedContext:
     if backend not in BACKENDS:
         raise ConfigurationError(hints.backend(backend, BACKENDS))
     if backend != "ring" and not (peers is None and rank is None):
@@ -80,20 +90,31 @@ def init(
     except BaseException:
         made.close()
         raise
-    global _latest
-    _latest = weakref.ref(context)
     _places[context] = place
     return context
 
 
 _latest: weakref.ref[DistributedContext] | None = None
+_kept: list[DistributedContext] = []
 
 
-def latest() -> DistributedContext | None:
-    """The context that ``init`` made last in this process; None if there is none or it is
-    closed."""
+@contextmanager
+def present() -> Iterator[DistributedContext]:
+    """The context that ``init`` made last in this process, if it is open; else a new one of
+    ``init()``. A new world of one ends with the block, and no other thread finds it."""
+    global _latest
     context = _latest() if _latest is not None else None
-    return None if context is None or context.is_closed else context
+    if context is not None and not context.is_closed:
+        yield context
+        return
+    made = _begin("auto", None, None, None)
+    if made.world_size > 1 or made.elastic:
+        _kept.append(made)  # the group of this process, also for what asks next
+        _latest = weakref.ref(made)
+        yield made
+    else:
+        with made:
+            yield made
 
 
 _places: weakref.WeakKeyDictionary[DistributedContext, _Place | None] = weakref.WeakKeyDictionary()
