@@ -12,7 +12,7 @@ from potluck._core.context import DistributedContext
 from potluck._core.wire.tensors import host_bytes, is_tensor
 from potluck.checkpoint import CheckpointStore
 from potluck.parameter_server.layout import Array
-from potluck.parameter_server.model import Mode, Synchronous
+from potluck.parameter_server.model import Mode
 from potluck.parameter_server.optimizers import Optimizer
 
 FIRST_EPOCH = 1
@@ -28,7 +28,7 @@ def check_arguments(ctx: Any, mode: Mode, optimizer: Any, save_every: Any) -> No
             f"optimizer is {optimizer!r}; it must be SGD(...) or Adam(...) of "
             "potluck.parameter_server: it runs on the server"
         )
-    backups = mode.backup_workers if isinstance(mode, Synchronous) else 0
+    backups = mode.backup_workers
     if backups >= ctx.world_size and _all_are_there(ctx):
         raise ValueError(
             f"backup_workers is {backups} of {ctx.world_size} workers: no gradient would count"

@@ -9,10 +9,11 @@ outcomes of pushes. ``version`` counts updates, so it is also the number of the 
 from __future__ import annotations
 
 import enum
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from potluck._core.types import AnyCase
 from potluck.parameter_server.layout import Layout, check_layout, of_plain, plain
@@ -24,8 +25,41 @@ LEASES_FOR_EACH = 8
 LIFE_BITS = 31
 
 
+class Mode(ABC):
+    """What becomes of gradients: all in which the modes differ."""
+
+    is_by_step: ClassVar[bool] = False
+    """Whether all workers push in every step, and one update follows."""
+    backup_workers: int = 0
+    """How many workers' gradients a step does without."""
+    of: str = "gradients"
+    """What the workers push, ``"gradients"`` or ``"parameters"``."""
+    alpha: float = 1.0
+    """The weight of what a worker pushes, in an average with what the server has."""
+
+    @property
+    def is_by_hand(self) -> bool:
+        """Whether the script makes the updates."""
+        return False
+
+    @abstractmethod
+    def take(self, model: Model, gradient: Gradient, workers: Sequence[str]) -> None:
+        """Make an update by a new ``gradient``, let it wait, or drop it. ValueError for a gradient
+        of another step."""
+
+    def may_pull(
+        self, model: Model, worker: str, workers: Sequence[str], expires_at: float
+    ) -> bool:
+        """Whether ``worker`` may compute on the newest version now."""
+        return True
+
+    def progress(self, model: Model, workers: Sequence[str]) -> bool:
+        """Make the updates for which enough gradients wait; whether there were any."""
+        return False
+
+
 @dataclass(frozen=True, slots=True)
-class Synchronous:
+class Synchronous(Mode):
     """One update for each step, by the mean gradient of the workers.
 
     The first ``n - backup_workers`` gradients of the ``n`` workers count; a later one is dropped
@@ -35,14 +69,36 @@ class Synchronous:
 
     backup_workers: int = 0
     automatic: bool = True
+    is_by_step: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.backup_workers < 0:
             raise ValueError(f"backup_workers is {self.backup_workers}; it must be at least 0")
 
+    @property
+    def is_by_hand(self) -> bool:
+        return not self.automatic
+
+    def take(self, model: Model, gradient: Gradient, workers: Sequence[str]) -> None:
+        if gradient.step == model.version:
+            model.waiting[gradient.worker] = gradient
+        elif self.backup_workers:
+            model.drop(gradient.worker, gradient.push, "late")
+        else:
+            raise ValueError(
+                f"{gradient.of(model.name)} is of an earlier step: the model is at step "
+                f"{model.version}; pull first"
+            )
+
+    def progress(self, model: Model, workers: Sequence[str]) -> bool:
+        if not self.automatic or not model.is_ready(workers):
+            return False
+        model.step(model.rate)
+        return True
+
 
 @dataclass(frozen=True, slots=True)
-class Asynchronous:
+class Asynchronous(Mode):
     """One update for each gradient, when it arrives.
 
     The staleness of a gradient is the number of updates since the pull of the parameters that it
@@ -62,9 +118,44 @@ class Asynchronous:
         if self.max_staleness is not None and self.max_staleness < 0:
             raise ValueError(f"max_staleness is {self.max_staleness}; it must be at least 0")
 
+    def take(self, model: Model, gradient: Gradient, workers: Sequence[str]) -> None:
+        lease = self._leases(model, workers).held.get(gradient.worker)
+        if lease is None:
+            model.drop(gradient.worker, gradient.push, "expired")
+        elif lease.version != gradient.step:
+            raise ValueError(
+                f"{gradient.of(model.name)}: its last pull was of step {lease.version}"
+            )
+        else:
+            model.waiting[gradient.worker] = gradient
+
+    def may_pull(
+        self, model: Model, worker: str, workers: Sequence[str], expires_at: float
+    ) -> bool:
+        if worker in model.waiting:
+            return False  # its gradient comes first
+        leases = self._leases(model, workers)
+        leases.held.pop(worker, None)  # it computes on that version no more
+        return leases.pull(worker, model.version, expires_at)
+
+    def progress(self, model: Model, workers: Sequence[str]) -> bool:
+        before, leases = model.version, model.leases
+        for worker in sorted(model.waiting, key=lambda worker: leases.held[worker].version):
+            staleness = leases.apply(worker, model.version)
+            if staleness is not None:
+                divisor = max(1, staleness) if self.lr_by_staleness else 1
+                gradient = model.waiting[worker]
+                model.update("step", [gradient], model.rate / divisor, staleness=staleness)
+        return model.version > before
+
+    def _leases(self, model: Model, workers: Sequence[str]) -> Leases:
+        bound = self.max_staleness
+        model.leases.max_staleness = LEASES_FOR_EACH * len(workers) if bound is None else bound
+        return model.leases
+
 
 @dataclass(frozen=True, slots=True)
-class ElasticAveraging:
+class ElasticAveraging(Mode):
     """Workers and server pull each other.
 
     ``of="gradients"``: the server keeps a gradient, and makes it ``alpha * local + (1 - alpha) *
@@ -85,8 +176,11 @@ class ElasticAveraging:
         if self.of not in ("gradients", "parameters"):
             raise ValueError(f"of is {self.of!r}; it must be 'gradients' or 'parameters'")
 
-
-Mode = Synchronous | Asynchronous | ElasticAveraging
+    def take(self, model: Model, gradient: Gradient, workers: Sequence[str]) -> None:
+        if self.of == "gradients":
+            model.update("mix", [gradient], model.rate, alpha=self.alpha)
+        else:
+            model.update("add", [gradient], model.rate)
 
 
 class AggregationMethod(enum.Enum, metaclass=AnyCase):
@@ -215,11 +309,12 @@ class Model:
         """Gradients by what became of them."""
         self.counted: Counter[str] = Counter()
         """By worker, how many of its gradients are in this version, or were before it was set."""
-        self._rate = rate
+        self.rate = rate
+        self.waiting: dict[str, Gradient] = {}
+        """Gradients that wait for their update, by worker."""
+        self.leases = Leases(0)
         self._decided: list[Entry] = []
-        self._pending: dict[str, Gradient] = {}
         self._outcomes: dict[str, tuple[int, Outcome]] = {}
-        self._leases: Leases | None = None
 
     def take_decided(self) -> list[Entry]:
         """The decisions since the last call."""
@@ -246,8 +341,8 @@ class Model:
 
     def forget_waiting(self) -> None:
         """Forget what is in no entry: waiting gradients, and leases. Workers compute anew."""
-        self._pending.clear()
-        self._leases = None
+        self.waiting.clear()
+        self.leases.held.clear()
 
     def _decide(self, entry: Entry) -> None:
         self._decided.append(entry)
@@ -264,26 +359,18 @@ class Model:
         what = gradient.of(self.name)
         if step > self.version:
             raise ValueError(f"{what} is of a later step: the model is at step {self.version}")
-        waiting = self._pending.get(worker)
+        waiting = self.waiting.get(worker)
         if waiting is not None and waiting.push >> LIFE_BITS == gradient.push >> LIFE_BITS:
             raise ValueError(f"{what} is its second one in that step")
         if waiting is not None:
             # Its worker was killed, and computes that step again.
             self.drop(worker, waiting.push, "restarted")
-        match self.mode:
-            case Synchronous():
-                self._push_to_round(gradient, what)
-            case Asynchronous():
-                self._push_on_lease(gradient, workers, what)
-            case ElasticAveraging(alpha, of="gradients"):
-                self._update("mix", [gradient], self._rate, alpha=alpha)
-            case ElasticAveraging():
-                self._update("add", [gradient], self._rate)
+        self.mode.take(self, gradient, workers)
         self.progress(workers)
 
     def knows(self, worker: str, push: int) -> bool:
         """Whether a push of ``worker`` has come before."""
-        waiting = self._pending.get(worker)
+        waiting = self.waiting.get(worker)
         if waiting is not None and waiting.push == push:
             return True
         return self.outcome(worker, push) is not None
@@ -297,93 +384,44 @@ class Model:
         """Let a push count for nothing, and remember that."""
         self._decide(Drop(self.name, worker, push, reason))
 
-    def _push_to_round(self, gradient: Gradient, what: str) -> None:
-        assert isinstance(self.mode, Synchronous)
-        if gradient.step == self.version:
-            self._pending[gradient.worker] = gradient
-        elif self.mode.backup_workers:
-            self.drop(gradient.worker, gradient.push, "late")
-        else:
-            raise ValueError(
-                f"{what} is of an earlier step: the model is at step {self.version}; pull first"
-            )
-
-    def _push_on_lease(self, gradient: Gradient, workers: Sequence[str], what: str) -> None:
-        lease = self._leases_of(workers).held.get(gradient.worker)
-        if lease is None:
-            self.drop(gradient.worker, gradient.push, "expired")
-        elif lease.version != gradient.step:
-            raise ValueError(f"{what}: its last pull was of step {lease.version}")
-        else:
-            self._pending[gradient.worker] = gradient
-
     # -- a worker's pulls
 
     def may_pull(self, worker: str, workers: Sequence[str], expires_at: float) -> bool:
         """Whether ``worker`` may compute on the newest version now. If not it waits."""
-        if not isinstance(self.mode, Asynchronous):
-            return True
-        if worker in self._pending:
-            return False  # its gradient comes first
-        leases = self._leases_of(workers)
-        leases.held.pop(worker, None)  # it computes on that version no more
-        return leases.pull(worker, self.version, expires_at)
+        return self.mode.may_pull(self, worker, workers, expires_at)
 
     def expire(self, time: float, until: float) -> list[str]:
         """End the leases of workers that have not pushed by ``time``; their names. The leases of
         gradients that wait here are kept ``until``."""
-        if self._leases is None:
-            return []
-        for worker in self._pending:
-            self._leases.held[worker].expires_at = until
-        return self._leases.expire(time)
+        for worker in self.waiting.keys() & self.leases.held.keys():
+            self.leases.held[worker].expires_at = until
+        return self.leases.expire(time)
 
     def leave(self, worker: str) -> None:
         """``worker`` computes no more."""
-        if self._leases is not None and worker not in self._pending:
-            self._leases.held.pop(worker, None)
+        if worker not in self.waiting:
+            self.leases.held.pop(worker, None)
 
     def waits_for(self, workers: Sequence[str]) -> str:
         """What a pull or push waits for, for errors."""
-        if self._leases is not None:
-            names = self._leases.blocking(self.version)
+        if names := self.leases.blocking(self.version):
             return f"worker {', '.join(names)}, which computes on the oldest parameters"
-        absent = sorted(set(workers) - self._pending.keys(), key=_by_number)
+        absent = sorted(set(workers) - self.waiting.keys(), key=_by_number)
         if not absent:
             return "apply_gradients, which no worker has called"
         return f"a gradient of step {self.version} of worker {', '.join(absent)}"
-
-    def _leases_of(self, workers: Sequence[str]) -> Leases:
-        assert isinstance(self.mode, Asynchronous)
-        bound = self.mode.max_staleness
-        bound = LEASES_FOR_EACH * len(workers) if bound is None else bound
-        if self._leases is None:
-            self._leases = Leases(bound)
-        self._leases.max_staleness = bound
-        return self._leases
 
     # -- updates
 
     def progress(self, workers: Sequence[str]) -> bool:
         """Make the updates that can be made; whether there were any."""
-        if isinstance(self.mode, Synchronous):
-            if self.mode.automatic and self.is_ready(workers):
-                self._step_by_round(self._rate)
-                return True
-            return False
-        before = self.version
-        if self._leases is not None:
-            leases = self._leases.held
-            for worker in sorted(self._pending, key=lambda worker: leases[worker].version):
-                self._step_on_lease(self._pending[worker], self._leases)
-        return self.version > before
+        return self.mode.progress(self, workers)
 
     def is_ready(self, workers: Sequence[str]) -> bool:
         """Whether enough workers have pushed the gradients of this step."""
-        backups = self.mode.backup_workers if isinstance(self.mode, Synchronous) else 0
         # Not their number: gradients of workers that have left replace none of the present workers.
-        missing = sum(worker not in self._pending for worker in workers)
-        return len(self._pending) > 0 and missing <= backups
+        missing = sum(worker not in self.waiting for worker in workers)
+        return len(self.waiting) > 0 and missing <= self.mode.backup_workers
 
     def apply(self, step: int, rate: float | None, workers: Sequence[str]) -> None:
         """The update of ``step`` by hand, unless it has been made. ValueError if it is not
@@ -393,18 +431,18 @@ class Model:
             return
         if not self.is_ready(workers):
             raise ValueError(
-                f"{len(self._pending)} gradients of step {self.version} of {self.name!r} are "
+                f"{len(self.waiting)} gradients of step {self.version} of {self.name!r} are "
                 f"there; it waits for {self.waits_for(workers)}"
             )
-        self._step_by_round(self._rate if rate is None else rate)
+        self.step(self.rate if rate is None else rate)
 
     def clear(self, step: int) -> None:
         """Drop the gradients of ``step``, unless its update was made."""
         self._need_round("clear_gradients")
         if step == self.version:
-            for gradient in self._pending.values():
+            for gradient in self.waiting.values():
                 self.drop(gradient.worker, gradient.push, "cleared")
-            self._pending.clear()
+            self.waiting.clear()
 
     def set(self, worker: str, push: int) -> None:
         """Take the parameters that ``worker`` has staged; waiting gradients are dropped."""
@@ -415,11 +453,10 @@ class Model:
         self._set(worker, push, self.version + 1)
 
     def _set(self, worker: str, push: int, version: int) -> None:
-        for gradient in self._pending.values():
+        for gradient in self.waiting.values():
             self.drop(gradient.worker, gradient.push, "replaced")
-        self._pending.clear()
-        if self._leases is not None:
-            self._leases.held.clear()
+        self.waiting.clear()
+        self.leases.held.clear()
         self._decide(SetParameters(self.name, self.layout, worker, push, version))
 
     def check(self, layout: Layout) -> None:
@@ -427,30 +464,24 @@ class Model:
         check_layout(layout, self.layout, f"what is set for {self.name!r}")
 
     def _need_round(self, what: str) -> None:
-        if not isinstance(self.mode, Synchronous):
+        if not self.mode.is_by_step:
             raise ValueError(
                 f"{what} is for Synchronous: with {type(self.mode).__name__} each gradient is "
                 "applied when it arrives"
             )
 
-    def _step_by_round(self, rate: float) -> None:
+    def step(self, rate: float) -> None:
+        """The update of the present step, by the gradients that wait."""
         # In rank order, so that the sum does not depend on the order of arrival.
-        gradients = sorted(self._pending.values(), key=lambda each: (each.rank, each.worker))
-        self._update("step", gradients, rate)
+        gradients = sorted(self.waiting.values(), key=lambda each: (each.rank, each.worker))
+        self.update("step", gradients, rate)
 
-    def _step_on_lease(self, gradient: Gradient, leases: Leases) -> None:
-        assert isinstance(self.mode, Asynchronous)
-        staleness = leases.apply(gradient.worker, self.version)
-        if staleness is None:
-            return
-        divisor = max(1, staleness) if self.mode.lr_by_staleness else 1
-        self._update("step", [gradient], self._rate / divisor, staleness=staleness)
-
-    def _update(self, how: str, gradients: Sequence[Gradient], rate: float, **details: Any) -> None:
+    def update(self, how: str, gradients: Sequence[Gradient], rate: float, **details: Any) -> None:
+        """The next version; ``how`` and ``details`` as in ``Update``."""
         pushes = tuple((each.worker, each.push) for each in gradients)
         self._decide(Update(self.name, how, pushes, rate, self.version + 1, **details))
         for each in gradients:
-            self._pending.pop(each.worker, None)
+            self.waiting.pop(each.worker, None)
 
     # -- for checkpoints
 

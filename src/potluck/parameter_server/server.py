@@ -24,9 +24,7 @@ from potluck.parameter_server.layout import Array, layout_of, plain
 from potluck.parameter_server.model import (
     LIFE_BITS,
     AggregationMethod,
-    ElasticAveraging,
     Mode,
-    Synchronous,
     mode_of,
 )
 from potluck.parameter_server.optimizers import SGD, Optimizer, check_number
@@ -263,7 +261,7 @@ class ParameterServer(Uncopied):
                 f"worker_rank is {worker_rank!r:.60}, but the rank of this worker is "
                 f"{self.ctx.rank}: every worker pushes its own gradient"
             )
-        if isinstance(self.mode, ElasticAveraging) and self.mode.of == "parameters":
+        if self.mode.of == "parameters":
             raise ValueError("elastic averaging of parameters takes average_parameters")
         return self._push(model, arrays_of(gradient, "a gradient"), step, timeout)
 
@@ -296,7 +294,7 @@ class ParameterServer(Uncopied):
 
         Cost: the parameters once to the worker, once to the server.
         """
-        if not isinstance(self.mode, ElasticAveraging) or self.mode.of != "parameters":
+        if self.mode.of != "parameters":
             raise ValueError('average_parameters is for ElasticAveraging(of="parameters")')
         mine = arrays_of(parameters, "parameters")
         center = self.get_parameters(model, timeout=timeout).parameters
@@ -430,7 +428,7 @@ class ParameterServer(Uncopied):
                 return self._again() if reply is None else reply
 
             reply = self._await(stage_and_push, f"room for a gradient of {model!r}", timeout)
-        if isinstance(self.mode, Synchronous):
+        if self.mode.is_by_step:
             if reply.get("counted", True):  # or waits for other workers
                 self._after[model] = step + 1, term
                 return True
@@ -447,7 +445,7 @@ class ParameterServer(Uncopied):
     def _check_by_hand(self, method: str) -> None:
         """ValueError if the server makes the updates itself: else a script that waits for ``ready``
         never applies, and its learning rate has no effect."""
-        if not isinstance(self.mode, Synchronous) or self.mode.automatic:
+        if not self.mode.is_by_hand:
             raise ValueError(
                 f"{method} is for updates by the script, mode=Synchronous(automatic=False); this "
                 f"server makes them itself, by {self._optimizer!r}: leave it out, and give the "

@@ -19,7 +19,7 @@ from potluck.errors import CheckpointError, ProtocolError
 from potluck.parameter_server.checkpoints import Checkpoints
 from potluck.parameter_server.layout import Array, of_plain
 from potluck.parameter_server.log import Drop, Grant, Leave, Position, Save, decode, encode
-from potluck.parameter_server.model import Gradient, Synchronous
+from potluck.parameter_server.model import Gradient
 from potluck.parameter_server.primary import Primary
 from potluck.parameter_server.replica import AskAgain, Replica
 from potluck.services import Call
@@ -179,7 +179,7 @@ class PrimaryService:
         with self._replica.changed:
             self._primary.check_open()
             it = self._primary.model(model)
-            return isinstance(it.mode, Synchronous) and it.is_ready(self._workers())
+            return it.mode.is_by_step and it.is_ready(self._workers())
 
     def apply(self, call: Call, model: str, step: int, rate: float | None) -> Any:
         """Make the update of ``step`` by hand, once; the version after it."""

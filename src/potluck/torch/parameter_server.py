@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from potluck.parameter_server import ElasticAveraging, ParameterServer
+from potluck.parameter_server import ParameterServer
 
 
 class ServerOptimizer:
@@ -48,7 +48,7 @@ class ServerOptimizer:
             raise TypeError(f"model is {model!r:.200}; it must be a module, not its parameters")
         if not isinstance(ps, ParameterServer):
             raise TypeError(f"ps is {ps!r}; it must be a potluck.ParameterServer")
-        averages = isinstance(ps.mode, ElasticAveraging) and ps.mode.of == "parameters"
+        averages = ps.mode.of == "parameters"
         if averages and not isinstance(optimizer, Optimizer):
             raise ValueError(
                 'with ElasticAveraging(of="parameters") each worker needs an optimizer of its own: '

@@ -316,7 +316,7 @@ def _mode_of(strategy: TrainingStrategy, aggregation: object) -> Mode:
     if strategy is not TrainingStrategy.PARAMETER_SERVER:
         raise ValueError(f"aggregation is for PARAMETER_SERVER: {strategy.name} has its own")
     found = mode_of(aggregation, "aggregation")
-    if isinstance(found, Synchronous) and not found.automatic:
+    if found.is_by_hand:
         raise ValueError("the trainer makes no updates by hand: leave automatic=False out")
     return found
 

@@ -78,7 +78,7 @@ class Story:
             else:
                 self.model.push(gradient, self.workers)
             return self.decide()
-        waits = any(each.worker == worker for each in self.model._pending.values())
+        waits = worker in self.model.waiting
         if waits or not self.model.may_pull(worker, self.workers, 1e9):
             return None
         self.log.append(Grant("m", worker, self.model.version))

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.optim import Optimizer
 
-from potluck.parameter_server import Adam, ElasticAveraging, ParameterServer, Synchronous
+from potluck.parameter_server import Adam, ParameterServer
 from potluck.parameter_server.model import Mode
 from potluck.torch.parameter_server import ServerOptimizer
 from potluck.torch.structure import broadcast_tensors, tensors_of
@@ -49,7 +49,7 @@ class ByServer(Way):
         super().__init__(recipe)
         self.model = recipe.network
         self.optimizer: Optimizer | None = None
-        if isinstance(mode, ElasticAveraging) and mode.of == "parameters":
+        if mode.of == "parameters":
             self.optimizer = recipe.optimizer(recipe.network)
         self._mode = mode
         self._ps: ParameterServer | None = None
@@ -221,15 +221,14 @@ class ByServer(Way):
         server = self._server
         assert server is not None
         self.model.train()
-        is_synchronous = isinstance(self._mode, Synchronous)
         if self.optimizer is None and server.finish():
             self._done += 1
-        while is_synchronous or self._done < self._num_parts:
+        while self._mode.is_by_step or self._done < self._num_parts:
             if self.optimizer is None:
                 server.pull()
             if self._before is None:
                 self._before = self._counted.get(self.recipe.ctx.group.me.worker, 0) - self._done
-            if is_synchronous:
+            if self._mode.is_by_step:
                 self._done = server.version - self._first  # all ranks push in every step
                 if self._done >= self._num_parts:
                     break
@@ -270,7 +269,7 @@ class ByServer(Way):
             counted = server.push()
             self._done += counted
             self._num_dropped = 0 if counted else self._num_dropped + 1
-            if self._num_dropped >= _MOST_DROPPED and not isinstance(self._mode, Synchronous):
+            if self._num_dropped >= _MOST_DROPPED and not self._mode.is_by_step:
                 raise RuntimeError(
                     f"{self._num_dropped} gradients of rank {recipe.ctx.rank} in a row came too "
                     f"late to count: a step may take {recipe.ctx.timeout_s:g} s; pass potluck.init "
