@@ -75,9 +75,9 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--figures", type=Path, help="a file that gets what tests measure, as JSON")
-    parser.addoption("--native-loop", action="store_true", help="in-process worlds on that loop")
+    parser.addoption("--python-loop", action="store_true", help="in-process worlds on that loop")
     parser.addoption(
-        "--jitter", action="store_true", help="in-process links of the Python loop dawdle at random"
+        "--jitter", action="store_true", help="the same, and in-process links dawdle at random"
     )
     parser.addoption("--long", action="store_true", help="run the tests that take minutes, too")
 
@@ -223,19 +223,13 @@ def python_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("potluck._core.backends.inprocess.Hub.most_native", 0)
 
 
-@pytest.fixture
-def native_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In-process worlds of up to 16 ranks, ``MOST_NATIVE``, run on the native loop."""
-    monkeypatch.setattr("potluck._core.backends.inprocess.Hub.most_native", 16)
-
-
 @pytest.fixture(autouse=True)
 def options_of_worlds(request: pytest.FixtureRequest) -> None:
-    """--native-loop and --jitter. In-process worlds run on the Python loop else."""
-    if request.config.getoption("--native-loop"):
-        request.getfixturevalue("native_loop")
-    if request.config.getoption("--jitter"):
+    """--python-loop and --jitter. In-process worlds run on the native loop else."""
+    jitter = request.config.getoption("--jitter")
+    if jitter or request.config.getoption("--python-loop"):
         request.getfixturevalue("python_loop")
+    if jitter:
         dawdle(request.getfixturevalue("monkeypatch"), request.getfixturevalue("seed"))
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from potluck._core.backends.base import StaticBackend
-from potluck._core.backends.inprocess import MOST_NATIVE, InProcessBackend
+from potluck._core.backends.inprocess import InProcessBackend
 from potluck._core.backends.tcp import TcpBase
 from potluck._core.context import DistributedContext, init
 from potluck._core.engine.communicator import Communicator
@@ -140,7 +140,8 @@ def open_world(
         backends: Sequence[Any]
         if kind in ("inproc", "pipes"):
             backends = InProcessBackend.world(world_size, segment_bytes=segment_bytes)
-            backends[0].hub.most_native = 0 if kind == "pipes" else MOST_NATIVE
+            if kind == "pipes":
+                backends[0].hub.most_native = 0
         else:
             backends = tcp_backends(
                 world_size,

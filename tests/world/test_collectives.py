@@ -265,7 +265,6 @@ def test_what_ranks_may_not_compute_for_themselves_is_refused_before_anything_is
             assert result.tolist() == [1, 1]
 
 
-@pytest.mark.usefixtures("native_loop")
 def test_in_process_worlds_run_on_the_native_loop_as_far_as_descriptors_suffice() -> None:
     def act(ctx: DistributedContext) -> type:
         ctx.barrier()

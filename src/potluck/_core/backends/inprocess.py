@@ -40,9 +40,8 @@ and a process often has no more than 1024. Links of the Python loop take none.""
 class Hub:
     """The members of an in-process world and the links between them. Thread-safe."""
 
-    most_native = 0
-    """Groups of up to so many workers run on the native loop, over socket pairs; not more than
-    ``MOST_NATIVE``. For tests of that loop: its ranks meet the ends of links in other orders."""
+    most_native = MOST_NATIVE
+    """Groups of up to so many workers run on the native loop, where there is one."""
 
     def __init__(self, world_size: int, *, segment_bytes: int = SEGMENT_BYTES) -> None:
         self._changed = threading.Condition()
@@ -289,8 +288,8 @@ class _Connector:
 
 
 class InProcessBackend:
-    """One worker of an in-process world. ``world`` makes the backends of all workers. Groups run
-    on the Python loop."""
+    """One worker of an in-process world. ``world`` makes the backends of all workers. Groups of up
+    to 16 run on the native loop where there is one, larger ones on the Python loop."""
 
     elastic = True
 
