@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
 from scipy import sparse
 from sklearn.cluster._k_means_lloyd import lloyd_iter_chunked_dense
 from sklearn.utils._openmp_helpers import _openmp_effective_n_threads
+from sklearn.utils.parallel import _get_threadpool_controller
 
 from potluck.estimators.shards import Array, blocks
 
 _ROWS = 1 << 20
-"""Rows whose sums are taken in the dtype of the samples; sums of these are taken in float64."""
+"""Rows that are summed in the dtype of the samples; sums of such blocks are added in float64."""
+
+
+def one_blas_thread() -> AbstractContextManager[object]:
+    """A block whose BLAS takes one thread: scikit-learn's kernel runs threads of its own."""
+    limit: AbstractContextManager[object] = _get_threadpool_controller().limit(
+        limits=1, user_api="blas"
+    )
+    return limit
 
 
 @dataclass(frozen=True)

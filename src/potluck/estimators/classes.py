@@ -9,7 +9,9 @@ import numpy as np
 from sklearn.utils import column_or_1d
 from sklearn.utils.multiclass import check_classification_targets
 
-from potluck.estimators.shards import Array, Checked
+from potluck._core.context import DistributedContext
+from potluck.estimators.rounds import Fit, State
+from potluck.estimators.shards import Array, totals_of
 
 
 def checked_labels(y: Any) -> Array:
@@ -27,8 +29,9 @@ def facts_of(labels: Array) -> dict[str, Any]:
     return {"classes": np.unique(labels).tolist(), "label_dtype": labels.dtype.str}
 
 
-def union(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Any], str]:
-    """The sorted classes of all shards, and their dtype. ValueError if they have no order."""
+def union(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The sorted classes of all shards, and their dtype, as entries of a fit's state. ValueError if
+    they have no order."""
     known = [row for row in rows if row["classes"]] or list(rows[:1])
     dtype = np.result_type(*(np.dtype(row["label_dtype"]) for row in known))
     kinds = {type(each).__name__ for row in known for each in row["classes"]}
@@ -38,47 +41,48 @@ def union(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Any], str]:
             "labels of one type"
         )
     found = sorted({each for row in known for each in row["classes"]})
-    return found, dtype.str
+    return {"classes": found, "label_dtype": dtype.str}
 
 
-def array_of(classes: list[Any], dtype: str) -> Array:
-    """The sorted classes as the array ``classes_``."""
-    return np.array(classes, dtype)
+def classes_of(state: Mapping[str, Any]) -> Array:
+    """The sorted classes in the state of a fit, as the array ``classes_``."""
+    return np.array(state["classes"], state["label_dtype"])
 
 
-def encoded(labels: Array, classes: Array) -> Array:
-    """The number of each label's class, int64 of shape (n,)."""
-    return np.searchsorted(classes, labels).astype(np.int64)
+class ClassFit(Fit):
+    """A fit of samples with labels, whose classes are known when the state has those of all
+    ranks."""
 
+    _codes: Array | None = None
 
-class CodedShard:
-    """A shard's samples with the numbers of their classes, which are known when the state of the
-    fit has the classes of all ranks."""
-
-    def __init__(self, checked: Checked) -> None:
-        self._checked = checked
-        self._codes: Array | None = None
-
-    def of(self, state: Mapping[str, Any]) -> tuple[Array, Array, Array]:
-        """The samples, the numbers of their classes, and their weights in float64."""
-        shard = self._checked.shard
-        assert shard is not None
-        assert shard.y is not None
-        assert shard.weights is not None
+    def codes(self, state: State) -> Array:
+        """The number of each sample's class, int64 of shape (n,)."""
         if self._codes is None:
-            known = array_of(state["classes"], state["label_dtype"])
-            self._codes = encoded(shard.y, known)
-        return shard.X, self._codes, shard.weights.astype(np.float64, copy=False)
+            assert self.shard.y is not None
+            self._codes = np.searchsorted(classes_of(state), self.shard.y).astype(np.int64)
+        return self._codes
+
+    def samples(self, state: State) -> tuple[Array, Array, Array]:
+        """The samples, the numbers of their classes, and their weights in float64."""
+        X, weights = self.shard.X, self.shard.weights
+        assert weights is not None
+        return X, self.codes(state), weights.astype(np.float64, copy=False)
 
 
-def class_weights(given: Any, classes: Array, totals: Array) -> Array:
-    """The factor of each class, float64 of shape (classes,).
+def weigh(
+    ctx: DistributedContext, given: Any, state: State, codes: Array, weights: Array
+) -> tuple[Array, Array]:
+    """The factor of each class, float64 of shape (classes,), and the ``weights`` of each class's
+    samples on all ranks, of this rank those with the classes ``codes``. A collective call.
 
-    ``given`` is scikit-learn's ``class_weight``, ``totals`` the weights of each class's samples on
-    all ranks.
+    ``given`` is scikit-learn's ``class_weight``.
     """
+    known = classes_of(state)
+    totals = totals_of(codes, weights, len(known))
+    ctx.all_reduce(totals)
     if given is None:
-        return np.ones(len(classes))
+        return np.ones(len(known)), totals
     if isinstance(given, str):  # "balanced"
-        return np.asarray(totals.sum() / (len(classes) * np.where(totals > 0, totals, 1.0)))
-    return np.array([float(given.get(each, 1.0)) for each in classes.tolist()])
+        balanced = totals.sum() / (len(known) * np.where(totals > 0, totals, 1.0))
+        return np.asarray(balanced), totals
+    return np.array([float(given.get(each, 1.0)) for each in known.tolist()]), totals

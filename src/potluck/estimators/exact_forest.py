@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from potluck._core.context import DistributedContext
 from potluck.estimators import trees
 from potluck.estimators.forest_fit import ForestFit
 from potluck.estimators.histogram_trees.binning import Bins, find_bins
@@ -45,13 +44,10 @@ class ExactFit(ForestFit):
     """The fit of an exact forest, and the bins of this rank's samples."""
 
     after_input = "bin"
-
-    def __init__(self, model: Any, ctx: DistributedContext, X: Any, y: Any, weights: Any) -> None:
-        super().__init__(model, ctx, X, y, weights)
-        self._codes: Array | None = None
+    _bins: Array | None = None
 
     def stages(self) -> dict[str, Stage]:
-        return {"bin": self._bin, "grow": self._grow}
+        return {**super().stages(), "bin": self._bin, "grow": self._grow}
 
     def refuse(self, shard: Shard) -> None:
         model = self.model
@@ -75,7 +71,7 @@ class ExactFit(ForestFit):
 
     def _bin(self, state: State) -> State:
         """The bins of the features."""
-        bins = find_bins(self.ctx, self._own().X, self.model.max_bins)
+        bins = find_bins(self.ctx, self.shard.X, self.model.max_bins)
         return {**state, "stage": "grow", "low": bins.low, "high": bins.high}
 
     def _grow(self, state: State) -> State:
@@ -91,12 +87,12 @@ class ExactFit(ForestFit):
         seeds = seeds[have : have + min(most, _MOST_TREES)]
         bags = [urn.draw(seed, num_draws) if num_draws else urn.everything() for seed in seeds]
         targets = self._targets(state, whole, None if num_draws else weights, num_draws)
-        if self._codes is None:
-            self._codes = bins.codes(self._own().X)
+        if self._bins is None:
+            self._bins = bins.codes(self.shard.X)
         sums_up_to = (num_draws or urn.total) if self.is_classifier else math.inf
         nodes = grow(
             ctx,
-            Samples(self._codes, targets, bins.num, sums_up_to),
+            Samples(self._bins, targets, bins.num, sums_up_to),
             self._rules(whole, num_draws or urn.total * whole.unit),
             seeds,
             bags,
@@ -128,7 +124,7 @@ class ExactFit(ForestFit):
         return _Whole(num, unit, most, -least, largest), in_units(ones, unit)
 
     def _urn(self, whole: _Whole, weights: Array | None) -> Urn:
-        own = len(self._own().X)
+        own = len(self.shard.X)
         total = own if weights is None else int(weights.sum())
         totals = self.ctx.all_gather(np.array([total], np.int64)).ravel()
         return Urn(own, int(totals[: self.ctx.rank].sum()), int(totals.sum()), weights)
@@ -161,7 +157,7 @@ class ExactFit(ForestFit):
 
     def _rules(self, whole: _Whole, weight: float) -> Rules:
         """The rules for a tree of samples of this ``weight``; fractions as in scikit-learn."""
-        model, features = self.model, self._own().X.shape[1]
+        model, features = self.model, self.shard.X.shape[1]
         leaf, split = model.min_samples_leaf, model.min_samples_split
         if not isinstance(leaf, Integral):
             leaf = math.ceil(leaf * whole.num)
@@ -175,11 +171,6 @@ class ExactFit(ForestFit):
             min_weight_leaf=model.min_weight_fraction_leaf * weight,
             min_impurity_decrease=model.min_impurity_decrease,
         )
-
-    def _own(self) -> Shard:
-        shard = self.checked.shard
-        assert shard is not None
-        return shard
 
 
 _UNLIMITED = 2**31 - 1

@@ -27,13 +27,13 @@ _OWN_CONSTRAINTS = {
 class _Forest(OnShards):
     """What the forests have in common."""
 
-    ctx: DistributedContext | None
     exact: bool
+    own_parameters = ("ctx", "exact", "max_bins")
 
     def _run(self, X: Any, y: Any, weights: Any) -> State:
         with context_of(self.ctx) as ctx:
             kind = ExactFit if self.exact else ShardsFit
-            return kind(self, ctx, X, y, weights).run()
+            return kind(self, ctx, X, y, weights).grow()
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -113,26 +113,7 @@ class RandomForestClassifier(_Forest, ensemble.RandomForestClassifier):
         max_bins: int = MOST_BINS,
         ctx: DistributedContext | None = None,
     ) -> None:
-        super().__init__(
-            n_estimators,
-            criterion=criterion,
-            max_depth=max_depth,
-            min_samples_split=min_samples_split,
-            min_samples_leaf=min_samples_leaf,
-            min_weight_fraction_leaf=min_weight_fraction_leaf,
-            max_features=max_features,
-            max_leaf_nodes=max_leaf_nodes,
-            min_impurity_decrease=min_impurity_decrease,
-            bootstrap=bootstrap,
-            n_jobs=n_jobs,
-            random_state=random_state,
-            class_weight=class_weight,
-            ccp_alpha=ccp_alpha,
-            max_samples=max_samples,
-        )
-        self.exact = exact
-        self.max_bins = max_bins
-        self.ctx = ctx
+        self._keep(locals())
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> RandomForestClassifier:
         """Grow the forest from all ranks' ``X``, of shape (n, features), and ``y``, of shape (n,).
@@ -140,7 +121,7 @@ class RandomForestClassifier(_Forest, ensemble.RandomForestClassifier):
         A collective call. ``sample_weight`` has shape (n,).
         """
         last = self._run(X, y, sample_weight)
-        self.classes_ = classes.array_of(last["classes"], last["label_dtype"])
+        self.classes_ = classes.classes_of(last)
         self.n_classes_ = len(self.classes_)
         return self
 
@@ -148,9 +129,8 @@ class RandomForestClassifier(_Forest, ensemble.RandomForestClassifier):
 class RandomForestRegressor(_Forest, ensemble.RandomForestRegressor):
     """A random forest of regression trees, each of which grows on the samples of one rank.
 
-    All that is said of [RandomForestClassifier][potluck.estimators.RandomForestClassifier] holds
-    here, too: with samples on several ranks it is another estimator than scikit-learn's forest on
-    their union, unless ``exact=True``.
+    As [RandomForestClassifier][potluck.estimators.RandomForestClassifier]: with samples on several
+    ranks it is another estimator than scikit-learn's forest on their union, unless ``exact=True``.
     """
 
     _parameter_constraints = {  # noqa: RUF012 (scikit-learn's protocol)
@@ -179,25 +159,7 @@ class RandomForestRegressor(_Forest, ensemble.RandomForestRegressor):
         max_bins: int = MOST_BINS,
         ctx: DistributedContext | None = None,
     ) -> None:
-        super().__init__(
-            n_estimators,
-            criterion=criterion,
-            max_depth=max_depth,
-            min_samples_split=min_samples_split,
-            min_samples_leaf=min_samples_leaf,
-            min_weight_fraction_leaf=min_weight_fraction_leaf,
-            max_features=max_features,
-            max_leaf_nodes=max_leaf_nodes,
-            min_impurity_decrease=min_impurity_decrease,
-            bootstrap=bootstrap,
-            n_jobs=n_jobs,
-            random_state=random_state,
-            ccp_alpha=ccp_alpha,
-            max_samples=max_samples,
-        )
-        self.exact = exact
-        self.max_bins = max_bins
-        self.ctx = ctx
+        self._keep(locals())
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> RandomForestRegressor:
         """Grow the forest from all ranks' ``X``, of shape (n, features), and ``y``, of shape (n,).

@@ -11,55 +11,34 @@ from sklearn.base import is_classifier
 from sklearn.utils import column_or_1d
 from sklearn.utils.validation import validate_data
 
-from potluck._core.context import DistributedContext
 from potluck.estimators import classes, trees
-from potluck.estimators.rounds import DONE, Stage, State, refused, run_rounds
-from potluck.estimators.shards import (
-    Array,
-    Shard,
-    check,
-    column_names,
-    compare,
-    random_of,
-    totals_of,
-    weights_of,
-)
+from potluck.estimators.rounds import DONE, Stage, State, refused
+from potluck.estimators.shards import Array, Shard, column_names, seed_of, weights_of
 from potluck.training.transfer import broadcast_state
 
 
-class ForestFit:
-    """One fit: the stages that all forests begin with, and this rank's shard.
+class ForestFit(classes.ClassFit):
+    """One fit: the stages that all forests begin with.
 
     A subclass has further stages; ``after_input`` names the first of them.
     """
 
     after_input = ""
 
-    def __init__(self, model: Any, ctx: DistributedContext, X: Any, y: Any, weights: Any) -> None:
-        self.model, self.ctx = model, ctx
-        self.is_classifier = is_classifier(model)
-        self.checked = check(ctx, model, lambda: self._shard(X, y, weights))
+    @property
+    def is_classifier(self) -> bool:
+        return bool(is_classifier(self.model))
 
     def stages(self) -> dict[str, Stage]:
-        """The stages after the first ones."""
-        raise NotImplementedError
+        return {"weigh": self._weigh}
 
     def refuse(self, shard: Shard) -> None:
         """ValueError for parameters and samples that this kind of forest does not take."""
 
-    def run(self) -> State:
+    def grow(self) -> State:
+        """Grow the forest, and set the model to it; the last state."""
         model = self.model
-        seed = model.random_state
-        if not isinstance(seed, int | np.integer):
-            seed = random_of(model).randint(2**31 - 1)
-        stages = {"input": self._compare, "weigh": self._weigh, **self.stages()}
-        last = run_rounds(
-            self.ctx,
-            type(model).__name__,
-            {"seed": int(seed), "trees": []},
-            stages,
-            heavy=("trees",),
-        )
+        last = self.run({"seed": seed_of(model), "trees": []}, heavy=("trees",))
         num_classes = len(last["classes"])
         model.n_outputs_ = 1
         model._n_samples = last["num"]
@@ -70,66 +49,43 @@ class ForestFit:
         ]
         return last
 
-    def _compare(self, state: State) -> State:
-        """The shards fit together; the classes of all of them."""
-        rows, problem = compare(self.ctx, self.checked, name=type(self.model).__name__)
-        known: list[Any] = []
-        label_dtype = ""
-        if problem is None:
-            try:
-                if self.is_classifier:
-                    known, label_dtype = classes.union(rows)
-                formats = {row["nodes"] for row in rows}
-                if len(formats) > 1:
-                    raise ValueError(
-                        "the ranks have versions of scikit-learn with different trees: install the "
-                        "same version on every machine"
-                    )
-            except ValueError as error:
-                problem = error
-        if problem is not None:
-            return refused(state, problem)
-        num = sum(row["num"] for row in rows)
-        after = {**state, "num": num, "classes": known, "label_dtype": label_dtype}
+    def agree(self, state: State, rows: list[dict[str, Any]]) -> State:
+        found = classes.union(rows) if self.is_classifier else {"classes": [], "label_dtype": ""}
+        if len({row["nodes"] for row in rows}) > 1:
+            raise ValueError(
+                "the ranks have versions of scikit-learn with different trees: install the "
+                "same version on every machine"
+            )
         return {
-            **after,
+            **found,
+            "num": sum(row["num"] for row in rows),
             "stage": "weigh" if self.is_classifier else self.after_input,
             "factors": None,
         }
 
     def _weigh(self, state: State) -> State:
         """The factor of each class's weights."""
-        shard, given = self.checked.shard, self.model.class_weight
+        given = self.model.class_weight
         if given is None:
             return {**state, "stage": self.after_input}
-        assert shard is not None
-        known = classes.array_of(state["classes"], state["label_dtype"])
-        assert shard.y is not None
-        codes = classes.encoded(shard.y, known)
-        totals = totals_of(codes, np.ones(len(codes)), len(known))
-        self.ctx.all_reduce(totals)
-        return {
-            **state,
-            "stage": self.after_input,
-            "factors": classes.class_weights(given, known, totals),
-        }
+        codes = self.codes(state)
+        factors, _ = classes.weigh(self.ctx, given, state, codes, np.ones(len(codes)))
+        return {**state, "stage": self.after_input, "factors": factors}
 
     def targets(self, state: State) -> tuple[Array, Array | None]:
         """The values of this rank's samples, or the numbers of their classes; and their weights, if
         they have any."""
-        shard = self.checked.shard
-        assert shard is not None
+        shard = self.shard
         assert shard.y is not None
         if not self.is_classifier:
             return shard.y, shard.weights
-        known = classes.array_of(state["classes"], state["label_dtype"])
-        codes = classes.encoded(shard.y, known)
+        codes = self.codes(state)
         if state["factors"] is None:
             return codes, shard.weights
         ones = np.ones(len(codes)) if shard.weights is None else shard.weights
         return codes, ones * state["factors"][codes]
 
-    def _shard(self, X: Any, y: Any, weights: Any) -> Shard:
+    def make_shard(self, X: Any, y: Any, weights: Any) -> Shard:
         model = self.model
         model._validate_params()
         finite = "allow-nan" if model.__sklearn_tags__().input_tags.allow_nan else True
@@ -157,21 +113,18 @@ class ShardsFit(ForestFit):
 
     after_input = "grow"
 
-    def __init__(self, model: Any, ctx: DistributedContext, X: Any, y: Any, weights: Any) -> None:
-        super().__init__(model, ctx, X, y, weights)
-        self.own: Any = None
-        """The forest on this rank's samples, which gets more trees round by round."""
-        self.offered = (0, 0, 0)
-        """Of the last round: the trees of the forest before it, and the range of this rank's trees
-        in it."""
+    own: Any = None
+    """The forest on this rank's samples, which gets more trees round by round."""
+    offered = (0, 0, 0)
+    """Of the last round: the trees of the forest before it, and the range of this rank's trees in
+    it."""
 
     def stages(self) -> dict[str, Stage]:
-        return {"grow": self._grow}
+        return {**super().stages(), "grow": self._grow}
 
     def _grow(self, state: State) -> State:
         """Grow trees on every rank with samples, and send them to all ranks."""
-        ctx, shard = self.ctx, self.checked.shard
-        assert shard is not None
+        ctx, shard = self.ctx, self.shard
         jobs = _num_jobs(self.model.n_jobs)
         rows = ctx.all_gather(np.array([len(shard.X) > 0, jobs], np.int64))
         wanted = _shares(rows, self.model.n_estimators - len(state["trees"]))
@@ -190,8 +143,6 @@ class ShardsFit(ForestFit):
         return {**state, "stage": DONE if is_last else "grow", "trees": grown}
 
     def _more_trees(self, state: State, count: int) -> list[trees.Packed]:
-        shard = self.checked.shard
-        assert shard is not None
         target, weights = self.targets(state)
         if self.own is None:
             self.own = self._forest(state)
@@ -200,7 +151,7 @@ class ShardsFit(ForestFit):
         have = len(getattr(self.own, "estimators_", []))
         if have < num_used + count:
             self.own.set_params(n_estimators=num_used + count)
-            self.own.fit(shard.X, target, sample_weight=weights)
+            self.own.fit(self.shard.X, target, sample_weight=weights)
         columns = getattr(self.own, "classes_", None)
         chosen = self.own.estimators_[num_used : num_used + count]
         packed = [trees.pack(tree, columns, len(state["classes"])) for tree in chosen]
@@ -219,7 +170,7 @@ class ShardsFit(ForestFit):
             else ensemble.RandomForestRegressor
         )
         options = self.model.get_params(deep=False)
-        for own in ("ctx", "exact", "max_bins"):
+        for own in self.model.own_parameters:
             del options[own]
         options |= {"class_weight": None} if self.is_classifier else {}
         seed: Any = state["seed"]

@@ -8,10 +8,7 @@ from typing import Any
 import numpy as np
 from sklearn import cluster
 from sklearn.exceptions import ConvergenceWarning
-from sklearn.utils._openmp_helpers import _openmp_effective_n_threads
 from sklearn.utils._param_validation import StrOptions
-from sklearn.utils.parallel import _get_threadpool_controller
-from sklearn.utils.validation import validate_data
 
 from potluck._core.context import DistributedContext
 from potluck.estimators import seeding
@@ -20,22 +17,11 @@ from potluck.estimators.assigning import (
     assign_and_sum,
     farthest,
     nearest,
+    one_blas_thread,
     relocate,
 )
-from potluck.estimators.rounds import DONE, State, context_of, refused, run_rounds
-from potluck.estimators.shards import (
-    Array,
-    OnShards,
-    Shard,
-    check,
-    column_names,
-    common_dtype,
-    compare,
-    merge,
-    moments,
-    random_of,
-    weights_of,
-)
+from potluck.estimators.rounds import DONE, Stage, State, context_of
+from potluck.estimators.shards import Array, OnShards, common_dtype, merge, seed_of
 
 
 class KMeans(OnShards, cluster.KMeans):
@@ -77,18 +63,7 @@ class KMeans(OnShards, cluster.KMeans):
         algorithm: str = "lloyd",
         ctx: DistributedContext | None = None,
     ) -> None:
-        super().__init__(
-            n_clusters,
-            init=init,
-            n_init=n_init,
-            max_iter=max_iter,
-            tol=tol,
-            verbose=verbose,
-            random_state=random_state,
-            copy_x=copy_x,
-            algorithm=algorithm,
-        )
-        self.ctx = ctx
+        self._keep(locals())
 
     def fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> KMeans:
         """Find the centers from all ranks' ``X``, of shape (n, features), float32 or float64.
@@ -96,38 +71,27 @@ class KMeans(OnShards, cluster.KMeans):
         A collective call. ``sample_weight`` has shape (n,); ``y`` is ignored.
         """
         with context_of(self.ctx) as ctx:
-            _Fit(self, ctx, X, sample_weight).run()
+            _Fit(self, ctx, X, sample_weight).cluster()
         return self
 
 
-class _Fit:
-    """One fit: the stages, and what this rank keeps of its shard between them."""
+class _Fit(seeding.ClusterFit):
+    """One fit, and what this rank keeps of its shard between the stages."""
 
     def __init__(self, model: KMeans, ctx: DistributedContext, X: Any, weights: Any) -> None:
-        self.model, self.ctx = model, ctx
-        self.checked = check(ctx, model, lambda: self._shard(X, weights))
+        super().__init__(model, ctx, X, weights=weights)
         self.labels: dict[tuple[int, int], Array] = {}
         """This rank's labels by run and iteration, those of the last two iterations only."""
         self.X = self.weights = self.mean = np.empty(0)
 
-    def run(self) -> None:
+    def stages(self) -> dict[str, Stage]:
+        return {"seed": self._seed, "lloyd": self._lloyd, "finish": self._finish}
+
+    def cluster(self) -> None:
+        """Fit the model."""
         model = self.model
-        seed = model.random_state
-        if not isinstance(seed, int | np.integer):
-            seed = random_of(model).randint(2**31 - 1)
-        stages = {
-            "input": self._compare,
-            "seed": self._seed,
-            "lloyd": self._lloyd,
-            "finish": self._finish,
-        }
-        with _get_threadpool_controller().limit(limits=1, user_api="blas"):
-            last = run_rounds(
-                self.ctx,
-                "KMeans",
-                {"seed": int(seed)},
-                stages,
-            )
+        with one_blas_thread():
+            last = self.run({"seed": seed_of(model)})
         model.cluster_centers_ = last["best_centers"] + self.mean
         model._n_features_out = len(model.cluster_centers_)
         model.labels_ = self._labels_of(last)
@@ -142,17 +106,11 @@ class _Fit:
 
     # ------------------------------------------------------------ stages
 
-    def _compare(self, state: State) -> State:
-        """The shards fit together; the means and variances of all of them."""
-        rows, problem = compare(self.ctx, self.checked, name="KMeans")
-        k = self.model.n_clusters
-        if problem is None and (total := sum(row["num"] for row in rows)) < k:
-            problem = ValueError(f"n_samples={total} should be >= n_clusters={k}.")
-        if problem is not None:
-            return refused(state, problem)
+    def agree(self, state: State, rows: list[dict[str, Any]]) -> State:
+        """The means and variances of all shards."""
+        self.check_enough(rows)
         whole = merge([row["moments"] for row in rows])
         return {
-            **state,
             "stage": "seed",
             "dtype": common_dtype(rows).name,
             "mean": whole.mean,
@@ -249,28 +207,10 @@ class _Fit:
 
     # ------------------------------------------------------------ this rank's shard
 
-    def _shard(self, X: Any, weights: Any) -> Shard:
-        model = self.model
-        model._validate_params()
-        model._n_threads = _openmp_effective_n_threads()
-        X = validate_data(
-            model,
-            X,
-            dtype=[np.float64, np.float32],
-            order="C",
-            ensure_min_samples=0,
-        )
-        weights = weights_of(weights, X)
-        if not isinstance(model.init, str):
-            seeding.check_centers(model.init, model.n_clusters, X.shape[1])
-        facts = {"moments": moments(X).packed(), "names": column_names(model)}
-        return Shard(X, weights=weights, facts=facts)
-
     def _centered(self, state: State) -> tuple[Array, Array]:
         """This rank's samples less the mean of all, which makes distances more accurate."""
         if not self.mean.size:
-            shard = self.checked.shard
-            assert shard is not None
+            shard = self.shard
             assert shard.weights is not None
             dtype = np.dtype(state["dtype"])
             self.mean = state["mean"].astype(dtype)

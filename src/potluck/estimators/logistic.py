@@ -14,15 +14,13 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from potluck._core.context import DistributedContext
 from potluck.estimators import classes, lbfgs
-from potluck.estimators.rounds import DONE, State, context_of, from_first, refused, run_rounds
+from potluck.estimators.rounds import DONE, Stage, State, context_of, from_first
 from potluck.estimators.shards import (
     Array,
     OnShards,
     Shard,
-    check,
     column_names,
-    compare,
-    totals_of,
+    common_dtype,
     weights_of,
 )
 
@@ -50,17 +48,14 @@ class LogisticRegression(OnShards, linear_model.LogisticRegression):
         max_iter: int = 100,
         ctx: DistributedContext | None = None,
     ) -> None:
-        super().__init__(
-            C=C, tol=tol, fit_intercept=fit_intercept, class_weight=class_weight, max_iter=max_iter
-        )
-        self.ctx = ctx
+        self._keep(locals())
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> LogisticRegression:
         """Find the coefficients from all ranks' ``X``, of shape (n, features), and ``y``, of shape
         (n,). A collective call. ``sample_weight`` has shape (n,)."""
         with context_of(self.ctx) as ctx:
             last = _Fit(self, ctx, X, y, sample_weight).run()
-        self.classes_ = classes.array_of(last["classes"], last["label_dtype"])
+        self.classes_ = classes.classes_of(last)
         dtype = np.dtype(last["dtype"])
         found = last["search"]["at"].reshape(last["shape"]).astype(dtype)
         self.coef_ = np.ascontiguousarray(found[:, : self.n_features_in_])
@@ -86,53 +81,31 @@ class LogisticRegression(OnShards, linear_model.LogisticRegression):
         return np.asarray(softmax(scores, axis=1))
 
 
-class _Fit:
-    """One fit: the stages, and this rank's shard."""
+class _Fit(classes.ClassFit):
+    def stages(self) -> dict[str, Stage]:
+        return {"weigh": self._weigh, "search": self._search}
 
-    def __init__(
-        self, model: LogisticRegression, ctx: DistributedContext, X: Any, y: Any, weights: Any
-    ) -> None:
-        self.model, self.ctx = model, ctx
-        self.checked = check(ctx, model, lambda: self._shard(X, y, weights))
-        self.samples = classes.CodedShard(self.checked)
-
-    def run(self) -> State:
-        stages = {"input": self._compare, "weigh": self._weigh, "search": self._search}
-        return run_rounds(self.ctx, "LogisticRegression", {}, stages)
-
-    def _compare(self, state: State) -> State:
-        """The shards fit together; the classes of all of them."""
-        rows, problem = compare(self.ctx, self.checked, name="LogisticRegression")
-        if problem is None:
-            try:
-                known, label_dtype = classes.union(rows)
-                if len(known) < 2:
-                    raise ValueError(
-                        "This solver needs samples of at least 2 classes in the data, but the data "
-                        f"contains only one class: {known[0]!r}"
-                    )
-            except ValueError as error:
-                problem = error
-        if problem is not None:
-            return refused(state, problem)
+    def agree(self, state: State, rows: list[dict[str, Any]]) -> State:
+        found = classes.union(rows)
+        known = found["classes"]
+        if len(known) < 2:
+            raise ValueError(
+                "This solver needs samples of at least 2 classes in the data, but the data "
+                f"contains only one class: {known[0]!r}"
+            )
         num_rows = 1 if len(known) == 2 else len(known)
-        dtype = np.result_type(*(row["dtype"] for row in rows)).name
         return {
-            **state,
+            **found,
             "stage": "weigh",
-            "classes": known,
-            "label_dtype": label_dtype,
             "shape": [num_rows, rows[0]["features"] + bool(self.model.fit_intercept)],
-            "dtype": dtype,
+            "dtype": common_dtype(rows).name,
         }
 
     def _weigh(self, state: State) -> State:
         """The weight of each class's samples, which "balanced" weights are made of."""
-        _, codes, weights = self.samples.of(state)
-        known = classes.array_of(state["classes"], state["label_dtype"])
-        totals = totals_of(codes, weights, len(known))
-        self.ctx.all_reduce(totals)
-        factors = classes.class_weights(self.model.class_weight, known, totals)
+        _, codes, weights = self.samples(state)
+        given = self.model.class_weight
+        factors, totals = classes.weigh(self.ctx, given, state, codes, weights)
         size = state["shape"][0] * state["shape"][1]
         return {
             **state,
@@ -171,7 +144,7 @@ class _Fit:
 
     def _evaluate(self, state: State, at: Array) -> Array:
         """This shard's sums of the losses and of their gradient, in one array."""
-        X, codes, weights = self.samples.of(state)
+        X, codes, weights = self.samples(state)
         weights = weights * state["factors"][codes]
         features = X.shape[1]
         scores = X @ at[:, :features].T.astype(X.dtype)
@@ -195,7 +168,7 @@ class _Fit:
             gradient[:, -1] = away.sum(axis=0)
         return np.concatenate([[loss], gradient.ravel()])
 
-    def _shard(self, X: Any, y: Any, weights: Any) -> Shard:
+    def make_shard(self, X: Any, y: Any, weights: Any) -> Shard:
         model = self.model
         model._validate_params()
         X, y = validate_data(

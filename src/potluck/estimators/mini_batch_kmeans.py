@@ -7,39 +7,22 @@ from typing import Any
 
 import numpy as np
 from sklearn import cluster
-from sklearn.utils._openmp_helpers import _openmp_effective_n_threads
 from sklearn.utils._param_validation import StrOptions
-from sklearn.utils.parallel import _get_threadpool_controller
-from sklearn.utils.validation import validate_data
 
 from potluck._core.context import DistributedContext
 from potluck.estimators import seeding
-from potluck.estimators.assigning import nearest
-from potluck.estimators.rounds import (
-    DONE,
-    State,
-    context_of,
-    from_first,
-    refused,
-    run_rounds,
-)
+from potluck.estimators.assigning import nearest, one_blas_thread
+from potluck.estimators.rounds import DONE, Stage, State, context_of, from_first
 from potluck.estimators.shards import (
     Array,
-    Checked,
     OnShards,
     Place,
-    Shard,
-    check,
-    column_names,
     common_dtype,
-    compare,
     merge,
-    moments,
     place_of,
     random_of,
     restored,
     saved,
-    weights_of,
 )
 
 _STEPS = 100
@@ -53,8 +36,8 @@ class MiniBatchKMeans(OnShards, cluster.MiniBatchKMeans):
     """k-means clustering by mini-batches of samples that are split among the ranks.
 
     scikit-learn's ``MiniBatchKMeans``. A batch has ``batch_size`` samples of all ranks together:
-    those that scikit-learn would draw from the union of the shards with the same ``random_state``.
-    So ``cluster_centers_``, ``n_steps_`` and ``inertia_`` are those of scikit-learn, to rounding,
+    the samples that scikit-learn would draw from the union of the shards with the same seed. So
+    ``cluster_centers_``, ``n_steps_`` and ``inertia_`` are those of scikit-learn, to rounding,
     however the samples are split, and equal on all ranks. ``labels_`` are those of this rank's
     samples. ``predict``, ``transform`` and ``score`` are local. ``init`` is ``"k-means++"``,
     ``"random"`` or an array of centers. ``ctx`` is the context of the group; if None, that of
@@ -87,20 +70,7 @@ class MiniBatchKMeans(OnShards, cluster.MiniBatchKMeans):
         reassignment_ratio: float = 0.01,
         ctx: DistributedContext | None = None,
     ) -> None:
-        super().__init__(
-            n_clusters,
-            init=init,
-            max_iter=max_iter,
-            batch_size=batch_size,
-            compute_labels=compute_labels,
-            random_state=random_state,
-            tol=tol,
-            max_no_improvement=max_no_improvement,
-            init_size=init_size,
-            n_init=n_init,
-            reassignment_ratio=reassignment_ratio,
-        )
-        self.ctx = ctx
+        self._keep(locals())
 
     def fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> MiniBatchKMeans:
         """Find the centers from all ranks' ``X``, of shape (n, features), float32 or float64.
@@ -108,7 +78,7 @@ class MiniBatchKMeans(OnShards, cluster.MiniBatchKMeans):
         A collective call. ``sample_weight`` has shape (n,); ``y`` is ignored.
         """
         with context_of(self.ctx) as ctx:
-            last = _Fit(self, ctx, X, sample_weight, is_partial=False).run()
+            last = _Fit(self, ctx, X, sample_weight, is_partial=False).cluster()
         self.n_steps_ = last["step"]
         self.n_iter_ = int(np.ceil(last["step"] * last["batch_size"] / last["num"]))
         return self
@@ -116,14 +86,14 @@ class MiniBatchKMeans(OnShards, cluster.MiniBatchKMeans):
     def partial_fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> MiniBatchKMeans:
         """Move the centers by one mini-batch, all ranks' ``X``. A collective call, as ``fit``."""
         with context_of(self.ctx) as ctx:
-            last = _Fit(self, ctx, X, sample_weight, is_partial=True).run()
+            last = _Fit(self, ctx, X, sample_weight, is_partial=True).cluster()
         self.n_steps_ = getattr(self, "n_steps_", 0) + 1
         self._random_state = restored(last["random"])
         return self
 
 
-class _Fit:
-    """One fit, or one call of ``partial_fit``: the stages, and this rank's shard."""
+class _Fit(seeding.ClusterFit):
+    """One fit, or one call of ``partial_fit``."""
 
     def __init__(
         self,
@@ -134,11 +104,21 @@ class _Fit:
         *,
         is_partial: bool,
     ) -> None:
-        self.model, self.ctx, self.is_partial = model, ctx, is_partial
+        self.is_partial = is_partial
         self.is_first = not is_partial or not hasattr(model, "cluster_centers_")
-        self.checked: Checked = check(ctx, model, lambda: self._shard(X, weights))
+        self.needs_moments = bool(model.tol) and not is_partial
+        super().__init__(model, ctx, X, weights=weights)
 
-    def run(self) -> State:
+    def stages(self) -> dict[str, Stage]:
+        return {
+            "seed": self._seed,
+            "batch": self._batch,
+            "batches": self._batches,
+            "finish": self._finish,
+        }
+
+    def cluster(self) -> State:
+        """Fit the model; the last state."""
         model = self.model
         random = getattr(model, "_random_state", None) if self.is_partial else None
         first: State = {"random": saved(random or random_of(model))}
@@ -146,15 +126,8 @@ class _Fit:
         if not self.is_first:
             first["centers"] = model.cluster_centers_.copy()
             first["counts"], first["since"] = model._counts, int(model._n_since_last_reassign)
-        stages = {
-            "input": self._compare,
-            "seed": self._seed,
-            "batch": self._batch,
-            "batches": self._batches,
-            "finish": self._finish,
-        }
-        with _get_threadpool_controller().limit(limits=1, user_api="blas"):
-            last = run_rounds(self.ctx, "MiniBatchKMeans", first, stages)
+        with one_blas_thread():
+            last = self.run(first)
             model.cluster_centers_ = last["centers"].copy()
             model._counts, model._n_since_last_reassign = last["counts"].copy(), last["since"]
             model._n_features_out = len(model.cluster_centers_)
@@ -165,22 +138,14 @@ class _Fit:
 
     # ------------------------------------------------------------ stages
 
-    def _compare(self, state: State) -> State:
-        """The shards fit together."""
-        rows, problem = compare(self.ctx, self.checked, name="MiniBatchKMeans")
-        model, k = self.model, self.model.n_clusters
-        num = sum(row["num"] for row in rows) if problem is None else 0
-        is_first = not state["centers"].size
-        if problem is None and is_first and num < k:
-            problem = ValueError(f"n_samples={num} should be >= n_clusters={k}.")
-        if problem is not None:
-            return refused(state, problem)
-        tol = 0.0
-        if model.tol and not self.is_partial:
+    def agree(self, state: State, rows: list[dict[str, Any]]) -> State:
+        if is_first := not state["centers"].size:
+            self.check_enough(rows)
+        model, num, tol = self.model, sum(row["num"] for row in rows), 0.0
+        if self.needs_moments:
             whole = merge([row["moments"] for row in rows])
             tol = model.tol * float(np.mean(whole.squares / whole.num))
         return {
-            **state,
             "stage": "seed" if is_first else "batch",
             "dtype": common_dtype(rows).name,
             "num": num,
@@ -338,7 +303,7 @@ class _Fit:
         return np.asarray(self.ctx.all_reduce(found))
 
     def _at(self, numbers: Array, place: Place) -> Array:
-        """The samples of these numbers, and in the last column their weights, on every rank."""
+        """The samples ``numbers``, with their weights in the last column, on every rank."""
         X, weights = self._samples()
         found = np.zeros((len(numbers), X.shape[1] + 1))
         positions, rows = place.rows(numbers)
@@ -353,29 +318,8 @@ class _Fit:
         return nearest(X.astype(centers.dtype, copy=False), weights, centers)
 
     def _samples(self) -> tuple[Array, Array]:
-        shard = self.checked.shard
-        assert shard is not None
-        assert shard.weights is not None
-        return shard.X, shard.weights
-
-    def _shard(self, X: Any, weights: Any) -> Shard:
-        model = self.model
-        model._validate_params()
-        model._n_threads = _openmp_effective_n_threads()
-        X = validate_data(
-            model,
-            X,
-            dtype=[np.float64, np.float32],
-            order="C",
-            ensure_min_samples=0,
-            reset=self.is_first,
-        )
-        if not isinstance(model.init, str):
-            seeding.check_centers(model.init, model.n_clusters, X.shape[1])
-        facts: dict[str, Any] = {"names": column_names(model)}
-        if model.tol and not self.is_partial:
-            facts["moments"] = moments(X).packed()
-        return Shard(X, weights=weights_of(weights, X), facts=facts)
+        assert self.shard.weights is not None
+        return self.shard.X, self.shard.weights
 
 
 def _with_few_samples(counts: Array, ratio: float, size: int) -> Array:

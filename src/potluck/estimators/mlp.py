@@ -20,15 +20,13 @@ from potluck._core import hints
 from potluck._core.context import DistributedContext
 from potluck._core.portable_math import power
 from potluck.estimators import classes
-from potluck.estimators.rounds import DONE, State, context_of, refused, run_rounds
+from potluck.estimators.rounds import DONE, Fit, Stage, State, context_of
 from potluck.estimators.shards import (
     Array,
     OnShards,
     Shard,
-    check,
     column_names,
     common_dtype,
-    compare,
     place_of,
     random_of,
     restored,
@@ -66,9 +64,7 @@ class _Perceptron(OnShards):
         n_iter_no_change: int = 10,
         ctx: DistributedContext | None = None,
     ) -> None:
-        given = {k: v for k, v in locals().items() if k not in ("self", "ctx", "__class__")}
-        super().__init__(**given, **_OPTIONS)
-        self.ctx = ctx
+        self._keep(locals(), **_OPTIONS)
 
     @hints.arguments({})
     def fit(self, X: Any, y: Any) -> Self:
@@ -78,7 +74,7 @@ class _Perceptron(OnShards):
         A collective call.
         """
         with context_of(self.ctx) as ctx:
-            _Fit(self, ctx, X, y).run()
+            _Fit(self, ctx, X, y).train()
         return self
 
     @property
@@ -91,7 +87,7 @@ class MLPClassifier(_Perceptron, neural_network.MLPClassifier):
     """A multi-layer perceptron for classification, on samples that are split among the ranks.
 
     scikit-learn's ``MLPClassifier`` with the solvers adam and sgd. A mini-batch has samples of all
-    ranks, those that scikit-learn would take from the union of the shards with the same
+    ranks, the samples that scikit-learn would take from the union of the shards with the same
     ``random_state``: ``loss_curve_`` and the weights are the same, to rounding. All ranks end with
     equal weights. A class may be missing on a shard. ``ctx`` is the context of the group; if None,
     that of ``potluck.init()``. No ``early_stopping``, ``warm_start``, ``partial_fit``, weights of
@@ -110,8 +106,7 @@ class MLPClassifier(_Perceptron, neural_network.MLPClassifier):
 class MLPRegressor(_Perceptron, neural_network.MLPRegressor):
     """A multi-layer perceptron for regression, on samples that are split among the ranks.
 
-    All that is said of [MLPClassifier][potluck.estimators.MLPClassifier] holds here, too. One
-    output.
+    As [MLPClassifier][potluck.estimators.MLPClassifier]. One output.
     """
 
     _parameter_constraints = {  # noqa: RUF012 (scikit-learn's protocol)
@@ -120,25 +115,19 @@ class MLPRegressor(_Perceptron, neural_network.MLPRegressor):
     }
 
 
-class _Fit:
-    """One fit: the stages, and this rank's shard."""
+class _Fit(Fit):
+    _targets: Array | None = None
 
-    def __init__(self, model: Any, ctx: DistributedContext, X: Any, y: Any) -> None:
-        self.model, self.ctx = model, ctx
-        self.is_classifier = isinstance(model, MLPClassifier)
-        self.checked = check(ctx, model, lambda: self._shard(X, y))
-        self.targets: Array | None = None
+    @property
+    def is_classifier(self) -> bool:
+        return isinstance(self.model, MLPClassifier)
 
-    def run(self) -> None:
+    def stages(self) -> dict[str, Stage]:
+        return {"epoch": self._epoch}
+
+    def train(self) -> None:
         model = self.model
-        random = random_of(model)
-        stages = {"input": self._compare, "epoch": self._epoch}
-        last = run_rounds(
-            self.ctx,
-            type(model).__name__,
-            {"random": saved(random)},
-            stages,
-        )
+        last = self.run({"random": saved(random_of(model))})
         self._adopt(last)
         model.n_iter_ = len(model.loss_curve_)
         model.t_ = model.n_iter_ * last["num"]
@@ -150,22 +139,13 @@ class _Fit:
                 stacklevel=3,
             )
 
-    def _compare(self, state: State) -> State:
-        """The shards fit together; the first weights, as scikit-learn draws them."""
-        rows, problem = compare(self.ctx, self.checked, name=type(self.model).__name__)
-        known: list[Any] = []
-        label_dtype = ""
-        if problem is None and self.is_classifier:
-            try:
-                known, label_dtype = classes.union(rows)
-            except ValueError as error:
-                problem = error
-        if problem is not None:
-            return refused(state, problem)
-        model, features = self.model, rows[0]["features"]
-        outputs = len(known) if len(known) > 2 else 1
+    def agree(self, state: State, rows: list[dict[str, Any]]) -> State:
+        """Also the first weights, as scikit-learn draws them."""
+        found = classes.union(rows) if self.is_classifier else {"classes": [], "label_dtype": ""}
+        model, features, num_classes = self.model, rows[0]["features"], len(found["classes"])
+        outputs = num_classes if num_classes > 2 else 1
         random = restored(state["random"])
-        self._set_classes(known, label_dtype)
+        self._set_classes(found)
         sizes = [int(size) for size in np.atleast_1d(model.hidden_layer_sizes)]
         model._random_state = random
         dtype = common_dtype(rows)
@@ -174,10 +154,8 @@ class _Fit:
         for each in weights:  # multiples of random numbers, which a compiler may round otherwise
             self.ctx.broadcast(each)
         return {
-            **state,
+            **found,
             "stage": "epoch",
-            "classes": known,
-            "label_dtype": label_dtype,
             "num": sum(row["num"] for row in rows),
             "random": saved(random),
             "weights": weights,
@@ -247,21 +225,20 @@ class _Fit:
         return float(message[0]), sums
 
     def _samples(self) -> tuple[Array, Array]:
-        shard = self.checked.shard
-        assert shard is not None
-        if self.targets is None:
+        shard = self.shard
+        if self._targets is None:
             y = shard.y
             assert y is not None
             if self.is_classifier and len(y):
                 y = self.model._label_binarizer.transform(y)
             shape = (len(y), self.model.n_outputs_)
-            self.targets = np.asarray(y, shard.X.dtype).reshape(shape)
-        return shard.X, self.targets
+            self._targets = np.asarray(y, shard.X.dtype).reshape(shape)
+        return shard.X, self._targets
 
     def _adopt(self, state: State) -> None:
         """Set the model to ``state``, with weights of its own."""
         model = self.model
-        self._set_classes(state["classes"], state["label_dtype"])
+        self._set_classes(state)
         weights = [each.copy() for each in state["weights"]]
         half = len(weights) // 2
         model.coefs_, model.intercepts_ = weights[:half], weights[half:]
@@ -273,12 +250,12 @@ class _Fit:
         model.loss_ = model.loss_curve_[-1] if model.loss_curve_ else np.inf
         model.best_loss_ = state["best"]
 
-    def _set_classes(self, known: list[Any], label_dtype: str) -> None:
+    def _set_classes(self, state: State) -> None:
         if self.is_classifier:
-            self.model.classes_ = classes.array_of(known, label_dtype)
+            self.model.classes_ = classes.classes_of(state)
             self.model._label_binarizer = LabelBinarizer().fit(self.model.classes_)
 
-    def _shard(self, X: Any, y: Any) -> Shard:
+    def make_shard(self, X: Any, y: Any, weights: Any) -> Shard:
         model = self.model
         model._validate_params()
         if np.any(np.atleast_1d(model.hidden_layer_sizes) <= 0):

@@ -11,16 +11,14 @@ from sklearn.utils._param_validation import Interval, StrOptions
 from sklearn.utils.validation import validate_data
 
 from potluck._core.context import DistributedContext
-from potluck.estimators.rounds import DONE, State, context_of, from_first, refused, run_rounds
+from potluck.estimators.rounds import DONE, Fit, Stage, State, context_of, from_first
 from potluck.estimators.shards import (
     Array,
     OnShards,
     Shard,
     blocks,
-    check,
     column_names,
     common_dtype,
-    compare,
     merge,
     moments,
 )
@@ -61,14 +59,7 @@ class PCA(OnShards, decomposition.PCA):
         random_state: Any = None,
         ctx: DistributedContext | None = None,
     ) -> None:
-        super().__init__(
-            n_components,
-            copy=copy,
-            whiten=whiten,
-            svd_solver=svd_solver,
-            random_state=random_state,
-        )
-        self.ctx = ctx
+        self._keep(locals())
 
     def fit(self, X: Any, y: Any = None) -> PCA:
         """Find the components of all ranks' ``X``, of shape (n, features). A collective call."""
@@ -101,39 +92,25 @@ class PCA(OnShards, decomposition.PCA):
         self.noise_variance_ = float(rest.mean()) if rest.size else 0.0
 
 
-class _Fit:
-    """One fit: the stages, and this rank's shard."""
+class _Fit(Fit):
+    min_samples = 2
 
-    def __init__(self, model: PCA, ctx: DistributedContext, X: Any) -> None:
-        self.model, self.ctx = model, ctx
-        self.checked = check(ctx, model, lambda: self._shard(X))
+    def stages(self) -> dict[str, Stage]:
+        return {"covariance": self._covariance, "vectors": self._vectors}
 
-    def run(self) -> State:
-        stages = {"input": self._compare, "covariance": self._covariance, "vectors": self._vectors}
-        return run_rounds(self.ctx, "PCA", {}, stages)
-
-    def _compare(self, state: State) -> State:
-        """The shards fit together; the mean of all of them."""
-        rows, problem = compare(self.ctx, self.checked, min_samples=2, name="PCA")
-        if problem is not None:
-            return refused(state, problem)
+    def agree(self, state: State, rows: list[dict[str, Any]]) -> State:
         num, features = sum(row["num"] for row in rows), rows[0]["features"]
         wanted, most = self.model.n_components, min(num, features)
         if isinstance(wanted, int | np.integer) and wanted > most:
-            return refused(
-                state,
-                ValueError(
-                    f"n_components={wanted} must be between 0 and min(n_samples, n_features)={most}"
-                ),
+            raise ValueError(
+                f"n_components={wanted} must be between 0 and min(n_samples, n_features)={most}"
             )
         mean = merge([row["moments"] for row in rows]).mean
-        dtype = common_dtype(rows).name
-        return {**state, "stage": "covariance", "num": num, "mean": mean, "dtype": dtype}
+        return {"stage": "covariance", "num": num, "mean": mean, "dtype": common_dtype(rows).name}
 
     def _covariance(self, state: State) -> State:
         """One all_reduce of the matrix of products of the centered features."""
-        shard, mean = self.checked.shard, state["mean"]
-        assert shard is not None
+        shard, mean = self.shard, state["mean"]
         products = np.zeros((len(mean), len(mean)))
         for rows in blocks(len(shard.X), 1 << 14):
             away = shard.X[rows] - mean
@@ -154,7 +131,7 @@ class _Fit:
         del after["covariance"]
         return after
 
-    def _shard(self, X: Any) -> Shard:
+    def make_shard(self, X: Any, y: Any, weights: Any) -> Shard:
         self.model._validate_params()
         X = validate_data(self.model, X, dtype=[np.float64, np.float32], ensure_min_samples=0)
         facts = {"moments": moments(X).packed(), "names": column_names(self.model)}

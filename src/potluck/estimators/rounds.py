@@ -6,8 +6,8 @@ shard. The chain ends at the stage DONE, or at REFUSED for input that does not f
 
 The elastic loop runs the chain. When a worker is lost, the survivors form the next group and repeat
 the present round with their shards; the lost worker's shard is missing from then on. A worker that
-is started again receives the states of all fits so far from a peer. It returns those that have
-ended at once, and takes part in the present one with its own shard.
+is started again receives the states of all fits so far from a peer. For a fit that has ended it
+returns the result at once; in the present one it takes part with its own shard.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from potluck._core.context import DistributedContext
 from potluck._core.context.start import present
 from potluck.checkpoint.state import fingerprint
 from potluck.errors import CheckpointError
-from potluck.estimators.shards import Array
+from potluck.estimators.shards import Array, Shard, check, compare
 from potluck.training.elastic import ElasticLoop
 from potluck.training.replica import StateReplica
 from potluck.training.sampler import Schedule
@@ -42,7 +42,7 @@ _ERRORS = {"TypeError": TypeError, "ValueError": ValueError}
 
 @dataclass
 class _Fit(StateReplica):
-    """The fit that a loop is at: its number in the script, its state, and those before it."""
+    """The replica of a loop: a fit's number in the script, its state, and earlier fits' states."""
 
     number: int = 0
     now: State = field(default_factory=dict)
@@ -111,7 +111,7 @@ def run_rounds(
             history.finished.append(fit.now)
         elif not job.done:
             raise CheckpointError(f"the other workers repeat the fit before this one, {what}")
-        # Else the others have ended the fit before this one only now.
+        # Else the others have only now ended the fit before this one.
     last = history.finished[number]
     if last["fit"] != what:
         raise CheckpointError(f"the other workers have fitted {last['fit']}, this worker {what}")
@@ -153,6 +153,59 @@ def _loop(
     return fit, job, iter(job)
 
 
+class Fit:
+    """One fit of ``model``: its stages, and this rank's shard.
+
+    A subclass makes the shard from the arguments of ``fit``, says what follows from the facts of
+    all shards, and has the other stages.
+    """
+
+    min_samples = 1
+
+    def __init__(
+        self, model: Any, ctx: DistributedContext, X: Any, y: Any = None, weights: Any = None
+    ) -> None:
+        self.model, self.ctx, self.name = model, ctx, type(model).__name__
+        self.checked = check(ctx, model, lambda: self.make_shard(X, y, weights))
+
+    def make_shard(self, X: Any, y: Any, weights: Any) -> Shard:
+        """This rank's shard, checked. ValueError or TypeError for what does not fit."""
+        raise NotImplementedError
+
+    def agree(self, state: State, rows: list[dict[str, Any]]) -> State:
+        """The entries that follow from the facts of all shards, with the next ``stage``. The same
+        on all ranks, as is its ValueError for shards that do not fit together."""
+        raise NotImplementedError
+
+    def stages(self) -> dict[str, Stage]:
+        """The stages after the first one."""
+        return {}
+
+    @property
+    def shard(self) -> Shard:
+        """This rank's shard; without one the first stage is the last."""
+        shard = self.checked.shard
+        assert shard is not None
+        return shard
+
+    def run(self, first: State | None = None, *, heavy: tuple[str, ...] = ()) -> State:
+        """The last state; see ``run_rounds``."""
+        stages = {INPUT: self._compare, **self.stages()}
+        return run_rounds(self.ctx, self.name, first or {}, stages, heavy=heavy)
+
+    def _compare(self, state: State) -> State:
+        """The shards fit together."""
+        rows, problem = compare(
+            self.ctx, self.checked, min_samples=self.min_samples, name=self.name
+        )
+        if problem is None:
+            try:
+                return {**state, **self.agree(state, rows)}
+            except ValueError as error:
+                problem = error
+        return refused(state, problem)
+
+
 def refused(state: State, error: Exception) -> State:
     """The end of a fit whose input does not fit: every rank raises ``error``."""
     kind = "TypeError" if isinstance(error, TypeError) else "ValueError"
@@ -161,8 +214,8 @@ def refused(state: State, error: Exception) -> State:
 
 @contextmanager
 def context_of(ctx: DistributedContext | None) -> Iterator[DistributedContext]:
-    """The context that an estimator works in: ``ctx``, else the one that ``potluck.init()`` made
-    last, else a new one of ``potluck.init()``. A new world of one ends with the block."""
+    """The context of an estimator: ``ctx``, else the last context of ``potluck.init()``, else a new
+    one. A new world of one ends with the block."""
     if not isinstance(ctx, DistributedContext | None):
         raise TypeError(f"ctx is {ctx!r}; it must be a context, such as that of potluck.init()")
     if ctx is not None:

@@ -9,15 +9,13 @@ from sklearn import preprocessing
 from sklearn.utils.validation import validate_data
 
 from potluck._core.context import DistributedContext
-from potluck.estimators.rounds import DONE, State, context_of, refused, run_rounds
+from potluck.estimators.rounds import DONE, Fit, State, context_of
 from potluck.estimators.shards import (
     Array,
     Moments,
     OnShards,
     Shard,
-    check,
     column_names,
-    compare,
     merge,
     weights_of,
 )
@@ -42,8 +40,7 @@ class StandardScaler(OnShards, preprocessing.StandardScaler):
         with_std: bool = True,
         ctx: DistributedContext | None = None,
     ) -> None:
-        super().__init__(copy=copy, with_mean=with_mean, with_std=with_std)
-        self.ctx = ctx
+        self._keep(locals())
 
     def fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> StandardScaler:
         """Compute mean and variance of all ranks' ``X``, of shape (n, features).
@@ -56,45 +53,9 @@ class StandardScaler(OnShards, preprocessing.StandardScaler):
     def partial_fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> StandardScaler:
         """Add all ranks' ``X`` to the samples seen so far. A collective call, as ``fit``."""
         with context_of(self.ctx) as ctx:
-            checked = check(ctx, self, lambda: self._shard(X, sample_weight))
-
-            def merged(state: State) -> State:
-                rows, problem = compare(ctx, checked, name="StandardScaler")
-                if problem is not None:
-                    return refused(state, problem)
-                whole = merge([state["seen"], *(row["moments"] for row in rows)])
-                counts = any(row["counts_samples"] for row in rows)
-                return {**state, "stage": DONE, "seen": whole.packed(), "weighted": not counts}
-
-            seen = self._seen(checked.shard)
-            last = run_rounds(ctx, "StandardScaler", {"seen": seen}, {"input": merged})
+            last = _Fit(self, ctx, X, weights=sample_weight).add()
         self._set(Moments(*last["seen"]), is_weighted=last["weighted"])
         return self
-
-    def _shard(self, X: Any, weights: Any) -> Shard:
-        self._validate_params()
-        X = validate_data(
-            self,
-            X,
-            dtype=(np.float64, np.float32, np.float16),
-            ensure_all_finite="allow-nan",
-            ensure_min_samples=0,
-            reset=not hasattr(self, "n_samples_seen_"),
-        )
-        own = None if weights is None else weights_of(weights, X)
-        facts = {
-            "moments": moments_without_nan(X, own).packed(),
-            "counts_samples": own is None,
-            "names": column_names(self),
-        }
-        return Shard(X, weights=own, facts=facts)
-
-    def _seen(self, shard: Shard | None) -> Array:
-        """The moments of the samples of earlier calls."""
-        if not hasattr(self, "n_samples_seen_"):
-            return np.zeros((3, 0 if shard is None else shard.X.shape[1]))
-        num = np.broadcast_to(np.asarray(self.n_samples_seen_, np.float64), self._moments[0].shape)
-        return np.stack([num, *self._moments[1:]])
 
     def _set(self, seen: Moments, *, is_weighted: bool) -> None:
         self._moments = seen.packed()
@@ -109,6 +70,41 @@ class StandardScaler(OnShards, preprocessing.StandardScaler):
             )
             self.var_ = variance
             self.scale_ = np.where(_is_constant(variance, seen), 1.0, np.sqrt(variance))
+
+
+class _Fit(Fit):
+    def add(self) -> State:
+        """Add this call's samples to those of earlier calls; the last state."""
+        model, shard = self.model, self.checked.shard
+        if hasattr(model, "n_samples_seen_"):
+            counts = np.asarray(model.n_samples_seen_, np.float64)
+            num = np.broadcast_to(counts, model._moments[0].shape)
+            return self.run({"seen": np.stack([num, *model._moments[1:]])})
+        return self.run({"seen": np.zeros((3, 0 if shard is None else shard.X.shape[1]))})
+
+    def agree(self, state: State, rows: list[dict[str, Any]]) -> State:
+        whole = merge([state["seen"], *(row["moments"] for row in rows)])
+        counts = any(row["counts_samples"] for row in rows)
+        return {"stage": DONE, "seen": whole.packed(), "weighted": not counts}
+
+    def make_shard(self, X: Any, y: Any, weights: Any) -> Shard:
+        model = self.model
+        model._validate_params()
+        X = validate_data(
+            model,
+            X,
+            dtype=(np.float64, np.float32, np.float16),
+            ensure_all_finite="allow-nan",
+            ensure_min_samples=0,
+            reset=not hasattr(model, "n_samples_seen_"),
+        )
+        own = None if weights is None else weights_of(weights, X)
+        facts = {
+            "moments": moments_without_nan(X, own).packed(),
+            "counts_samples": own is None,
+            "names": column_names(model),
+        }
+        return Shard(X, weights=own, facts=facts)
 
 
 def moments_without_nan(X: Array, weights: Array | None) -> Moments:

@@ -1,4 +1,5 @@
-"""The first centers of k-means: chosen from gathered samples, by k-means||, or at random."""
+"""What fits of k-means share: the shard, and the first centers, which are chosen from gathered
+samples, by k-means||, or at random."""
 
 from __future__ import annotations
 
@@ -7,9 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from sklearn import cluster
 from sklearn.cluster import kmeans_plusplus
+from sklearn.utils._openmp_helpers import _openmp_effective_n_threads
+from sklearn.utils.validation import validate_data
 
 from potluck.estimators.assigning import assign, distances
-from potluck.estimators.shards import Array, totals_of
+from potluck.estimators.rounds import Fit
+from potluck.estimators.shards import Array, Shard, column_names, moments, totals_of, weights_of
 from potluck.training.transfer import gather_states
 
 if TYPE_CHECKING:
@@ -33,11 +37,38 @@ def num_starts(init: Any, n_init: Any, *, auto: int) -> int:
     return int(n_init)
 
 
-def check_centers(init: Any, k: int, features: int) -> None:
-    """ValueError unless the array ``init`` has ``k`` centers of these samples."""
-    found, wanted = np.shape(init), (k, features)
-    if found != wanted:
-        raise ValueError(f"init has shape {found}; for these samples it must be {wanted}")
+class ClusterFit(Fit):
+    """A fit of cluster centers: ``is_first`` if the model has none yet; ``needs_moments`` of the
+    samples for its tolerance."""
+
+    is_first = needs_moments = True
+
+    def make_shard(self, X: Any, y: Any, weights: Any) -> Shard:
+        model = self.model
+        model._validate_params()
+        model._n_threads = _openmp_effective_n_threads()
+        X = validate_data(
+            model,
+            X,
+            dtype=[np.float64, np.float32],
+            order="C",
+            ensure_min_samples=0,
+            reset=self.is_first,
+        )
+        weights = weights_of(weights, X)
+        found, wanted = np.shape(model.init), (model.n_clusters, X.shape[1])
+        if not isinstance(model.init, str) and found != wanted:
+            raise ValueError(f"init has shape {found}; for these samples it must be {wanted}")
+        facts: dict[str, Any] = {"names": column_names(model)}
+        if self.needs_moments:
+            facts["moments"] = moments(X).packed()
+        return Shard(X, weights=weights, facts=facts)
+
+    def check_enough(self, rows: list[dict[str, Any]]) -> None:
+        """ValueError if the samples of all ranks are fewer than the clusters."""
+        num, k = sum(row["num"] for row in rows), self.model.n_clusters
+        if num < k:
+            raise ValueError(f"n_samples={num} should be >= n_clusters={k}.")
 
 
 def gathered(ctx: DistributedContext, X: Array, weights: Array) -> tuple[Array, Array]:

@@ -17,20 +17,16 @@ from sklearn.utils.validation import validate_data
 from potluck._core.context import DistributedContext
 from potluck._core.portable_math import power
 from potluck.estimators import classes
-from potluck.estimators.rounds import DONE, State, context_of, refused, run_rounds
+from potluck.estimators.rounds import DONE, Stage, State, context_of, refused
 from potluck.estimators.shards import (
     Array,
-    Checked,
     OnShards,
     Place,
     Shard,
-    check,
     column_names,
     common_dtype,
-    compare,
     place_of,
-    random_of,
-    totals_of,
+    seed_of,
     weights_of,
 )
 
@@ -96,6 +92,7 @@ class SGDClassifier(OnShards, linear_model.SGDClassifier):
     ``batch_size`` so large that its computation takes longer than the all_reduce.
     """
 
+    own_parameters = ("ctx", "batch_size")
     _parameter_constraints = {  # noqa: RUF012 (scikit-learn's protocol)
         **linear_model.SGDClassifier._parameter_constraints,
         "loss": [StrOptions(set(LOSSES))],
@@ -123,14 +120,7 @@ class SGDClassifier(OnShards, linear_model.SGDClassifier):
         class_weight: Any = None,
         ctx: DistributedContext | None = None,
     ) -> None:
-        given = {
-            name: value
-            for name, value in locals().items()
-            if name not in ("self", "ctx", "batch_size", "__class__")
-        }
-        super().__init__(**given, **_OPTIONS)
-        self.batch_size = batch_size
-        self.ctx = ctx
+        self._keep(locals(), **_OPTIONS)
 
     def fit(self, X: Any, y: Any, *, sample_weight: Any = None) -> SGDClassifier:
         """Find the coefficients from all ranks' ``X``, of shape (n, features), and ``y``, of shape
@@ -160,10 +150,8 @@ class SGDClassifier(OnShards, linear_model.SGDClassifier):
         self, X: Any, y: Any, weights: Any, known: Any = None, *, is_partial: bool = False
     ) -> State:
         with context_of(self.ctx) as ctx:
-            fit = _Fit(self, ctx, is_partial=is_partial)
-            fit.checked = check(ctx, self, lambda: fit.shard(X, y, weights, known))
-            last = fit.run()
-        self.classes_ = classes.array_of(last["classes"], last["label_dtype"])
+            last = _Fit(self, ctx, X, y, weights, known, is_partial=is_partial).search()
+        self.classes_ = classes.classes_of(last)
         found = last["at"].astype(np.dtype(last["dtype"]))
         self.coef_ = np.ascontiguousarray(found[:, :-1])
         self.intercept_ = found[:, -1].copy()
@@ -171,70 +159,57 @@ class SGDClassifier(OnShards, linear_model.SGDClassifier):
         return last
 
 
-class _Fit:
-    """One fit: the stages, and this rank's shard."""
-
-    checked: Checked
-
-    def __init__(self, model: SGDClassifier, ctx: DistributedContext, *, is_partial: bool) -> None:
-        self.model, self.ctx, self.is_partial = model, ctx, is_partial
+class _Fit(classes.ClassFit):
+    def __init__(
+        self,
+        model: SGDClassifier,
+        ctx: DistributedContext,
+        X: Any,
+        y: Any,
+        weights: Any,
+        known: Any,
+        *,
+        is_partial: bool,
+    ) -> None:
+        self.known, self.is_partial = known, is_partial
         self.epochs = 1 if is_partial else model.max_iter
+        super().__init__(model, ctx, X, y, weights)
 
-    def run(self) -> State:
+    def stages(self) -> dict[str, Stage]:
+        return {"weigh": self._weigh, "epoch": self._epoch}
+
+    def search(self) -> State:
+        """Train from the coefficients so far; the last state."""
         model = self.model
-        self.samples = classes.CodedShard(self.checked)
-        seed = model.random_state
-        if not isinstance(seed, int | np.integer):
-            seed = random_of(model).randint(2**31 - 1)
-        first: State = {"seed": int(seed), "at": np.zeros((0, 0)), "t": 1}
+        first: State = {"seed": seed_of(model), "at": np.zeros((0, 0)), "t": 1}
         if hasattr(model, "coef_"):
             at = np.column_stack([model.coef_, model.intercept_]).astype(np.float64)
             first |= {"at": at, "t": int(model.t_)}
-        stages = {"input": self._compare, "weigh": self._weigh, "epoch": self._epoch}
-        return run_rounds(self.ctx, "SGDClassifier", first, stages)
+        return self.run(first)
 
-    def _compare(self, state: State) -> State:
-        """The shards fit together; the classes of all of them."""
-        rows, problem = compare(self.ctx, self.checked, name="SGDClassifier")
-        if problem is None:
-            try:
-                known, label_dtype = classes.union(rows)
-                num_rows = 1 if len(known) == 2 else len(known)
-                shape = (num_rows, rows[0]["features"] + 1)
-                at = state["at"] if state["at"].size else np.zeros(shape)
-                if len(known) < 2:
-                    raise ValueError(
-                        "The number of classes has to be greater than one; got 1 class"
-                    )
-                if at.shape != shape:
-                    raise ValueError(
-                        f"the coefficients so far have shape {at.shape}, these samples and classes "
-                        f"need {shape}: call partial_fit on every rank since the first call"
-                    )
-            except ValueError as error:
-                problem = error
-        if problem is not None:
-            return refused(state, problem)
-        return {
-            **state,
-            "stage": "weigh",
-            "classes": known,
-            "label_dtype": label_dtype,
-            "dtype": common_dtype(rows).name,
-            "at": at,
-        }
+    def agree(self, state: State, rows: list[dict[str, Any]]) -> State:
+        found = classes.union(rows)
+        num = len(found["classes"])
+        shape = (1 if num == 2 else num, rows[0]["features"] + 1)
+        at = state["at"] if state["at"].size else np.zeros(shape)
+        if num < 2:
+            raise ValueError("The number of classes has to be greater than one; got 1 class")
+        if at.shape != shape:
+            raise ValueError(
+                f"the coefficients so far have shape {at.shape}, these samples and classes "
+                f"need {shape}: call partial_fit on every rank since the first call"
+            )
+        return {**found, "stage": "weigh", "dtype": common_dtype(rows).name, "at": at}
 
     def _weigh(self, state: State) -> State:
         """The weight of each class's samples, which "balanced" weights are made of."""
-        _, codes, _ = self.samples.of(state)
-        known = classes.array_of(state["classes"], state["label_dtype"])
-        totals = totals_of(codes, np.ones(len(codes)), len(known))
-        self.ctx.all_reduce(totals)
+        _, codes, _ = self.samples(state)
+        given, ones = self.model.class_weight, np.ones(len(codes))
         num_rows = len(state["at"])
         return {
             **state,
             "stage": "epoch",
-            "factors": classes.class_weights(self.model.class_weight, known, totals),
+            "factors": classes.weigh(self.ctx, given, state, codes, ones)[0],
             "epoch": 0,
             "rates": np.full(num_rows, float(self.model.eta0)),
             "best": np.full(num_rows, np.inf),
@@ -245,7 +220,7 @@ class _Fit:
     def _epoch(self, state: State) -> State:
         """One pass over the samples of all ranks, by the classifiers that still improve."""
         model = self.model
-        place = place_of(self.ctx, len(self.samples.of(state)[0]))
+        place = place_of(self.ctx, len(self.samples(state)[0]))
         at, t, epoch = state["at"].copy(), state["t"], state["epoch"] + 1
         running = state["running"]
         objective = np.zeros(len(at))
@@ -300,7 +275,7 @@ class _Fit:
     def _evaluate(self, state: State, at: Array, mine: Array) -> Array:
         """The sums over this rank's samples of a batch: for each classifier one row, of the losses
         and of their gradient."""
-        X, codes, weights = self.samples.of(state)
+        X, codes, weights = self.samples(state)
         message = np.zeros((len(at), 1 + at.shape[1]))
         if not len(mine):
             return message
@@ -347,8 +322,8 @@ class _Fit:
         alpha = 0.0 if model.penalty is None else model.alpha
         return alpha * (1 - ratio), alpha * ratio
 
-    def shard(self, X: Any, y: Any, weights: Any, known: Any) -> Shard:
-        model = self.model
+    def make_shard(self, X: Any, y: Any, weights: Any) -> Shard:
+        model, known = self.model, self.known
         model._validate_params()
         model._more_validate_params()
         is_first = not hasattr(model, "classes_")

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,9 +25,21 @@ Array = NDArray[Any]
 
 
 class OnShards:
-    """What all estimators here can't take, whatever the estimator of scikit-learn takes that comes
-    after this base: sparse samples, several outputs. Copies work in the same group; pickled ones
-    are without their context, which is of this process."""
+    """The base of all estimators here, before scikit-learn's estimator: no sparse samples, no
+    several outputs. Copies work in the same group; pickled ones are without their context, which
+    belongs to this process."""
+
+    ctx: DistributedContext | None
+    own_parameters: ClassVar[tuple[str, ...]] = ("ctx",)
+    """The parameters that the estimator of scikit-learn does not know."""
+
+    def _keep(self, given: dict[str, Any], **fixed: Any) -> None:
+        """Keep the arguments of ``__init__``, which are ``given`` as its ``locals()``; ``fixed``
+        are options of scikit-learn's estimator that have one value here."""
+        own = {name: given[name] for name in self.own_parameters}
+        super().__init__(**{k: v for k, v in given.items() if k not in {"self", *own}}, **fixed)
+        for name, value in own.items():
+            setattr(self, name, value)
 
     def __copy__(self) -> Self:
         return self._with(self.__dict__)
@@ -77,8 +89,8 @@ class Checked:
 
 
 def check(ctx: DistributedContext, model: Any, make: Callable[[], Shard]) -> Checked:
-    """Run the checks of ``model`` in ``make``, and convert all that it takes. Whatever that raises,
-    on one rank perhaps, is an error of all ranks; in a world of one it is raised as it is."""
+    """Run the checks of ``model``, and make its shard. An error, perhaps on this rank only, becomes
+    an error of all ranks; in a world of one it is raised as it is."""
     parameters = {
         name: _plain(value)
         for name, value in model.get_params(deep=False).items()
@@ -95,7 +107,7 @@ def check(ctx: DistributedContext, model: Any, make: Callable[[], Shard]) -> Che
 
 
 def _check_values(model: Any) -> None:
-    """What scikit-learn itself finds while it fits. ValueError or TypeError."""
+    """Checks that scikit-learn itself makes only while it fits. ValueError or TypeError."""
     if hasattr(model, "random_state"):
         check_random_state(model.random_state)
     factors = getattr(model, "class_weight", None)
@@ -114,6 +126,12 @@ def random_of(model: Any) -> np.random.RandomState:
     except ValueError:
         found = np.random.RandomState(0)
     return found
+
+
+def seed_of(model: Any) -> int:
+    """The seed of a fit: that of ``model``, or one that is drawn from its random numbers."""
+    seed = model.random_state
+    return int(seed if isinstance(seed, int | np.integer) else random_of(model).randint(2**31 - 1))
 
 
 _MAY_DIFFER = {"ctx", "random_state", "n_jobs", "verbose", "copy", "copy_x", "copy_X"}

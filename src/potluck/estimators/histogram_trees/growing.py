@@ -137,7 +137,7 @@ def grow(
         may = np.flatnonzero(rules.may_split(depth, counts, weights, is_pure))
         is_small = counts[may] * _SPARSE <= samples.num_bins
         num_large = int(len(may) - is_small.sum())
-        may = may[np.argsort(is_small, kind="stable")]  # those with many samples first
+        may = may[np.argsort(is_small, kind="stable")]  # nodes with many samples first
         tried = level.chosen(may)
         splits = _splits(ctx, samples, rules, tried, counts[may], num_large)
         gain = splits[:, 0] / tried.roots + np.finfo(np.float64).eps
@@ -201,14 +201,13 @@ def _children(samples: Samples, level: _Level, splits: Array) -> _Level:
 
 
 def _mixed(numbers: Array) -> Array:
-    """Random numbers that follow from ``numbers``, uint64: SplitMix64's first from each of these
-    states."""
+    """A random number for each of ``numbers``, uint64: SplitMix64's first from that state."""
     return hashed(numbers + GOLDEN)
 
 
 def _drawn(keys: Array, is_constant: Array, num: int) -> Array:
-    """``num`` features for each node, drawn without replacement: those that are not constant in the
-    node first. int64 of shape (nodes, num)."""
+    """``num`` features for each node, drawn without replacement; features that are constant in the
+    node come last. int64 of shape (nodes, num)."""
     features = np.arange(is_constant.shape[1], dtype=np.uint64)
     numbers = _mixed(keys[:, None] + _mixed(features)[None, :])
     numbers[is_constant] = np.iinfo(np.uint64).max

@@ -43,7 +43,7 @@ def best_splits(
     """The best split of each node, float64 of shape (nodes, 4).
 
     Its columns are the decrease of the impurity times the weight of the node, -inf if there is no
-    split; the number of the feature among those that were tried; the last bin on the left, and the
+    split; the number of the feature among the tried features; the last bin on the left, and the
     first bin on the right that has samples.
 
     ``shape`` is (nodes, tried features, bins). ``cells`` are the numbers of the bins with samples

@@ -1,4 +1,4 @@
-"""What trees learn: sums over samples that have the same bits in any order.
+"""The targets of trees: sums over samples that have the same bits in any order.
 
 Every sum is of integers, and below 2**53, so that float64 holds it exactly. Weights and values that
 are not integers are rounded to multiples of a *unit*, a power of two that follows from the largest
