@@ -261,6 +261,8 @@ def nothing_is_left(own_environment: Path) -> Iterator[None]:
 _spawned = False
 _began = 0.0
 _zygotes: set[int] = set()
+_others: set[tuple[str, int]] = set()
+"""Shared memory of other processes, by path and inode."""
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -342,18 +344,24 @@ def processes(home: Path) -> dict[int, str]:
 def mine(path: str) -> bool:
     """False for shared memory that only processes outside of this test run have mapped, or that is
     gone. A semaphore is mapped under the name that it had before its own: the inode tells."""
-    holders = set()
     try:
-        inode = f" {os.stat(path).st_ino} "
+        inode = os.stat(path).st_ino
     except FileNotFoundError:
         return False
-    for entry in listing("/proc"):
+    if (path, inode) in _others:
+        return False
+    newest_first = sorted(
+        (int(entry) for entry in listing("/proc") if entry.isdigit()), reverse=True
+    )
+    for entry in ("self", *newest_first):  # reading the maps of all processes takes long
         try:
-            if entry.isdigit() and inode in Path(f"/proc/{entry}/maps").read_text():
-                holders.add(int(entry))
+            if f" {inode} " in Path(f"/proc/{entry}/maps").read_text():
+                if entry != "self":
+                    _others.add((path, inode))
+                return entry == "self"
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
-    return not holders or os.getpid() in holders
+    return True
 
 
 def put_away(things: Things) -> None:

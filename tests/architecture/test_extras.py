@@ -5,11 +5,9 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
-from collections.abc import Iterator
+from functools import cache
 
-import pytest
-
-from support.sources import PACKAGE, ROOT, parsed
+from support.sources import PACKAGE, ROOT, nodes, parsed
 
 EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
     "optional-dependencies"
@@ -17,22 +15,30 @@ EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text
 TEXTS = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.py")]
 
 
-def required() -> Iterator[tuple[str, str]]:
+@cache
+def required() -> set[tuple[str, str]]:
     """(package, extra) of every ``require("package.module", "extra")`` in the source."""
-    for path in PACKAGE:
-        for node in ast.walk(parsed(path)):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "require":
-                package, extra = (ast.literal_eval(each) for each in node.args[:2])
-                yield package.partition(".")[0], extra
+    return {
+        (package.partition(".")[0], extra)
+        for path in PACKAGE
+        for node in nodes(parsed(path))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "require"
+        for package, extra in [[ast.literal_eval(each) for each in node.args[:2]]]
+    }
 
 
-REQUIRED = sorted(set(required()))
-
-
-@pytest.mark.parametrize(("package", "extra"), REQUIRED, ids=lambda each: each)
-def test_each_package_that_is_asked_for_is_in_its_extra(package: str, extra: str) -> None:
-    names = [re.split(r"[<>=!~; ]", each)[0] for each in EXTRAS[extra]]
-    assert {"sklearn": "scikit-learn"}.get(package, package.replace("_", "-")) in names
+def test_each_package_that_is_asked_for_is_in_its_extra() -> None:
+    names = {
+        extra: {re.split(r"[<>=!~; ]", each)[0] for each in packages}
+        for extra, packages in EXTRAS.items()
+    }
+    assert [
+        f"{package} is not in the extra {extra}"
+        for package, extra in sorted(required())
+        if {"sklearn": "scikit-learn"}.get(package, package.replace("_", "-")) not in names[extra]
+    ] == []
 
 
 def test_every_extra_that_a_text_names_exists() -> None:
@@ -43,7 +49,7 @@ def test_every_extra_that_a_text_names_exists() -> None:
         for extra in extras.split(",")
     }
     assert {"torch", "sklearn"} <= named <= set(EXTRAS)
-    assert {extra for _, extra in REQUIRED} == {
+    assert {extra for _, extra in required()} == {
         *("torch", "mpi", "data", "tensorboard", "ecosystem", "bench", "torchft", "sklearn"),
         "privacy",
     }

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-from support.sources import PACKAGE, ROOT, named, parsed
+from support.sources import PACKAGE, ROOT, named, nodes, parsed
 
 MAY_READ = {
     "src/potluck/_core/backends/torchdist/gloo.py": {"options._timeout", "options._devices"},
@@ -38,7 +38,7 @@ def own_object(node: ast.expr) -> bool:
 def defined(tree: ast.AST) -> Iterator[str]:
     """The private attributes and methods of the classes of a module. A Protocol defines none: it
     would only list those of another module."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             if own_object(node.value) and is_private(node.attr):
                 yield node.attr
@@ -56,7 +56,7 @@ def defined(tree: ast.AST) -> Iterator[str]:
 
 def used_elsewhere(tree: ast.AST) -> Iterator[tuple[str, str]]:
     """The private attributes of other objects than ``self``, and the expressions."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr) and not own_object(node.value):
             yield node.attr, ast.unparse(node)
 

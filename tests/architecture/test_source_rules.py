@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from support.sources import PACKAGE, ROOT, SUPPORT, named, offences, parsed
+from support.sources import PACKAGE, ROOT, SUPPORT, named, nodes, offences, parsed
 
 SOURCES = [*PACKAGE, *SUPPORT]
 TESTS = sorted(set((ROOT / "tests").rglob("*.py")) - set(SUPPORT))
@@ -82,7 +82,7 @@ def dotted(node: ast.AST) -> str:
 
 
 def unsafe(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             modules = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -111,10 +111,10 @@ def unsafe(tree: ast.AST) -> Iterator[str]:
 def sleeps(tree: ast.AST) -> Iterator[str]:
     """Calls of time.sleep and asyncio.sleep, under whatever name; asyncio.sleep(0) only yields."""
     names = {"time.sleep", "asyncio.sleep"}
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.ImportFrom) and node.module in ("time", "asyncio"):
             names |= {a.asname or a.name for a in node.names if a.name == "sleep"}
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Call) and dotted(node.func) in names:
             first = node.args[0] if node.args else None
             if not (isinstance(first, ast.Constant) and first.value == 0):
@@ -123,7 +123,7 @@ def sleeps(tree: ast.AST) -> Iterator[str]:
 
 def threads(tree: ast.AST) -> Iterator[str]:
     """Threads that may end by an exception without anybody being told."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Call) and dotted(node.func).endswith("Thread"):
             yield f"line {node.lineno}: calls {dotted(node.func)}; see potluck._core.background"
 
@@ -164,7 +164,7 @@ def code_lines(path: Path) -> int:
         for token in tokenize.tokenize(file.readline):
             if token.type not in {*layout, tokenize.ENCODING, tokenize.ENDMARKER}:
                 found.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(parsed(path)):
+    for node in nodes(parsed(path)):
         body = getattr(node, "body", None)
         for each in body if isinstance(body, list) else ():
             value = each.value if isinstance(each, ast.Expr) else None
@@ -246,7 +246,7 @@ def hidden_imports(tree: ast.Module) -> Iterator[str]:
         if isinstance(node, ast.Import | ast.ImportFrom)
         for alias in node.names
     }
-    for function in ast.walk(tree):
+    for function in nodes(tree):
         if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         for node in ast.walk(function):

@@ -17,6 +17,12 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+@cache
+def nodes(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """``tree`` and all below it, as ``ast.walk`` finds them, kept for the next rule."""
+    return tuple(ast.walk(tree))
+
+
 def named(path: Path) -> str:
     return str(path.relative_to(ROOT))
 

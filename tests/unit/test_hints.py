@@ -55,13 +55,14 @@ ON_A_CONTEXT = {
 }
 
 
-@pytest.mark.parametrize("name", ON_A_CONTEXT)
-def test_another_librarys_name_on_a_context(name: str) -> None:
-    with context() as ctx, pytest.raises(AttributeError) as caught:
-        getattr(ctx, name)
-    assert str(caught.value) == (
-        f"'DistributedContext' object has no attribute {name!r}; write {ON_A_CONTEXT[name]}"
-    )
+def test_another_librarys_name_on_a_context() -> None:
+    with context() as ctx:
+        for name, instead in ON_A_CONTEXT.items():
+            with pytest.raises(AttributeError) as caught:
+                getattr(ctx, name)
+            assert str(caught.value) == (
+                f"'DistributedContext' object has no attribute {name!r}; write {instead}"
+            )
 
 
 def test_an_attribute_that_nobody_has_and_one_that_is_broken_stay_plain_errors() -> None:
@@ -118,8 +119,12 @@ ON_THE_MODULE = {
 }
 
 
-@pytest.mark.parametrize("name", ON_THE_MODULE)
-def test_another_librarys_name_on_the_module(name: str) -> None:
+def test_another_librarys_name_on_the_module() -> None:
+    for name in ON_THE_MODULE:
+        check_name_on_the_module(name)
+
+
+def check_name_on_the_module(name: str) -> None:
     with pytest.raises(AttributeError) as caught:
         getattr(potluck, name)
     assert str(caught.value) == (

@@ -40,15 +40,14 @@ def test_a_missing_pair_is_refused_with_the_list_of_what_there_is(
     assert all(name in str(info.value) for name in algorithms_for(operation))
 
 
-@pytest.mark.parametrize(("operation", "algorithm"), PAIRS)
-def test_a_world_of_one_has_nothing_to_do(operation: Operation, algorithm: Algorithm) -> None:
-    plan = make_plan(operation, algorithm, 1, 0, nodes=(7,))
-    assert plan.steps == ()
-    assert plan.num_chunks >= 1
+def test_a_world_of_one_has_nothing_to_do() -> None:
+    for operation, algorithm in PAIRS:
+        plan = make_plan(operation, algorithm, 1, 0, nodes=(7,))
+        assert plan.steps == ()
+        assert plan.num_chunks >= 1
 
 
-@pytest.mark.parametrize(("operation", "algorithm"), PAIRS)
-def test_chunks_are_named_as_plan_py_says(operation: Operation, algorithm: Algorithm) -> None:
+def test_chunks_are_named_as_plan_py_says() -> None:
     by_rank = {
         Operation.ALL_GATHER: 5,
         Operation.GATHER: 5,
@@ -56,9 +55,10 @@ def test_chunks_are_named_as_plan_py_says(operation: Operation, algorithm: Algor
         Operation.SCATTER: 5,
         Operation.ALL_TO_ALL: 25,
     }
-    plan = make_plan(operation, algorithm, 5, 3, nodes=(0, 0, 1, 1, 1))
-    if operation in by_rank:
-        assert plan.num_chunks == by_rank[operation]
+    for operation, algorithm in PAIRS:
+        plan = make_plan(operation, algorithm, 5, 3, nodes=(0, 0, 1, 1, 1))
+        if operation in by_rank:
+            assert plan.num_chunks == by_rank[operation], plan
 
 
 @pytest.mark.parametrize(

@@ -60,11 +60,13 @@ CLOSED_FORMS: dict[tuple[Operation, Algorithm], Formula] = {
 }
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, 7, 8, 16])
 @pytest.mark.parametrize(("operation", "algorithm"), sorted(CLOSED_FORMS))
-def test_the_model_agrees_with_the_closed_form(
-    operation: Operation, algorithm: Algorithm, world_size: int
-) -> None:
+def test_the_model_agrees_with_the_closed_form(operation: Operation, algorithm: Algorithm) -> None:
+    for world_size in (2, 3, 4, 7, 8, 16):
+        check_closed_form(operation, algorithm, world_size)
+
+
+def check_closed_form(operation: Operation, algorithm: Algorithm, world_size: int) -> None:
     links = PLAIN
     if (operation, algorithm) == (Operation.SCATTER, Algorithm.RING) and world_size > 2:
         # A relay's port is as busy as the root's, less the latency it starts with.

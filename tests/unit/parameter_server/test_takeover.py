@@ -389,6 +389,7 @@ def play(mode: Mode, chance: random.Random) -> World:
     return world
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", MODES, ids=repr)
 def test_no_version_that_was_told_goes_back_whichever_server_is_lost(mode: Mode) -> None:
     worlds = [play(mode, random.Random(seed)) for seed in range(40)]

@@ -31,6 +31,7 @@ sys.exit(7)
 """
 
 pytestmark = [
+    pytest.mark.costly,  # a zygote imports torch, and another the command line
     pytest.mark.skipif(sys.platform != "linux", reason="namespaces and PDEATHSIG are Linux's"),
     pytest.mark.skipif(find_spec("torch") is None, reason="the zygote imports torch"),
 ]

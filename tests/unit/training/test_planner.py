@@ -192,6 +192,7 @@ def test_advice_on_many_machines_is_not_waited_for() -> None:
     assert calls.call_count < 25, "of 40 machines"
 
 
+@pytest.mark.costly
 @settings(max_examples=10, deadline=None)
 @given(data=st.data())
 def test_without_a_machine_that_is_not_tried_a_step_is_no_faster(data: st.DataObject) -> None:
@@ -435,6 +436,7 @@ def test_shares_by_speed_end_together() -> None:
     assert better.without == ()
 
 
+@pytest.mark.costly
 @settings(max_examples=25, deadline=None)
 @given(
     world_size=st.integers(2, 5),

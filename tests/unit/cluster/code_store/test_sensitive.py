@@ -34,14 +34,12 @@ DATA = """
 """
 
 
-@pytest.mark.parametrize("name", KEYS.split())
-def test_a_name_of_a_key_is_known(name: str) -> None:
-    assert kind_of_name(name)
+def test_a_name_of_a_key_is_known() -> None:
+    assert [name for name in KEYS.split() if not kind_of_name(name)] == []
 
 
-@pytest.mark.parametrize("name", DATA.split())
-def test_a_name_of_data_or_code_is_none(name: str) -> None:
-    assert not kind_of_name(name)
+def test_a_name_of_data_or_code_is_none() -> None:
+    assert [name for name in DATA.split() if kind_of_name(name)] == []
 
 
 @pytest.mark.parametrize(
