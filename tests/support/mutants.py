@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -57,15 +57,15 @@ class Mutant:
     tests: tuple[str, ...]
     file: str = ""
 
-    def place(self, tree: Path) -> Path:
-        """The file of ``tree`` with ``old``. LookupError unless there is exactly one."""
+    def place(self, sources: Mapping[Path, str]) -> Path:
+        """The file of ``sources`` with ``old``. LookupError unless there is exactly one."""
         found = [
             path
-            for path, text in _sources(tree)
+            for path, text in sources.items()
             if self.old in text and self.file in ("", path.name)
         ]
-        if len(found) != 1 or found[0].read_text().count(self.old) != 1:
-            where = ", ".join(str(path.relative_to(tree)) for path in found) or "no file"
+        if len(found) != 1 or sources[found[0]].count(self.old) != 1:
+            where = ", ".join(map(str, found)) or "no file"
             raise LookupError(f"{self.name!r}: {self.old!r} must stand once, and is in {where}")
         return found[0]
 
@@ -84,17 +84,16 @@ def mutants(path: Path = LIST) -> list[Mutant]:
     return [Mutant(**{**each, "tests": tuple(each["tests"])}) for each in listed]
 
 
-def _sources(tree: Path) -> Iterator[tuple[Path, str]]:
-    for root in _PRODUCT:
-        for path in sorted((tree / root).rglob("*")):
-            if path.suffix in _SUFFIXES:
-                yield path, path.read_text()
+def sources(tree: Path) -> dict[Path, str]:
+    """The texts of the product, by file of ``tree``."""
+    files = (path for root in _PRODUCT for path in sorted((tree / root).rglob("*")))
+    return {path: path.read_text() for path in files if path.suffix in _SUFFIXES}
 
 
 @contextlib.contextmanager
 def applied(mutant: Mutant, tree: Path) -> Iterator[bool]:
     """The checkout with the fault, built if it is native: whether it could be built."""
-    path = mutant.place(tree)
+    path = mutant.place(sources(tree))
     before = path.read_bytes()
     is_native = path.suffix != ".py"
     try:
@@ -188,8 +187,9 @@ def main() -> int:
         print(f"commit or undo what is changed in {tree} first:\n{changed}", file=sys.stderr)
         return 2
     chosen = [each for each in mutants() if given.only in each.name]
+    texts = sources(tree)
     for each in chosen:
-        each.place(tree)
+        each.place(texts)
     verdicts = []
     for number, mutant in enumerate(chosen, 1):
         verdict = tried(mutant, tree, wider=not given.named_only)
