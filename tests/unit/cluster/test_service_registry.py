@@ -9,10 +9,16 @@ from typing import Any
 import pytest
 
 from potluck._core.cluster import service_registry
+from potluck._core.cluster.links.peers import Requests
 from potluck._core.cluster.names import NodeNames
 from potluck._core.cluster.service_registry import ServiceRegistry
 from potluck._core.wire import local, peers
-from potluck._core.wire.peers import MAX_SERVICES, ServedService, ServicesHere, ServicesWanted
+from potluck._core.wire.peers import (
+    MAX_SERVICES,
+    NodeServices,
+    NodeServicesRequest,
+    ServedService,
+)
 
 ME, ADA, EVE = (letter * 64 for letter in "abe")
 
@@ -34,36 +40,55 @@ class Program:
         self.replies.append(message)
 
 
-class Agent:
-    """The links and commands of an agent on ME with links to ADA and EVE; what it sends is kept."""
+class Links:
+    """Links to ADA and EVE; what is sent is kept."""
 
     def __init__(self) -> None:
         self.nodes = (ADA, EVE)
         self.sent: list[tuple[str, Any]] = []
         self.heard = asyncio.Event()
-        self.on_gone: list[Callable[[Program], None]] = []
-        self.on_ended: list[Callable[[str, int, str], None]] = []
-        self._takers: dict[type, Callable[..., Any]] = {}
-        names = NodeNames(ME, "me")
-        names.met(ADA, "ada")
-        names.met(EVE, "eve")
-        links: Any = self
-        ServiceRegistry(ME, names, links, links)
+        self.requests = Requests()
+        self.answers: dict[type, Callable[..., Any]] = {}
 
-    def on(self, kind: type, take: Callable[..., Any]) -> None:
-        self._takers[kind] = take
+    def on_request(self, kind: type, answer: Callable[..., Any]) -> None:
+        self.answers[kind] = answer
 
-    def send(self, node: str, message: Any) -> bool:
-        peers.MESSAGE.encode(message)
-        self.sent.append((node, message))
-        self.heard.set()
-        return True
+    async def ask(self, node: str, request: Any, kind: Any, *, timeout_s: float) -> Any:
+        def send(number: int) -> bool:
+            message = peers.Request(number, request)
+            peers.MESSAGE.encode(message)
+            self.sent.append((node, message))
+            self.heard.set()
+            return True
+
+        return await self.requests.ask(node, kind, send, timeout_s=timeout_s)
 
     def last_address(self, node: str) -> str:
         return f"host-of-{node[0]}"
 
-    def says(self, node: str, message: Any) -> None:
-        self._takers[type(message)](node, message)
+
+class Agent:
+    """The links and commands of an agent on ME."""
+
+    def __init__(self) -> None:
+        self.links = Links()
+        self.on_gone: list[Callable[[Program], None]] = []
+        self._takers: dict[type, Callable[..., Any]] = {}
+        names = NodeNames(ME, "me")
+        names.met(ADA, "ada")
+        names.met(EVE, "eve")
+        links: Any = self.links
+        commands: Any = self
+        ServiceRegistry(ME, names, links, commands)
+
+    def on(self, kind: type, take: Callable[..., Any]) -> None:
+        self._takers[kind] = take
+
+    def asked(self, node: str, name: str = "") -> Any:
+        """What ``node`` learns of the services here."""
+        answer = self.links.answers[NodeServicesRequest](node, NodeServicesRequest(name))
+        peers.MESSAGE.encode(peers.Response(1, answer))
+        return answer.services
 
     async def ask(self, request: Any) -> Any:
         program = Program()
@@ -76,13 +101,19 @@ class Agent:
         assert isinstance(result, local.CommandResult)
         return result
 
-    async def answered(self, asking: Coroutine[Any, Any, Any], **answers: ServicesHere) -> Any:
+    async def answered(self, asking: Coroutine[Any, Any, Any], **answers: NodeServices) -> Any:
         """The reply to ``asking`` when nodes answer so, in this order."""
         task = asyncio.create_task(asking)
-        await self.heard.wait()
+        await self.links.heard.wait()
         for name, answer in answers.items():
             self.says({"ada": ADA, "eve": EVE}[name], answer)
         return await task
+
+    def says(self, node: str, answer: NodeServices) -> None:
+        """``node`` answers the newest request to it, or else the newest to another node."""
+        sent = [message for to, message in self.links.sent if to == node]
+        newest = sent[-1] if sent else self.links.sent[-1][1]
+        self.links.requests.answered(node, newest.number, answer)
 
 
 def test_agents_are_asked_and_answer_for_their_own_machines() -> None:
@@ -91,21 +122,20 @@ def test_agents_are_asked_and_answer_for_their_own_machines() -> None:
         await agent.register(Program(), *served("mine", port=7))
         reply = await agent.answered(
             agent.ask(local.ServicesRequest()),
-            ada=ServicesHere(1, served("images", port=8)),
-            eve=ServicesHere(1),
+            ada=NodeServices(served("images", port=8)),
+            eve=NodeServices(),
         )
-        assert agent.sent == [(ADA, ServicesWanted(1)), (EVE, ServicesWanted(1))]
+        assert agent.links.sent == [
+            (ADA, peers.Request(1, NodeServicesRequest())),
+            (EVE, peers.Request(2, NodeServicesRequest())),
+        ]
         assert reply.services == (
             local.ServiceInfo(ADA, "ada", "host-of-b", *served("images", port=8)),
             local.ServiceInfo(ME, "me", "127.0.0.1", *served("mine", port=7)),
         )
         assert (reply.silent, reply.num_left_out) == ((), 0)
-        agent.says(EVE, ServicesWanted(5, "mine"))
-        agent.says(EVE, ServicesWanted(6, "images"))
-        assert agent.sent[2:] == [
-            (EVE, ServicesHere(5, served("mine", port=7))),
-            (EVE, ServicesHere(6)),
-        ]
+        assert agent.asked(EVE, "mine") == served("mine", port=7)
+        assert agent.asked(EVE, "images") == ()
 
     asyncio.run(story())
 
@@ -116,12 +146,12 @@ def test_what_was_not_asked_is_not_believed() -> None:
         request = local.ServicesRequest("images", ADA)
         reply = await agent.answered(
             agent.ask(request),
-            eve=ServicesHere(1, served("images", port=666)),
-            ada=ServicesHere(1, served("other", "images")),
+            eve=NodeServices(served("images", port=666)),
+            ada=NodeServices(served("other", "images")),
         )
         assert [(each.node, each.service.name) for each in reply.services] == [(ADA, "images")]
-        agent.says(ADA, ServicesHere(1, served("late")))
-        agent.says(ADA, ServicesHere(77, served("unasked")))
+        agent.says(ADA, NodeServices(served("late")))
+        agent.links.requests.answered(ADA, 77, NodeServices(served("unasked")))
 
     asyncio.run(story())
 
@@ -132,11 +162,13 @@ def test_a_silent_node_is_named_and_one_whose_link_ended_not_waited_for(
     async def story() -> None:
         agent = Agent()
         asking = asyncio.create_task(agent.ask(local.ServicesRequest("images")))
-        await agent.heard.wait()
-        agent.says(ADA, ServicesHere(1, served("images")))
-        agent.on_ended[0](EVE, 1, "gone")
+        await agent.links.heard.wait()
+        agent.says(ADA, NodeServices(served("images")))
+        agent.links.nodes = (ADA,)
+        agent.links.requests.lost("gone", EVE)
         reply = await asking
         assert ([each.node for each in reply.services], reply.silent) == ([ADA], ())
+        agent.links.nodes = (ADA, EVE)
         monkeypatch.setattr(service_registry, "ANSWER_S", 0.01)
         reply = await agent.ask(local.ServicesRequest("images"))
         assert (reply.services, set(reply.silent)) == ((), {ADA, EVE})
@@ -153,14 +185,12 @@ def test_services_are_forgotten_with_the_program_and_names_are_free_again() -> N
             False,
             "another program of this machine serves 'b' already",
         )
-        agent.says(ADA, ServicesWanted(1))
-        assert agent.sent[-1] == (ADA, ServicesHere(1, served("a", "b"))), "all or nothing"
+        assert agent.asked(ADA) == served("a", "b"), "all or nothing"
         for tell in agent.on_gone:
             tell(first)
             tell(first)
         assert (await agent.register(second, *served("b", "c"))).ok
-        agent.says(ADA, ServicesWanted(2))
-        assert agent.sent[-1] == (ADA, ServicesHere(2, served("b", "c")))
+        assert agent.asked(ADA) == served("b", "c")
 
     asyncio.run(story())
 
@@ -179,17 +209,17 @@ def test_services_and_questions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> 
 
         monkeypatch.setattr(service_registry, "MAX_QUESTIONS", 1)
         waiting = asyncio.create_task(agent.ask(local.ServicesRequest()))
-        await agent.heard.wait()
+        await agent.links.heard.wait()
         reply = await agent.ask(local.ServicesRequest())
         assert "1 questions for services are under way" in reply.refusal
         for node in (ADA, EVE):
-            agent.says(node, ServicesHere(1))
+            agent.says(node, NodeServices())
         await waiting
         waiting = asyncio.create_task(agent.ask(local.ServicesRequest()))
         await asyncio.wait([waiting], timeout=0)
         waiting.cancel()  # the program has left
         await asyncio.gather(waiting, return_exceptions=True)
-        agent.nodes = ()
+        agent.links.nodes = ()
         assert (await agent.ask(local.ServicesRequest())).refusal == "", "it takes no room"
 
     asyncio.run(story())
@@ -198,12 +228,12 @@ def test_services_and_questions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_listing_that_does_not_fit_says_how_much_is_left_out() -> None:
     async def story() -> None:
         agent = Agent()
-        agent.nodes = tuple(f"{number:064x}" for number in range(300))
+        agent.links.nodes = tuple(f"{number:064x}" for number in range(300))
         names = [f"{number:02}{'n' * 60}" for number in range(MAX_SERVICES)]
         asking = asyncio.create_task(agent.ask(local.ServicesRequest()))
-        await agent.heard.wait()
-        for node in agent.nodes:
-            agent.says(node, ServicesHere(1, served(*names)))
+        await agent.links.heard.wait()
+        for node in agent.links.nodes:
+            agent.says(node, NodeServices(served(*names)))
         reply = await asking
         assert reply.num_left_out > 0
         assert len(reply.services) + reply.num_left_out == 300 * MAX_SERVICES

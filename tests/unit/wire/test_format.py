@@ -15,7 +15,7 @@ from potluck._core.wire.format import PREFIX_BYTES, MessageFormat
 from potluck._core.wire.gathering import ROSTER
 from potluck._core.wire.greeting import GREETING, Refusal
 from potluck._core.wire.local import REPLY, REQUEST, JobNote, JobsRequest, NodesRequest
-from potluck._core.wire.peers import MESSAGE, NotHere
+from potluck._core.wire.peers import MESSAGE, Failure, Response
 from potluck._core.wire.worker_link import FROM_AGENT, TO_AGENT, Said, Stop
 from potluck.errors import ProtocolError
 
@@ -28,7 +28,7 @@ each_format = pytest.mark.parametrize("messages", FORMATS, ids=lambda each: each
     [
         (TO_AGENT, Said("0", "hello")),
         (FROM_AGENT, Stop("reason")),
-        (MESSAGE, NotHere(bytes(32), reason="gone")),
+        (MESSAGE, Response(1, Failure("gone"))),
         (REQUEST, JobsRequest()),
         (REPLY, JobNote("job", "text")),
         (MEASURING, Load(b"bytes", last=True)),

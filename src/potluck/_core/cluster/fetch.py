@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Container, Iterable, Sequen
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from potluck._core.background import stop
 from potluck._core.cluster.code_store.job_folders import (
@@ -25,13 +26,15 @@ from potluck._core.cluster.code_store.job_folders import (
 )
 from potluck._core.cluster.code_store.package import PackageFile, PackageManifest
 from potluck._core.cluster.code_store.results import ResultsClient, ResultsServer, StartedJobs
+from potluck._core.cluster.code_store.transfer import Ask
 from potluck._core.cluster.code_store.wording import size_in_words
 from potluck._core.cluster.home.node_state import find_agent
 from potluck._core.cluster.links.local import call_agent
+from potluck._core.cluster.links.peers import Requests, T
 from potluck._core.cluster.trust.credentials import load_node_credentials
 from potluck._core.settings import Settings
 from potluck._core.wire import local, peers
-from potluck._core.wire.peers import JobFiles, ResultsTold, ResultsWanted, Written
+from potluck._core.wire.peers import JobFiles, Written
 from potluck.errors import ConfigurationError, LinkError, PotluckError, ProtocolError
 
 _ANSWER_S = 10.0
@@ -110,38 +113,31 @@ async def reached(settings: Settings) -> AsyncIterator[Machines]:
             keeping=keeping_of(settings),
             on_note=lambda text: None,
         )
-
-        def answered(node: str, message: peers.PeerMessage) -> bool:
-            _take(client, node, message)
-            return True
-
-        def ask(node: str, message: peers.PeerMessage) -> bool:
-            assert isinstance(message, ResultsWanted | peers.PartWanted)
-            server.answer(node, message)
-            return True
-
-        server, client = ResultsServer(me, folders, answered), ResultsClient(ask)
-        try:
-            yield Machines((Machine(me, settings.machine_name),), client, started)
-        finally:
-            await server.close()
+        server = ResultsServer(me, folders)
+        machine = Machine(me, settings.machine_name)
+        yield Machines((machine,), ResultsClient(asking_here(server, me)), started)
         return
     link = await call_agent(settings, agent)
+    requests = Requests()
 
-    def send(node: str, message: peers.PeerMessage) -> bool:
-        assert isinstance(message, ResultsWanted | peers.PartWanted)
-        return link.send(local.AskNode(node, message))
+    async def ask(
+        node: str, request: peers.RequestContent, kind: type[T], *, timeout_s: float | None
+    ) -> T:
+        assert isinstance(request, peers.ResultsRequest | peers.PartRequest)
 
-    client = ResultsClient(send)
+        def send(number: int) -> bool:
+            return link.send(local.ForwardedRequest(number, node, request))
+
+        return await requests.ask(node, kind, send, timeout_s=timeout_s)
 
     async def listen() -> None:
         try:
             while True:
                 reply = await link.receive()
-                if isinstance(reply, local.NodeTold):
-                    _take(client, reply.node, reply.message)
+                if isinstance(reply, local.ForwardedResponse):
+                    requests.answered(reply.node, reply.number, reply.content)
         except LinkError as error:
-            client.ended(f"this machine's agent has ended: {error}")
+            requests.lost(f"this machine's agent has ended: {error}")
 
     listening = None
     try:
@@ -153,18 +149,32 @@ async def reached(settings: Settings) -> AsyncIterator[Machines]:
             raise LinkError("this machine's agent did not answer") from None
         assert isinstance(reply, local.NodesReply)
         listening = asyncio.create_task(listen())
-        yield Machines(_machines(reply), client, started)
+        yield Machines(_machines(reply), ResultsClient(ask), started)
     finally:
         if listening is not None:
             await stop(listening)
         await link.close()
 
 
-def _take(client: ResultsClient, node: str, message: peers.PeerMessage) -> None:
-    if isinstance(message, ResultsTold):
-        client.told(message)
-    elif isinstance(message, peers.PackagePart | peers.NotHere):
-        client.arrived(node, message)
+def asking_here(server: ResultsServer, me: str) -> Ask:
+    """Asks ``server`` in this process, in the name of node ``me``."""
+
+    async def ask(
+        node: str, request: peers.RequestContent, kind: type[T], *, timeout_s: float | None
+    ) -> T:
+        answer: Any
+        try:
+            if isinstance(request, peers.PartRequest):
+                answer = server.part(me, request)
+            else:
+                assert isinstance(request, peers.ResultsRequest)
+                answer = await server.answer(me, request)
+        except (PotluckError, OSError) as error:
+            raise LinkError(str(error)) from error
+        assert isinstance(answer, kind)
+        return answer
+
+    return ask
 
 
 def _machines(reply: local.NodesReply) -> tuple[Machine, ...]:
@@ -245,17 +255,17 @@ async def fetch(
         if not files.num_files:
             continue
         try:
-            told = await machines.client.ask(
+            results = await machines.client.ask(
                 machine.node, "package", found.job, pattern, num_bytes=files.num_bytes
             )
-            manifest = await machines.client.manifest(machine.node, told.package)
+            manifest = await machines.client.manifest(machine.node, results.package)
             check_results(manifest)
         except PotluckError as error:
             outcome.missing.append(f"{machine.name}: {error}")
             continue
-        for each in told.left:
+        for each in results.left:
             outcome.missing.append(f"{machine.name}: {each} has a name that can't travel")
-        sources.append((machine, told.package, manifest))
+        sources.append((machine, results.package, manifest))
     places = await asyncio.to_thread(
         placed,
         [(machine.name, manifest) for machine, _, manifest in sources],
@@ -441,7 +451,7 @@ async def _bring_one(
 ) -> None:
     digest = hashlib.sha256()
     with path.open("xb") as opened:
-        async for part in client.parts(node, package, file.sha256, file.size, exact=True):
+        async for part in client.parts(node, package, file):
             digest.update(part)
             opened.write(part)
             count(len(part))

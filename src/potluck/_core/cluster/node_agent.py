@@ -37,7 +37,6 @@ from potluck._core.cluster.membership import events
 from potluck._core.cluster.membership.protocol import MembershipProtocol
 from potluck._core.cluster.names import NodeNames
 from potluck._core.cluster.report import Report
-from potluck._core.cluster.result_relay import ResultRelay
 from potluck._core.cluster.service_registry import ServiceRegistry
 from potluck._core.cluster.sharing.broker import Broker
 from potluck._core.cluster.sharing.confinement import Confinement, own_limits, own_sandbox
@@ -167,8 +166,9 @@ class _Machine:
         )
         # Served to every linked node: a new member may ask before this node knows that it is one.
         self.code_store = CodeStore(
-            settings.home, node.me, links.send, keeping=keeping_of(settings), on_note=node.note
+            settings.home, node.me, links.ask, keeping=keeping_of(settings), on_note=node.note
         )
+        links.on_request(peers.PartRequest | peers.ResultsRequest, self.code_store.answer)
         self.worker_homes = WorkerHomes(
             settings.home,
             node.key,
@@ -179,7 +179,6 @@ class _Machine:
         )
 
     async def close(self) -> None:
-        await self.code_store.results.close()
         await self.worker_homes.close()
         await self.confinement.close()
         await self.surveyor.close()
@@ -328,6 +327,7 @@ class NodeAgent:
         )
         commands = Commands()
         commands.on(local.ContinueRequest, self._continue_alone)
+        commands.on(local.ForwardedRequest, self._forward)
         members = _Members(node, self._met, self._barred)
         machine = _Machine(node, members, commands)
         jobs = _Jobs(node, members, machine, commands, self._outer_world)
@@ -348,7 +348,6 @@ class NodeAgent:
             notes=lambda: self._notes,
         )
         ServiceRegistry(node.me, self.names, self.links, commands)
-        ResultRelay(self.links, commands, self._code_store)
         self._callers = {CLIENT: commands.greeted, WORKER: self.jobs.greeted}
         if not self._is_private:
             self._callers |= {
@@ -417,6 +416,17 @@ class NodeAgent:
     async def _continue_alone(self, request: local.ContinueRequest, client: Client) -> None:
         self.plane.handle(events.ContinueAlone())
         client.take(local.CommandResult(True, "this node goes on alone, if it was paused"))
+
+    async def _forward(self, request: local.ForwardedRequest, client: Client) -> None:
+        """Ask another node for a command, for as long as the command waits."""
+        node, content = request.node, request.content
+        kind = peers.Results if isinstance(content, peers.ResultsRequest) else peers.PackagePart
+        response: peers.Results | peers.PackagePart | peers.Failure
+        try:
+            response = await self.links.ask(node, content, kind, timeout_s=None)
+        except PotluckError as error:
+            response = peers.Failure(str(error)[:4096])
+        client.take(local.ForwardedResponse(request.number, node, response))
 
     def _fail(self, error: BaseException) -> None:
         """End: the others go on without this node, which is better than one that looks alive."""

@@ -8,7 +8,6 @@ the agents of all linked nodes, and those answer for their own machines only.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 from collections.abc import Collection, Iterable
 
@@ -21,10 +20,11 @@ from potluck._core.wire import local
 from potluck._core.wire.peers import (
     MAX_SERVED_BYTES,
     MAX_SERVICES,
+    NodeServices,
+    NodeServicesRequest,
     ServedService,
-    ServicesHere,
-    ServicesWanted,
 )
+from potluck.errors import PotluckError
 
 ANSWER_S = 2.0
 """How long the other agents may take to answer."""
@@ -35,21 +35,6 @@ _MAX_REPLY_BYTES = local.MAX_MESSAGE - (256 << 10)
 """The rest is for the ids of silent nodes."""
 
 
-class _Question:
-    """What the other agents were asked, and their answers so far."""
-
-    def __init__(self, awaited: Collection[str]) -> None:
-        self.found: dict[str, tuple[ServedService, ...]] = {}
-        self.awaited = set(awaited)
-        self.is_answered = asyncio.Event()
-        self.done_with()
-
-    def done_with(self, node: str = "") -> None:
-        self.awaited.discard(node)
-        if not self.awaited:
-            self.is_answered.set()
-
-
 class ServiceRegistry:
     """The services of this machine's programs, and questions for services of others."""
 
@@ -58,14 +43,11 @@ class ServiceRegistry:
         self._names = names
         self._links = links
         self._mine: dict[Client, tuple[ServedService, ...]] = {}
-        self._numbers = itertools.count(1)
-        self._questions: dict[int, _Question] = {}
+        self._num_questions = 0
         commands.on(local.ServeRequest, self._register)
         commands.on(local.ServicesRequest, self._asked)
         commands.on_gone.append(self._gone)
-        links.on(ServicesWanted, self._wanted)
-        links.on(ServicesHere, self._answered)
-        links.on_ended.append(lambda node, incarnation, reason: self._lost(node))
+        links.on_request(NodeServicesRequest, self._requested)
 
     # Services of this machine.
 
@@ -84,41 +66,41 @@ class ServiceRegistry:
     def _here(self, name: str) -> tuple[ServedService, ...]:
         return _named(name, itertools.chain.from_iterable(self._mine.values()))
 
-    def _wanted(self, node: str, message: ServicesWanted) -> None:
-        self._links.send(node, ServicesHere(message.number, self._here(message.name)))
+    def _requested(self, node: str, request: NodeServicesRequest) -> NodeServices:
+        return NodeServices(self._here(request.name))
 
     # Services of other machines.
 
     async def _asked(self, request: local.ServicesRequest, client: Client) -> None:
-        if len(self._questions) >= MAX_QUESTIONS:
+        if self._num_questions >= MAX_QUESTIONS:
             text = f"{MAX_QUESTIONS} questions for services are under way on this machine"
             client.take(local.ServicesReply(refusal=text))
             return
-        number = next(self._numbers)
-        wanted = ServicesWanted(number, request.name)
         nodes = [each for each in self._links.nodes if request.node in ("", each)]
-        question = _Question([each for each in nodes if self._links.send(each, wanted)])
-        self._questions[number] = question
+        found: dict[str, tuple[ServedService, ...]] = {}
+        silent = []
+        self._num_questions += 1
         try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(ANSWER_S):
-                    await question.is_answered.wait()
+            asking = (self._services_of(each, request.name) for each in nodes)
+            for node, services in zip(nodes, await asyncio.gather(*asking), strict=True):
+                if services is not None:
+                    found[node] = services
+                elif node in self._links.nodes:
+                    silent.append(node)
         finally:
-            del self._questions[number]
-        found = {node: _named(request.name, its) for node, its in question.found.items()}
+            self._num_questions -= 1
         if request.node in ("", self._me):
             found[self._me] = self._here(request.name)
-        client.take(self._reply(found, question.awaited))
+        client.take(self._reply(found, silent))
 
-    def _answered(self, node: str, message: ServicesHere) -> None:
-        question = self._questions.get(message.number)
-        if question is not None and node in question.awaited:
-            question.found[node] = message.services
-            question.done_with(node)
-
-    def _lost(self, node: str) -> None:
-        for question in self._questions.values():
-            question.done_with(node)
+    async def _services_of(self, node: str, name: str) -> tuple[ServedService, ...] | None:
+        """The services of another machine; None if it does not answer in time, or its link ends."""
+        request = NodeServicesRequest(name)
+        try:
+            answer = await self._links.ask(node, request, NodeServices, timeout_s=ANSWER_S)
+        except PotluckError:
+            return None
+        return _named(name, answer.services)
 
     def _reply(
         self, found: dict[str, tuple[ServedService, ...]], silent: Iterable[str]

@@ -334,21 +334,19 @@ class Output(msgspec.Struct, frozen=True, tag=True):
 # From a node to a job's starter, and back.
 
 
-class JobAsked(msgspec.Struct, frozen=True, tag=True):
-    """A question whether the receiver's job with this number runs. Any node of the cluster may
-    ask."""
+class JobRunsRequest(msgspec.Struct, frozen=True, tag=True):
+    """A request whether the receiver's job with this number runs, answered with JobRuns. Any node
+    of the cluster may send it."""
 
     number: JobNumber
 
 
-class JobAnswered(msgspec.Struct, frozen=True, tag=True):
-    """The answer to JobAsked."""
+class JobRuns(msgspec.Struct, frozen=True, tag=True):
+    """Whether the job runs."""
 
-    number: JobNumber
     runs: bool
 
 
-VouchMessage = JobAsked | JobAnswered
 FromLeader = Order | JobList | StartWorker | SignalWorkers | TellWorkers | JobStatus
 ToStarter = Submitted | Shown | JobNote | JobEnded
 FromNode = Reported | Happened | Output

@@ -10,13 +10,13 @@ from potluck._core.types import Site
 from potluck._core.wire.facts import MAX_LINKS, LinkFacts
 from potluck._core.wire.format import MachineName, MessageFormat, Name, Text
 from potluck._core.wire.jobs import MAX_JOBS, JobEnded, JobNote, JobOptions, JobStatus, Shown
-from potluck._core.wire.nodes import MAX_NODES
+from potluck._core.wire.nodes import MAX_NODES, Count
 from potluck._core.wire.peers import (
-    NotHere,
+    Failure,
     PackagePart,
-    PartWanted,
-    ResultsTold,
-    ResultsWanted,
+    PartRequest,
+    Results,
+    ResultsRequest,
     Served,
     ServedService,
 )
@@ -159,18 +159,21 @@ class NodesReply(msgspec.Struct, frozen=True, tag=True):
     is_open: bool = False
 
 
-class AskNode(msgspec.Struct, frozen=True, tag=True):
-    """A question about results for ``node``, which may be this one, answered with NodeTold."""
+class ForwardedRequest(msgspec.Struct, frozen=True, tag=True):
+    """A request about results for the agent to forward to ``node``, which may be this one; answered
+    with ForwardedResponse of the same ``number``."""
 
+    number: Count
     node: Name
-    message: ResultsWanted | PartWanted
+    content: ResultsRequest | PartRequest
 
 
-class NodeTold(msgspec.Struct, frozen=True, tag=True):
-    """The answer of ``node``, or what stands for one if there is no link to it."""
+class ForwardedResponse(msgspec.Struct, frozen=True, tag=True):
+    """The response of ``node``; a Failure also if there is no link to it."""
 
+    number: Count
     node: Name
-    message: ResultsTold | PackagePart | NotHere
+    content: Results | PackagePart | Failure
 
 
 class CommandResult(msgspec.Struct, frozen=True, tag=True):
@@ -190,9 +193,9 @@ Request = (
     | JobsRequest
     | ServeRequest
     | ServicesRequest
-    | AskNode
+    | ForwardedRequest
 )
-Reply = NodesReply | CommandResult | JobsReply | ServicesReply | NodeTold | JobReply
+Reply = NodesReply | CommandResult | JobsReply | ServicesReply | ForwardedResponse | JobReply
 
 REQUEST: MessageFormat[Request] = MessageFormat(
     Request, limit=MAX_MESSAGE, name="a request to this machine's agent"

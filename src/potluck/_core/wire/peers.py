@@ -7,10 +7,13 @@ about admitted keys in ``admissions.py``. This file has introductions, code pack
 messages
 
 - about the files that a job's workers wrote, also with commands. A node's results of one job travel
-  as a code package does (``PartWanted``, ``PackagePart``), whose name is asked for first;
+  as a code package does (``PartRequest``, ``PackagePart``), whose name is asked for first;
 - about the services of programs outside of jobs. They are not broadcast: an agent asks the others
   when a program of its machine looks for a service;
 - in which an agent tells the others whose jobs its machine runs.
+
+What one agent asks another is the content of a ``Request``, and answered by a ``Response`` of the
+same number.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from potluck._core.printable import MAX_NAME, PRINTABLE
 from potluck._core.wire.admissions import AdmissionMessage, Key
 from potluck._core.wire.facts import Facts, Measured
 from potluck._core.wire.format import Digest, MachineName, MessageFormat, Name, Text, Versions
-from potluck._core.wire.jobs import Job, JobMessage, VouchMessage
+from potluck._core.wire.jobs import Job, JobMessage, JobRuns, JobRunsRequest
 from potluck._core.wire.nodes import Count, NodeMessage
 from potluck._core.wire.worker_link import Seconds
 
@@ -65,18 +68,16 @@ class ServedService(msgspec.Struct, frozen=True):
 Served = Annotated[tuple[ServedService, ...], msgspec.Meta(max_length=MAX_SERVICES)]
 
 
-class ServicesWanted(msgspec.Struct, frozen=True, tag=True):
+class NodeServicesRequest(msgspec.Struct, frozen=True, tag=True):
     """A request for the service ``name`` of the receiver's machine, or for all of its services if
-    that is empty; answered with ServicesHere of the same ``number``."""
+    that is empty; answered with NodeServices."""
 
-    number: Count
     name: MachineName = ""
 
 
-class ServicesHere(msgspec.Struct, frozen=True, tag=True):
-    """The services of the sender's machine that were asked for."""
+class NodeServices(msgspec.Struct, frozen=True, tag=True):
+    """The requested services of the sender's machine."""
 
-    number: Count
     services: Served = ()
 
 
@@ -85,12 +86,11 @@ MAX_LISTED = 256
 Want = Literal["list", "package", "remove"]
 
 
-class ResultsWanted(msgspec.Struct, frozen=True, tag=True):
+class ResultsRequest(msgspec.Struct, frozen=True, tag=True):
     """A request about the results of ``job`` (empty, for a list: of all jobs) at the receiver:
     which there are, as a package (of the files that match ``pattern``; empty: of all), or to delete
-    them. Answered with ResultsTold of the same ``number``. Only a job's starter is told of it."""
+    them. Answered with Results. Only a job's starter learns of it."""
 
-    number: Count
     want: Want
     job: Annotated[str, msgspec.Meta(max_length=256)] = ""
     pattern: Annotated[str, msgspec.Meta(max_length=1024)] = ""
@@ -110,18 +110,13 @@ class JobFiles(msgspec.Struct, frozen=True):
     gone: Name = ""
 
 
-class ResultsTold(msgspec.Struct, frozen=True, tag=True):
-    """The answer: the jobs, the newest first, or the name of the ``package``, of which the files
-    ``left`` are no part, because their names can't travel. ``error``: why there is none."""
+class Results(msgspec.Struct, frozen=True, tag=True):
+    """The jobs, the newest first, or the name of the ``package``, of which the files ``left`` are
+    no part, because their names can't travel."""
 
-    number: Count
     jobs: Annotated[tuple[JobFiles, ...], msgspec.Meta(max_length=MAX_LISTED)] = ()
     package: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
     left: Annotated[tuple[Text, ...], msgspec.Meta(max_length=16)] = ()
-    error: Text = ""
-
-
-ResultsMessage = ResultsWanted | ResultsTold
 
 
 class Written(msgspec.Struct, frozen=True):
@@ -152,9 +147,9 @@ class Introduction(msgspec.Struct, frozen=True, tag=True):
     versions: Versions
 
 
-class PartWanted(msgspec.Struct, frozen=True, tag=True):
+class PartRequest(msgspec.Struct, frozen=True, tag=True):
     """A request for a part, from ``offset``, of the file of ``package`` with the SHA-256 ``file``;
-    of the package's manifest if ``file`` is empty."""
+    of the package's manifest if ``file`` is empty. Answered with PackagePart."""
 
     package: Digest
     file: Annotated[bytes, msgspec.Meta(max_length=32)]
@@ -162,37 +157,46 @@ class PartWanted(msgspec.Struct, frozen=True, tag=True):
 
 
 class PackagePart(msgspec.Struct, frozen=True, tag=True):
-    """Bytes of a manifest (``file`` is empty) or a file, from ``offset``; ``size`` is its total
-    size."""
+    """Bytes of a manifest or a file, from the requested offset; ``size`` is its total size."""
 
-    package: Digest
-    file: Annotated[bytes, msgspec.Meta(max_length=32)]
-    offset: Offset
     size: Offset
     data: Annotated[bytes, msgspec.Meta(max_length=MAX_PART)]
 
 
-class NotHere(msgspec.Struct, frozen=True, tag=True):
-    """The sender does not have this package or file."""
+class Failure(msgspec.Struct, frozen=True, tag=True):
+    """The response to a request that the sender can't or won't answer."""
 
-    package: Digest
-    file: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
-    reason: Text = ""
+    reason: Text
 
 
-PackageMessage = PartWanted | PackagePart | NotHere | ResultsMessage
+RequestContent = PartRequest | ResultsRequest | NodeServicesRequest | JobRunsRequest
+ResponseContent = PackagePart | Results | NodeServices | JobRuns | Failure
+
+
+class Request(msgspec.Struct, frozen=True, tag=True):
+    """A request, with a number of the sender's own."""
+
+    number: Count
+    content: RequestContent
+
+
+class Response(msgspec.Struct, frozen=True, tag=True):
+    """The response to the receiver's request of this number."""
+
+    number: Count
+    content: ResponseContent
+
+
 PeerMessage = (
     NodeMessage
     | Introduction
     | AdmissionMessage
-    | PackageMessage
     | JobMessage
-    | VouchMessage
     | Facts
     | Measured
     | Offer
-    | ServicesWanted
-    | ServicesHere
+    | Request
+    | Response
 )
 
 MESSAGE: MessageFormat[PeerMessage] = MessageFormat(

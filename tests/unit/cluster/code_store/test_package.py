@@ -20,11 +20,12 @@ from potluck._core.cluster.code_store.package import (
     objection_to_path,
     unpacked_manifest,
 )
-from potluck._core.cluster.code_store.transfer import PackageFetcher, PackageServer
+from potluck._core.cluster.code_store.transfer import PackageServer, fetch_package
 from potluck._core.cluster.jobs.placement import differences
 from potluck._core.cluster.topology.hardware import own_versions
 from potluck._core.wire import peers
 from potluck.errors import LinkError, ProtocolError
+from support.requests import asking
 
 ADA, BOB = "a1" * 32, "b2" * 32
 
@@ -112,24 +113,20 @@ class Wire:
     """Two nodes and the messages between them; ``change`` plays a node that lies."""
 
     def __init__(self, store: PackageFiles) -> None:
-        self.sent: list[peers.PeerMessage] = []
-        self.change: Callable[[peers.PeerMessage], peers.PeerMessage] = lambda message: message
-        self.server = PackageServer(self._to_bob)
-        self.fetcher = PackageFetcher(store, self._to_ada)
+        self.sent: list[peers.PackagePart] = []
+        self.change: Change = lambda part, wanted: part
+        self.server = PackageServer()
+        self._store = store
 
-    def _to_ada(self, node: str, message: peers.PeerMessage) -> bool:
-        assert node == ADA
-        assert isinstance(message, peers.PartWanted)
-        asyncio.get_running_loop().call_soon(self.server.answer, BOB, message)
-        return True
+    async def fetch(self, package: bytes) -> Path:
+        return await fetch_package(asking(self._answer, BOB), self._store, ADA, package)
 
-    def _to_bob(self, node: str, message: peers.PeerMessage) -> bool:
-        data = peers.MESSAGE.encode(self.change(message))
-        answer = peers.MESSAGE.decode(data[4:])
-        assert isinstance(answer, peers.PackagePart | peers.NotHere)
-        self.sent.append(answer)
-        self.fetcher.arrived(ADA, answer)
-        return True
+    def _answer(self, node: str, wanted: peers.PartRequest) -> peers.PackagePart:
+        self.sent.append(self.change(self.server.part(wanted), wanted))
+        return self.sent[-1]
+
+
+Change = Callable[[peers.PackagePart, peers.PartRequest], peers.PackagePart]
 
 
 def test_a_package_arrives_as_it_was_and_only_what_is_new_is_sent_again(
@@ -139,20 +136,17 @@ def test_a_package_arrives_as_it_was_and_only_what_is_new_is_sent_again(
         (folder / "large.npy").write_bytes(os.urandom(700_000))
         wire = Wire(PackageFiles(tmp_path / "store"))
         first = wire.server.offer(folder, unpacked_manifest(folder))
-        target = await wire.fetcher.fetch(ADA, first)
+        target = await wire.fetch(first)
         for file in unpacked_manifest(folder).files:
             assert (target / file.path).read_bytes() == (folder / file.path).read_bytes()
         assert os.access(target / "run.sh", os.X_OK)
         assert not os.access(target / "train.py", os.X_OK) or os.geteuid() == 0
         assert len(list(target.rglob("*"))) == 8
-        assert (
-            max(len(p.data) for p in wire.sent if isinstance(p, peers.PackagePart))
-            == peers.MAX_PART
-        )
+        assert max(len(part.data) for part in wire.sent) == peers.MAX_PART
         wire.sent.clear()
         (folder / "train.py").write_text("print('changed')")
         second = wire.server.offer(folder, unpacked_manifest(folder))
-        other = await wire.fetcher.fetch(ADA, second)
+        other = await wire.fetch(second)
         assert (other / "train.py").read_text() == "print('changed')"
         assert (target / "train.py").read_text() == "print('hello')"
         assert len(wire.sent) == 2, "the manifest and one file"
@@ -161,21 +155,19 @@ def test_a_package_arrives_as_it_was_and_only_what_is_new_is_sent_again(
 
 
 def test_a_node_that_lies_is_found_out(folder: Path, tmp_path: Path) -> None:
-    def change_a_byte(message: peers.PeerMessage) -> peers.PeerMessage:
-        if isinstance(message, peers.PackagePart) and message.data:
-            flipped = bytes([message.data[0] ^ 1]) + message.data[1:]
-            return msgspec.structs.replace(message, data=flipped)
-        return message
+    def change_a_byte(part: peers.PackagePart, wanted: peers.PartRequest) -> peers.PackagePart:
+        if part.data:
+            return msgspec.structs.replace(part, data=bytes([part.data[0] ^ 1]) + part.data[1:])
+        return part
 
-    def only_files(message: peers.PeerMessage) -> peers.PeerMessage:
-        is_file = isinstance(message, peers.PackagePart) and message.file
-        return change_a_byte(message) if is_file else message
+    def only_files(part: peers.PackagePart, wanted: peers.PartRequest) -> peers.PackagePart:
+        return change_a_byte(part, wanted) if wanted.file else part
 
-    def endless(message: peers.PeerMessage) -> peers.PeerMessage:
-        return msgspec.structs.replace(message, size=(1 << 40) - 1)
+    def endless(part: peers.PackagePart, wanted: peers.PartRequest) -> peers.PackagePart:
+        return msgspec.structs.replace(part, size=(1 << 40) - 1)
 
-    def empty(message: peers.PeerMessage) -> peers.PeerMessage:
-        return msgspec.structs.replace(message, data=b"")
+    def empty(part: peers.PackagePart, wanted: peers.PartRequest) -> peers.PackagePart:
+        return msgspec.structs.replace(part, data=b"")
 
     async def story() -> None:
         for lie in (change_a_byte, only_files, endless, empty):
@@ -184,7 +176,7 @@ def test_a_node_that_lies_is_found_out(folder: Path, tmp_path: Path) -> None:
             wire.change = lie
             name = wire.server.offer(folder, unpacked_manifest(folder))
             with pytest.raises(ProtocolError):
-                await wire.fetcher.fetch(ADA, name)
+                await wire.fetch(name)
             assert not any((tmp_path / lie.__name__).glob("packages/*"))
 
     asyncio.run(story())
@@ -194,36 +186,27 @@ def test_what_is_not_there_changed_or_gone_is_said(folder: Path, tmp_path: Path)
     async def story() -> None:
         wire = Wire(PackageFiles(tmp_path / "store"))
         with pytest.raises(LinkError, match="no such package"):
-            await wire.fetcher.fetch(ADA, bytes(32))
+            await wire.fetch(bytes(32))
         name = wire.server.offer(folder, unpacked_manifest(folder))
         (folder / "train.py").write_text("changed after it was scanned")
         with pytest.raises(LinkError, match="changed while it was being sent"):
-            await wire.fetcher.fetch(ADA, name)
+            await wire.fetch(name)
         (folder / "train.py").write_text("print('hellO')")
         with pytest.raises(ProtocolError, match="changed while it was being sent"):
-            await wire.fetcher.fetch(ADA, name)
+            await wire.fetch(name)
         wire.server.withdraw(name)
-        task = asyncio.create_task(wire.fetcher.fetch(ADA, name))
-        await asyncio.sleep(0)
-        wire.fetcher.lost(ADA)
-        with pytest.raises(LinkError, match="the link to node"):
-            await task
+        with pytest.raises(LinkError, match="no such package"):
+            await wire.fetch(name)
 
     asyncio.run(story())
 
 
 def test_only_files_of_an_offered_package_are_sent(folder: Path) -> None:
-    sent: list[peers.PeerMessage] = []
-
-    def send(node: str, message: peers.PeerMessage) -> bool:
-        sent.append(message)
-        return True
-
-    server = PackageServer(send)
+    server = PackageServer()
     name = server.offer(folder, unpacked_manifest(folder))
-    server.answer(ADA, peers.PartWanted(bytes(32), b"", 0))
-    server.answer(BOB, peers.PartWanted(name, bytes(32), 0))
-    assert [type(message) for message in sent] == [peers.NotHere, peers.NotHere]
+    for wanted in (peers.PartRequest(bytes(32), b"", 0), peers.PartRequest(name, bytes(32), 0)):
+        with pytest.raises(ProtocolError, match="no such"):
+            server.part(wanted)
 
 
 def test_versions_that_do_not_fit_are_told_with_the_name_of_the_node() -> None:

@@ -19,37 +19,29 @@ from potluck._core.cluster.code_store.results import (
     StartedJobs,
     is_wanted,
 )
+from potluck._core.cluster.code_store.transfer import fetch_whole
 from potluck._core.cluster.fetch import Found, Machine, Machines, check_results, fetch, placed
 from potluck._core.wire import peers
-from potluck._core.wire.peers import JobFiles, ResultsTold, ResultsWanted, Written
+from potluck._core.wire.peers import JobFiles, Results, ResultsRequest, Written
 from potluck.errors import ConfigurationError, LinkError, ProtocolError
+from support.requests import asking
 
 ADA, BOB, EVE = "a1" * 32, "b2" * 32, "e5" * 32
 
 
 class Wire:
-    """A client of the node ``who`` and the server of bob, each of which gets what the other one
-    sends."""
+    """A client of the node ``who``, and the server of bob that it asks."""
 
     def __init__(self, root: Path, who: str = ADA) -> None:
         self.folders = JobFolders(root / "jobs", on_note=lambda text: None)
-        self.server = ResultsServer(BOB, self.folders, self._to_client)
-        self.client = ResultsClient(self._to_server)
+        self.server = ResultsServer(BOB, self.folders)
+        self.client = ResultsClient(asking(self._answer, who))
         self.who = who
 
-    def _to_client(self, node: str, message: peers.PeerMessage) -> bool:
-        assert node == self.who
-        if isinstance(message, ResultsTold):
-            self.client.told(message)
-        else:
-            assert isinstance(message, peers.PackagePart | peers.NotHere)
-            self.client.arrived(BOB, message)
-        return True
-
-    def _to_server(self, node: str, message: peers.PeerMessage) -> bool:
-        assert isinstance(message, ResultsWanted | peers.PartWanted)
-        asyncio.get_running_loop().call_soon(self.server.answer, self.who, message)
-        return True
+    def _answer(self, node: str, request: Any) -> Any:
+        if isinstance(request, peers.PartRequest):
+            return self.server.part(self.who, request)
+        return self.server.answer(self.who, request)
 
     def ran(self, job: str, *, keeps_files: bool = False, **files: str) -> None:
         record = Record(job, ADA, keeps_files=keeps_files)
@@ -80,13 +72,13 @@ def test_only_the_starter_and_the_machine_itself_are_told_of_results(tmp_path: P
         wire.who = EVE  # who knows both names
         for name in (b"", file.sha256):
             with pytest.raises(LinkError, match="no such package"):
-                await wire.client.whole(BOB, package, name, 1000)
+                await fetch_whole(wire.client._ask, BOB, package, name, 1000)
         await wire.client.ask(BOB, "remove", "sweep")
         wire.who = ADA
-        assert await wire.client.whole(BOB, package, file.sha256, 7) == b"weights"
+        content = await fetch_whole(wire.client._ask, BOB, package, file.sha256, 7)
+        assert content == b"weights"
         await wire.client.ask(BOB, "remove", "sweep")
         assert (await wire.client.ask(BOB, "list")).jobs == ()
-        await wire.server.close()
 
     play(story)
 
@@ -112,7 +104,6 @@ def test_the_files_of_a_job_that_runs_are_there_and_can_not_be_removed(tmp_path:
             await fetch(machines, found, "", out)
         assert (out / "a").read_text() == "so long"
         wire.folders.close(folder)
-        await wire.server.close()
 
     play(story)
 
@@ -127,17 +118,13 @@ class Hostile:
     def __init__(self, files: tuple[PackageFile, ...], content: bytes) -> None:
         self.data, self.package = encode_manifest(PackageManifest(files))
         self.content = content
-        self.client = ResultsClient(self.send)
+        self.client = ResultsClient(asking(self.answer, ADA))
 
-    def send(self, node: str, message: peers.PeerMessage) -> bool:
-        loop = asyncio.get_running_loop()
-        if isinstance(message, ResultsWanted):
-            loop.call_soon(self.client.told, ResultsTold(message.number, package=self.package))
-        elif isinstance(message, peers.PartWanted):
-            data = self.content if message.file else self.data
-            part = peers.PackagePart(message.package, message.file, message.offset, len(data), data)
-            loop.call_soon(self.client.arrived, node, part)
-        return True
+    def answer(self, node: str, request: Any) -> peers.ResponseContent:
+        if isinstance(request, ResultsRequest):
+            return Results(package=self.package)
+        data = self.content if request.file else self.data
+        return peers.PackagePart(len(data), data)
 
 
 def digest(content: bytes) -> bytes:
@@ -271,24 +258,16 @@ def test_a_node_that_asks_without_end_is_refused_and_others_are_answered(tmp_pat
     async def story() -> None:
         wire = Wire(tmp_path)
         wire.ran("sweep", model="weights")
-        told: asyncio.Queue[ResultsTold] = asyncio.Queue()
-
-        def take(node: str, message: peers.PeerMessage) -> bool:
-            assert isinstance(message, ResultsTold)
-            told.put_nowait(message)
-            return True
-
-        server = ResultsServer(BOB, wire.folders, take)
-        for number in range(10_000):
-            server.answer(ADA, ResultsWanted(number, "list"))
-        refused = [told.get_nowait().error for _ in range(told.qsize())]
+        server, request = ResultsServer(BOB, wire.folders), ResultsRequest("list")
+        asked = [server.answer(ADA, request) for _ in range(10_000)]
+        *found, of_bob = await asyncio.gather(
+            *asked, server.answer(BOB, request), return_exceptions=True
+        )
+        refused = [str(each) for each in found if isinstance(each, LinkError)]
         assert refused == ["it was asked too much at once"] * (10_000 - 64)
-        server.answer(BOB, ResultsWanted(10_000, "list"))
-        for _ in range(65):
-            assert len((await told.get()).jobs) == 1
-        server.answer(ADA, ResultsWanted(10_001, "list"))
-        assert len((await told.get()).jobs) == 1
-        await server.close()
+        answers = [each for each in (*found, of_bob) if isinstance(each, Results)]
+        assert [len(each.jobs) for each in answers] == [1] * 65
+        assert len((await server.answer(ADA, request)).jobs) == 1
 
     play(story)
 

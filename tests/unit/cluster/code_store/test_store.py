@@ -13,9 +13,9 @@ import pytest
 
 from potluck._core.cluster.code_store.job_folders import Record
 from potluck._core.cluster.code_store.store import CodeStore
-from potluck._core.cluster.code_store.transfer import Send
-from potluck._core.wire import peers
+from potluck._core.cluster.code_store.transfer import Ask
 from potluck.errors import ConfigurationError
+from support.requests import asking, nobody
 
 
 @contextlib.contextmanager
@@ -41,25 +41,14 @@ def folder(tmp_path: Path) -> Path:
 ADA, BOB, CARL = "a1" * 32, "b2" * 32, "c3" * 32
 
 
-def store_at(home: Path, me: str = ADA, send: Send = lambda node, message: True) -> CodeStore:
-    return CodeStore(home, me, send)
+def store_at(home: Path, me: str = ADA, ask: Ask = nobody) -> CodeStore:
+    return CodeStore(home, me, ask)
 
 
 def linked_stores(root: Path) -> tuple[CodeStore, CodeStore]:
-    """The stores of bob and ada, each of which gets what the other one sends."""
-
-    def to_ada(node: str, message: peers.PeerMessage) -> bool:
-        assert isinstance(message, peers.PackageMessage)
-        asyncio.get_running_loop().call_soon(ada.received, BOB, message)
-        return True
-
-    def to_bob(node: str, message: peers.PeerMessage) -> bool:
-        assert isinstance(message, peers.PackageMessage)
-        asyncio.get_running_loop().call_soon(bob.received, ADA, message)
-        return True
-
-    bob = store_at(root / "bob", BOB, to_ada)
-    ada = store_at(root / "ada", ADA, to_bob)
+    """The stores of bob and ada, each of which asks the other one."""
+    bob = store_at(root / "bob", BOB, asking(lambda node, request: ada.answer(node, request), BOB))
+    ada = store_at(root / "ada", ADA, asking(bob.answer, ADA))
     return bob, ada
 
 

@@ -17,6 +17,7 @@ from potluck._core.cluster.trust.credentials import load_or_create_identity
 from potluck._core.cluster.trust.known_nodes import KnownNodes
 from potluck._core.cluster.trust.secret import load_or_create_secret
 from potluck.errors import IdentityError
+from support.requests import nobody
 
 
 def run_alone(home: Path) -> None:
@@ -28,7 +29,7 @@ def run_alone(home: Path) -> None:
 
 
 def fetch(home: Path) -> None:
-    store = CodeStore(home, "me", lambda node, message: True)
+    store = CodeStore(home, "me", nobody)
     store._store.add(b"", hashlib.sha256(b"").digest())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import pytest
 
 from potluck._core.cluster.code_store.job_folders import KEPT_JOBS, JobFolder, Record
 from potluck._core.cluster.code_store.store import CodeStore
+from potluck._core.cluster.code_store.transfer import T
 from potluck._core.cluster.jobs.agent_parts import AgentParts
 from potluck._core.cluster.jobs.dispatcher import JobDispatcher
 from potluck._core.cluster.jobs.summary import Summary, encode_summary
@@ -27,7 +29,7 @@ from potluck._core.types import MeasuredPath
 from potluck._core.wire import jobs, local, peers, worker_link
 from potluck._core.wire.nodes import JobGroup, View, ViewMember
 from potluck._core.wire.peers import Written
-from potluck.errors import ConfigurationError, ProtocolError
+from potluck.errors import ConfigurationError, LinkError, ProtocolError
 
 ME, LEADER, EVE = "me", "leader", "eve"
 
@@ -39,7 +41,7 @@ class Machine:
 
     def __init__(self) -> None:
         self.view: View | None = None
-        self.sent: list[tuple[str, peers.PeerMessage]] = []
+        self.sent: list[tuple[str, peers.PeerMessage | peers.RequestContent]] = []
         self.events: list[events.Event] = []
         self.notes: list[str] = []
         self.on_linked: list[object] = []
@@ -87,6 +89,16 @@ class Machine:
     def send(self, node: str, message: peers.PeerMessage) -> bool:
         self.sent.append((node, message))
         return node not in self.unreachable
+
+    async def ask(
+        self, node: str, request: peers.RequestContent, kind: type[T], *, timeout_s: float | None
+    ) -> T:
+        """No node answers."""
+        self.sent.append((node, request))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await asyncio.Event().wait()
+        raise LinkError(f"node {node} did not answer")
 
     def to_leader(self, message: jobs.ToLeader) -> bool:
         return self.view is not None and self.send(self.view.leader, message)
@@ -163,7 +175,7 @@ def view(*nodes: str, epoch: int = 3) -> View:
 def play(tmp_path: Path, story: Callable[[Machine, JobDispatcher, CodeStore], object]) -> Machine:
     async def run() -> Machine:
         machine = Machine()
-        code_store = CodeStore(tmp_path / "home", ME, machine.send)
+        code_store = CodeStore(tmp_path / "home", ME, machine.ask)
         all_jobs = JobDispatcher(machine.parts(), code_store)
         try:
             await story(machine, all_jobs, code_store)  # type: ignore[misc]
@@ -264,7 +276,7 @@ def test_an_order_of_anybody_else_is_refused_and_said(tmp_path: Path) -> None:
     assert machine.notes == [
         "eve (eve) does not lead the cluster, and ordered a job: nothing is run for it"
     ]
-    assert not [m for _, m in machine.sent if isinstance(m, peers.PartWanted | jobs.Reported)]
+    assert not [m for _, m in machine.sent if isinstance(m, peers.PartRequest | jobs.Reported)]
 
 
 def test_nothing_runs_that_the_owner_does_not_allow_whatever_the_leader_orders(
@@ -549,7 +561,7 @@ def test_an_agent_that_ends_does_not_wait_for_a_folder_on_its_way(tmp_path: Path
         install(machine, all_jobs, view(LEADER, ME))
         all_jobs.received(LEADER, jobs.Order(spec(bytes(32), LEADER), ()))
         async with asyncio.timeout(20):
-            while not any(isinstance(m, peers.PartWanted) for _, m in machine.sent):
+            while not any(isinstance(m, peers.PartRequest) for _, m in machine.sent):
                 await asyncio.sleep(0)
             await all_jobs.close()
 

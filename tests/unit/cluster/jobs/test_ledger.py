@@ -13,6 +13,7 @@ import pytest
 from potluck._core.cluster.jobs import ledger as asking
 from potluck._core.cluster.jobs import ledger as ledgers
 from potluck._core.cluster.jobs.ledger import JobLedger, Vouching
+from potluck._core.cluster.links.peers import Requests
 from potluck._core.cluster.topology.hardware import own_versions
 from potluck._core.wire import jobs
 from potluck.errors import ConfigurationError, LinkError
@@ -40,21 +41,32 @@ class Node:
         self.me = me
         self.others = others
         self.is_mute = False
+        self.requests = Requests()
         self.notes: list[str] = []
         links: Any = self
         self.ledger = JobLedger(me, home)
         self.vouching = Vouching(me, links, self.ledger, lambda: HERE, self.notes.append)
         others[me] = self
 
-    def on(self, messages: object, take: Any) -> None:
-        self.take = take
+    def on_request(self, requests: object, answer: Any) -> None:
+        self.answer = answer
 
-    def send(self, node: str, message: jobs.VouchMessage) -> bool:
-        if node not in self.others:
-            return False
-        if not self.others[node].is_mute:
-            asyncio.get_running_loop().call_soon(self.others[node].take, self.me, message)
-        return True
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        return tuple(self.others)
+
+    async def ask(
+        self, node: str, request: jobs.JobRunsRequest, kind: Any, *, timeout_s: float
+    ) -> Any:
+        def send(number: int) -> bool:
+            other = self.others.get(node)
+            if other is not None and not other.is_mute:
+                answer = other.answer(self.me, request)
+                loop = asyncio.get_running_loop()
+                loop.call_soon(self.requests.answered, node, number, answer)
+            return other is not None
+
+        return await self.requests.ask(node, kind, send, timeout_s=timeout_s)
 
 
 def test_a_job_runs_once_and_the_next_run_of_the_agent_knows_it(tmp_path: Path) -> None:

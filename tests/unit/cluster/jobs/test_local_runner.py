@@ -17,6 +17,7 @@ from potluck._core.cluster.topology.hardware import own_versions
 from potluck._core.wire import jobs, worker_link
 from potluck._core.wire.greeting import Hello
 from potluck._core.wire.nodes import View, ViewMember
+from support.requests import nobody
 
 ME = "me"
 SPEC = jobs.JobSpec(
@@ -102,7 +103,7 @@ class Machine:
 def test_a_worker_that_speaks_for_another_is_cut_off_before_that_counts(tmp_path: Path) -> None:
     async def story() -> Machine:
         machine = Machine()
-        store = CodeStore(tmp_path, ME, lambda node, message: True)
+        store = CodeStore(tmp_path, ME, nobody)
         runner = LocalRunner(machine.parts(), store, ORDER, lambda: False)
         async with asyncio.timeout(20):
             await machine.is_prepared.wait()

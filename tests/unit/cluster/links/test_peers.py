@@ -23,7 +23,14 @@ from potluck._core.transport import aio, binding
 from potluck._core.transport.credentials import Credentials, make_credentials
 from potluck._core.wire import admissions, nodes, peers
 from potluck._core.wire.greeting import Hello, Refusal, Welcome
-from potluck.errors import ProtocolError, Refused, WrongSecret
+from potluck._core.wire.jobs import JobRuns, JobRunsRequest
+from potluck.errors import (
+    ConfigurationError,
+    LinkError,
+    ProtocolError,
+    Refused,
+    WrongSecret,
+)
 from support.links import new_credentials, psk
 from support.ports import reserved_ports
 
@@ -149,6 +156,47 @@ def test_an_agent_is_known_by_the_interface_that_it_calls_from(
         await link_up(ada, bob)
         assert bob.links.last_address(ada.id) == "127.0.0.9"
         assert ada.links.local(bob.id) == "127.0.0.9"
+
+    run(story)
+
+
+def test_requests_are_answered_over_a_link_and_end_with_it() -> None:
+    async def story(stack: contextlib.AsyncExitStack) -> None:
+        ada, bob = await opened(stack, Agent(), Agent())
+        await link_up(ada, bob)
+        asked: list[str] = []
+        never = asyncio.Event()
+
+        async def slow(node: str, request: peers.PartRequest) -> peers.PackagePart:
+            asked.append(node)
+            if request.offset:
+                raise ConfigurationError("this node has no such package")
+            await never.wait()
+            raise AssertionError
+
+        def at_once(node: str, request: JobRunsRequest) -> JobRuns:
+            return JobRuns(request.number == 7)
+
+        bob.links.on_request(peers.PartRequest, slow)
+        for agent in (ada, bob):
+            agent.links.on_request(JobRunsRequest, at_once)
+        for node in (bob.id, ada.id):  # also of itself
+            for number in (7, 8):
+                request = JobRunsRequest(number)
+                answer = await ada.links.ask(node, request, JobRuns, timeout_s=WAIT_S)
+                assert answer.runs is (number == 7)
+        part = peers.PartRequest(bytes(32), b"", 1)
+        with pytest.raises(LinkError, match="has no such package"):
+            await ada.links.ask(bob.id, part, peers.PackagePart, timeout_s=WAIT_S)
+        part = peers.PartRequest(bytes(32), b"", 0)
+        asking = asyncio.create_task(ada.links.ask(bob.id, part, peers.PackagePart, timeout_s=None))
+        while asked != [ada.id, ada.id]:
+            await asyncio.sleep(0)
+        bob.links.drop(ada.id, "enough")
+        with pytest.raises(LinkError, match=f"the link to node {bob.id[:12]} ended"):
+            await asking
+        with pytest.raises(LinkError, match="there is no link to node eeee"):
+            await ada.links.ask("e" * 64, part, peers.PackagePart, timeout_s=None)
 
     run(story)
 
@@ -341,7 +389,7 @@ def test_a_peer_that_does_not_read_loses_its_link(monkeypatch: pytest.MonkeyPatc
             peers.MESSAGE.encode(peers.Introduction(1, "eve", eve.public_key, 1, own_versions()))
         )
         await ada.sees("linked", eve.node_id)
-        part = peers.PackagePart(bytes(32), b"", 0, 1 << 30, bytes(peers.MAX_PART))
+        part = peers.Response(1, peers.PackagePart(1 << 30, bytes(peers.MAX_PART)))
         for _ in range(400):
             if not ada.links.send(eve.node_id, part):
                 break
@@ -430,16 +478,16 @@ def test_a_peer_of_another_protocol_version_is_refused_in_clear_words() -> None:
 
 
 def test_messages_are_bounded_both_ways() -> None:
-    part = peers.PackagePart(bytes(32), b"", 0, 1, bytes(peers.MAX_PART))
+    part = peers.Response(1, peers.PackagePart(1, bytes(peers.MAX_PART)))
     data = peers.MESSAGE.encode(part)
     assert peers.MESSAGE.length(data[:4]) == len(data) - 4
     assert peers.MESSAGE.decode(data[4:]) == part
     with pytest.raises(ProtocolError, match="at most"):
-        peers.MESSAGE.encode(peers.PackagePart(bytes(32), b"", 0, 1, bytes(2 * peers.MAX_MESSAGE)))
+        peers.MESSAGE.encode(peers.Response(1, peers.PackagePart(1, bytes(2 * peers.MAX_MESSAGE))))
     with pytest.raises(ProtocolError, match="not a message"):
         peers.MESSAGE.decode(b"\x81\xa4type\xa5Virus")
     oversized = msgspec.msgpack.encode(
-        peers.PackagePart(bytes(32), b"", 0, 1, bytes(peers.MAX_PART + 1))
+        peers.Response(1, peers.PackagePart(1, bytes(peers.MAX_PART + 1)))
     )
     with pytest.raises(ProtocolError, match="not a message"):
         peers.MESSAGE.decode(oversized)

@@ -10,33 +10,38 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from potluck._core.background import Tasks
 from potluck._core.cluster.code_store.job_folders import JobFolder, JobFolders, newest
 from potluck._core.cluster.code_store.package import (
     MAX_MANIFEST,
+    PackageFile,
     PackageManifest,
     decode_manifest,
     encode_manifest,
 )
-from potluck._core.cluster.code_store.transfer import PackageServer, PartFetcher, Send
+from potluck._core.cluster.code_store.transfer import (
+    Ask,
+    PackageServer,
+    fetch_parts,
+    fetch_whole,
+)
 from potluck._core.cluster.home.keyfile import replace_private
 from potluck._core.wire import peers
 from potluck._core.wire.peers import (
     MAX_LISTED,
     JobFiles,
-    ResultsTold,
-    ResultsWanted,
+    Results,
+    ResultsRequest,
     Want,
     Written,
 )
-from potluck.errors import LinkError, PotluckError
+from potluck.errors import LinkError
 
 _KEPT = 256
 
@@ -92,47 +97,34 @@ class ResultsServer:
     """Answers requests about the results in ``folders`` on node ``me``: requests of its own
     commands about all jobs, requests of other nodes about the jobs that they started."""
 
-    def __init__(self, me: str, folders: JobFolders, send: Send) -> None:
+    def __init__(self, me: str, folders: JobFolders) -> None:
         self._me = me
         self._folders = folders
-        self._send = send
-        self._servers: defaultdict[str, PackageServer] = defaultdict(partial(PackageServer, send))
+        self._servers: defaultdict[str, PackageServer] = defaultdict(PackageServer)
         self._offers: deque[tuple[str, bytes]] = deque()
-        self._tasks = Tasks()
         self._asked = Counter[str]()
         self._busy = asyncio.Semaphore(1)
         """Of packages, of which each reads all files: one is made at a time."""
 
-    def answer(self, node: str, message: ResultsWanted | peers.PartWanted) -> None:
-        """``node`` sent ``message``."""
-        if isinstance(message, peers.PartWanted):
-            server = self._servers.get(node) or PackageServer(self._send)
-            server.answer(node, message)
-        elif self._asked[node] < _MAX_ASKED:
-            self._asked[node] += 1
-            self._tasks.start(self._answer(node, message))
-        else:
-            self._send(node, ResultsTold(message.number, error="it was asked too much at once"))
+    def part(self, node: str, wanted: peers.PartRequest) -> peers.PackagePart:
+        """A part of a package that was made for ``node``; errors as for ``PackageServer.part``."""
+        return (self._servers.get(node) or PackageServer()).part(wanted)
 
-    async def close(self) -> None:
-        """Answer nothing any more."""
-        await self._tasks.close()
-
-    async def _answer(self, node: str, wanted: ResultsWanted) -> None:
+    async def answer(self, node: str, wanted: ResultsRequest) -> Results:
+        """The response to ``node``; LinkError with the reason if there is none."""
+        if self._asked[node] >= _MAX_ASKED:
+            raise LinkError("it was asked too much at once")
+        self._asked[node] += 1
         try:
             match wanted.want:
                 case "package":
-                    told = await self._package(node, wanted)
+                    return await self._package(node, wanted)
                 case "list":
-                    listed = await asyncio.to_thread(self._listed, node, wanted.job)
-                    told = ResultsTold(wanted.number, listed)
+                    return Results(await asyncio.to_thread(self._listed, node, wanted.job))
                 case "remove":
-                    told = await asyncio.to_thread(self._removed, node, wanted)
-        except (PotluckError, OSError) as error:
-            told = ResultsTold(wanted.number, error=str(error)[:4096])
+                    return await asyncio.to_thread(self._removed, node, wanted)
         finally:
             self._asked[node] -= 1
-        self._send(node, told)
 
     def _listed(self, node: str, job: str) -> tuple[JobFiles, ...]:
         found = []
@@ -165,15 +157,15 @@ class ResultsServer:
             )
         ]
 
-    async def _package(self, node: str, wanted: ResultsWanted) -> ResultsTold:
+    async def _package(self, node: str, wanted: ResultsRequest) -> Results:
         async with self._busy:
             for folder in self._open_to(node, wanted.job):
                 if not folder.record.gone:
                     make = partial(folder.manifest, partial(is_wanted, wanted.pattern))
                     manifest, left = await asyncio.to_thread(make)
                     package = self._offer(node, folder, manifest)
-                    return ResultsTold(wanted.number, package=package, left=tuple(left[:16]))
-        return ResultsTold(wanted.number, error=f"there are no files of job {wanted.job!r}")
+                    return Results(package=package, left=tuple(left[:16]))
+        raise LinkError(f"there are no files of job {wanted.job!r}")
 
     def _offer(self, node: str, folder: JobFolder, manifest: PackageManifest) -> bytes:
         num_files = len(manifest.files)
@@ -190,60 +182,36 @@ class ResultsServer:
             self._servers[old].withdraw(name)
         return package
 
-    def _removed(self, node: str, wanted: ResultsWanted) -> ResultsTold:
+    def _removed(self, node: str, wanted: ResultsRequest) -> Results:
         listed = self._listed(node, wanted.job) if wanted.job else ()
         if any(each.is_running for each in listed):
-            return ResultsTold(wanted.number, error="the job runs: its files can't be removed now")
+            raise LinkError("the job runs: its files can't be removed now")
         for folder in self._open_to(node, wanted.job) if listed else ():
             self._folders.remove(folder)
-        return ResultsTold(wanted.number, listed)
+        return Results(listed)
 
 
-class ResultsClient(PartFetcher):
-    """Asks nodes about results; ``arrived`` and ``told`` feed it their answers."""
+class ResultsClient:
+    """Asks nodes about results by ``ask``."""
 
-    def __init__(self, send: Send) -> None:
-        super().__init__(send, "the files")
-        self._asked: dict[int, asyncio.Future[ResultsTold]] = {}
-        self._number = 0
-
-    def told(self, message: ResultsTold) -> None:
-        """A node answered."""
-        future = self._asked.get(message.number)
-        if future is not None and not future.done():
-            future.set_result(message)
-
-    def ended(self, reason: str) -> None:
-        """Nothing more arrives."""
-        self.lost(reason=reason)
-        for future in self._asked.values():
-            if not future.done():
-                future.set_exception(LinkError(reason))
+    def __init__(self, ask: Ask) -> None:
+        self._ask = ask
 
     async def ask(
         self, node: str, want: Want, job: str = "", pattern: str = "", *, num_bytes: int = 0
-    ) -> ResultsTold:
+    ) -> Results:
         """The answer of ``node``; it may have to read ``num_bytes`` for it. LinkError with its
         reason if it has none, or if it is silent for too long."""
-        self._number += 1
-        number = self._number
-        future: asyncio.Future[ResultsTold] = asyncio.get_running_loop().create_future()
-        self._asked[number] = future
-        timeout_s = _ANSWER_S + num_bytes / _HASHED_BYTES_PER_S
-        try:
-            if not self._send(node, ResultsWanted(number, want, job, pattern)):
-                raise LinkError("there is no link to it")
-            async with asyncio.timeout(timeout_s):
-                answer = await future
-        except TimeoutError:
-            raise LinkError(f"it did not answer for {timeout_s:.0f} s") from None
-        finally:
-            del self._asked[number]
-        if answer.error:
-            raise LinkError(answer.error)
-        return answer
+        timeout_s = _ANSWER_S + round(num_bytes / _HASHED_BYTES_PER_S)
+        return await self._ask(
+            node, ResultsRequest(want, job, pattern), Results, timeout_s=timeout_s
+        )
 
     async def manifest(self, node: str, package: bytes) -> PackageManifest:
-        """The manifest of ``package``; errors as for ``whole``."""
-        data = await self.whole(node, package, b"", MAX_MANIFEST)
+        """The manifest of ``package``; errors as for ``fetch_parts``."""
+        data = await fetch_whole(self._ask, node, package, b"", MAX_MANIFEST)
         return decode_manifest(data, package, max_bytes=1 << 50, portable=False)
+
+    def parts(self, node: str, package: bytes, file: PackageFile) -> AsyncIterator[bytes]:
+        """The content of ``file``; errors as for ``fetch_parts``."""
+        return fetch_parts(self._ask, node, package, file.sha256, file.size, exact=True)

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -34,10 +34,9 @@ from potluck._core.cluster.code_store.package import (
 )
 from potluck._core.cluster.code_store.results import ResultsServer, StartedJobs
 from potluck._core.cluster.code_store.selection import Selection, check_script, readable, select
-from potluck._core.cluster.code_store.transfer import PackageFetcher, PackageServer, Send
+from potluck._core.cluster.code_store.transfer import Ask, PackageServer, fetch_package
 from potluck._core.cluster.home.keyfile import replace_private
 from potluck._core.wire import peers
-from potluck._core.wire.peers import ResultsWanted
 from potluck.errors import ConfigurationError, ProtocolError
 
 
@@ -94,13 +93,13 @@ KEPT_BYTES = 1 << 30
 class CodeStore:
     """The code packages of one node, ``me``: made, fetched and served. Every linked node may have
     every package. They are in ``home/code_store``; nothing is on disk before the first package.
-    ``send`` is as in ``Send``."""
+    It asks other nodes by ``ask``."""
 
     def __init__(
         self,
         home: Path,
         me: str,
-        send: Send,
+        ask: Ask,
         *,
         keeping: Keeping = KEEPING,
         on_note: Callable[[str], None] = lambda text: None,
@@ -110,27 +109,23 @@ class CodeStore:
         self._me = me
         self._root = root = home / "code_store"
         self._origins = Origins(root / "origins")
-        self._server = PackageServer(send)
+        self._ask = ask
+        self._server = PackageServer()
         self._store = PackageFiles(root)
-        self._fetcher = PackageFetcher(self._store, send)
         self.folders = JobFolders(root / "jobs", keeping=keeping, on_note=on_note)
-        self.results = ResultsServer(me, self.folders, send)
+        self._results = ResultsServer(me, self.folders)
         self.started = StartedJobs(home)
         self._in_use: set[Path] = set()
 
-    def received(self, node: str, message: peers.PackageMessage) -> None:
-        """``node`` asks for something, or answers."""
-        match message:
-            case peers.PartWanted(package) if self.has(package):
-                self._server.answer(node, message)
-            case peers.PartWanted() | ResultsWanted():
-                self.results.answer(node, message)
-            case peers.PackagePart() | peers.NotHere():
-                self._fetcher.arrived(node, message)
-
-    def lost(self, node: str) -> None:
-        """The link to ``node`` ended."""
-        self._fetcher.lost(node)
+    def answer(
+        self, node: str, request: peers.PartRequest | peers.ResultsRequest
+    ) -> peers.ResponseContent | Awaitable[peers.ResponseContent]:
+        """The response to ``node``."""
+        if isinstance(request, peers.ResultsRequest):
+            return self._results.answer(node, request)
+        if self.has(request.package):
+            return self._server.part(request)
+        return self._results.part(node, request)
 
     def has(self, package: bytes) -> bool:
         """Whether ``package`` is here, and served."""
@@ -166,13 +161,13 @@ class CodeStore:
 
     async def fetch(self, node: str, package: bytes, origin: str) -> None:
         """Bring ``package``, a folder of the node ``origin``, over from ``node``, and serve it,
-        too; see ``PackageFetcher.fetch``.
+        too; see ``fetch_package``.
 
         ConfigurationError if there is no room.
         """
         with self._saying_what_is_wrong():
             await asyncio.to_thread(self._origins.came_from, package, origin)
-            folder = await self._fetcher.fetch(node, package)
+            folder = await fetch_package(self._ask, self._store, node, package)
             await asyncio.to_thread(self._serve, folder, package)
 
     def _serve(self, folder: Path, package: bytes) -> None:

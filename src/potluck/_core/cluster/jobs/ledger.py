@@ -165,8 +165,7 @@ class Vouching:
         self._saving = Tasks()
         self._links = links
         self._cluster = cluster
-        self._asked: dict[tuple[str, int], asyncio.Future[bool]] = {}
-        links.on(jobs.VouchMessage, self._received)
+        links.on_request(jobs.JobRunsRequest, self._requested)
 
     async def start_own(self, spec: jobs.JobSpec) -> jobs.JobSpec:
         """``spec`` of this node, to be signed: for this cluster, and for one run."""
@@ -220,23 +219,19 @@ class Vouching:
     async def _ask(self, starter: str, number: int) -> bool:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + _ANSWER_S
-        answer = self._asked.setdefault((starter, number), loop.create_future())
-        try:
-            while self._links.send(starter, jobs.JobAsked(number)):
-                await asyncio.wait([answer], timeout=_ASK_AGAIN_S)
-                if answer.done():
-                    return answer.result()
+        request = jobs.JobRunsRequest(number)
+        while starter in self._links.nodes:
+            try:
+                answer = await self._links.ask(
+                    starter, request, jobs.JobRuns, timeout_s=_ASK_AGAIN_S
+                )
+                return answer.runs
+            except LinkError:
                 if loop.time() > deadline:
                     raise LinkError(
                         f"node {starter[:12]}, which started it, does not answer whether it runs"
-                    )
-            return True
-        finally:
-            self._asked.pop((starter, number), None)
+                    ) from None
+        return True
 
-    def _received(self, node: str, message: jobs.VouchMessage) -> None:
-        if isinstance(message, jobs.JobAsked):
-            runs = self._ledger.runs(self._me, message.number)
-            self._links.send(node, jobs.JobAnswered(message.number, runs))
-        elif (answer := self._asked.get((node, message.number))) and not answer.done():
-            answer.set_result(message.runs)
+    def _requested(self, node: str, request: jobs.JobRunsRequest) -> jobs.JobRuns:
+        return jobs.JobRuns(self._ledger.runs(self._me, request.number))

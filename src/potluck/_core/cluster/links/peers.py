@@ -6,19 +6,20 @@ it has lost that link (its agent was started again, say): the call replaces the 
 link is younger than ``_YOUNG_S``. The messages are in ``wire.peers``. Which peers are alive is not
 decided here, but from heartbeats (``cluster/membership/failure_detector.py``).
 
-Each part of the agent registers for the messages that concern it (``on``), and for the start and
-end of links.
+Each part of the agent registers for the messages that concern it (``on``), for requests that it
+answers (``on_request``), and for the start and end of links.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from types import UnionType
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from potluck._core.background import OnBroken, Tasks, start_task, stop
 from potluck._core.cluster.discovery.advert import Hint
@@ -58,6 +59,60 @@ Unreachable = Callable[[str, int], None]
 link: no agent listens there any more."""
 
 
+T = TypeVar("T", bound=peers.ResponseContent)
+
+Answer = Callable[[str, Any], peers.ResponseContent | Awaitable[peers.ResponseContent]]
+"""``answer(node, request)``: the response, or a coroutine that returns it. The text of a
+PotluckError or OSError becomes a Failure."""
+
+
+class Requests:
+    """The side that asks: an agent over its links (``PeerLinks.ask``), a command by way of its
+    agent. A request has a number, which its response repeats."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, tuple[str, asyncio.Future[peers.ResponseContent]]] = {}
+
+    async def ask(
+        self, node: str, kind: type[T], send: Callable[[int], bool], *, timeout_s: float | None
+    ) -> T:
+        """The response of ``node``, of type ``kind``, to the request that ``send(number)`` sends.
+
+        LinkError if there is no link to the node (``send`` returns False), if the link ends, if the
+        response is a Failure (with its reason), or if none comes in ``timeout_s`` (None: no limit);
+        ProtocolError if it is of another type.
+        """
+        number, future = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._waiting[number] = node, future
+        try:
+            if not send(number):
+                raise LinkError(f"there is no link to node {node[:12]}")
+            async with asyncio.timeout(timeout_s):
+                content: Any = await future
+        except TimeoutError:
+            raise LinkError(f"node {node[:12]} did not answer for {timeout_s:g} s") from None
+        finally:
+            del self._waiting[number]
+        if isinstance(content, peers.Failure):
+            raise LinkError(content.reason)
+        if not isinstance(content, kind):
+            raise ProtocolError(f"node {node[:12]} answered with {type(content).__name__}")
+        return content
+
+    def answered(self, node: str, number: int, content: peers.ResponseContent) -> None:
+        """``node`` sent a response. One that was not asked for is dropped."""
+        asked, future = self._waiting.get(number, ("", None))
+        if future is not None and asked == node and not future.done():
+            future.set_result(content)
+
+    def lost(self, reason: str, node: str = "") -> None:
+        """Nothing more comes from ``node`` (empty: from any)."""
+        for asked, future in self._waiting.values():
+            if node in ("", asked) and not future.done():
+                future.set_exception(LinkError(reason))
+
+
 class _Link(aio.MessageLink[peers.PeerMessage, peers.PeerMessage]):
     """The link to ``node`` at ``host``, made at this time; ``via`` is the node that relays it."""
 
@@ -91,6 +146,8 @@ class PeerLinks:
         self._credentials = credentials
         self._me = me
         self._takers: dict[type, Callable[[str, Any], None]] = {}
+        self._answers: dict[type, Answer] = {}
+        self._requests = Requests()
         self.on_linked: list[Linked] = []
         self.on_ended: list[Ended] = []
         self.on_unreachable: list[Unreachable] = []
@@ -111,6 +168,21 @@ class PeerLinks:
         loop and must not block; a PotluckError that it raises ends the link."""
         for kind in get_args(messages) or (messages,):
             self._takers[kind] = take
+
+    def on_request(self, requests: UnionType | type, answer: Answer) -> None:
+        """Register ``answer(node, request)`` for requests of these types."""
+        for kind in get_args(requests) or (requests,):
+            self._answers[kind] = answer
+
+    async def ask(
+        self, node: str, request: peers.RequestContent, kind: type[T], *, timeout_s: float | None
+    ) -> T:
+        """The response to ``request`` of ``node``, maybe this node; see ``Requests.ask``."""
+
+        def send(number: int) -> bool:
+            return self.send(node, peers.Request(number, request))
+
+        return await self._requests.ask(node, kind, send, timeout_s=timeout_s)
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -378,9 +450,22 @@ class PeerLinks:
             await link.close()
 
     def _take_message(self, node: str, message: peers.PeerMessage) -> None:
-        take = self._takers.get(type(message))
-        if take is not None:
+        if isinstance(message, peers.Request):
+            answer = self._answers.get(type(message.content))
+            if answer is not None and not self._is_closed:
+                self._tasks.start(self._answer(node, message, answer))
+        elif isinstance(message, peers.Response):
+            self._requests.answered(node, message.number, message.content)
+        elif (take := self._takers.get(type(message))) is not None:
             take(node, message)
+
+    async def _answer(self, node: str, request: peers.Request, answer: Answer) -> None:
+        try:
+            made = answer(node, request.content)
+            content = await made if isinstance(made, Awaitable) else made
+        except (PotluckError, OSError) as error:
+            content = peers.Failure(str(error)[:4096])
+        self.send(node, peers.Response(request.number, content))
 
     def _forget(self, link: _Link) -> None:
         if self._links.get(link.node) is link:
@@ -390,6 +475,7 @@ class PeerLinks:
             self._tell_end(link)
 
     def _tell_end(self, link: _Link) -> None:
+        self._requests.lost(f"the link to node {link.node[:12]} ended", link.node)
         if link.introduction is not None and not self._is_closed:
             _log.info("the link to %s ended: %s", link.node[:12], link.reason)
             for tell in self.on_ended:
