@@ -144,12 +144,12 @@ async def _remove(settings: Settings, job: str) -> list[str]:
     async with reached(settings) as machines:
         found = await find_one(machines, job)
         await remove(machines, found)
-        return [machine.name for machine, _ in found.here]
+        return [each.machine for each in found.here]
 
 
 def _show(jobs: list[Found], *, json: bool) -> None:
     if json:
-        print_json({"version": SCHEMA_VERSION, "jobs": [_as_json(each) for each in jobs]})
+        print_json({"version": SCHEMA_VERSION, "jobs": jobs})
         return
     if not jobs:
         say("No job left files on the machines that are there.")
@@ -159,49 +159,13 @@ def _show(jobs: list[Found], *, json: bool) -> None:
     table = table_of("job", "began", "machine", "files", "size", "", right=("files", "size"))
     for found in jobs:
         began = date(found.began)
-        for machine, files in found.here:
-            state = files.gone or ("runs" if files.is_running else "")
-            size = size_in_words(files.num_bytes)
-            table.add_row(found.job, began, machine.name, str(files.num_files), size, state)
-        for each in found.away:
+        for each in found.machines:
             count = "?" if each.num_files is None else str(each.num_files)
             size = "?" if each.num_bytes is None else size_in_words(each.num_bytes)
-            table.add_row(found.job, began, each.machine, count, size, "away")
+            state = "runs" if each.is_running else "away" if each.is_away else ""
+            table.add_row(found.job, began, each.machine, count, size, each.gone or state)
     console_on().print(table)
     say("To bring the files of one here: potluck fetch JOB")
-
-
-def _as_json(found: Found) -> dict[str, object]:
-    here = [
-        {
-            "node": machine.node,
-            "machine": machine.name,
-            "num_files": files.num_files,
-            "num_bytes": files.num_bytes,
-            "is_away": False,
-            "is_running": files.is_running,
-            "gone": files.gone,
-        }
-        for machine, files in found.here
-    ]
-    away = [
-        {
-            "node": each.node,
-            "machine": each.machine,
-            "num_files": each.num_files,
-            "num_bytes": each.num_bytes,
-            "is_away": True,
-            "is_running": False,
-            "gone": "",
-        }
-        for each in found.away
-    ]
-    return {
-        "job": found.job,
-        "script": found.script,
-        "began": found.began,
-        "machines": [*here, *away],
-    }
 
 
 @contextmanager

@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from potluck._core.cluster.fetch import Found, Machine
-from potluck._core.wire.peers import JobFiles
+from potluck._core.cluster.fetch import Found, Holding
 from potluck.cli.fetch import _show
 from potluck.cli.terminal import date
 
@@ -25,7 +24,7 @@ def test_a_machine_that_tells_an_impossible_date_does_not_hide_the_files_of_the_
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def found(job: str, began: float) -> Found:
-        return Found(job, [(Machine(NODE, "bob"), JobFiles(job, NODE, "", began, 1, 10))])
+        return Found(job, "", began, [Holding(NODE, "bob", 1, 10)])
 
     _show([found("hostile", 1e12), found("honest", 1e9)], json=False)
     shown = capsys.readouterr().out

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from msgspec import structs
+
 from potluck._core.background import stop
 from potluck._core.cluster.code_store.job_folders import (
     CODE,
@@ -56,29 +58,29 @@ class Machines:
     client: ResultsClient
     started: StartedJobs
 
-    def named(self, node: str) -> Machine:
-        """The machine ``node``, which may have left the cluster."""
-        return next((each for each in self.all if each.node == node), Machine(node, node[:8]))
+
+class Holding(Written, frozen=True):
+    """What a machine holds of a job; of one that ``is_away``, what it had when the job ended.
+    ``gone``: why the files were deleted there; empty: they were not."""
+
+    is_away: bool = False
+    is_running: bool = False
+    gone: str = ""
 
 
 @dataclass(slots=True)
 class Found:
-    """What is known of the files of one job: ``here`` by machine, and what machines that are
-    ``away`` had when the job ended."""
+    """What is known of the files of one job, by machine. ``began`` is Unix time."""
 
     job: str
-    here: list[tuple[Machine, JobFiles]] = field(default_factory=list)
-    away: list[Written] = field(default_factory=list)
+    script: str = ""
+    began: float = 0.0
+    machines: list[Holding] = field(default_factory=list)
 
     @property
-    def script(self) -> str:
-        """The script of the job."""
-        return self.here[0][1].script if self.here else ""
-
-    @property
-    def began(self) -> float:
-        """When it began, as Unix time."""
-        return self.here[0][1].began if self.here else 0.0
+    def here(self) -> list[Holding]:
+        """What machines that are not away hold."""
+        return [each for each in self.machines if not each.is_away]
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,12 +207,17 @@ async def find(machines: Machines, job: str = "") -> list[Found]:
     found: dict[str, Found] = {}
     for machine, files in zip(machines.all, answers, strict=True):
         for each in files:
-            found.setdefault(each.job, Found(each.job)).here.append((machine, each))
+            one = found.setdefault(each.job, Found(each.job, each.script, each.began))
+            count, size, gone = each.num_files, each.num_bytes, each.gone
+            one.machines.append(
+                Holding(machine.node, machine.name, count, size, False, each.is_running, gone)
+            )
     for name, written in machines.started.all():
         asked = {each.node for each in machines.all} - silent
         away = [each for each in written if each.node not in asked]
         if away and job in ("", name):
-            found.setdefault(name, Found(name)).away += away
+            held = (Holding(**structs.asdict(each), is_away=True) for each in away)
+            found.setdefault(name, Found(name)).machines += held
     return sorted(found.values(), key=lambda each: -each.began)
 
 
@@ -226,11 +233,11 @@ async def find_one(machines: Machines, job: str) -> Found:
 
 async def remove(machines: Machines, found: Found) -> None:
     """Delete the files of a job on all machines that are there; LinkError if one does not."""
-    for machine, _ in found.here:
+    for each in found.here:
         try:
-            await machines.client.ask(machine.node, "remove", found.job)
+            await machines.client.ask(each.node, "remove", found.job)
         except LinkError as error:
-            raise LinkError(f"{machine.name}: {error}") from error
+            raise LinkError(f"{each.machine}: {error}") from error
     machines.started.forget(found.job)
 
 
@@ -247,33 +254,33 @@ async def fetch(
     A file appears whole or not at all, and never in the place of another. ConfigurationError, with
     what to do, if that would be needed, or if there is no room.
     """
-    outcome = Outcome(missing=[_away(each, machines) for each in found.away])
-    sources: list[tuple[Machine, bytes, PackageManifest]] = []
-    for machine, files in found.here:
-        if files.gone:
-            outcome.missing.append(f"{machine.name}: {files.gone}")
-        if not files.num_files:
+    outcome = Outcome(missing=[_away(each) for each in found.machines if each.is_away])
+    sources: list[tuple[Holding, bytes, PackageManifest]] = []
+    for each in found.here:
+        if each.gone:
+            outcome.missing.append(f"{each.machine}: {each.gone}")
+        if not each.num_files:
             continue
         try:
             results = await machines.client.ask(
-                machine.node, "package", found.job, pattern, num_bytes=files.num_bytes
+                each.node, "package", found.job, pattern, num_bytes=each.num_bytes or 0
             )
-            manifest = await machines.client.manifest(machine.node, results.package)
+            manifest = await machines.client.manifest(each.node, results.package)
             check_results(manifest)
         except PotluckError as error:
-            outcome.missing.append(f"{machine.name}: {error}")
+            outcome.missing.append(f"{each.machine}: {error}")
             continue
-        for each in results.left:
-            outcome.missing.append(f"{machine.name}: {each} has a name that can't travel")
-        sources.append((machine, results.package, manifest))
+        for name in results.left:
+            outcome.missing.append(f"{each.machine}: {name} has a name that can't travel")
+        sources.append((each, results.package, manifest))
     places = await asyncio.to_thread(
         placed,
-        [(machine.name, manifest) for machine, _, manifest in sources],
+        [(source.machine, manifest) for source, _, manifest in sources],
         lambda path, file: _has(folder / path, file),
-        [*(each.name for each in machines.all), *(each.machine for each in found.away)],
+        [*(each.name for each in machines.all), *(each.machine for each in found.machines)],
     )
     outcome.unnamed = [
-        Brought(each.path, sources[each.source][0].name, each.file.size)
+        Brought(each.path, sources[each.source][0].machine, each.file.size)
         for each in places
         if each.is_unnamed
     ]
@@ -388,7 +395,7 @@ def _has(target: Path, file: PackageFile) -> bool:
 
 async def _bring(
     client: ResultsClient,
-    sources: Sequence[tuple[Machine, bytes, PackageManifest]],
+    sources: Sequence[tuple[Holding, bytes, PackageManifest]],
     places: Sequence[Place],
     folder: Path,
     outcome: Outcome,
@@ -406,12 +413,12 @@ async def _bring(
         progress(done, total)
 
     async def bring_all(number: int) -> None:
-        machine, package, _ = sources[number]
+        source, package, _ = sources[number]
         mine = [each for each in places if each.source == number]
         for index, place in enumerate(mine):
             try:
                 part = temporary / secrets.token_hex(8)
-                await _bring_one(client, machine.node, package, place.file, part, count)
+                await _bring_one(client, source.node, package, place.file, part, count)
                 target = folder / place.path
                 target.parent.mkdir(parents=True, exist_ok=True)
                 part.rename(target)
@@ -419,9 +426,9 @@ async def _bring(
                 left = len(mine) - index
                 text = f"{left} of its {len(mine)} files are not here, from {place.path} on"
                 why = getattr(error, "strerror", None) or error
-                outcome.missing.append(f"{machine.name}: {text}: {why}")
+                outcome.missing.append(f"{source.machine}: {text}: {why}")
                 return
-            outcome.files.append(Brought(place.path, machine.name, place.file.size))
+            outcome.files.append(Brought(place.path, source.machine, place.file.size))
 
     try:
         try:
@@ -459,10 +466,9 @@ async def _bring_one(
         raise ProtocolError("it was changed while it was being sent: fetch it again")
 
 
-def _away(written: Written, machines: Machines) -> str:
+def _away(held: Holding) -> str:
     """What a machine that is away holds."""
-    name = written.machine or machines.named(written.node).name
-    if written.num_files is None or written.num_bytes is None:
-        return f"{name} is away; whether it holds files of this job is not known here"
-    count = f"{written.num_files} file{'s' * (written.num_files != 1)}"
-    return f"{name} is away; it holds {count} ({size_in_words(written.num_bytes)})"
+    if held.num_files is None or held.num_bytes is None:
+        return f"{held.machine} is away; whether it holds files of this job is not known here"
+    count = f"{held.num_files} file{'s' * (held.num_files != 1)}"
+    return f"{held.machine} is away; it holds {count} ({size_in_words(held.num_bytes)})"

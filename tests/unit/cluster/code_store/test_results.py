@@ -20,7 +20,15 @@ from potluck._core.cluster.code_store.results import (
     is_wanted,
 )
 from potluck._core.cluster.code_store.transfer import fetch_whole
-from potluck._core.cluster.fetch import Found, Machine, Machines, check_results, fetch, placed
+from potluck._core.cluster.fetch import (
+    Found,
+    Holding,
+    Machine,
+    Machines,
+    check_results,
+    fetch,
+    placed,
+)
 from potluck._core.wire import peers
 from potluck._core.wire.peers import JobFiles, Results, ResultsRequest, Written
 from potluck.errors import ConfigurationError, LinkError, ProtocolError
@@ -95,7 +103,7 @@ def test_the_files_of_a_job_that_runs_are_there_and_can_not_be_removed(tmp_path:
             await wire.client.ask(BOB, "remove", "job")
         (folder.output / "a").write_text("so long")
         machines, out = machines_of(wire, tmp_path), tmp_path / "out"
-        found = Found("job", [(Machine(BOB, "bob"), listed)])
+        found = Found("job", "", 0.0, [held(listed)])
         outcome = await fetch(machines, found, "", out)
         assert (out / "a").read_text() == "so long"
         assert not outcome.missing
@@ -106,6 +114,10 @@ def test_the_files_of_a_job_that_runs_are_there_and_can_not_be_removed(tmp_path:
         wire.folders.close(folder)
 
     play(story)
+
+
+def held(files: JobFiles) -> Holding:
+    return Holding(BOB, "bob", files.num_files, files.num_bytes)
 
 
 def machines_of(wire: Wire, root: Path) -> Machines:
@@ -150,7 +162,7 @@ def test_a_machine_can_not_choose_a_path_outside_or_a_hidden_one(
         machines = Machines((Machine(BOB, "bob"),), bob.client, StartedJobs(tmp_path / "home"))
         files = JobFiles("job", ADA, "", 0.0, 1, 1)
         out = tmp_path / "out"
-        outcome = await fetch(machines, Found("job", [(Machine(BOB, "bob"), files)]), "", out)
+        outcome = await fetch(machines, Found("job", "", 0.0, [held(files)]), "", out)
         assert reason in outcome.missing[0]
         assert list(tmp_path.rglob("*")) == []
 
@@ -172,7 +184,7 @@ def test_a_file_that_is_not_what_was_announced_is_not_kept(
         bob = Hostile((PackageFile("output/a", size, digest(b"good")),), content)
         machines = Machines((Machine(BOB, "bob"),), bob.client, StartedJobs(tmp_path / "home"))
         files = JobFiles("job", ADA, "", 0.0, 1, 1)
-        found = Found("job", [(Machine(BOB, "bob"), files)])
+        found = Found("job", "", 0.0, [held(files)])
         outcome = await fetch(machines, found, "", tmp_path / "out")
         assert reason in outcome.missing[0]
         assert list(tmp_path.rglob("*")) == []
@@ -194,7 +206,7 @@ def test_what_can_not_fit_or_would_go_through_a_link_is_refused_before_anything_
             bob = Hostile((PackageFile(path, size, digest(b"x")),), b"x")
             machines = Machines((Machine(BOB, "bob"),), bob.client, StartedJobs(tmp_path / "home"))
             files = JobFiles("job", ADA, "", 0.0, 1, size)
-            found = Found("job", [(Machine(BOB, "bob"), files)])
+            found = Found("job", "", 0.0, [held(files)])
             with pytest.raises(ConfigurationError, match=reason):
                 await fetch(machines, found, "", out)
         assert [each.name for each in tmp_path.iterdir()] == ["out"]
