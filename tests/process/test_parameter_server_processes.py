@@ -199,7 +199,7 @@ print("trained to version", version)
     [
         ("0", "2", "Synchronous()"),
         ("1", "2", "Synchronous()"),
-        ("0", "3", "Asynchronous(4, lr_by_staleness=False)"),
+        ("0", "3", "Asynchronous(4, scale_by_staleness=False)"),
         ("01", "2", "Synchronous()"),
     ],
     ids=[

@@ -92,7 +92,7 @@ def test_a_pull_never_mixes_two_versions(kind: str, servers: int) -> None:
     """Each update adds 1 to every element; pullers look for arrays that differ within."""
 
     def run(ctx: DistributedContext) -> None:
-        mode = Asynchronous(lr_by_staleness=False)
+        mode = Asynchronous(scale_by_staleness=False)
         with ParameterServer(ctx, mode, optimizer=SGD(1.0), servers=servers) as ps:
             start = {name: np.zeros(40_000) for name in "abcdef"}
             ps.set_parameters("m", start)

@@ -212,7 +212,9 @@ def test_replicas_need_a_group_that_goes_on_after_a_loss(
     run_world(2, run)
 
 
-@pytest.mark.parametrize("mode", [Synchronous(), Asynchronous(8, lr_by_staleness=False)], ids=repr)
+@pytest.mark.parametrize(
+    "mode", [Synchronous(), Asynchronous(8, scale_by_staleness=False)], ids=repr
+)
 @pytest.mark.parametrize("victim", ["0", "1", "2"])
 def test_a_server_that_is_lost_is_replaced_by_copies(mode: Mode, victim: str) -> None:
     """Of three servers and a worker one is killed; the momentum is in the copies, too."""

@@ -116,7 +116,7 @@ def counts_of(deaths: Deaths, mode: Any, monkeypatch: pytest.MonkeyPatch) -> dic
 
 @pytest.mark.parametrize(
     "mode",
-    [Synchronous(), Asynchronous(lr_by_staleness=False)],
+    [Synchronous(), Asynchronous(scale_by_staleness=False)],
     ids=["synchronous", "asynchronous"],
 )
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])

@@ -285,7 +285,7 @@ FEDAVG = {
 PARAMETER_SERVER = {
     "backup_workers": "mode=Synchronous(backup_workers=...)",
     **dict.fromkeys(
-        ("max_staleness", "lr_by_staleness"), "mode=Asynchronous(max_staleness=..., ...)"
+        ("max_staleness", "scale_by_staleness"), "mode=Asynchronous(max_staleness=..., ...)"
     ),
     "alpha": "mode=ElasticAveraging(alpha=...)",
     **dict.fromkeys(("learning_rate", "lr"), "optimizer=SGD(0.1)"),

@@ -80,8 +80,8 @@ def _check_replicas(ctx: DistributedContext, replicas: Any, num_servers: int) ->
 
 def store_of(checkpoint: Any, server: str = "") -> CheckpointStore | None:
     """The store of the first of ``servers``, or of another ``server``, which keeps more
-    checkpoints, since the servers may have to go back to an older one. CheckpointError for a bad
-    directory."""
+    checkpoints, since the servers may have to go back to an older checkpoint. CheckpointError for a
+    bad directory."""
     if checkpoint is None:
         return None
     store = checkpoint

@@ -1,9 +1,9 @@
 """A model on the primary: which gradients make its next version. Its modes, and the staleness of
 asynchronous gradients. Pure: no lock, no clock, no I/O, no tensors.
 
-Every decision of a ``Model`` is an entry of the log, and ``follow`` notes what it changes: on the
-primary when it decides, on the others when the entry comes. So all servers know the version and the
-outcomes of pushes. ``version`` counts updates, so it is also the number of the present step.
+Every decision of a ``Model`` is an entry of the log, and ``follow`` notes what an entry changes, on
+all servers alike: so all know the version and the outcomes of pushes. ``version`` counts updates,
+so it is also the number of the present step.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from potluck._core.types import AnyCase
-from potluck.parameter_server.layout import Layout, check_layout, of_plain, plain
+from potluck.parameter_server.layout import Layout, check_layout, plain
 from potluck.parameter_server.log import Drop, Entry, SetParameters, Update
 
 LEASES_FOR_EACH = 8
@@ -107,12 +107,12 @@ class Asynchronous(Mode):
     at a time. None: eight for each worker, so that a worker may be eight times slower than the
     others before they wait for it.
 
-    ``lr_by_staleness`` divides the learning rate of a gradient by its staleness, if that is above 1
-    (Zhang et al., "Staleness-aware async-SGD", 2016).
+    ``scale_by_staleness`` divides the learning rate of a gradient by its staleness, if that is
+    above 1 (Zhang et al., "Staleness-aware async-SGD", 2016).
     """
 
     max_staleness: int | None = None
-    lr_by_staleness: bool = True
+    scale_by_staleness: bool = True
 
     def __post_init__(self) -> None:
         if self.max_staleness is not None and self.max_staleness < 0:
@@ -143,7 +143,7 @@ class Asynchronous(Mode):
         for worker in sorted(model.waiting, key=lambda worker: leases.held[worker].version):
             staleness = leases.apply(worker, model.version)
             if staleness is not None:
-                divisor = max(1, staleness) if self.lr_by_staleness else 1
+                divisor = max(1, staleness) if self.scale_by_staleness else 1
                 gradient = model.waiting[worker]
                 model.update("step", [gradient], model.rate / divisor, staleness=staleness)
         return model.version > before
@@ -299,12 +299,21 @@ class Gradient:
 class Model:
     """The state machine of one model."""
 
-    def __init__(self, name: str, layout: Layout, mode: Mode, rate: float) -> None:
-        """``rate``: the optimizer's learning rate."""
+    def __init__(
+        self,
+        name: str,
+        layout: Layout,
+        mode: Mode,
+        rate: float,
+        decide: Callable[[Entry], None],
+    ) -> None:
+        """``rate``: the optimizer's learning rate. ``decide`` appends a decision to the log, with
+        ``follow`` as a part of that."""
         self.name = name
         self.layout = layout
         self.mode = mode
-        self.version = 0
+        self.version = -1
+        """Of the parameters, by number of updates; -1 before there are any."""
         self.counts: Counter[str] = Counter()
         """Gradients by what became of them."""
         self.counted: Counter[str] = Counter()
@@ -313,13 +322,8 @@ class Model:
         self.waiting: dict[str, Gradient] = {}
         """Gradients that wait for their update, by worker."""
         self.leases = Leases(0)
-        self._decided: list[Entry] = []
+        self._decide = decide
         self._outcomes: dict[str, tuple[int, Outcome]] = {}
-
-    def take_decided(self) -> list[Entry]:
-        """The decisions since the last call."""
-        decided, self._decided = self._decided, []
-        return decided
 
     def follow(self, entry: Entry) -> None:
         """Note a decision, one of this model."""
@@ -343,10 +347,6 @@ class Model:
         """Forget what is in no entry: waiting gradients, and leases. Workers compute anew."""
         self.waiting.clear()
         self.leases.held.clear()
-
-    def _decide(self, entry: Entry) -> None:
-        self._decided.append(entry)
-        self.follow(entry)
 
     # -- a worker's gradients
 
@@ -445,19 +445,13 @@ class Model:
             self.waiting.clear()
 
     def set(self, worker: str, push: int) -> None:
-        """Take the parameters that ``worker`` has staged; waiting gradients are dropped."""
-        self._set(worker, push, self.version)
-
-    def replace(self, worker: str, push: int) -> None:
-        """The same for a model that has parameters: as the next version."""
-        self._set(worker, push, self.version + 1)
-
-    def _set(self, worker: str, push: int, version: int) -> None:
+        """Take the parameters that ``worker`` has staged, as the next version; waiting gradients
+        are dropped."""
         for gradient in self.waiting.values():
             self.drop(gradient.worker, gradient.push, "replaced")
         self.waiting.clear()
         self.leases.held.clear()
-        self._decide(SetParameters(self.name, self.layout, worker, push, version))
+        self._decide(SetParameters(self.name, self.layout, worker, push, self.version + 1))
 
     def check(self, layout: Layout) -> None:
         """ValueError unless ``layout`` has the names and shapes of the model's."""
@@ -499,18 +493,15 @@ class Model:
             "layout": plain(self.layout),
         }
 
-    @classmethod
-    def of_state(cls, name: str, state: Mapping[str, Any], mode: Mode, rate: float) -> Model:
-        """The inverse of ``state``."""
-        model = cls(name, of_plain(state["layout"]), mode, rate)
-        model.version = state["version"]
-        model.counts.update(state.get("counts", {}))
-        model.counted.update(state.get("counted", {}))
-        model._outcomes = {
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from a ``state`` of a model with this layout."""
+        self.version = state["version"]
+        self.counts.update(state.get("counts", {}))
+        self.counted.update(state.get("counted", {}))
+        self._outcomes = {
             worker: (push, Outcome(*outcome))
             for worker, (push, *outcome) in state["outcomes"].items()
         }
-        return model
 
 
 def _by_number(name: str) -> tuple[int, str]:

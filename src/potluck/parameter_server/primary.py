@@ -22,9 +22,9 @@ from typing import Any
 
 from potluck.errors import PotluckError
 from potluck.parameter_server.checkpoints import Checkpoints
-from potluck.parameter_server.layout import Layout, Placement, Tensors
-from potluck.parameter_server.log import Close, Drop, Entry, Position, Save
-from potluck.parameter_server.model import Model
+from potluck.parameter_server.layout import Layout, Placement
+from potluck.parameter_server.log import Close, Drop, Position, Save
+from potluck.parameter_server.model import Gradient, Model
 from potluck.parameter_server.replica import AskAgain, Replica
 
 _COMMIT_S = 1.0
@@ -89,7 +89,7 @@ class Primary:
         with it may have been lost since."""
         with self._changed:
             self._led, self.present, self._where = term, present, {}
-            if len(present) == 1:
+            if self._is_alone:
                 self.replica.log.commit(self.replica.log.last)
                 if self._checkpoints is not None:
                     self._checkpoints.commit(self.replica.checkpoint)
@@ -146,20 +146,8 @@ class Primary:
         try:
             yield
         except ValueError:
-            self.append(Drop(name, worker, push))
+            self.replica.decide(Drop(name, worker, push))
             raise
-
-    def append(self, entry: Entry) -> None:
-        """Decide, and apply the decision here."""
-        self.replica.decide(entry)
-        if len(self.present) == 1:
-            self.replica.log.commit(self.replica.log.last)
-
-    def append_decided(self) -> None:
-        """The same for what the models have decided since the last call."""
-        for model in self.replica.models.values():
-            for entry in model.take_decided():
-                self.append(entry)
 
     def model(self, name: str) -> Model:
         """ValueError for a name that no model has."""
@@ -172,27 +160,18 @@ class Primary:
             )
         return model
 
-    def stage(
-        self,
-        name: str,
-        worker: str,
-        push: int,
-        tensors: Tensors | None,
-        what: str,
-        layout: Layout | None = None,
-    ) -> None:
-        """Stage ``tensors`` here, or check that they are, if they are None. ValueError, which
-        begins with ``what``, if they do not fit or are missing."""
-        shard = self.replica.shard
-        if tensors is None:
-            if not shard.is_staged(name, worker, push, layout):
-                raise ValueError(f"{what} was not staged on worker {self.replica.server}")
-        elif not shard.stage(name, worker, push, tensors, what, layout):
-            raise ValueError(f"{what}: too many of worker {worker} wait already")
-
-    def lacks(self, name: str, layout: Layout, staged: Mapping[str, int]) -> bool:
-        """Whether a live server lacks its part of a push, which was ``staged`` on these servers,
-        each in this term."""
+    def has_staged(
+        self, gradient: Gradient, name: str, layout: Layout, tensors: Any, terms: Any, what: str
+    ) -> bool:
+        """Whether every live server has staged its part of a push. ``tensors`` are the part of a
+        server that is alone, staged here; of several servers ``terms`` has the term in which each
+        has staged its part. ValueError, which begins with ``what``, if they do not fit, or are
+        missing on this server."""
+        shard, worker, push = self.replica.shard, gradient.worker, gradient.push
+        if tensors is not None:
+            if not shard.stage(name, worker, push, tensors, what, layout):
+                raise ValueError(f"{what}: too many of worker {worker} wait already")
+            return True
         where = self._where.get(name)
         if where is None:
             replica = self.replica
@@ -200,7 +179,11 @@ class Primary:
             where = frozenset(s for s, part in placement.split(layout).items() if part)
             if name in replica.models:
                 self._where[name] = where
-        return any(staged.get(server) != self.replica.term for server in where)
+        if any(terms.get(server) != self.replica.term for server in where):
+            return False
+        if not shard.is_staged(name, worker, push, layout):
+            raise ValueError(f"{what} was not staged on worker {self.replica.server}")
+        return True
 
     # -- replies
 
@@ -235,7 +218,6 @@ class Primary:
                 return None
             if found is None or term != self.replica.term:
                 found = attempt()
-                self.append_decided()
                 term, number = self.replica.term, self.replica.log.last.number
             return found if found is not None and self._is_committed(number) else None
 
@@ -275,11 +257,10 @@ class Primary:
             return
         self._is_save_due = self._checkpoints.is_under_way
         if not self._is_save_due:
-            self.append_decided()
-            number = self.replica.checkpoint = self.replica.checkpoint + 1
-            self.append(Save(number))
+            number = self.replica.checkpoint + 1
+            self.replica.decide(Save(number))
             state = self.replica.state(self.replica.log.last.term)
-            self._checkpoints.begin(number, state, is_alone=len(self.present) == 1)
+            self._checkpoints.begin(number, state, is_alone=self._is_alone)
 
     def await_others(self, worker: str, deadline: float) -> list[str]:
         """Wait until the other workers have left or are silent; the names of the others."""
@@ -298,23 +279,32 @@ class Primary:
         finally:
             with self._changed:
                 if self.is_open:
-                    self.append(Close())
+                    self.replica.decide(Close())
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: not self.replica.log.entries, self.worker_timeout_s)
+                log = self.replica.log
+                self._changed.wait_for(
+                    lambda: self._is_alone or not log.entries, self.worker_timeout_s
+                )
 
     # -- inside
 
     def _is_committed(self, number: int) -> bool:
         """Always where each tensor lies on one server only: a lost server's tensors are lost
         anyhow."""
-        return self.replica.copies == 1 or number <= self.replica.log.committed.number
+        is_committed = number <= self.replica.log.committed.number
+        return is_committed or self.replica.copies == 1 or self._is_alone
+
+    @property
+    def _is_alone(self) -> bool:
+        return len(self.present) == 1
 
     def _look(self, before: Mapping[str, int]) -> None:
         """End the waits that are over, and make the updates that these make possible."""
         models = self.replica.models
         while True:
-            self.append_decided()
             self.replica.waits.look()
+            if self._is_alone:
+                self.replica.log.commit(self.replica.log.last)
             if not self.is_open:
                 return
             workers = self.replica.presence.workers()

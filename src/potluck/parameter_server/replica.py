@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from potluck.errors import ProtocolError
+from potluck.parameter_server.layout import Layout, of_plain
 from potluck.parameter_server.log import (
-    AnyEntry,
-    Close,
     Entry,
     Leave,
     Log,
@@ -68,8 +67,8 @@ class Replica:
         self.models: dict[str, Model] = {}
         self.shard = Shard(optimizer, server, servers, copies)
         self.term: int | None = None
-        """The number of the primary's reign: another one each time that the servers agree on a
-        state, with several servers a greater one. None: they have not agreed."""
+        """The term, as in Raft: another number each time that the servers agree on a state, with
+        several servers a greater number. None: they have not agreed."""
         self.last_term: int | None = None
         """The last ``term`` that began with this state; None if the state is not whole."""
         self.checkpoint = 0
@@ -92,23 +91,22 @@ class Replica:
         self.waits.look()
         self.changed.notify_all()
 
-    def new_model(self, name: str, layout: Any) -> Model:
+    def new_model(self, name: str, layout: Layout) -> Model:
         """A model without a version, now one of ``models``."""
-        self.models[name] = Model(name, layout, self.mode, self.optimizer.learning_rate)
+        rate = self.optimizer.learning_rate
+        self.models[name] = Model(name, layout, self.mode, rate, self.decide)
         return self.models[name]
 
     # -- the log
 
     def decide(self, entry: Entry) -> None:
-        """On the primary: append a decision, which ``models`` have noted already."""
+        """On the primary: append a decision, and apply it."""
         assert self.term is not None
-        self.log.append(entry, self.term)
-        self.shard.apply(entry)
+        self.apply(entry, self.term)
 
-    def apply(self, entry: AnyEntry, term: int) -> None:
-        """On another server: append a decision of the primary of ``term``. ProtocolError if it
-        needs tensors that are not here: then the state stays as it was, and the servers agree
-        anew."""
+    def apply(self, entry: Entry, term: int) -> None:
+        """Append a decision of the primary of ``term``, and apply it. ProtocolError if it needs
+        tensors that are not here: then the state stays as it was, and the servers agree anew."""
         try:
             self.shard.apply(entry)
         except (ProtocolError, LookupError) as error:
@@ -121,15 +119,13 @@ class Replica:
                 self.presence.leave(worker)
             case Save(number):
                 self.checkpoint = number
-            case Close():
-                self.is_closed = True
         model = self.models.get(getattr(entry, "model", ""))
         if model is not None:
             model.follow(entry)
         self.log.append(entry, term)
 
     def begin(self, term: int, position: Position, checkpoint: int) -> None:
-        """All servers have this state, that of ``position``, and checkpoints up to number
+        """All servers have the state of ``position``, and checkpoints up to number
         ``checkpoint``. What is in no entry is forgotten, on all alike."""
         self.term = self.last_term = term
         self.checkpoint = checkpoint
@@ -155,10 +151,9 @@ class Replica:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """The inverse of ``state``; without models if it has none. ``begin`` comes after it."""
-        self.models = {
-            name: Model.of_state(name, each, self.mode, self.optimizer.learning_rate)
-            for name, each in state.get("models", {}).items()
-        }
+        self.models = {}
+        for name, each in state.get("models", {}).items():
+            self.new_model(name, of_plain(each["layout"])).load(each)
         self.shard.restore(state.get("shard", {}))
         self.term = self.last_term = None
 

@@ -44,8 +44,8 @@ class Replication:
     server knows of a new group at a time of its own, so two may lead at once; the later term wins,
     by the promise that each server gives in ``prepare``.
 
-    The servers agree anew when a server begins, when one is out of step, and when the primary is
-    another one. The newest state counts: of the servers of the last term, the greatest
+    The servers agree anew when a server begins, when a server is out of step, and when the primary
+    has changed. The newest state counts: of the servers of the last term, the greatest
     ``Position``. Two surviving servers may differ by entries that a lost primary sent to one of
     them; the other gets these from its log, since a state of which half the tensors lag is no
     version. Other servers get a copy. ``replicas`` servers may be without the newest state, since
@@ -97,7 +97,8 @@ class Replication:
                 return
 
     def step(self) -> None:
-        """What is due: an agreement, or entries for the others. Waits if nothing is."""
+        """One round: an agreement on a state, or new entries to the other servers. Waits if neither
+        is due."""
         group = self._group()
         if group.epoch != self._epoch:  # a server may have been started again
             self._epoch, self._asks = group.epoch, True

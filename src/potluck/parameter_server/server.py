@@ -54,6 +54,16 @@ class Pulled(NamedTuple):
         return self.parameters[key] if isinstance(key, str) else tuple.__getitem__(self, key)
 
 
+class _Push(NamedTuple):
+    """A gradient whose outcome is unknown."""
+
+    arrays: dict[str, Array]
+    step: int
+    number: int
+    term: int
+    """Of the parameters that it was computed on."""
+
+
 class ParameterServer(Uncopied):
     """Parameters that one worker or several keep; all workers pull them, and push gradients.
 
@@ -133,11 +143,10 @@ class ParameterServer(Uncopied):
         """By model: the version of the last pull, also without ``wait``."""
         self._counted: dict[str, dict[str, int]] = {}
         """By model: how many gradients of each worker the newest version has."""
-        self._unfinished: dict[str, tuple[dict[str, Array], int, int, int]] = {}
-        """By model: a gradient with an unknown outcome, its step, its number and its term."""
+        self._unfinished: dict[str, _Push] = {}
+        """By model."""
         self._where: dict[str, tuple[tuple[str, ...], list[str]]] = {}
-        """By model: with several servers, the live ones at the last pull, and the names of all
-        tensors."""
+        """By model: the live servers at the last pull, and the names of all tensors."""
         self._after: dict[str, tuple[int, int]] = {}
         """By model: the version that the last push leads to, and its term."""
         self._pushes = itertools.count(secrets.randbits(LIFE_BITS) << LIFE_BITS)
@@ -181,18 +190,13 @@ class ParameterServer(Uncopied):
             if array.dtype.kind not in "fcV":
                 raise TypeError(f"parameters are floats, but {name!r} is {array.dtype}")
         push, layout = next(self._pushes), plain(layout_of(arrays))
-        last = layout, push, bool(replace)
-        if len(self._servers) == 1:
-            return int(self._calls.ask("create", model, arrays, *last, {}))
+        arguments = layout, push, bool(replace)
 
         def create(wait_s: float) -> dict[str, Any]:
             parts = self._calls.placement(self._calls.present).split(arrays)
             parts = {server: part for server, part in parts.items() if part}
-            staged = self._stage(model, parts, layout, 0, push, wait_s)
-            if "waits_for" in staged:
-                return staged
-            version = self._calls.ask("create", model, None, *last, staged)
-            return self._again() if version is None else {"version": version}
+            staging = layout, 0, push, wait_s
+            return self._hand_over("create", model, parts, staging, arguments)
 
         return int(self._await(create, f"setting the parameters of {model!r}", None)["version"])
 
@@ -210,7 +214,7 @@ class ParameterServer(Uncopied):
 
         def pull(wait_s: float) -> dict[str, Any]:
             reply = dict(self._calls.ask("pull", model, after, wait_s, wait))
-            if "waits_for" in reply or not reply["present"]:
+            if "waits_for" in reply or "tensors" in reply:
                 return reply
             names = reply["names"]
             tensors: dict[str, Array] = {}
@@ -231,7 +235,7 @@ class ParameterServer(Uncopied):
         self._counted[model] = reply["counted"]
         if wait:
             self._pulled[model] = version, int(reply["term"])
-            self._where[model] = tuple(reply["present"]), reply.get("names", [])
+            self._where[model] = tuple(reply["present"]), list(reply["tensors"])
         return Pulled(reply["tensors"], version)
 
     # -- gradients
@@ -392,42 +396,26 @@ class ParameterServer(Uncopied):
     ) -> bool:
         version, term = self._known(model)
         step = version if step is None else step
-        self._unfinished[model] = arrays, step, next(self._pushes), term
+        self._unfinished[model] = _Push(arrays, step, next(self._pushes), term)
         return self._finish(model, timeout)
 
     def _finish(self, model: str, timeout: Duration | None) -> bool:
-        arrays, step, push, term = self._unfinished[model]
         try:
-            counted = self._ask_to_count(model, arrays, step, push, term, timeout)
+            counted = self._ask_to_count(model, self._unfinished[model], timeout)
         except (ValueError, TypeError):  # a mistake: it counts never
             del self._unfinished[model]
             raise
         del self._unfinished[model]
         return counted
 
-    def _ask_to_count(
-        self,
-        model: str,
-        arrays: dict[str, Array],
-        step: int,
-        push: int,
-        term: int,
-        timeout: Duration | None,
-    ) -> bool:
-        at = step, push, term
-        if len(self._servers) == 1:
-            reply = self._calls.ask("push", model, arrays, *at, {}, timeout=timeout)
-        else:
+    def _ask_to_count(self, model: str, push: _Push, timeout: Duration | None) -> bool:
+        arrays, step, number, term = push
 
-            def stage_and_push(wait_s: float) -> dict[str, Any]:
-                parts = self._parts_of(model, arrays)
-                staged = self._stage(model, parts, None, step, push, wait_s)
-                if "waits_for" in staged:
-                    return staged
-                reply = self._calls.ask("push", model, None, *at, staged, timeout=timeout)
-                return self._again() if reply is None else reply
+        def hand_over(wait_s: float) -> dict[str, Any]:
+            parts, staging = self._parts_of(model, arrays), (None, step, number, wait_s)
+            return self._hand_over("push", model, parts, staging, (step, number, term), timeout)
 
-            reply = self._await(stage_and_push, f"room for a gradient of {model!r}", timeout)
+        reply = self._await(hand_over, f"room for a gradient of {model!r}", timeout)
         if self.mode.is_by_step:
             if reply.get("counted", True):  # or waits for other workers
                 self._after[model] = step + 1, term
@@ -436,7 +424,7 @@ class ParameterServer(Uncopied):
             return False
         if not reply:
             reply = self._await(
-                lambda wait_s: self._calls.ask("outcome", model, push, term, wait_s),
+                lambda wait_s: self._calls.ask("outcome", model, number, term, wait_s),
                 f"the update by a gradient of {model!r}",
                 timeout,
             )
@@ -480,31 +468,35 @@ class ParameterServer(Uncopied):
         seconds = self.ctx.timeout_s if timeout is None else checked_seconds(timeout)
         return await_reply(ask, what, seconds, self._calls.reform_if_due)
 
-    def _stage(
+    def _hand_over(
         self,
+        method: str,
         model: str,
         parts: Mapping[str, dict[str, Array]],
-        layout: dict[str, Any] | None,
-        step: int,
-        push: int,
-        wait_s: float,
+        staging: tuple[Any, int, int, float],
+        arguments: tuple[Any, ...],
+        timeout: Duration | None = None,
     ) -> dict[str, Any]:
-        """Stage tensors on several servers, until the primary decides: the term of each server, or
-        what a server waits for."""
-        arguments = {
-            server: (model, part, layout, step, push, wait_s) for server, part in parts.items()
-        }
-        try:
-            replies = self._calls.ask_each("stage", arguments)
-        except (ValueError, TypeError):  # of one server: the others have staged theirs
-            self._calls.ask("abandon", model, push)
-            raise
-        if replies is None:
-            return self._again()
-        for reply in replies.values():
-            if "waits_for" in reply:
-                return dict(reply)
-        return {server: reply["term"] for server, reply in replies.items()}
+        """Hand the servers their ``parts`` of a push, and have the primary decide by ``method``:
+        its reply, or what a server waits for. Several servers stage their parts first, by
+        ``staging``: layout, step, number, seconds to wait. One server gets its part with the call
+        of ``method``, whose ``arguments`` follow the tensors."""
+        tensors, terms = None, {}
+        if len(self._servers) == 1:
+            (tensors,) = parts.values()
+        else:
+            each = {server: (model, part, *staging) for server, part in parts.items()}
+            try:
+                replies = self._calls.ask_each("stage", each)
+            except (ValueError, TypeError):  # of one server: the others have staged theirs
+                self._calls.ask("abandon", model, staging[2])
+                raise
+            for reply in [self._again()] if replies is None else replies.values():
+                if "waits_for" in reply:
+                    return dict(reply)
+            terms = {server: reply["term"] for server, reply in (replies or {}).items()}
+        reply = self._calls.ask(method, model, tensors, *arguments, terms, timeout=timeout)
+        return self._again() if reply is None else dict(reply)
 
     def _again(self) -> dict[str, Any]:
         """The live servers have changed: the call begins again, in the next group perhaps."""

@@ -18,7 +18,7 @@ from potluck._core.printable import MAX_NAME
 from potluck.errors import CheckpointError, ProtocolError
 from potluck.parameter_server.checkpoints import Checkpoints
 from potluck.parameter_server.layout import Array, of_plain
-from potluck.parameter_server.log import Drop, Grant, Leave, Position, Save, decode, encode
+from potluck.parameter_server.log import Close, Drop, Grant, Leave, Position, Save, decode, encode
 from potluck.parameter_server.model import Gradient
 from potluck.parameter_server.primary import Primary
 from potluck.parameter_server.replica import AskAgain, Replica
@@ -37,7 +37,7 @@ class StaleTerm(Exception):
 
 class PrimaryService:
     """What workers ask of the primary. AskAgain while this server is not the primary. A reply may
-    be a Future, which waits until other servers have applied what it is about."""
+    be a Future, which ends when the other servers have applied the entries before the reply."""
 
     def __init__(self, primary: Primary) -> None:
         self._primary = primary
@@ -69,35 +69,30 @@ class PrimaryService:
         replace: bool,
         staged: dict[str, int],
     ) -> Any:
-        """Take the first parameters of a model, or new ones with ``replace``; the version.
-        ``layout``: of all tensors. With several servers ``tensors`` is None, and ``staged`` the
-        term in which each server has staged some; the reply is None if they are to be staged
-        anew."""
+        """Take the first parameters of a model, or new ones with ``replace``; the ``version``, in a
+        dict. ``layout``: of all tensors. With several servers ``tensors`` is None, and ``staged``
+        the term in which each server has staged its part; the reply is None if the parts are to be
+        staged anew."""
         p, models, worker, push = self._primary, self._replica.models, call.worker, int(push)
         name, layout, staged = _model(model), of_plain(layout), _staged(staged)
+        what, staging = f"what is set for {name!r}", Gradient(worker, call.rank, push, 0)
         given = None if tensors is None else _tensors(tensors)
-        what = f"what is set for {name!r}"
         with p.changing(), p.dropping(name, worker, push):
-            if given is None and p.lacks(name, layout, staged):
-                return None
             it = models.get(name)
-            if it is None:
-                if len(models) >= MAX_MODELS:
-                    raise ValueError(f"a parameter server has at most {MAX_MODELS} models")
-                p.stage(name, worker, push, given, what, layout)
-                it = self._replica.new_model(name, layout)
+            if it is not None:
+                it.check(layout)
+            elif len(models) >= MAX_MODELS:
+                raise ValueError(f"a parameter server has at most {MAX_MODELS} models")
+            if it is not None and (not replace or it.outcome(worker, push) is not None):
+                self._replica.decide(Drop(name, worker, push))
+            elif not p.has_staged(staging, name, layout, given, staged, what):
+                return None
+            else:
+                it = it or self._replica.new_model(name, layout)
                 it.set(worker, push)
                 p.begin_save()
-            elif not replace:
-                it.check(layout)
-                p.append(Drop(name, worker, push))
-            elif it.outcome(worker, push) is None:
-                it.check(layout)
-                p.stage(name, worker, push, given, what, layout)
-                it.replace(worker, push)
-                p.begin_save()
             version = it.version
-        return p.committed(version)
+        return p.committed({"version": version})
 
     def push(
         self,
@@ -115,7 +110,7 @@ class PrimaryService:
             raise AskAgain(f"worker {call.worker} is not in the group of this parameter server")
         p, worker, push, staged = self._primary, call.worker, int(push), _staged(staged)
         gradient = Gradient(worker, call.rank, push, int(step))
-        given = None if tensors is None else _tensors(tensors)
+        given, what = None if tensors is None else _tensors(tensors), gradient.of(model)
         with p.changing():
             it = p.model(model)
             if int(term) != self._replica.term:
@@ -123,11 +118,9 @@ class PrimaryService:
                     it.drop(worker, push, "restarted")
             elif not it.knows(worker, push):
                 with p.dropping(model, worker, push):
-                    if given is None and p.lacks(model, it.layout, staged):
+                    if not p.has_staged(gradient, model, it.layout, given, staged, what):
                         return None
-                    p.stage(model, worker, push, given, gradient.of(model))
                     it.push(gradient, self._workers())
-            p.append_decided()
             outcome = it.outcome(worker, push)
         return {} if outcome is None else p.committed(outcome.reply())
 
@@ -152,8 +145,8 @@ class PrimaryService:
         """The newest version, as a dict; a Future of it while it must be waited for.
 
         ``after``: a version to wait for, and its term. ``compute``: a gradient will follow. With
-        several servers the reply has no tensors, but the ``names`` of all, and the servers that are
-        ``present``, from which the worker fetches that version.
+        several servers the reply has the ``names`` of all tensors in place of the tensors, which
+        the worker fetches from the servers that are ``present``.
         """
         p, replica, worker = self._primary, self._replica, call.worker
         awaited = None if after is None else (int(after[0]), int(after[1]))
@@ -166,11 +159,12 @@ class PrimaryService:
                 expires_at = time.monotonic() + p.worker_timeout_s
                 if not it.may_pull(worker, self._workers(), expires_at):
                     return None
-            found = {"version": it.version, "term": replica.term, "counted": dict(it.counted)}
+            found: dict[str, Any] = {"version": it.version, "term": replica.term}
+            found |= {"counted": dict(it.counted), "present": list(p.present)}
             if len(replica.servers) == 1:
-                return found | {"tensors": dict(replica.shard.tensors(model)), "present": []}
-            p.append(Grant(model, worker, it.version))
-            return found | {"names": list(it.layout), "present": list(p.present)}
+                return found | {"tensors": dict(replica.shard.tensors(model))}
+            replica.decide(Grant(model, worker, it.version))
+            return found | {"names": list(it.layout)}
 
         return p.when(attempt, model, _seconds(wait_s))
 
@@ -200,7 +194,7 @@ class PrimaryService:
         with self._primary.changing():
             it = self._replica.models.get(name)
             if it is None or not it.knows(call.worker, push):
-                self._primary.append(Drop(name, call.worker, push))
+                self._replica.decide(Drop(name, call.worker, push))
 
     def stats(self, call: Call) -> Any:
         """Versions, and counts of gradients by what became of them."""
@@ -215,8 +209,7 @@ class PrimaryService:
     def leave(self, call: Call) -> Any:
         """The caller calls no more."""
         with self._primary.changing():
-            self._replica.presence.leave(call.worker)
-            self._primary.append(Leave(call.worker))
+            self._replica.decide(Leave(call.worker))
             for each in self._replica.models.values():
                 each.leave(call.worker)
         return self._primary.committed(True)
@@ -370,6 +363,7 @@ class ReplicaService:
                         it.apply(entry, end.term)
                         if isinstance(entry, Save):
                             self._save(entry.number, end.term)
+                        it.is_closed |= isinstance(entry, Close)
                 except ProtocolError:
                     missing = None
             it.look()

@@ -9,6 +9,7 @@ import pytest
 
 from potluck.parameter_server import SGD, Asynchronous, ElasticAveraging, Synchronous
 from potluck.parameter_server.layout import Tensors, layout_of
+from potluck.parameter_server.log import Entry
 from potluck.parameter_server.model import LIFE_BITS, Gradient, Mode, Model, Outcome
 from potluck.parameter_server.shard import Shard
 
@@ -24,33 +25,27 @@ class Served:
         self.shard = Shard(SGD(rate), "0", ("0",))
         tensors = {"w": np.zeros(2), "b": np.zeros(1)}
         assert self.shard.stage("m", "0", 0, tensors, "it", layout_of(tensors))
-        self.model = Model("m", layout_of(tensors), mode, rate)
+        self.model = Model("m", layout_of(tensors), mode, rate, self.carry_out)
         self.model.set("0", 0)
-        self.carry_out()
 
     def push(self, pushed: tuple[Gradient, Tensors], workers: list[str]) -> None:
         gradient, tensors = pushed
         if not self.model.knows(gradient.worker, gradient.push):
             assert self.shard.stage("m", gradient.worker, gradient.push, tensors, gradient.of("m"))
             self.model.push(gradient, workers)
-            self.carry_out()
 
     def progress(self, workers: list[str]) -> bool:
-        made = self.model.progress(workers)
-        self.carry_out()
-        return made
+        return self.model.progress(workers)
 
     def apply(self, step: int, rate: float | None, workers: list[str]) -> None:
         self.model.apply(step, rate, workers)
-        self.carry_out()
 
     def clear(self, step: int) -> None:
         self.model.clear(step)
-        self.carry_out()
 
-    def carry_out(self) -> None:
-        for entry in self.model.take_decided():
-            self.shard.apply(entry)
+    def carry_out(self, entry: Entry) -> None:
+        self.model.follow(entry)
+        self.shard.apply(entry)
 
     @property
     def tensors(self) -> Tensors:
@@ -233,7 +228,7 @@ def test_a_checkpoint_has_all_but_what_waits() -> None:
     it.push(gradient(1, 11, 0), TWO)
     it.push(gradient(1, 12, 1), TWO)
     again = Served(Synchronous())
-    again.model = Model.of_state("m", it.model.state(), it.model.mode, 1.0)
+    again.model.load(it.model.state())
     again.shard.restore(it.shard.state())
     assert again.version == 1
     again.push(gradient(0, 10, 0), TWO)  # a repeat is known after a restart, too

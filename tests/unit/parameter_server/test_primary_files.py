@@ -192,7 +192,7 @@ def test_parameters_that_are_set_twice_by_one_call_are_one_version(tmp_path: Pat
 
     def replace(it: Server, push: int) -> int:
         layout = plain(layout_of(tensors))
-        return int(it.ask("create", "m", tensors, layout, push, True, {}))
+        return int(it.ask("create", "m", tensors, layout, push, True, {})["version"])
 
     it = Server(tmp_path)
     assert replace(it, 7) == 0

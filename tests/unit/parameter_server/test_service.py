@@ -75,7 +75,7 @@ def test_copies_are_read_and_installed_for_the_primary_alone() -> None:
     layout = plain(layout_of(tensors))
     holder = begun("0")
     holder.stage(call("2"), "m", tensors, layout, 0, 1, 0.0).result(0)
-    assert holder.create(call("2"), "m", None, layout, 1, False, {"0": 7}) == 0
+    assert holder.create(call("2"), "m", None, layout, 1, False, {"0": 7}) == {"version": 0}
     holder.prepare(call("0"), 8)
     models, gone = holder.describe(call("0"), 8)
     part = holder.read(call("0"), 8, "m", [HERE])
@@ -155,7 +155,7 @@ def test_a_push_that_was_never_staged_is_refused_and_the_model_stays_whole() -> 
     # A server came or began anew since, and has not what was staged: stage it there, too.
     assert served.create(call("2"), "m", None, layout, 1, False, {"0": 6}) is None
     assert served.create(call("2"), "m", None, layout, 1, False, {}) is None
-    assert served.create(call("2"), "m", None, layout, 1, False, {"0": 7}) == 0
+    assert served.create(call("2"), "m", None, layout, 1, False, {"0": 7}) == {"version": 0}
     assert served.push(call("2"), "m", None, 0, 2, 7, {}) is None
     with pytest.raises(ValueError, match="of worker 2 for 'm' was not staged on worker 0"):
         served.push(call("2"), "m", None, 0, 2, 7, {"0": 7})

@@ -40,7 +40,7 @@ class Story:
         self.shards = {server: Shard(SGD(1.0), server, SERVERS) for server in SERVERS}
         self.whole = Shard(SGD(1.0), "0", ("0",))
         start = {name: np.zeros(1) for name in NAMES}
-        self.model = Model("m", layout_of(start), mode, 1.0)
+        self.model = Model("m", layout_of(start), mode, 1.0, self.decide)
         self.versions: dict[int, float] = {}
         self.log: list[Entry] = []
         self.reached = dict.fromkeys(SERVERS, 0)
@@ -49,7 +49,6 @@ class Story:
         self.num_pushes = 0
         self.stage("0", 0, 0.0)
         self.model.set("0", 0)
-        self.decide()
 
     def stage(self, worker: str, push: int, value: float) -> None:
         given = {name: np.full(1, value) for name in NAMES}
@@ -58,10 +57,10 @@ class Story:
             assert self.shards[server].stage("m", worker, push, part, "it", layout)
         assert self.whole.stage("m", worker, push, given, "it", layout)
 
-    def decide(self) -> None:
-        for entry in self.model.take_decided():
-            self.log += decode(encode([entry]))
-            self.whole.apply(entry)
+    def decide(self, entry: Entry) -> None:
+        self.model.follow(entry)
+        self.log += decode(encode([entry]))
+        self.whole.apply(entry)
         self.versions[self.model.version] = float(self.whole.tensors("m")[NAMES[0]][0])
 
     def act(self, worker: str) -> None:
@@ -77,7 +76,7 @@ class Story:
                 self.model.drop(worker, self.num_pushes, "late")
             else:
                 self.model.push(gradient, self.workers)
-            return self.decide()
+            return None
         waits = worker in self.model.waiting
         if waits or not self.model.may_pull(worker, self.workers, 1e9):
             return None

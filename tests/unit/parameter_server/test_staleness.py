@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from potluck.parameter_server import Asynchronous
 from potluck.parameter_server.layout import layout_of
-from potluck.parameter_server.log import Update
+from potluck.parameter_server.log import Entry, Update
 from potluck.parameter_server.model import Gradient, Leases, Model, is_feasible
 
 NEVER = 1e9
@@ -23,13 +23,14 @@ class Story:
 
     def __init__(self, num_workers: int, max_staleness: int) -> None:
         self.workers = WORKERS[:num_workers]
-        mode = Asynchronous(max_staleness, lr_by_staleness=False)
-        self.model = Model("m", layout_of({"w": np.zeros(1)}), mode, 1.0)
+        mode = Asynchronous(max_staleness, scale_by_staleness=False)
+        self.model = Model("m", layout_of({"w": np.zeros(1)}), mode, 1.0, self.decide)
         self.bound = max_staleness
         self.computes: dict[str, int] = {}
         self.pushed: dict[str, tuple[int, int]] = {}
         self.num_pushes = 0
         self.num_updates = 0
+        self.model.set("0", 0)
 
     def act(self, worker: str) -> bool:
         """What ``worker`` does next; whether it could."""
@@ -53,12 +54,15 @@ class Story:
         self.computes[worker] = self.model.version
         return True
 
+    def decide(self, entry: Entry) -> None:
+        self.model.follow(entry)
+        self.num_updates += isinstance(entry, Update)
+
     def check(self) -> None:
         now = self.model.version
         for version in self.computes.values():
             assert now - version <= self.bound
         assert self.model.counts["max staleness"] <= self.bound
-        self.num_updates += sum(isinstance(e, Update) for e in self.model.take_decided())
         assert self.num_updates == now
 
 

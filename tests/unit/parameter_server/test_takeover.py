@@ -33,7 +33,7 @@ START = {name: np.zeros(1) for name in NAMES}
 MODES = [
     Synchronous(),
     Synchronous(backup_workers=1),
-    Asynchronous(4, lr_by_staleness=False),
+    Asynchronous(4, scale_by_staleness=False),
     ElasticAveraging(1.0),
 ]
 
@@ -248,7 +248,7 @@ class World:
         created = network.call("0", "create", "m", None, layout, 0, False, terms)
         assert not created.done()  # no other server has it yet
         self.alive["0"].step()
-        assert created.result(0) == 0
+        assert created.result(0) == {"version": 0}
         for name in self.servers:  # they compute nothing, and all servers remember that
             Network(self.alive[name]).call("0", "leave")
         self.alive["0"].step()
