@@ -66,12 +66,12 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The part of a sharded checkpoint that this process writes: ``index`` of ``of``. All ranks
-    must pass the same ``number`` (``next_number`` of rank 0)."""
+    """The part of a checkpoint that this process writes: ``index`` of ``of``. All ranks must pass
+    the same ``number`` (``next_number`` of rank 0); 0 for the only writer, which takes the next."""
 
-    index: int
-    of: int
-    number: int
+    index: int = 0
+    of: int = 1
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class _Job:
     """The data that one process writes for one checkpoint."""
 
     step: int
-    part: Part | None
+    part: Part
     tree: Any
     entries: dict[str, Entry]
     facts: dict[str, Any]
@@ -149,7 +149,7 @@ class CheckpointStore:
             entries = {name: entries[name] for name in assign(sizes, part.of)[part.index]}
             self._number = max(self._number, part.number)
         self._given_up = threading.Event()
-        job = _Job(step, part, tree, entries, facts or {}, self._given_up)
+        job = _Job(step, part or Part(), tree, entries, facts or {}, self._given_up)
         if self.asynchronous:
             # The tensors of a state share the model's memory, which training changes meanwhile.
             copies = {n: replace(entry, data=entry.data.copy()) for n, entry in entries.items()}
@@ -242,8 +242,8 @@ class CheckpointStore:
     def _write(self, job: _Job) -> Path:
         try:
             files.make_directory(self.directory)
-            if job.part is not None and job.part.index:
-                return self._write_part(job, job.part)
+            if job.part.index:
+                return self._write_part(job)
             return self._write_checkpoint(job)
         except OSError as error:
             raise CheckpointError(
@@ -254,13 +254,9 @@ class CheckpointStore:
     def _write_checkpoint(self, job: _Job) -> Path:
         """Write this process's file and the manifest: on rank 0, or as the only writer."""
         with files.locked(self.directory) as directory_fd:
-            names = self._names()
-            if job.part is None:
-                number = 1 + max((number for number, _, _ in names), default=0)
-                self._sweep(number)
-            else:
-                number = job.part.number
-                self._sweep(number - 1)  # other ranks are writing parts of this number
+            newest = max((number for number, _, _ in self._names()), default=0)
+            number = job.part.number or 1 + newest
+            self._sweep(number - bool(job.part.number))  # other ranks write parts of that number
             stem = f"{number:06d}-step-{job.step}"
             first = self._write_file(job, stem, directory_fd)
             parts = [first, *self._await_parts(job, stem)]
@@ -271,10 +267,10 @@ class CheckpointStore:
             self._prune()
             return self.directory / first.file
 
-    def _write_part(self, job: _Job, part: Part) -> Path:
+    def _write_part(self, job: _Job) -> Path:
         fd = os.open(self.directory, os.O_RDONLY)
         try:
-            stem = f"{part.number:06d}-step-{job.step}"
+            stem = f"{job.part.number:06d}-step-{job.step}"
             written = self._write_file(job, stem, fd)
             path = self.directory / written.file
             files.write(path.with_suffix(".json"), manifest.seal(written), fd)
@@ -283,18 +279,15 @@ class CheckpointStore:
             os.close(fd)
 
     def _write_file(self, job: _Job, stem: str, directory_fd: int) -> File:
-        if job.part is not None and job.part.of > 1:
+        if job.part.of > 1:
             stem += f".part-{job.part.index + 1}-of-{job.part.of}"
-        is_first = job.part is None or job.part.index == 0
-        data = encode_entries(job.tree if is_first else None, job.entries)
+        data = encode_entries(None if job.part.index else job.tree, job.entries)
         path = self.directory / f"{stem}.safetensors"
         files.write(path, data, directory_fd)
         return manifest.describe(path.name, data, job.entries)
 
     def _await_parts(self, job: _Job, stem: str) -> list[File]:
         """Wait for the seals of the other ranks' parts; the parts' entries for the manifest."""
-        if job.part is None:
-            return []
         deadline = time.monotonic() + self._parts_timeout_s
         of = job.part.of
         names = [f"{stem}.part-{index + 1}-of-{of}" for index in range(1, of)]
