@@ -45,7 +45,7 @@ def test_rounds_over_services(secure: SecureAggregation | None) -> None:
             clients.stop()
             return history
         name = ctx.group.me.worker
-        participant = Participant(train, Site(name, ctx.rank, 0, None), tells=True)
+        participant = Participant(train, Site(name, ctx.rank, 0, None), sends_texts=True)
         serve_client(ctx, participant, threading.Event())
         return None
 
@@ -67,7 +67,7 @@ def test_only_the_server_may_call_a_client() -> None:
             clients.stop()
             return str(message.payload)
         if ctx.rank == 1:
-            participant = Participant(train, Site("1", 1, 0, None), tells=True)
+            participant = Participant(train, Site("1", 1, 0, None), sends_texts=True)
             serve_client(ctx, participant, threading.Event())
             return ""
         client = ctx.connect(CLIENT_SERVICE, rank=1)
@@ -112,7 +112,7 @@ def test_a_client_that_missed_its_deadline_is_asked_again_when_it_is_free() -> N
             return history
         name = ctx.group.me.worker
         function = train if ctx.rank == 1 else slow
-        participant = Participant(function, Site(name, ctx.rank, 0, None), tells=True)
+        participant = Participant(function, Site(name, ctx.rank, 0, None), sends_texts=True)
         serve_client(ctx, participant, threading.Event())
         return None
 

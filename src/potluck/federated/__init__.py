@@ -1,7 +1,7 @@
 """Federated learning: the data stays where it is, and updates of a model travel.
 
-``definition.py``: what a user writes. ``aggregation.py``: which clients train, and what their
-updates make (pure). ``patience.py``: how long a round waits (pure). ``federation.py``: the server's
+``definition.py``: what a user writes. ``aggregation.py``: which clients train, and how updates are
+combined (pure). ``patience.py``: how long a round waits (pure). ``federation.py``: the server's
 rounds; ``history.py``: their reports, and the state on disk. ``secure/``, ``privacy.py``: what the
 server and the world learn. ``participant.py``: a client's side. ``simulation.py``: all in one
 process; ``remote.py``, ``worker.py``: in a job.

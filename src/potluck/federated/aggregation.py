@@ -1,5 +1,5 @@
-"""Aggregations: which clients train in a round, and what their updates make. Without I/O, clock or
-threads.
+"""Aggregations: which clients train in a round, and how their updates are combined. Without I/O,
+clock or threads.
 
 ``FedAvg`` and ``FedProx`` take the weighted mean of the updates; ``FedAdam`` and ``FedYogi`` take
 the mean update as a gradient of an optimizer on the server. ``Median``, ``TrimmedMean`` and
@@ -41,7 +41,7 @@ class Round:
 
 
 class Aggregation(Protocol):
-    """Which clients train in a round, with which configuration, and what their updates make.
+    """Chooses the clients of a round, with their configuration, and combines their updates.
 
     A class with these two methods is an aggregation; it needs no base class. Optional attributes:
     ``min_updates``, how many updates ``aggregate`` needs at least (1), ``max_samples``, with how

@@ -53,8 +53,7 @@ _MAX_REASON = 1000
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The end of one call: the ``answer`` of the ``client``, or the ``reason`` why there is
-    none."""
+    """The end of one call: the ``answer`` of the ``client``, or the ``reason`` of its failure."""
 
     client: str
     answer: Answer | None
@@ -62,18 +61,18 @@ class Reply:
 
 
 class Clients(Protocol):
-    """All clients of a federation. ``is_simulated``: they are computed here, one by one."""
+    """All clients of a federation. ``is_simulated``: they run in this process."""
 
     is_simulated: bool
 
     def wait(self, num: int, timeout_s: float) -> Sequence[str]:
-        """The names of the live clients, when they are ``num`` or after ``timeout_s``."""
+        """The names of the live clients, once there are ``num``, or after ``timeout_s``."""
 
     def called(self, client: str) -> str:
-        """A client in messages: its name, and its machine if it has one."""
+        """A client's name in messages, with its machine if that is known."""
 
     def none_fit(self) -> str:
-        """Why no client can take part; empty if one can, or has not registered yet."""
+        """Why no client can take part; empty if some client can, or has not registered yet."""
 
     def start(
         self,
@@ -82,37 +81,26 @@ class Clients(Protocol):
         timeout_s: float | None,
         put: Callable[[Reply], None],
     ) -> Callable[[], None]:
-        """Call ``method`` of each client in ``arguments``; ``put`` gets one reply for each whose
-        call ends within ``timeout_s``, from any thread. The returned function gives up: what has
-        not begun does not begin, and further replies are dropped."""
-
-
-@dataclass(slots=True)
-class Gathered:
-    """The answers of several clients to one call, in the order of the calls."""
-
-    answers: dict[str, Any]
-    missing: dict[str, str]
-    times: list[float]
-    num_late: int
+        """Call ``method`` of each client in ``arguments``; ``put`` gets, from any thread, one reply
+        for each call that ends within ``timeout_s``. The returned function gives up: waiting calls
+        are not begun, and further replies are dropped."""
 
 
 @dataclass(slots=True)
 class _Plan:
-    """The arguments of one run, and what it has learned from its rounds."""
+    """The arguments of one run, and its state over the rounds."""
 
     aggregation: Aggregation
     patience: Patience
     deadlines: Deadlines
     secure: SecureAggregation | None
     range: Range | None
-    privacy: DifferentialPrivacy | None
     private: PrivateMean | None
     spoilers: dict[str, str] = field(default_factory=dict)
     """Clients that are left out from now on, and why."""
 
     def leave_out(self, clients: Mapping[str, str], number: int) -> None:
-        """Leave ``clients`` out of the rounds after ``number``, for what each of them did in it."""
+        """Exclude ``clients`` from the rounds after ``number``; by name, what each did in it."""
         for name, did in clients.items():
             self.spoilers[name] = f"left out: in round {number} it {did}"
 
@@ -123,8 +111,8 @@ class _Plan:
 
 @dataclass(slots=True)
 class _Made:
-    """The result of a round's clients: ``updates`` for the aggregation; none, but a ``note``, if
-    the round does not count."""
+    """The result of a round's clients: ``updates`` for the aggregation, or a ``note`` why the round
+    does not count."""
 
     arrived: tuple[str, ...]
     missing: dict[str, str]
@@ -141,8 +129,8 @@ class Federation:
     def __init__(
         self, clients: Clients, *, seed: int = 0, say: Callable[[str], None] = to_stderr
     ) -> None:
-        """``say`` gets a line for each round, at most one a second, for each round with missing
-        clients, and for the last one."""
+        """``say`` gets a line for each round: at most one a second, but always for rounds with
+        missing clients, and for the last round."""
         self.seed = seed
         self.histories: list[History] = []
         """The histories of all runs so far."""
@@ -228,12 +216,11 @@ class Federation:
             deadlines,
             secure,
             None if secure is None else Range(secure.limit, secure.max_samples),
-            privacy,
             private,
         )
         entropy = self.seed
         if privacy is not None and privacy.seed is None:
-            entropy = secrets.randbits(128)  # the bound holds for clients that none knows of
+            entropy = secrets.randbits(128)  # the bound holds for choices that nobody can repeat
         seeds = np.random.SeedSequence(entropy).generate_state(max(rounds, 1), np.uint64)
         kept, reports = None, list[RoundReport]()
         if checkpoint is not None:
@@ -244,7 +231,7 @@ class Federation:
         for number in range(len(reports) + 1, rounds + 1):
             now = Round(number, rounds, parameters, int(seeds[number - 1] >> np.uint64(1)))
             parameters, report = self._round(now, plan)
-            if kept is not None and privacy is not None:  # counted before anybody sees it
+            if kept is not None and privacy is not None:  # before ``evaluate`` sees the parameters
                 kept.save(parameters, [*reports, report])
             if evaluate is not None:
                 found = {name: float(v) for name, v in evaluate(number, parameters).items()}
@@ -277,7 +264,7 @@ class Federation:
             )
         if plan.private is not None:
             plan.private.check(len(there), now.total - now.number + 1)
-        left_out = dict(plan.spoilers)  # what this round finds is for the next ones
+        left_out = dict(plan.spoilers)  # spoilers of this round are left out of later ones
         asked = self._configured(now, plan.aggregation, there)
         self._has_asked = True
         deadline_s: float | None = plan.deadlines.next_s()
@@ -308,7 +295,7 @@ class Federation:
         )
 
     def _there(self, patience: Patience, spoilers: Container[str]) -> list[str]:
-        """The live clients, when they are enough without the ``spoilers``."""
+        """The live clients without the ``spoilers``, once they are ``min_clients``."""
         num_useless = 0
         while True:
             there = self._clients.wait(patience.min_clients + num_useless, patience.start_s)
@@ -339,10 +326,10 @@ class Federation:
             plan.deadlines.note(gathered.times, gathered.num_late, deadline_s)
         updates: list[Update] = list(gathered.answers.values())
         made = _Made(tuple(gathered.answers), gathered.missing, metrics=mean_metrics(updates))
-        if plan.private is not None and plan.privacy is not None:
+        if plan.private is not None:
             before = flat(now.parameters)
             changes = (flat(each.parameters) - before for each in updates)
-            total = clipped_sum(changes, plan.privacy.clip, len(before))
+            total = clipped_sum(changes, plan.private.clip, len(before))
             made.updates = [_moved(now, plan.private.mean(total, num_available))]
         elif len(updates) < fewest:
             made.note = _too_few(len(updates), fewest)
@@ -361,7 +348,7 @@ class Federation:
         """The clients' changes are summed under masks; the sum becomes one update."""
         assert plan.secure is not None
         assert plan.range is not None
-        clip = None if plan.privacy is None else plan.privacy.clip
+        clip = None if plan.private is None else plan.private.clip
         if clip is not None:
             plan.range.limit, plan.range.max_samples = clip, 1
         missing: dict[str, str] = {}
@@ -382,7 +369,7 @@ class Federation:
             gathered = self.gather(method, arguments, enough, left_s, understand)
             if phase == "training" and deadline_s is not None:
                 plan.deadlines.note(gathered.times, gathered.num_late, deadline_s)
-            if phase != "after":  # then its change is in the sum
+            if phase != "after":  # a client lost after the training has its change in the sum
                 missing.update(gathered.missing)
             return gathered.answers
 
@@ -415,8 +402,8 @@ class Federation:
     def _note_hanging(
         self, now: Round, plan: _Plan, num_asked: int, began: int, stayed: int
     ) -> None:
-        """Count a private round whose sum one client decided by dropping out or staying. (That
-        fewer are asked is counted beforehand.)"""
+        """Count a private round in which one client, by dropping out or staying, decided whether
+        there is a sum. (The chance that too few are asked is counted beforehand.)"""
         assert plan.secure is not None
         assert plan.private is not None
         if stayed < num_asked and plan.secure.hangs_on_one(began, stayed):
@@ -455,8 +442,8 @@ class Federation:
     def _aggregated(
         self, now: Round, aggregation: Aggregation, updates: Sequence[Update]
     ) -> Parameters:
-        """What ``aggregation`` makes of ``updates``. NotFinite can be a client's fault; TypeError
-        and ValueError for another structure are the aggregation's fault."""
+        """The result of ``aggregation`` for ``updates``, checked. NotFinite may be a client's
+        fault; TypeError and ValueError, for another structure, are the aggregation's."""
         what = f"{type(aggregation).__name__}.aggregate"
         found = checked(aggregation.aggregate(now, updates), f"the result of {what}")
         why = difference(found, now.parameters)
@@ -471,20 +458,18 @@ class Federation:
         enough: int,
         deadline_s: float | None,
         understand: Callable[[str, Any], Any],
-    ) -> Gathered:
+    ) -> Gathering:
         """Call ``method`` of all clients in ``arguments``; wait for ``enough`` of them, at most
         ``deadline_s``. ``understand(client, answer)`` checks an answer."""
         gathering = Gathering(arguments, enough)
         replies: queue.Queue[Reply] = queue.Queue()
-        answers: dict[str, Any] = {}
-        times: list[float] = []
         began = time.monotonic()
         give_up = self._clients.start(method, arguments, deadline_s, replies.put)
         try:
             while not gathering.is_over:
                 left = None if deadline_s is None else began + deadline_s - time.monotonic()
                 try:
-                    # After the deadline as well: what came in time counts.
+                    # Also after the deadline: replies that arrived in time count.
                     reply = replies.get(timeout=None if left is None else max(0.0, left))
                 except queue.Empty:
                     break
@@ -496,18 +481,11 @@ class Federation:
                         answer = understand(reply.client, answer)
                     except (TypeError, ValueError, KeyError, AttributeError) as error:
                         reason = f"its answer was refused: {error}"
-                if gathering.answered(reply.client, reason):
-                    answers[reply.client] = answer
-                    times.append(time.monotonic() - began)
+                gathering.answered(reply.client, answer, time.monotonic() - began, reason)
         finally:
             give_up()
-        if gathering.num_arrived >= enough:
-            gathering.end("enough others came first")
-            num_late = 0
-        else:
-            num_late = gathering.end(f"no answer within {deadline_s or 0:.1f} s")
-        in_order = {client: answers[client] for client in arguments if client in answers}
-        return Gathered(in_order, gathering.missing, times, num_late)
+        gathering.end(deadline_s or 0)
+        return gathering
 
     def _tell(self, report: RoundReport, total: int) -> None:
         now = time.monotonic()
@@ -549,6 +527,6 @@ def _as_update(expected: Parameters, max_samples: int) -> Callable[[str, Any], U
 
 
 def _seed_of(seed: int, client: str) -> int:
-    """A number of its own for each client."""
+    """A seed for each client."""
     words = [seed & 0xFFFFFFFF, seed >> 32, *client.encode()]
     return int(np.random.SeedSequence(words).generate_state(1)[0])

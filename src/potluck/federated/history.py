@@ -1,5 +1,5 @@
-"""What a run has done, round by round, and ``Kept``, which keeps it on disk, so that a server that
-was killed goes on."""
+"""The reports of a run's rounds, and ``Kept``, which stores them with the parameters on disk, so
+that a killed server can resume."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RoundReport:
     num_heavy: int | None = None
 
     def line(self, total: int, called: Callable[[str], str] = str) -> str:
-        """The round in one line; ``called(client)`` is what people call a client."""
+        """The round in one line; ``called(client)`` is a client's name for people."""
         came = f"{len(self.arrived)} of {len(self.asked)} clients"
         words = [f"round {self.number} of {total}: {came} in {self.seconds:.1f} s"]
         figures = {**self.metrics, **self.evaluation}
@@ -90,9 +90,9 @@ def as_plain(report: RoundReport) -> dict[str, Any]:
 
 
 class Kept:
-    """The rounds of one run in the directory ``directory``: their parameters and reports, and the
-    state of what learns from them. An aggregation with a state of its own has ``state_dict()`` and
-    ``load_state_dict(state)``, of arrays, numbers and text."""
+    """The rounds of one run in the directory ``directory``: parameters, reports, and the state of
+    the aggregation, deadlines, limits and privacy loss. An aggregation with a state of its own has
+    ``state_dict()`` and ``load_state_dict(state)``, of arrays, numbers and text."""
 
     def __init__(
         self,

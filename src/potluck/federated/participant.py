@@ -34,13 +34,13 @@ Answer = dict[str, Any]
 class Participant:
     """The client at ``site``, with its function. Calls one method at a time."""
 
-    def __init__(self, function: ClientFunction, site: Site, *, tells: bool) -> None:
-        """``tells``: the server gets the texts of the function's errors, which may quote data;
-        otherwise only their type and place. ``complain(text)`` gets the whole error on the client's
-        own side."""
+    def __init__(self, function: ClientFunction, site: Site, *, sends_texts: bool) -> None:
+        """``sends_texts``: the server gets the texts of the function's errors, which may quote
+        data; otherwise only their type and place. ``complain(text)`` gets the whole error on the
+        client's own side."""
         self._function = function
         self._site = site
-        self._tells = tells
+        self._sends_texts = sends_texts
         self.complain: Callable[[str], None] = lambda text: None
         secure = SecureParticipant(site.client, self.update)
         self._methods: dict[str, Callable[..., Answer]] = {
@@ -52,12 +52,12 @@ class Participant:
         }
 
     def answer(self, method: str, arguments: Mapping[str, Any]) -> Answer:
-        """Run ``method``. Raises nothing."""
+        """Run ``method``; an error becomes ``{"refused": why}``."""
         try:
             if method not in self._methods:
                 return {"refused": f"this client has no method {method!r}"}
             return self._methods[method](**arguments)
-        except BaseException as error:  # a server waits; SystemExit and the like end no client
+        except BaseException as error:  # the server waits, and SystemExit must not end a client
             self.complain("".join(traceback.format_exception(error)))
             return {"refused": self._reason(error)}
 
@@ -86,7 +86,7 @@ class Participant:
         own_file = getattr(getattr(self._function, "__code__", None), "co_filename", "")
         place = next((each for each in reversed(theirs) if each.filename == own_file), theirs[-1])
         where = f"{place.filename.rpartition('/')[2]}:{place.lineno} in {place.name}"
-        text = f": {_text_of(error)}" if self._tells else ""
+        text = f": {_text_of(error)}" if self._sends_texts else ""
         return f"{kind}{text} (at {where})"
 
 
@@ -101,8 +101,8 @@ Train = Callable[[Any, Mapping[str, Any]], Update]
 
 
 class SecureParticipant:
-    """The secure side of client ``name``, whose ``train`` makes a checked update. Of several rounds
-    under way only the newest counts."""
+    """The methods of client ``name`` for secure aggregation, with ``train``, which makes a checked
+    update. Only the newest round counts."""
 
     def __init__(self, name: str, train: Train) -> None:
         self._name = name

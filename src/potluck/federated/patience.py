@@ -7,7 +7,7 @@ import statistics
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from potluck._core.checks import checked_seconds
 
@@ -15,6 +15,7 @@ _WINDOW = 256
 _LATE = 2.0
 _EXCHANGE = 0.25
 _LEAST_MAD = 0.1
+_NONE = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,48 +115,64 @@ class Deadlines:
         self._seconds.extend(map(float, seconds))
 
     def note(self, seconds: Iterable[float], num_late: int, deadline_s: float) -> None:
-        """A round is over: the answer times of its clients, and how many missed ``deadline_s``."""
+        """Add a round: the answer times of its clients, and how many missed ``deadline_s``."""
         self._seconds.extend(seconds)
         self._seconds.extend([_LATE * deadline_s] * num_late)
 
 
 def exchange_s(phase: str, deadline_s: float, elapsed_s: float) -> float:
-    """How long an exchange of secure aggregation may take, when ``elapsed_s`` of a round with
-    ``deadline_s`` are over; its ``phase`` is ``"before"``, ``"training"`` or ``"after"``."""
+    """The deadline in seconds of an exchange of secure aggregation, ``elapsed_s`` after the start
+    of a round with ``deadline_s``; its ``phase`` is ``"before"``, ``"training"`` or ``"after"``."""
     if phase == "training":
         return max(0.0, deadline_s - elapsed_s)
     return _EXCHANGE * deadline_s
 
 
 class Gathering:
-    """The clients of one round, and which of them have answered. ``enough`` answers end it."""
+    """The answers of several clients to one call; ``enough`` of them end it.
+
+    ``answers`` are in the order of ``asked``; ``missing`` is the reason of each other client;
+    ``times`` are the seconds until each answer; ``num_late`` clients missed the deadline.
+    """
 
     def __init__(self, asked: Iterable[str], enough: int) -> None:
-        self.outstanding = dict.fromkeys(asked)
-        self.num_arrived = 0
         self.missing: dict[str, str] = {}
+        self.times: list[float] = []
+        self.num_late = 0
         self._enough = enough
+        self._outstanding = dict.fromkeys(asked)
+        self._answers: dict[str, Any] = dict.fromkeys(self._outstanding, _NONE)
+
+    @property
+    def answers(self) -> dict[str, Any]:
+        return {client: each for client, each in self._answers.items() if each is not _NONE}
+
+    @property
+    def is_enough(self) -> bool:
+        return len(self.times) >= self._enough
 
     @property
     def is_over(self) -> bool:
         """Whether nothing is gained by waiting on."""
-        return not self.outstanding or self.num_arrived >= self._enough
+        return not self._outstanding or self.is_enough
 
-    def answered(self, client: str, reason: str = "") -> bool:
-        """``client`` has answered, or can't for this ``reason``. False if the answer does not
-        count: of an unknown client, or a second one."""
-        if client not in self.outstanding:
-            return False
-        del self.outstanding[client]
+    def answered(self, client: str, answer: Any, seconds: float, reason: str = "") -> None:
+        """``client`` has answered after ``seconds``, or can't for this ``reason``. The answer of an
+        unknown client does not count, nor does a second one."""
+        if client not in self._outstanding:
+            return
+        del self._outstanding[client]
         if reason:
             self.missing[client] = reason
         else:
-            self.num_arrived += 1
-        return not reason
+            self._answers[client] = answer
+            self.times.append(seconds)
 
-    def end(self, reason: str) -> int:
-        """Stop waiting: the outstanding clients are missing for this ``reason``; their number."""
-        num = len(self.outstanding)
-        self.missing |= dict.fromkeys(self.outstanding, reason)
-        self.outstanding.clear()
-        return num
+    def end(self, deadline_s: float) -> None:
+        """Stop waiting: the outstanding clients are missing."""
+        reason = "enough others came first"
+        if not self.is_enough:
+            reason = f"no answer within {deadline_s:.1f} s"
+            self.num_late = len(self._outstanding)
+        self.missing |= dict.fromkeys(self._outstanding, reason)
+        self._outstanding.clear()

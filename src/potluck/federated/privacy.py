@@ -68,7 +68,7 @@ class DifferentialPrivacy:
 
 
 class PrivacyLoss:
-    """What a federation has released with noise, in all of its runs."""
+    """The releases with noise of a federation, in all of its runs."""
 
     def __init__(self) -> None:
         self._released: Counter[tuple[float, float]] = Counter()
@@ -143,6 +143,7 @@ class PrivateMean:
         """``fewest``: fewer clients give noise alone. ValueError if the probability that
         ``aggregation`` asks a client is not known; MissingDependency without dp-accounting."""
         self._settings = settings
+        self.clip = settings.clip
         self._fewest = fewest
         self._probability = self._fraction = probability_of(settings, aggregation)
         if fewest > 1 and settings.sampling_probability is not None:
@@ -186,7 +187,7 @@ class PrivateMean:
         )
 
     def hung_on_one(self) -> None:
-        """Count a release in which one client more or fewer decided whether there is a sum."""
+        """Count a release whose existence depended on a single client."""
         self._loss.note(0.0, 1.0)
 
     def _hanging(self, num_available: int) -> float:

@@ -1,7 +1,8 @@
 """A federation over the services of a job: the server's side and a client's.
 
-Clients register at the server, again and again, and the server calls them. A client that died is
-forgotten at the first call that shows it, and registers anew when it has been started again.
+Clients register at the server every ``_REGISTER_EVERY_S`` seconds, and the server calls them. The
+server forgets a client at the first call that fails; a client that is started again registers
+anew.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ KNOWN, AGAIN, OVER = "known", "again", "over"
 
 
 class RemoteClients:
-    """The clients of a job, as the server sees them."""
+    """The server's list of a job's clients."""
 
     is_simulated = False
 
@@ -45,11 +46,11 @@ class RemoteClients:
         self._remotes: dict[str, Remote] = {}
         self._unfit: dict[str, str] = {}
         self._machines: dict[str, str] = {}
-        """By client, also clients that have left."""
+        """By client, also of clients that have left."""
         self._calls: dict[str, str] = {}
         """By busy client: the method that it runs."""
         self._late: set[str] = set()
-        """Clients whose answer came too late; they report when they are free."""
+        """Clients whose answer missed a deadline, until they report that they are idle."""
         self._is_over = False
         ctx.serve(_Registry(self))
 
@@ -90,7 +91,7 @@ class RemoteClients:
             try:
                 answer = remote.answer(client, method, arguments[client], timeout=timeout_s)
                 reason = "" if isinstance(answer, dict) else "its answer is no dict"
-            except ServiceTimeout:  # the round is over then, and counts its late clients
+            except ServiceTimeout:  # the round has ended, and counts its late clients
                 with self._changed:
                     self._late.add(client)
                 return
@@ -129,9 +130,9 @@ class RemoteClients:
     # -- for clients
 
     def register(self, call: Call, epoch: int, unfit: str, is_busy: bool) -> str:
-        """Note a live client; ``unfit``: why it can't take part; ``is_busy``: whether it computes
-        an answer. Returns ``KNOWN``; ``AGAIN`` if the client is to call again soon, since this
-        worker is not in its group yet; ``OVER``."""
+        """Note a live client; ``unfit``: why it can't take part; ``is_busy``: it computes an
+        answer. Returns ``KNOWN``; ``AGAIN``, soon, if this worker is not in the client's group yet;
+        or ``OVER``."""
         client = call.worker
         if self._is_over:
             return OVER
@@ -166,7 +167,7 @@ class RemoteClients:
             try:
                 work.wait()
             except PotluckError:
-                continue  # it has gone by itself, or asks again, or gives up after _GIVE_UP_S
+                continue  # the client has ended, registers again, or gives up after _GIVE_UP_S
 
     # -- inside
 
@@ -225,7 +226,7 @@ class _ClientService:
 
     @property
     def is_busy(self) -> bool:
-        """Whether an answer is being made."""
+        """Whether an answer is being computed."""
         return self._lock.locked()
 
     def stop(self, call: Call) -> None:
@@ -259,7 +260,7 @@ def serve_client(
         group = ctx.group
         rank = group.rank_of(LEADER)
         if rank < 0:
-            continue  # it is being started again
+            continue  # the server is being started again
         try:
             if server is None:
                 server = ctx.connect(SERVER_SERVICE, rank=rank, timeout=_CONNECT_S)

@@ -106,7 +106,7 @@ def simulate(
     for index in range(num_clients):
         folder = None if data_dirs is None else Path(data_dirs[index])
         place = Site(str(index), index, num_clients, folder)
-        participants[str(index)] = Participant(function, place, tells=True)
+        participants[str(index)] = Participant(function, place, sends_texts=True)
     clients = SimulatedClients(participants, num_threads or os.cpu_count() or 1)
     try:
         return lead(Federation(clients, seed=seed))

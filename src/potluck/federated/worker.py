@@ -40,7 +40,8 @@ def main(arguments: Sequence[str]) -> None:
             if given.keep_output:
                 keep_output(ctx, folder)
             data_dir = Path(given.data_dir).expanduser() if given.data_dir else None
-            be_client(ctx, folder / given.client, data_dir, ended, tells=not given.keep_output)
+            sends = not given.keep_output
+            be_client(ctx, folder / given.client, data_dir, ended, sends_texts=sends)
 
 
 def lead(ctx: DistributedContext, file: Path, history: Path | None, seed: int) -> None:
@@ -63,7 +64,7 @@ def be_client(
     data_dir: Path | None,
     ended: threading.Event,
     *,
-    tells: bool,
+    sends_texts: bool,
 ) -> None:
     """Be a client until the run is over. A client that can't take part reports why, and waits: the
     run goes on."""
@@ -75,7 +76,7 @@ def be_client(
         try:
             function = load(file, "client")
         except (Exception, SystemExit) as error:
-            text = f": {error}" if tells else ""
+            text = f": {error}" if sends_texts else ""
             unfit = f"{file.name} can't be loaded: {type(error).__name__}{text}"
             traceback.print_exception(error)
         else:
@@ -83,14 +84,14 @@ def be_client(
             # after all others.
             rank, num_workers = map(int, os.environ["POTLUCK_WORLD_RANK"].split("/"))
             place = Site(me, rank - 1, num_workers - 1, data_dir)
-            participant = Participant(function, place, tells=tells)
+            participant = Participant(function, place, sends_texts=sends_texts)
             participant.complain = lambda text: print(text, file=sys.stderr, flush=True)
     serve_client(ctx, participant, ended, unfit)
 
 
 def keep_output(ctx: DistributedContext, folder: Path) -> None:
-    """From now on what this worker writes goes to a file of its machine: it may quote data, and the
-    output of workers is sent to the machine of the command."""
+    """Redirect this worker's output to a file of its machine: it may quote data, and the output of
+    workers is sent to the machine of the command."""
     file = folder / f"client-{ctx.group.me.worker}.log"
     ctx.report(event=f"its output stays on its machine, in {file}")
     for stream in (sys.stdout, sys.stderr):
@@ -107,8 +108,9 @@ _EVERY_S = 0.1
 
 @contextlib.contextmanager
 def kept(ctx: DistributedContext) -> Iterator[threading.Event]:
-    """Enter each next group of ``ctx`` as soon as there is one, so that clients come in and go
-    while no collective call is made. The event is set when the job is over for this worker."""
+    """A block in which this worker enters each next group of ``ctx`` as soon as it is announced, so
+    that clients can join and leave although no collective call is made. The event is set when the
+    job is over for this worker."""
     is_over, ended = threading.Event(), threading.Event()
 
     def keep() -> None:

@@ -64,19 +64,32 @@ def test_how_few_updates_still_count() -> None:
 
 def test_a_gathering_ends_when_enough_have_answered_or_nobody_else_can() -> None:
     gathering = Gathering("abcd", enough=2)
-    assert gathering.answered("a")
-    assert not gathering.answered("a")  # twice
-    assert not gathering.answered("x")  # was not asked
+    gathering.answered("b", 1, 0.5)
+    gathering.answered("b", 2, 0.6)  # twice
+    gathering.answered("x", 3, 0.7)  # was not asked
+    assert gathering.answers == {"b": 1}
     assert not gathering.is_over
-    assert gathering.answered("b")
+    gathering.answered("a", None, 0.9)
     assert gathering.is_over
-    assert gathering.end("enough others came first") == 2
-    assert set(gathering.missing) == {"c", "d"}
+    gathering.end(2.0)
+    assert list(gathering.answers.items()) == [
+        ("a", None),
+        ("b", 1),
+    ]  # in the order of the question
+    assert gathering.times == [0.5, 0.9]
+    assert gathering.missing == dict.fromkeys("cd", "enough others came first")
+    assert gathering.num_late == 0
     broken = Gathering("ab", enough=2)
-    assert not broken.answered("a", "killed")
-    assert not broken.answered("b", "killed")
+    broken.answered("a", None, 0.1, "killed")
+    broken.answered("b", None, 0.1, "killed")
     assert broken.is_over
-    assert broken.num_arrived == 0
+    assert not broken.answers
+    assert broken.missing == dict.fromkeys("ab", "killed")
+    late = Gathering("abc", enough=3)
+    late.answered("a", 1, 0.1)
+    late.end(2.0)
+    assert late.missing == dict.fromkeys("bc", "no answer within 2.0 s")
+    assert late.num_late == 2
 
 
 def test_the_exchanges_of_secure_aggregation_share_a_rounds_deadline() -> None:

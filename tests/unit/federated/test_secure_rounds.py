@@ -172,7 +172,7 @@ def junk(sealed: dict[str, bytes], targets: str) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("method", "change", "text"),
     [
-        ("keys", lambda keys: dict.fromkeys(keys, bytes(32)), "none that gives a secret"),
+        ("keys", lambda keys: dict.fromkeys(keys, bytes(32)), "gives no shared secret"),
         ("keys", lambda keys: dict.fromkeys(keys, keys["mask"]), "is that of client 3, too"),
         ("shares", lambda shares: {"0": shares["0"]}, "not for the clients that take part"),
         ("shares", lambda shares: dict.fromkeys(shares, b""), "bytes are needed"),
@@ -205,7 +205,7 @@ def test_a_client_that_opens_other_shares_spoils_nothing_and_is_left_out(
     assert history.rounds[0].arrived == tuple("0123456")
     assert not history.rounds[0].note
     assert history.rounds[1].arrived == tuple("012456")
-    why = "left out: in round 1 it opened other shares than those that it was given"
+    why = "left out: in round 1 it opened other shares than it was given"
     assert history.rounds[1].missing == {"3": why}
 
 

@@ -20,7 +20,7 @@ from potluck._core.shamir import WITH_CHECK, share_bytes, split
 from potluck.federated.secure.masking import Words, derived, mask
 
 MIN_THRESHOLD = 3
-"""The sum of two changes tells each of the two clients the other's."""
+"""From the sum of two changes each of the two clients could compute the other's."""
 _DIGEST_BYTES = 32
 _DIGESTS_BYTES = 2 * _DIGEST_BYTES
 SHARE_BYTES = share_bytes(WITH_CHECK)
@@ -29,7 +29,7 @@ SEALED_BYTES = _DIGESTS_BYTES + 12 + 2 * SHARE_BYTES + 16
 
 
 class Unreadable(ValueError):
-    """The shares that ``clients`` have made for this one can't be read, or do not have their
+    """The shares that ``clients`` made for this client can't be decrypted, or do not have their
     digests."""
 
     def __init__(self, clients: list[str]) -> None:
@@ -166,8 +166,8 @@ class MaskingClient:
 
 
 def digest(share: bytes) -> bytes:
-    """What a client commits to when it makes a share, so that whoever opens another one is known.
-    A share is as random as a key: its digest says nothing about it."""
+    """The commitment to a share, by which a client that opens another share is found out. A share
+    is as random as a key, so its digest reveals nothing about it."""
     return hashlib.sha3_256(share).digest()
 
 

@@ -1,4 +1,4 @@
-"""Masks, and numbers as whole numbers modulo 2**32."""
+"""Masks, and the quantization of numbers to integers modulo 2**32."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def mask(seed: bytes, length: int) -> Words:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How numbers become whole numbers: values from ``-limit`` to ``limit`` in equal steps, so many
-    that the sum of ``num_clients`` values has one meaning modulo 2**32. ``max_samples``: the
-    largest weight of a client."""
+    """Quantization: values from ``-limit`` to ``limit`` in equal steps, so few that the sum of
+    ``num_clients`` values does not overflow modulo 2**32. ``max_samples``: the largest weight of a
+    client."""
 
     limit: float
     max_samples: float
@@ -75,8 +75,8 @@ class Scale:
         return np.concatenate([whole, extra]).astype(np.int64).astype(np.uint32)
 
     def decode(self, total: Words, num_summed: int) -> Decoded:
-        """What the sum of the words of ``num_summed`` clients says. ValueError if no client has a
-        weight, or if no such words have this sum."""
+        """The values and weights in the sum of the words of ``num_summed`` clients. ValueError if
+        no client has a weight, or if no clients' words can have this sum."""
         whole = total.astype(np.int32).astype(np.float64)
         values, (weight, num_high, num_cut, *num_heavy) = whole[:-NUM_EXTRA], whole[-NUM_EXTRA:]
         if weight == 0:
@@ -92,7 +92,7 @@ class Scale:
         ):
             raise ValueError(
                 "this is no sum of clients' changes: one of them has sent something else, and "
-                "under masks it can't be told which"
+                "masks hide which"
             )
         mean = values / weight * self.limit
         num_samples = weight / self.levels * self.max_samples

@@ -1,4 +1,4 @@
-"""One round of secure aggregation: four questions to the clients, and the mean of their changes."""
+"""One round of secure aggregation: four calls of each client, and the mean of their changes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Phase = Literal["before", "training", "after"]
 
 
 class Ask(Protocol):
-    """Asks a phase's question; gives the answers that came in time.
-    ``enough`` answers end the phase; without, as many as the round's patience asks for."""
+    """Calls the clients' method of a phase; returns the answers that arrived in time. ``enough``
+    answers end the phase; None: as many as the round's patience asks for."""
 
     def __call__(
         self,
@@ -117,8 +117,8 @@ def _bytes(value: object, length: int) -> bytes:
 
 
 def _keys() -> Callable[[str, Any], dict[str, bytes]]:
-    """Checks the clients' public keys. The clients refuse a list with two equal ones, or with one
-    that gives no secret: here it is known whose it is."""
+    """Checks the clients' public keys. Clients refuse a list with equal keys, or with a key that
+    gives no shared secret; the check here also knows which client sent it."""
     seen: dict[bytes, str] = {}
     probe = X25519PrivateKey.generate()
 
@@ -130,7 +130,7 @@ def _keys() -> Callable[[str, Any], dict[str, bytes]]:
             try:
                 probe.exchange(X25519PublicKey.from_public_bytes(key))
             except ValueError:
-                raise ValueError("its key is none that gives a secret") from None
+                raise ValueError("its key gives no shared secret") from None
             seen[key] = client
         return keys
 

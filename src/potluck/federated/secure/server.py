@@ -19,7 +19,7 @@ Opened = dict[str, dict[str, bytes]]
 
 
 class Spoiled(ValueError):
-    """These clients have spoiled the round: by name, what each of them did."""
+    """Clients have made the round fail: by name, what each of them did."""
 
     def __init__(self, clients: Mapping[str, str]) -> None:
         super().__init__("; ".join(f"client {name} {did}" for name, did in clients.items()))
@@ -35,8 +35,8 @@ class TooFew(FederationError):
 
 
 class MaskingServer:
-    """One round on the server. It sees keys, sealed shares, masked words, and shares of secrets of
-    which it may open one per client."""
+    """One round on the server. It sees keys, sealed shares, masked words, and shares of secrets: of
+    each client either of its key or of its seed."""
 
     def __init__(self, threshold: int, session: bytes) -> None:
         self._threshold = threshold
@@ -75,8 +75,8 @@ class MaskingServer:
         self.masked = dict(masked)
 
     def checked(self, client: str, answer: Mapping[str, Any]) -> Opened:
-        """The shares that ``client`` opened. ValueError unless they are those that it was given,
-        one for each client in the masks of the sum."""
+        """The shares that ``client`` opened. ValueError unless they are the shares that it was
+        given, one for each client in the masks of the sum."""
         unread = sorted(self._sealed.keys() & set(map(str, answer.get("unread", ()))))
         if unread:
             for name in unread:
@@ -90,21 +90,21 @@ class MaskingServer:
                 digest(share) != digests(self._sealed[name][client])[number]
                 for name, share in opened.items()
             ):
-                self.cheats[client] = "opened other shares than those that it was given"
-                raise ValueError("it opened other shares than those that it was given")
+                self.cheats[client] = "opened other shares than it was given"
+                raise ValueError("it opened other shares than it was given")
         return found
 
     def total(self, opened: Mapping[str, Opened]) -> Words:
         """The sum of the survivors' words, modulo 2**32, by the ``checked`` shares of clients.
 
-        FederationError if fewer than the threshold answered, Spoiled if it is known whose fault
-        that is, or whose shares belong to no secret.
+        TooFew if fewer than the threshold answered; Spoiled if the clients at fault are known, or a
+        client's shares belong to no secret.
         """
         num_borne = max(1, len(self._sealed) - self._threshold)
         spoiled = {
             name: "made shares that others can't read"
             for name, accusers in self._accusers.items()
-            if len(accusers) > num_borne  # so one of them at least is honest
+            if len(accusers) > num_borne  # so at least one accuser is honest
         }
         if len(opened) < self._threshold and spoiled:
             raise Spoiled(spoiled)
