@@ -237,7 +237,7 @@ def test_bad_input_is_one_clear_error(tmp_path: Path) -> None:
             services.wait()
         with pytest.raises(TypeError, match="serve takes what"):
             services.serve(print)
-        with pytest.raises(ValueError, match="can't be told to other machines"):
+        with pytest.raises(ValueError, match="can't be announced to other machines"):
             services.serve(service("a\u3164b")(lambda call: None))
         with pytest.raises(ValueError, match="must be above 0"):
             services.connect("place", timeout=0)

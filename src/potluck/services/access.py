@@ -1,9 +1,8 @@
-"""``Services``: the services that one worker of a job serves, and those that it calls."""
+"""``Services``: the services that one worker of a job serves, and its remotes."""
 
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from potluck._core.wire.payload import pack
 from potluck._core.wire.services import Request
 from potluck.errors import ConfigurationError, LinkError, PotluckError, UnknownService
 from potluck.services.channel import Blocks
-from potluck.services.client import Connection, Pool, Remote, pool_of
+from potluck.services.client import Connection, Remote, Remotes
 from potluck.services.definition import services_of
 from potluck.services.server import Server
 
@@ -41,16 +40,15 @@ class Services:
         self._transport = transport
         self._group = group
         self._next_members = next_members
-        self._timeout_s = timeout_s
         self._max_bytes = max_bytes
         self._memory = Blocks()
+        self._remotes = Remotes(timeout_s=timeout_s, max_bytes=max_bytes, memory=self._memory)
         self._server = Server(
             rank_of=self._rank_of,
             max_bytes=max_bytes,
             memory=self._memory,
             objects_to=(lambda node: None) if transport is None else transport.objects_to,
         )
-        self._pools: weakref.WeakSet[Pool] = weakref.WeakSet()
         if transport is not None:
             transport.open(self._objection, self._server.take)
 
@@ -69,7 +67,7 @@ class Services:
         return self.remote(name, self._find(transport, name, rank, timeout_s))
 
     def remote(self, name: str, worker: str) -> Remote:
-        """The service ``name`` of a worker of the group, which is not asked whether it has it."""
+        """The service ``name`` of a worker of the group, without a check that it exists."""
         transport = self._checked_transport()
 
         def dial(deadline: float) -> BulkLink:
@@ -85,22 +83,11 @@ class Services:
                     return False
             return True
 
-        remote = Remote(
-            name,
-            f"worker {worker}",
-            dial,
-            may_use,
-            timeout_s=self._timeout_s,
-            max_bytes=self._max_bytes,
-            memory=self._memory,
-        )
-        self._pools.add(pool_of(remote))
-        return remote
+        return self._remotes.make(name, f"worker {worker}", dial, may_use)
 
     def close(self) -> None:
         """End all connections. Idempotent."""
-        for pool in list(self._pools):
-            pool.close()
+        self._remotes.close()
         self._server.close()
 
     # -- inside

@@ -79,7 +79,7 @@ _JOINED_BYTES = 64 * 1024
 class State(Enum):
     """How much of a frame has been received."""
 
-    WAITING = "no more bytes have come"
+    WAITING = "no more bytes have arrived"
     ANNOUNCED = "its lengths are known; no memory was taken for them"
     COMPLETE = "its head and value are there"
 
@@ -107,8 +107,8 @@ class Channel(Generic[T]):
         self.value: Any = None
 
     def close(self) -> None:
-        """End the connection, and let go of all arrays now: a cycle keeps this object for a
-        while."""
+        """End the connection, and release all arrays now: a reference cycle keeps this object
+        for a while."""
         self.link.close()
         self._outgoing.clear()
         self._rooms = None
@@ -118,7 +118,8 @@ class Channel(Generic[T]):
     # -- out
 
     def put(self, head: Head, packed: Packed) -> None:
-        """Begin to send a frame. Its arrays must not change until ``send`` has returned True."""
+        """Queue a frame for ``send``. Its arrays must not change until ``send`` has returned
+        True."""
         first = encode(head, packed)
         if packed.nbytes <= _JOINED_BYTES:
             self._outgoing.append(memoryview(b"".join((first, *packed.buffers))))
@@ -127,7 +128,7 @@ class Channel(Generic[T]):
         self._outgoing.extend(buffer for buffer in packed.buffers if len(buffer))
 
     def send(self) -> bool:
-        """Send what the connection takes; True when all has left. LinkError if it has ended."""
+        """Send what the connection takes; True once all is sent. LinkError if it has ended."""
         while self._outgoing:
             data = self._outgoing[0]
             taken = self.link.send(data)
@@ -142,8 +143,8 @@ class Channel(Generic[T]):
     # -- in
 
     def receive(self) -> State:
-        """Receive what has come. LinkError if the connection has ended, ProtocolError for bytes
-        that are no frame.
+        """Receive the bytes that have arrived. LinkError if the connection has ended, ProtocolError
+        for bytes that are no frame.
 
         After ANNOUNCED ``nbytes`` is known, and the next call goes on. After COMPLETE ``head`` and
         ``value`` are the frame's; the next call begins another frame.
@@ -168,11 +169,11 @@ class Channel(Generic[T]):
 
     @property
     def is_receiving(self) -> bool:
-        """Whether a part of a frame has come."""
+        """Whether a part of a frame was received."""
         return self._num_start > 0
 
     def _receive_start(self) -> bool:
-        """Whether a small frame is complete, or that a long one comes is known."""
+        """Whether a small frame is complete, or the lengths of a long one are known."""
         size = self._num_start
         while count := self.link.recv_into(self._start[size:] if size else self._start):
             before, self._num_start = size, size + count
@@ -216,8 +217,8 @@ class Channel(Generic[T]):
             self._room = room
 
     def _rest(self) -> Iterator[memoryview]:
-        """The memory that is to be filled, in order, of a frame that is not small; each is full
-        when the next is asked for."""
+        """The buffers of a frame that is not small, in order; each is filled before the next is
+        taken."""
         came = self._start[PREFIX_BYTES : self._num_start]
 
         def left_of(room: memoryview) -> memoryview:

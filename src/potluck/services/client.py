@@ -42,7 +42,7 @@ class Connection:
         self._busy = BusyWait(self._fd)
 
     def is_intact(self) -> bool:
-        """Whether the server has not closed it. A server sends nothing between calls."""
+        """Whether the server has left it open. A server sends nothing between calls."""
         return not self._wait_readable(0.0)
 
     def call(self, request: Request, packed: Packed, deadline: float) -> tuple[Failure | None, Any]:
@@ -79,7 +79,7 @@ class AllInUseError(Exception):
 
 
 class Pool:
-    """For any number of threads."""
+    """The connections of one remote, for any number of threads."""
 
     def __init__(
         self, dial: Callable[[float], Connection], may_use: Callable[[], bool], size: int
@@ -112,16 +112,15 @@ class Pool:
             self.discard(kept)
 
     def discard(self, connection: Connection | None) -> None:
-        """A call has failed, so that its connection is of no use: close it; another one may be
-        made in its place."""
+        """Close the connection of a failed call; a new one may be made in its place."""
         if connection is not None:
             connection.close()
         self.give_back(None)
 
     def give_back(self, connection: Connection | None) -> None:
-        """A call has ended; None if its connection is of no use any more."""
+        """Return the connection of a call that has ended; None if it was closed."""
         self._free.insert(len(self._free) if connection else 0, connection)
-        if connection is not None and self._is_closed:  # asked last: ``close`` may have run
+        if connection is not None and self._is_closed:  # read last: ``close`` may have run
             self.close()
         if self._num_waiting:
             with self._changed:
@@ -154,7 +153,7 @@ class Pool:
 
 
 def _close_all(free: list[Connection | None]) -> int:
-    """Empty ``free``; how many there were."""
+    """Close all of ``free``, and empty it; returns how many there were."""
     count = 0
     with contextlib.suppress(IndexError):
         while True:
@@ -222,10 +221,27 @@ class Remote:
             self._callee.pool.close()
 
 
-def pool_of(remote: Remote) -> Pool:
-    """The connections of ``remote``, which its methods keep as well. (A function, because the
-    attributes of a Remote are the service's methods.)"""
-    return remote._callee.pool
+class Remotes:
+    """Makes the remotes of a process, and closes their connections at its end."""
+
+    def __init__(self, *, timeout_s: float, max_bytes: int, memory: Blocks) -> None:
+        self._options: dict[str, Any] = {
+            "timeout_s": timeout_s,
+            "max_bytes": max_bytes,
+            "memory": memory,
+        }
+        self._pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+
+    def make(self, name: str, where: str, dial: Dial, may_use: Callable[[], bool]) -> Remote:
+        """See ``Remote``."""
+        remote = Remote(name, where, dial, may_use, **self._options)
+        self._pools.add(remote._callee.pool)  # which its methods keep as well
+        return remote
+
+    def close(self) -> None:
+        """Close the connections that no call uses. Idempotent."""
+        for pool in list(self._pools):
+            pool.close()
 
 
 class _Callee:
@@ -288,7 +304,7 @@ class _Callee:
         return work
 
     def _connection(self, method: str, seconds: float, deadline: float) -> Connection:
-        """A connection that no call uses. The request was not sent if there is none."""
+        """A connection for one call. An error means that the request was not sent."""
         try:
             return self.pool.take(deadline)
         except AllInUseError:

@@ -21,12 +21,12 @@ _MARK = "_potluck_service"
 
 
 class Call(msgspec.Struct, frozen=True):
-    """One call of a service, as its method sees it.
+    """One call of a service: its caller, and what it calls.
 
     ``node`` is the id of the caller's node, which its certificate has proved, and ``worker`` the
     caller's name in the job (``Member.worker``), empty for a program outside of jobs. ``rank`` is
     that worker's rank in the server's present group, -1 if the group has no such worker.
-    ``timeout_s`` is what the caller waits.
+    ``timeout_s`` is the caller's deadline in seconds.
     """
 
     node: str
@@ -85,7 +85,7 @@ def service(
 
 
 def services_of(*things: Any) -> list[Service]:
-    """The services that functions and instances, made with ``service``, are or belong to."""
+    """The services of functions and instances that were made with ``service``."""
     methods: dict[str, dict[str, Callable[..., Any]]] = {}
     marks: dict[str, _Mark] = {}
     for thing in things:

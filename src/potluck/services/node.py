@@ -5,7 +5,6 @@ from __future__ import annotations
 import string
 import threading
 import time
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from potluck._core.wire.peers import Served
 from potluck._core.wire.services import KIND
 from potluck.errors import ConfigurationError, LinkError, Refused, UnknownService
 from potluck.services.channel import Blocks
-from potluck.services.client import Pool, Remote, pool_of
+from potluck.services.client import Remote, Remotes
 from potluck.services.definition import Service, services_of
 from potluck.services.own_agent import OwnAgent
 from potluck.services.server import Server
@@ -114,14 +113,14 @@ class NodeServices:
         )
         self._wanted_port = port
         self._credentials: Credentials = load_node_credentials(settings)
-        self._memory = Blocks()
+        memory, max_bytes = Blocks(), settings.max_call_bytes
+        self._remotes = Remotes(timeout_s=self._timeout_s, max_bytes=max_bytes, memory=memory)
         self._server = Server(
             rank_of=lambda worker: -1,
-            max_bytes=settings.max_call_bytes,
-            memory=self._memory,
+            max_bytes=max_bytes,
+            memory=memory,
             objects_to=self._credentials.objects_to,
         )
-        self._pools: weakref.WeakSet[Pool] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._listener: Listener | None = None
         self._failure: BaseException | None = None
@@ -145,8 +144,8 @@ class NodeServices:
 
         ``things`` are functions, and instances of classes, made with
         [service][potluck.service]. Their methods run on threads of this process. TypeError for
-        other things, ValueError for a name that this object serves already or names that are too
-        long to be told, ConfigurationError if another program of this machine serves one of the
+        other things, ValueError for a name that this object serves already or that is too long,
+        ConfigurationError if another program of this machine serves one of the
         names, LinkError if the agent of this machine does not answer, or after ``close``.
         """
         self._owner.check()
@@ -193,21 +192,13 @@ class NodeServices:
                 deadline=deadline,
             )
 
-        remote = Remote(
-            name,
-            where,
-            dialled,
-            lambda: self._credentials.objects_to(found.node) is None,
-            timeout_s=self._timeout_s,
-            max_bytes=self._settings.max_call_bytes,
-            memory=self._memory,
+        return self._remotes.make(
+            name, where, dialled, lambda: self._credentials.objects_to(found.node) is None
         )
-        self._pools.add(pool_of(remote))
-        return remote
 
     def wait(self) -> None:
-        """Serve until Ctrl-C, or until another thread calls ``close``. LinkError if no connections
-        can be taken any more."""
+        """Serve until Ctrl-C, or until another thread calls ``close``. LinkError if the listener
+        has failed."""
         self._owner.check()
         names = ", ".join(map(repr, self._server.names()))
         if self._listener is None or not names:
@@ -224,14 +215,13 @@ class NodeServices:
             raise self._failure
 
     def close(self) -> None:
-        """End all connections. Other machines find the services no more. Idempotent; nothing in a
-        forked child."""
+        """End all connections, and withdraw the services from the agent. Idempotent; does nothing
+        in a forked child."""
         if not self._owner.is_here:
             return
         self._over.set()
         self._agent.close()
-        for pool in list(self._pools):
-            pool.close()
+        self._remotes.close()
         with self._lock:
             listener = self._listener
         if listener is not None:
@@ -263,7 +253,7 @@ class NodeServices:
         return admission(caller, self._server.objection(caller), self._server.take)
 
     def _check_open(self) -> None:
-        """LinkError after ``close``, or if no connections can be taken any more."""
+        """LinkError after ``close``, or if the listener has failed."""
         if self._over.is_set():
             raise self._failure or LinkError("the services of this program were closed")
 
@@ -285,7 +275,9 @@ class NodeServices:
             except Refused:
                 raise
             except LinkError as error:
-                seen = seen or str(error)  # the last try may have had no time
+                seen = seen or str(
+                    error
+                )  # keep the earlier reason: the last attempt may only time out
             else:
                 found = [each for each in reply.services if _is_on(holder or node, each)]
                 if len(found) > 1:
@@ -326,7 +318,7 @@ def _called(info: ServiceInfo) -> str:
 
 
 def _elsewhere(reply: ServicesReply) -> str:
-    """The agents' answers, if none of them is the service."""
+    """What the agents answered, without a node that serves it."""
     parts = [f"{_called(each)} serves it" for each in reply.services]
     silent = ", ".join(each[:8] for each in reply.silent)
     if silent:
@@ -341,6 +333,6 @@ def _announced(services: Sequence[Service], port: int) -> Served:
         return msgspec.convert(raw, Served)
     except msgspec.ValidationError as error:
         raise ValueError(
-            f"these services can't be told to other machines: {error}. Names are up to 64 "
+            f"these services can't be announced to other machines: {error}. Names are up to 64 "
             "characters, all of them visible"
         ) from None

@@ -1,4 +1,4 @@
-"""``OwnAgent``: this machine's agent, asked from any thread of a program outside of jobs."""
+"""``OwnAgent``: requests to this machine's agent, from any thread of a program outside of jobs."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ class OwnAgent:
         return reply
 
     def register(self, services: Served) -> None:
-        """Have other machines find ``services`` until ``close``, also after the agent was started
-        again. ConfigurationError if no agent runs here, or it takes no more; LinkError if it does
+        """Announce ``services`` to other machines until ``close``, also after the agent was started
+        again. ConfigurationError if no agent runs here, or it refuses them; LinkError if it does
         not answer."""
         link = self._ask(self._registered(services), REGISTER_S)
         self._loop.call_soon_threadsafe(lambda: self._tasks.start(self._keep(services, link)))
 
     def close(self) -> None:
-        """Have the services found no more. Idempotent."""
+        """Withdraw the services. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True

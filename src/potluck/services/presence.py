@@ -10,8 +10,8 @@ from potluck.services.definition import Call
 
 
 class Presence:
-    """The time of each worker's last call, and the workers that have left. For any number of
-    threads.
+    """Tracks the time of each worker's last call, and the workers that have left. For any number
+    of threads.
 
     A worker is present while it is in the present group, has not left, and has called in the last
     ``silence_s`` seconds. A worker without a call counts as if it had called when this object was

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from potluck._core.backends.service_transport import Caller
@@ -44,11 +45,11 @@ T = TypeVar("T")
 class Budget(Generic[T]):
     """A limit on the bytes of the requests and replies under way, of all clients together.
 
-    A client whose request does not fit waits, in order, and its bytes stay in the network until
-    others have ended. One request alone always fits. Replies are counted, not refused: their size
-    is known when the method has run. Small requests (``channel.SMALL_BYTES``) are not counted, and
-    wait only while the replies alone reach the limit. So a client that announces a long request and
-    then stops keeps long ones waiting, and no others.
+    A client whose request does not fit waits in a queue, and its bytes stay in the network until
+    other calls have ended. A single request always fits. Replies are counted, not refused: their
+    size is known when the method has run. Small requests (``channel.SMALL_BYTES``) are not counted,
+    and wait only while the replies alone reach the limit. So a client that announces a long request
+    and then stops delays long requests only.
     """
 
     def __init__(self, limit: int) -> None:
@@ -93,7 +94,7 @@ class Budget(Generic[T]):
             self._charge(client, 0, nbytes)
 
     def leave(self, client: T) -> list[T]:
-        """The call of ``client`` has ended; the clients that need wait no more, charged."""
+        """The call of ``client`` has ended. Returns the clients that leave the queue, charged."""
         with self._lock:
             request, reply = self._charged.pop(client, (0, 0))
             self._requests -= request
@@ -136,39 +137,29 @@ _FRESH_S = 0.001
 _log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, slots=True)
 class _Client:
-    """One connection, and how far its present call is."""
+    """One connection, and the state of its present call."""
 
-    __slots__ = (
-        "answer",
-        "busy",
-        "caller",
-        "channel",
-        "checked_at",
-        "due",
-        "fd",
-        "is_charged",
-        "is_replying",
-        "moved_at",
-        "replied_at",
-    )
+    channel: Channel[Request]
+    caller: Caller
+    fd: int = field(init=False)
+    busy: BusyWait = field(init=False)
+    is_charged: bool = False
+    """Whether bytes of its call are in the budget."""
+    is_replying: bool = False
+    due: _Queue | None = None
+    """The queue of the service whose method is to run now."""
+    answer: Answer | None = None
+    """The answer of a Future that has ended, to be replied now."""
+    moved_at: float = field(default_factory=time.monotonic)
+    replied_at: float = 0.0
+    checked_at: float = 0.0
+    """When the list of bans was last read."""
 
-    def __init__(self, channel: Channel[Request], caller: Caller) -> None:
-        self.channel = channel
-        self.caller = caller
-        self.fd = channel.link.fileno()
+    def __post_init__(self) -> None:
+        self.fd = self.channel.link.fileno()
         self.busy = BusyWait(self.fd)
-        self.is_charged = False
-        """Whether bytes of its call are in the budget."""
-        self.is_replying = False
-        self.due: _Queue | None = None
-        """The queue of the service whose method is to run now."""
-        self.answer: Answer | None = None
-        """The answer of a Future that has ended, to be replied now."""
-        self.moved_at = time.monotonic()
-        self.replied_at = 0.0
-        self.checked_at = 0.0
-        """When the list of bans was last asked."""
 
 
 class _Queue:
@@ -203,7 +194,7 @@ class _Queue:
 
 
 class Server:
-    """The services of one process."""
+    """Serves the calls of one process's services."""
 
     def __init__(
         self,
@@ -218,8 +209,8 @@ class Server:
     ) -> None:
         """``rank_of(worker)`` is the worker's present rank, -1 if it has none. ``max_bytes``: the
         arrays of one call, and of all calls under way together. A client that stops in the middle
-        of a request or reply for ``stall_s`` is dropped. ``objects_to(node)`` says why the clients
-        of a node must go, or None; it is asked every second, and at each call."""
+        of a request or reply for ``stall_s`` is dropped. ``objects_to(node)`` is the reason to drop
+        the clients of a node, or None; it is called every second, and at each call."""
         self._objects_to = objects_to
         self._rank_of = rank_of
         self._max_bytes = max_bytes
@@ -256,7 +247,7 @@ class Server:
             self._start_threads()
 
     def remove(self, names: Iterable[str]) -> None:
-        """Offer the services of these ``names`` no more. A call that has come is answered still.
+        """Withdraw the services of these ``names``. A call that has arrived is still answered.
         ValueError, and nothing is removed, for a name that is not served."""
         gone = set(names)
         with self._lock:
@@ -272,7 +263,7 @@ class Server:
         return sorted(self._queues)
 
     def objection(self, caller: Caller) -> str | None:
-        """Why another connection of ``caller`` is not taken now."""
+        """The reason to refuse a new connection of ``caller``; None: it is accepted."""
         if self._is_closed:
             return "this process ends"
         with self._lock:
@@ -302,8 +293,8 @@ class Server:
             raise
 
     def close(self) -> None:
-        """End all connections, and the threads. A method that runs, and its reply, are waited for,
-        at most ``CLOSE_S``. Idempotent."""
+        """End all connections, and the threads. Waits at most ``CLOSE_S`` for methods that run, and
+        their replies. Idempotent."""
         with self._lock:
             if self._is_closed:
                 return
@@ -353,7 +344,7 @@ class Server:
         self._poller.wake()  # the next thread, to end as well
 
     def _next(self) -> _Client | None:
-        """A connection to go on with; None if there was none for a while."""
+        """The next client whose call can go on; None after a wait in vain."""
         try:
             return self._ready.popleft()
         except IndexError:
@@ -366,8 +357,8 @@ class Server:
             return self._parked.pop(fd, None)  # None: it was dropped meanwhile
 
     def _wait(self) -> int | None:
-        """A connection that is ready. A failure of the poller, as if the system were out of memory,
-        costs time and no thread."""
+        """The descriptor of a connection that is ready. A failure of the poller (the system is out
+        of memory) delays this thread, and does not end it."""
         try:
             return self._poller.wait(_SWEEP_S)
         except OSError:
@@ -376,7 +367,7 @@ class Server:
             return None
 
     def _share(self) -> None:
-        """This thread may take a while: let another one go on with what is ready."""
+        """This thread may block: wake another one for the ready clients."""
         if self._ready:
             self._poller.wake()
 
@@ -402,8 +393,8 @@ class Server:
         try:
             return self._objects_to(node)
         except Exception as error:
-            _log.exception("whether machine %s is banned can't be told", node)
-            return f"whether machine {node} is banned can't be told: {error}"
+            _log.exception("can't find out whether machine %s is banned", node)
+            return f"can't find out whether machine {node} is banned: {error}"
 
     def _end_of(self, client: _Client, objection: str | None, now: float) -> PotluckError | None:
         """Why the connection of ``client``, which waits for bytes, is to end."""
@@ -416,7 +407,7 @@ class Server:
         return None
 
     def _park(self, client: _Client) -> None:
-        """Let ``client`` go until bytes come, or leave."""
+        """Return ``client`` to the poller until its connection is ready."""
         if self._is_closed:
             return client.channel.close()
         with self._parking:
@@ -428,8 +419,9 @@ class Server:
                 raise
 
     def _flows(self, client: _Client, leave_at: float) -> bool:
-        """Whether the bytes of a call go on at once. While they do, its thread stays with it until
-        ``leave_at``: the way through the poller and another thread would halve the bandwidth."""
+        """Whether more bytes of a call can be moved at once. While they can, its thread stays with
+        it until ``leave_at``: the way through the poller and another thread would halve the
+        bandwidth."""
         if client.moved_at > leave_at:
             self._check_banned(client)
             return False
@@ -439,8 +431,8 @@ class Server:
     # -- one connection
 
     def _go_on(self, client: _Client) -> bool:
-        """Go on with the call of ``client`` as far as its bytes flow. Whether its next request has
-        come."""
+        """Advance the call of ``client`` as far as its bytes flow. Returns whether its next request
+        has arrived."""
         if not client.is_replying:
             if client.due is None and client.answer is None and not self._receive(client):
                 return False
@@ -487,7 +479,8 @@ class Server:
         return queue.enter(client)
 
     def _send(self, client: _Client) -> bool:
-        """Send the reply. Whether the next request has come, which can't be while it leaves."""
+        """Send the reply. Returns whether the next request has arrived; a client sends none before
+        it has the whole reply."""
         leave_at = time.monotonic() + _STAY_S
         while not client.channel.send():
             client.moved_at = time.monotonic()
@@ -505,8 +498,8 @@ class Server:
         return False
 
     def _comes_at_once(self, client: _Client) -> bool:
-        """Whether the next request of ``client``, if it is quick, comes while this thread waits
-        busily for it; no other thread does at that time, and nothing else is to be done."""
+        """Wait busily for the next request of a quick ``client``: one thread at a time, and only
+        while no other client is ready. Returns whether the request has arrived."""
         if not client.busy.is_due or not self._waiting_busily.acquire(blocking=False):
             return False
         try:
@@ -532,8 +525,8 @@ class Server:
                 self._ready.append(after)
 
     def _defer(self, client: _Client, answer: Answer) -> None:
-        """Go on with ``client`` when the Future that its method returned has ended: until then no
-        thread has it."""
+        """Reply to ``client`` when the Future that its method returned has ended. Until then no
+        thread works for it."""
         client.checked_at = 0.0
 
         def ended(future: Future[Any]) -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from potluck._core.background import start_thread
@@ -21,14 +22,12 @@ SLICE_S = 1.0
 """The longest wait of one call at the server."""
 
 
+@dataclass(eq=False, slots=True)
 class _Call:
-    def __init__(
-        self, attempt: Callable[[], Any], otherwise: Callable[[], Any], until: float
-    ) -> None:
-        self.attempt = attempt
-        self.otherwise = otherwise
-        self.until = until
-        self.future: Future[Any] = Future()
+    attempt: Callable[[], Any]
+    otherwise: Callable[[], Any]
+    until: float
+    future: Future[Any] = field(default_factory=Future)
 
 
 class WaitingCalls:
@@ -41,8 +40,8 @@ class WaitingCalls:
     def __init__(
         self, changed: threading.Condition, on_time: Callable[[], None], *, thread: str
     ) -> None:
-        """``on_time()`` is called when the time of a wait is over, and calls ``look``. While calls
-        wait, a thread named ``thread`` runs."""
+        """``on_time()`` is called when a call's time is over, and calls ``look``. While calls wait,
+        a thread named ``thread`` runs."""
         self._changed = changed
         self._on_time = on_time
         self._thread = thread
@@ -62,7 +61,7 @@ class WaitingCalls:
         return call.future
 
     def look(self) -> None:
-        """End the waits that are over, after a change."""
+        """After a change: answer the calls whose wait is over."""
         self._calls = [call for call in self._calls if not self._is_over(call)]
 
     def _is_over(self, call: _Call) -> bool:

@@ -40,5 +40,5 @@ def test_more_than_other_machines_take_is_a_mistake_of_the_caller() -> None:
     wrong = {"methods": service("many")(many)()}
     wrong["long"] = service("long")(type("Long", (), {"m" * 65: lambda self, call: None}))()
     for thing in wrong.values():
-        with pytest.raises(ValueError, match="can't be told to other machines"):
+        with pytest.raises(ValueError, match="can't be announced to other machines"):
             _announced(services_of(thing), 1)
