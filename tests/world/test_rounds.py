@@ -16,8 +16,8 @@ from potluck.errors import Diverged, PeerLost
 from potluck.testing.elastic import ElasticWorld, MortalContext
 from potluck.testing.world import WorldError, run_world
 from potluck.training.elastic import Policy
+from potluck.training.policy import ProportionalShares
 from potluck.training.sampler import Schedule
-from potluck.training.shares import ProportionalShares
 from support.counts import Counts
 
 

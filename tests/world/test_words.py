@@ -288,7 +288,7 @@ def test_the_setters_of_a_trainer_are_arguments_of_its_constructor(name: str) ->
 
 
 def test_the_threshold_of_dynamic_batching() -> None:
-    from potluck.training.noise import NoiseBatching
+    from potluck.training.policy import NoiseBatching
 
     made: Any = NoiseBatching
     with pytest.raises(TypeError, match=r"'variance_threshold'; threshold=: the batch size stays"):

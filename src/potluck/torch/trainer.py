@@ -28,8 +28,7 @@ from potluck.torch.ways.in_steps import InSteps
 from potluck.torch.ways.samples import TrainerSamples, inputs_of
 from potluck.torch.ways.way import EpochEnd, Recipe, Way, default_loss
 from potluck.training.callbacks import Callbacks
-from potluck.training.noise import NoiseBatching
-from potluck.training.policy import Policy
+from potluck.training.policy import NoiseBatching, Policy
 from potluck.training.trainer import DistributedTrainer, Parameters, TrainingStrategy, by_name
 
 if TYPE_CHECKING:

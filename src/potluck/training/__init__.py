@@ -2,11 +2,9 @@
 workers."""
 
 from potluck.training.elastic import ElasticLoop, average
-from potluck.training.noise import NoiseBatching
-from potluck.training.policy import Policy
+from potluck.training.policy import NoiseBatching, Policy, ProportionalShares
 from potluck.training.replica import Replica, StateReplica
 from potluck.training.sampler import Schedule, Share
-from potluck.training.shares import ProportionalShares
 
 __all__ = [
     "ElasticLoop",

@@ -1,11 +1,11 @@
-"""The gradient noise scale, and the batch size that follows from it. Pure.
+"""The gradient noise scale, and the batch size for it. Pure.
 
 McCandlish, Kaplan, Amodei et al., "An Empirical Model of Large-Batch Training", 2018
 (arXiv:1812.06162). The gradient of a batch of B samples is the true gradient G plus noise of
 covariance Sigma / B, so its squared length is on average |G|^2 + tr(Sigma) / B. Two batch sizes
-give both unknowns (appendix A.1): here one rank's gradient before the reduction, and the reduced
-gradient. Their ratio, the simple noise scale B = tr(Sigma) / |G|^2, is the batch size up to which
-more samples give nearly proportionally more progress.
+give two equations for the two unknowns |G|^2 and tr(Sigma) (appendix A.1): here one rank's gradient
+before the all_reduce, and the reduced gradient. The simple noise scale tr(Sigma) / |G|^2 is the
+batch size up to which a step makes nearly proportional progress with more samples.
 """
 
 from __future__ import annotations
@@ -13,53 +13,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from potluck._core import hints
-from potluck._core.checks import checked_whole
-
-
-@hints.of_init(hints.NOISE, "potluck.torch.NoiseBatching(min_batch=32, max_batch=512)")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NoiseBatching:
-    """Adapt the global batch size to the gradient noise scale, in [``min_batch``, ``max_batch``].
-
-    ``smoothing`` is the weight of the newest estimate (the average over the steps between two
-    adaptations). The batch size changes if the noise scale differs from it by more than the
-    fraction ``threshold``, by at most the factor ``max_change`` at a time, and after ``warmup``
-    estimates at the earliest. A single rank can't measure the noise and keeps its batch size.
-    """
-
-    min_batch: int
-    max_batch: int
-    smoothing: float = 0.1
-    threshold: float = 0.2
-    max_change: float = 2.0
-    warmup: int = 2
-
-    def __post_init__(self) -> None:
-        checked_whole("min_batch", self.min_batch, at_least=1)
-        if not self.min_batch <= checked_whole("max_batch", self.max_batch, at_least=1):
-            raise ValueError(
-                f"min_batch {self.min_batch} and max_batch {self.max_batch}: "
-                "min_batch <= max_batch must hold"
-            )
-        if not 0 < self.smoothing <= 1:
-            raise ValueError(f"smoothing is {self.smoothing}; it must be above 0 and at most 1")
-        if not self.threshold >= 0 or not self.max_change > 1:
-            raise ValueError(
-                f"threshold {self.threshold} must not be negative, "
-                f"max_change {self.max_change} must be above 1"
-            )
-
-    def clamp(self, size: float) -> int:
-        """``size`` as an integer between the bounds."""
-        return int(min(max(size, self.min_batch), self.max_batch))
+from potluck.training.policy import NoiseBatching
 
 
 @dataclass(frozen=True, slots=True)
 class NoiseEstimate:
-    """Exponential moving averages of |G|^2 (``signal``) and tr(Sigma) (``noise``).
+    """Exponential moving averages of |G|^2 (``signal``) and tr(Sigma) (``noise``), of ``num``
+    estimates.
 
-    The two are averaged separately, because the ratio of two unbiased estimates is biased.
+    They are averaged separately, because the mean of ratios of unbiased estimates is biased.
     """
 
     signal: float = 0.0
@@ -67,10 +29,12 @@ class NoiseEstimate:
     num: int = 0
 
     def after(self, signal: float, noise: float, smoothing: float) -> NoiseEstimate:
-        """The averages with one more estimate; an estimate that is not finite is ignored."""
+        """The averages with one more estimate, of weight ``smoothing``; an estimate that is not
+        finite is ignored."""
         if not (math.isfinite(signal) and math.isfinite(noise)):
             return self
-        # Plain means at first, so that the first estimate does not weigh more than later ones.
+        # At first the arithmetic mean: an average that began with the first estimate would keep it
+        # at a larger weight than later ones.
         new = max(smoothing, 1 / (self.num + 1))
         return NoiseEstimate(
             (1 - new) * self.signal + new * signal,
@@ -80,7 +44,7 @@ class NoiseEstimate:
 
     @property
     def scale(self) -> float:
-        """The simple noise scale in samples; inf if the signal is not positive, NaN without
+        """The simple noise scale in samples; inf if |G|^2 is not positive, NaN without
         estimates."""
         if not self.num:
             return math.nan
@@ -92,7 +56,8 @@ class NoiseEstimate:
 def unbiased(
     small_square: float, small: int, big_square: float, big: int
 ) -> tuple[float, float] | None:
-    """Unbiased |G|^2 and tr(Sigma) from the squared gradient norms at two batch sizes.
+    """Unbiased estimates of |G|^2 and tr(Sigma): ``small_square`` and ``big_square`` are squared
+    norms of gradients, of ``small`` and of ``big`` samples.
 
     Equations A.2 and A.3 of the paper. None unless ``small`` < ``big``.
     """
@@ -104,7 +69,7 @@ def unbiased(
 
 
 def next_batch(current: int, estimate: NoiseEstimate, options: NoiseBatching) -> tuple[int, str]:
-    """The next batch size, and the reason in words."""
+    """The batch size after ``current`` for this noise scale, and the reason in words."""
     current = options.clamp(current)
     if estimate.num < options.warmup:
         return current, f"{estimate.num} of {options.warmup} estimates"

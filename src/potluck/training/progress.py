@@ -9,8 +9,11 @@ from typing import Any
 from potluck.checkpoint.state import State
 from potluck.errors import CheckpointError, ConfigurationError
 from potluck.training.ledger import Deal, Span, merged, total
-from potluck.training.noise import NoiseBatching, NoiseEstimate
+from potluck.training.noise import NoiseEstimate
+from potluck.training.policy import NoiseBatching
 from potluck.training.sampler import Batch, Schedule, Taken
+
+_COUNTS = ("round", "step", "last_step", "committed", "num_skipped")
 
 
 @dataclass(slots=True)
@@ -156,15 +159,11 @@ class Progress:
     def capture(self) -> dict[str, State]:
         """The progress as a state, for a joining worker or a checkpoint."""
         return {
-            "round": self.round,
-            "step": self.step,
-            "last_step": self.last_step,
-            "committed": self.committed,
+            **{name: getattr(self, name) for name in _COUNTS},
             "num_samples": self.schedule.num_samples,
             "seed": self.schedule.seed,
             "shuffle": self.schedule.shuffle,
             "shards": self.schedule.identity[-1],
-            "num_skipped": self.num_skipped,
             "is_stopped": self.is_stopped,
             "batch_size": self.batch_size,
             "noise": [self.noise.signal, self.noise.noise, self.noise.num],
@@ -182,8 +181,7 @@ class Progress:
         or seed. Without ``batching`` the batch size of the script's schedule applies.
         """
         try:
-            numbers = ("round", "step", "last_step", "committed", "num_skipped")
-            found = {name: int(state[name]) for name in numbers}
+            counts = {name: int(state[name]) for name in _COUNTS}
             order = (state["num_samples"], state["seed"], state["shuffle"], state["shards"])
             batch_size = int(state["batch_size"])
             signal, noise, num = state["noise"]
@@ -200,12 +198,11 @@ class Progress:
                 f"{_describe(*mine)}: pass the same, or another directory for checkpoints"
             )
         self.schedule = self.schedule.resumed(int(order[0]))
-        self.round, self.step = found["round"], found["step"]
-        self.last_step, self.committed = found["last_step"], found["committed"]
+        for name, count in counts.items():
+            setattr(self, name, count)
         self.owed, self.deals = owed, [Deal(self.epoch, spans) for spans in deals]
         self.taken = list(taken)
         self.is_flushed = bool(state.get("is_flushed", True))
-        self.num_skipped = found["num_skipped"]
         self.is_stopped = bool(state.get("is_stopped", False))
         self._loss_sum, self._loss_weight = loss_sum, loss_weight
         if self.batching is not None:

@@ -13,7 +13,8 @@ class Replica(Protocol):
     """One rank's copy of the model, its optimizer, and all other state that is equal on all ranks.
 
     ``device`` is a name for displays, for example ``cuda:0``. ``arithmetic`` says what rounds the
-    updates: replicas with equal texts have equal bits after equal updates.
+    updates: replicas with equal texts have equal bits after equal updates. A subclass leaves out
+    what it has no use for: such a method does nothing, and returns None.
     """
 
     device: str
@@ -26,6 +27,7 @@ class Replica(Protocol):
     def fixed(self) -> State:
         """The part of ``capture()`` whose tensors have the same names, dtypes and shapes on all
         ranks at all times; another rank's state is compared with it before it is received."""
+        return None
 
     def structure(self) -> dict[str, str]:
         """Descriptions of what has the same names, dtypes and shapes on all ranks, by name, in
@@ -51,29 +53,35 @@ class Replica(Protocol):
     def remember(self, step: int) -> None:
         """At the start of step number ``step``: keep the state that the step may change before its
         commit."""
+        return None
 
     def undo(self) -> None:
         """After a step that does not count: return to the state of the last ``remember``."""
+        return None
 
     def weigh(self, weight: float) -> None:
         """Set this rank's weight in the next global mean of gradients."""
+        return None
 
     def capture_own(self) -> State:
         """The state of this rank alone, for example of its random generators."""
+        return None
 
     def restore_own(self, states: Sequence[State]) -> None:
         """Set this rank's own state to the first of ``states``, a result of ``capture_own`` of the
         same rank number. The others are of ranks that the world no longer has: what they owe to a
         sum over all ranks is added."""
+        return None
 
 
 @dataclass
-class StateReplica:
+class StateReplica(Replica):
     """A replica made of two functions, for scripts without torch.
 
     ``get_state()`` returns the whole state, which must be equal on all ranks; ``set_state(state)``
     sets it. A step must not change the state before its commit. ``describe()`` returns what
-    ``structure`` does, for a state of fixed arrays.
+    ``structure`` does, for a state of fixed arrays. It has no ``fixed`` part, since arrays of a
+    script may grow, and no state of this rank alone.
     """
 
     get_state: Callable[[], State]
@@ -84,9 +92,6 @@ class StateReplica:
 
     def capture(self) -> State:
         return self.get_state()
-
-    def fixed(self) -> State:
-        return None  # arrays of a script may grow
 
     def structure(self) -> dict[str, str]:
         return self.describe()
@@ -105,18 +110,3 @@ class StateReplica:
 
     def parameter_hash(self) -> str:
         return self.fingerprint()
-
-    def remember(self, step: int) -> None:
-        return None
-
-    def undo(self) -> None:
-        return None
-
-    def weigh(self, weight: float) -> None:
-        return None
-
-    def capture_own(self) -> State:
-        return None
-
-    def restore_own(self, states: Sequence[State]) -> None:
-        return None

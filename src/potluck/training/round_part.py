@@ -6,7 +6,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from potluck.checkpoint.state import State
 from potluck.training.ledger import Deal, Span
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Report:
     """What one rank did in a round: ``num_samples`` from offset ``start`` in ``num_steps``.
 
@@ -26,42 +26,35 @@ class Report:
     """
 
     number: int
-    start: int
-    num_samples: int
-    num_steps: int
-    seconds: float
-    inner_hash: int
-    saves: bool
-    stops: bool
+    start: int = 0
+    num_samples: int = 0
+    num_steps: int = 0
+    seconds: float = 0.0
+    inner_hash: int = 0
+    saves: bool = False
+    stops: bool = False
     ends: bool = False
     num_recent: int = 0
 
     def row(self) -> NDArray[np.float64]:
-        return np.array(
-            [
-                *(self.number, self.start, self.num_samples, self.num_steps, self.seconds),
-                *(self.inner_hash, self.saves, self.stops, self.ends, self.num_recent),
-            ],
-            np.float64,
-        )
+        """The report as numbers; ``of`` is the inverse."""
+        return np.array([getattr(self, each.name) for each in fields(Report)], np.float64)
 
     @classmethod
     def of(cls, row: Any) -> Report:
-        number, start, num_samples, num_steps, seconds, inner_hash, *rest = row.tolist()
-        saves, stops, ends, num_recent = rest
-        return cls(
-            *(int(number), int(start), int(num_samples), int(num_steps), seconds),
-            *(int(inner_hash), bool(saves), bool(stops), bool(ends), int(num_recent)),
-        )
+        return cls(*(kind(each) for kind, each in zip(_KINDS, row.tolist(), strict=True)))
 
     @property
     def span(self) -> Span:
         return self.start, self.start + self.num_samples
 
 
+_KINDS = (int, int, int, int, float, int, bool, bool, bool, int)
+
+
 @dataclass(eq=False, slots=True)
-class RoundPart:
-    """This rank's part of a round that is not committed yet.
+class RoundPart(Report):
+    """This rank's part of a round that is not committed yet, which is also its report.
 
     ``batches`` are the offsets of its steps, empty if others were dealt the round before this rank
     was a member. ``is_urgent``: the group has changed since it was dealt, so its exchange is not
@@ -70,22 +63,13 @@ class RoundPart:
     ``is_weighed``: the weights in it add up to 1.
     """
 
-    number: int
-    deal: Deal
+    deal: Deal = field(kw_only=True)
     batches: list[Span] = field(default_factory=list)
-    num_samples: int = 0
-    num_recent: int = 0
-    num_steps: int = 0
-    seconds: float = 0.0
     loss_sum: float = 0.0
     loss_weight: int = 0
     is_closed: bool = False
     is_urgent: bool = False
     is_delayed: bool = False
-    inner_hash: int = 0
-    saves: bool = False
-    stops: bool = False
-    ends: bool = False
     epoch: int = 0
     dealt_in: int = 0
     num_dealt: int = 0
@@ -98,18 +82,16 @@ class RoundPart:
     def loss(self) -> float:
         return self.loss_sum / self.loss_weight if self.loss_weight else math.nan
 
+    def fill(self, batches: list[Span], epoch: int) -> None:
+        """The steps that this rank was dealt, in the group ``epoch``."""
+        self.batches, self.dealt_in = batches, epoch
+        self.start = batches[0][0] if batches else 0
+
     def drop(self) -> None:
         """Forget what this rank has computed, for its samples were dealt to other ranks."""
-        self.batches, self.dealt_in = [], 0
+        self.fill([], 0)
         self.num_samples = self.num_steps = self.loss_weight = 0
         self.seconds = self.loss_sum = 0.0
-
-    def report(self) -> Report:
-        start = self.batches[0][0] if self.batches else 0
-        return Report(
-            *(self.number, start, self.num_samples, self.num_steps, self.seconds),
-            *(self.inner_hash, self.saves, self.stops, self.ends, self.num_recent),
-        )
 
 
 WINDOW = 4

@@ -220,7 +220,8 @@ class Rounds:
             training.is_restored = False
             self._recent.clear()
             self._open = [
-                RoundPart(progress.round + place, deal) for place, deal in enumerate(progress.deals)
+                RoundPart(progress.round + place, deal=deal)
+                for place, deal in enumerate(progress.deals)
             ]
         has_changed = ctx.epoch != self._epoch
         while progress.round + len(progress.deals) < training.num_dealt:
@@ -299,9 +300,10 @@ class Rounds:
         progress = self._progress
         number = progress.round + len(progress.deals)
         if self._is_flush_due:
-            return RoundPart(number, progress.deal_nothing(), num_recent=sum(self._recent))
+            nothing = progress.deal_nothing()
+            return RoundPart(number, deal=nothing, num_recent=sum(self._recent))
         size = self.strategy.num_steps * progress.schedule.batch_size
-        return RoundPart(number, progress.deal(size))
+        return RoundPart(number, deal=progress.deal(size))
 
     def _deal(self) -> RoundPart:
         part = self._dealt()
@@ -317,8 +319,7 @@ class Rounds:
         if taken:  # and in rounds that are not committed yet
             at, num = taken[rank]
             taken[rank] = at + sum(each.num_samples for each in self._open), num
-        part.batches = self._cut(part.deal, taken)
-        part.dealt_in = self._ctx.epoch
+        part.fill(self._cut(part.deal, taken), self._ctx.epoch)
 
     def _cut(self, deal: Deal, taken: Sequence[Taken]) -> list[Span]:
         """The steps of this rank in a round."""
@@ -403,7 +404,7 @@ class Rounds:
     def _start(self, part: RoundPart) -> None:
         ctx = self._ctx
         patience = self._patience_s(part)
-        gathered = ctx.all_gather(part.report().row(), timeout=patience, async_op=True)
+        gathered = ctx.all_gather(part.row(), timeout=patience, async_op=True)
 
         def reports() -> list[Report]:
             return [Report.of(row) for row in gathered.wait().reshape(ctx.world_size, -1)]

@@ -84,9 +84,9 @@ Taken = tuple[int, int]
 has."""
 
 MAX_SORTED = 1 << 24
-"""Up to so many samples an epoch's permutation is an array, which takes 8 bytes a sample and is the
-quickest to read, and is the one of existing checkpoints. Above, each index is computed when it is
-used: 3e9 samples would take 22 GiB on each rank."""
+"""Up to this number of samples an epoch's permutation is an array of 8 bytes a sample, the fastest
+to read. Above it each index is computed when it is used: an array for 3e9 samples would take 22 GiB
+on each rank. (Another limit would change the order of existing checkpoints.)"""
 
 
 @lru_cache(maxsize=4)

@@ -1,10 +1,11 @@
-"""Shares for unequal machines: the number of samples that each rank computes of a batch. Pure.
+"""Load balancing: how many samples of a batch each rank computes, by its measured speed. Pure.
 
-A step lasts as long as its slowest rank, so a batch is split such that all ranks end at the same
-time. The model of a rank's time is linear: a fixed part (the optimizer, packing gradients) and a
-part per sample. Both are estimated from the rank's last steps by the median of the slopes between
-them (Theil, 1950; Sen, 1968), which is robust to outliers. The gradient is that of the whole batch,
-because every rank's mean is weighted by its samples (``Share.weight``).
+A step takes as long as its slowest rank, so a batch is split such that all ranks finish their
+*share* at the same time. A rank's time is modelled as a linear function of its samples: a fixed
+cost (the optimizer, packing gradients) and a cost per sample. Both are fitted to the rank's last
+steps by the median of the slopes between pairs of steps (Theil, 1950; Sen, 1968), which is robust
+to outliers. The reduced gradient is still the mean over the whole batch, because each rank's mean
+is weighted by its samples (``Share.weight``).
 """
 
 from __future__ import annotations
@@ -16,29 +17,11 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 SPREAD = 0.2
-"""The fraction by which the samples of two steps must differ for their slope to be used."""
+"""Two steps give a slope only if their numbers of samples differ by this fraction."""
 
 LEAST_SLOPE = 0.1
-"""A lower bound of the part per sample, as a fraction of the time per sample: noise can make the
-estimate too small, even negative."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProportionalShares:
-    """Split batches by the speed of the ranks.
-
-    A rank's speed is the median over its last ``window`` steps, so a change takes effect after half
-    of them. Shares change only if the step becomes shorter by more than the fraction ``threshold``.
-    """
-
-    window: int = 8
-    threshold: float = 0.05
-
-    def __post_init__(self) -> None:
-        if self.window < 1:
-            raise ValueError(f"window is {self.window}; it must be at least 1 step")
-        if not self.threshold >= 0:
-            raise ValueError(f"threshold is {self.threshold}; it must not be negative")
+"""A lower bound of the fitted cost per sample, as a fraction of the whole time per sample: timing
+noise can make the fit too small, even negative."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +41,7 @@ EQUAL = Cost(0.0, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class ShareCosts:
-    """The costs by which batches are split, in rank order, and the reason in words."""
+    """A split of batches: the cost of each rank, in rank order, and the reason in words."""
 
     costs: tuple[Cost, ...]
     reason: str = ""
@@ -67,8 +50,8 @@ class ShareCosts:
 def fit(steps: Iterable[tuple[int, float]]) -> Cost | None:
     """The cost that fits ``steps``, pairs of (samples, seconds); None without steps.
 
-    While all steps have about equally many samples, the whole time counts as cost per sample. The
-    error of that is corrected after the first change of the shares.
+    Steps of nearly equal numbers of samples can't separate the two costs: then the whole time
+    counts as cost per sample, until shares have changed once.
     """
     timed = [(n, s) for n, s in steps if n > 0 and s > 0]
     if not timed:
@@ -87,18 +70,18 @@ def fit(steps: Iterable[tuple[int, float]]) -> Cost | None:
 
 
 def apportion(size: int, costs: Sequence[Cost]) -> tuple[int, ...]:
-    """Split ``size`` samples so that the slowest rank ends as early as possible.
+    """Split ``size`` samples such that the slowest rank ends as early as possible.
 
-    Every rank gets at least one sample if there are enough, since a rank without samples can't be
-    measured. Ties go to the lower rank: with equal costs the first ranks get one sample more.
-    ValueError for costs that are not finite and positive.
+    Each rank gets at least one sample if there are enough: the speed of a rank without samples
+    can't be measured. Ties go to the lower rank: with equal costs the first ranks get one sample
+    more. ValueError for costs that are not finite and positive.
     """
     if size < 0 or not costs or not all(map(_is_possible, costs)):
         raise ValueError(f"{size} samples can't be split by the costs {list(costs)}")
     ranks = range(len(costs))
     least = 1 if size >= len(costs) else 0
-    # First the number that each rank certainly gets; then sample by sample to the rank that would
-    # end first with it.
+    # First what each rank computes until the common end, rounded down; then each remaining sample
+    # goes to the rank that would end first with it.
     end = _common_end(size, costs)
     counts = [max(math.floor((end - c.fixed_s) / c.sample_s), least) for c in costs]
     while sum(counts) < size:
@@ -114,11 +97,11 @@ def _is_possible(cost: Cost) -> bool:
 
 
 def _common_end(size: int, costs: Sequence[Cost]) -> float:
-    """The time at which all ranks with work end if samples were divisible."""
+    """The time at which all ranks with work end, if samples were divisible."""
     rate = head_start = end = 0.0
     for cost in sorted(costs, key=lambda cost: cost.fixed_s):
         if rate and end <= cost.fixed_s:
-            break  # the ranks so far end before the fixed part of this rank is over
+            break  # the ranks so far end before the fixed cost of this rank is over
         rate += 1 / cost.sample_s
         head_start += cost.fixed_s / cost.sample_s
         end = (size + head_start) / rate

@@ -149,8 +149,8 @@ class DistributedTrainer(ABC):
         return self._local_loss
 
     def get_global_loss(self) -> float:
-        """The mean loss of all ranks' samples in the last epoch; NaN before. Local: training has
-        told it to all ranks."""
+        """The mean loss of all ranks' samples in the last epoch; NaN before. Local: the end of the
+        epoch has reduced it."""
         return self._global_loss
 
     if not TYPE_CHECKING:  # else a type checker would find every attribute

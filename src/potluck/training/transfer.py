@@ -1,7 +1,7 @@
-"""Transfer of states between ranks: safetensors bytes in pieces, verified by a hash before use.
+"""State transfer between ranks: safetensors bytes in pieces, verified by a hash before use.
 
-The head of the state goes first: the names, dtypes and shapes of its tensors. A receiver compares
-it with what it knows of the state before it takes memory for the tensors.
+The safetensors head is sent first: the names, dtypes and shapes of the tensors. A receiver checks
+it against the tensors and the size that it expects before it allocates memory for the tensors.
 """
 
 from __future__ import annotations
@@ -28,23 +28,26 @@ if TYPE_CHECKING:
 
 PIECE_BYTES = 4 << 20
 MAX_HEAD_BYTES = 100_000_000
-"""As safetensors."""
+"""The limit of safetensors itself."""
 
 MAX_STATE_BYTES = 1 << 30
-"""What a rank takes beside what follows from its own state."""
+"""Bytes that a received state may take beyond the multiple of the receiver's own state."""
 
 MAX_OWN_BYTES = 1 << 30
+"""Bytes of all ranks' own states together, which each rank gathers."""
 
 _OWN_TIMES = 8
-"""Adam with weights, master weights and moments in float32 for a model in 16 bits: 8 times."""
+"""A received state may be this many times the receiver's own: 8 for Adam with master weights and
+moments in float32, when the receiver has the weights in 16 bits only."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a receiver knows of a state before it comes.
+    """A receiver's conditions for a state, checked against its head.
 
-    The tensors of ``fixed`` must be in it, with the same names, dtypes and shapes. All its tensors
-    together may take 8 times the bytes of ``own``, the receiver's state of now, and ``max_bytes``.
+    The state must have the tensors of ``fixed``, with the same names, dtypes and shapes. All its
+    tensors together may take 8 times the bytes of ``own``, the receiver's present state, plus
+    ``max_bytes``.
     """
 
     own: State = None
@@ -52,7 +55,7 @@ class Expected:
     max_bytes: int = MAX_STATE_BYTES
 
     def check(self, theirs: dict[str, Spec], sender: str) -> None:
-        """CheckpointError with the first difference."""
+        """CheckpointError, with the first difference, unless ``theirs`` fits."""
         for name, spec in sorted(specs(self.fixed).items()):
             if theirs.get(name) != spec:
                 raise CheckpointError(
@@ -81,8 +84,8 @@ def broadcast_state(
     """Broadcast the ``state`` of rank ``source``. Returns it on ranks with ``wanted``, else None.
 
     A collective call. Cost: one broadcast of the encoded state, for any number of receivers.
-    CheckpointError if it is not a state as ``expected``, before memory is taken for it, or if the
-    received bytes do not have the hash of the sent ones.
+    CheckpointError if the head is not as ``expected``, before memory is allocated for the tensors,
+    or if the received bytes do not have the sender's hash.
     """
     is_source = ctx.rank == source
     data = bytearray(encode(state)) if is_source else bytearray()
@@ -121,7 +124,8 @@ def broadcast_state(
 def _broadcast(
     ctx: DistributedContext, source: int, data: bytearray, start: int, stop: int
 ) -> None:
-    """Broadcast a part of ``data`` in pieces. A rank without ``data`` only forwards them."""
+    """Broadcast the bytes from ``start`` to ``stop`` of ``data`` in pieces. A rank without ``data``
+    forwards the pieces, and keeps none."""
     whole = np.frombuffer(data, np.uint8) if data else None
     scratch = np.empty(min(stop - start, PIECE_BYTES), np.uint8) if whole is None else None
     for at in range(start, stop, PIECE_BYTES):

@@ -31,8 +31,8 @@ class WorkLedger:
     num_copies: int = 0
     num_refused: int = 0
     num_again: int = 0
-    """Tasks that were given up by all who computed them: their worker was lost, or asked for
-    another one, as a worker does that was started again."""
+    """Tasks that all their workers gave up: a worker was lost, or asked for another task, as does a
+    worker that was started again."""
 
     def __post_init__(self) -> None:
         self.waiting = deque(range(self.num_tasks))
@@ -79,7 +79,7 @@ class WorkLedger:
         return True
 
     def give_up(self, workers: Iterable[str]) -> list[int]:
-        """``workers`` compute nothing any more: the tasks that wait again, which come next."""
+        """``workers`` compute nothing any more. Returns their tasks, which are handed out next."""
         lost = set(workers)
         again = []
         for task, names in list(self.running.items()):

@@ -88,9 +88,9 @@ class WorkQueue(Uncopied):
             there = ", ".join(member.worker for member in ctx.members)
             raise ValueError(f"server={server!r}: there is no such worker; there are: {there}")
         failed = _failed.setdefault(ctx, Counter())
-        # The next try of all workers is another service, so an error of this one is raised once.
+        # Each attempt is a service of its own, so that an error is raised once on each worker.
         served = f"{name} ({failed[name] + 1})" if failed[name] else name
-        self._offer: _Offer | None = None
+        self._queue: _QueueService | None = None
         try:
             silence_s = checked_seconds(silence_s, "silence_s")
             backups = checked_whole("backups", backups, at_least=0)
@@ -98,18 +98,20 @@ class WorkQueue(Uncopied):
             if ctx.rank == rank:
                 listed = _listed(tasks, server)
                 ledger = WorkLedger(len(listed), backups, max_attempts)
-                self._offer = _Offer(Presence(lambda: ctx.group, silence_s), listed, ledger)
+                self._queue = _QueueService(Presence(lambda: ctx.group, silence_s), listed, ledger)
         except Exception as error:
             if ctx.rank == rank:
-                refusal = _Refusal(ctx, served, _told(name, error, server))
-                with contextlib.suppress(ConfigurationError, ValueError):  # the others hear of that
+                refusal = _Refusal(ctx, served, _error_for_others(name, error, server))
+                with contextlib.suppress(
+                    ConfigurationError, ValueError
+                ):  # other workers fail alike
                     ctx.serve(service(served)(refusal))
                     failed[name] += 1
             raise
-        if self._offer is not None:
-            ctx.serve(service(served, concurrent=True, before=self._offer._hear)(self._offer))
+        if self._queue is not None:
+            ctx.serve(service(served, concurrent=True, before=self._queue._note_call)(self._queue))
         self._remote: Remote = ctx.connect(served, rank=rank)
-        if self._offer is None:
+        if self._queue is None:
             try:
                 self._remote.enter()
             except HandlerError as error:
@@ -122,7 +124,7 @@ class WorkQueue(Uncopied):
         # The thread does not keep this object: a queue that is never closed ends with it.
         weakref.finalize(self, is_closed.set)
         start_thread(
-            lambda: _keep_heard(remote, is_closed, silence_s / 4),
+            lambda: _send_alive(remote, is_closed, silence_s / 4),
             name=f"potluck-queue-{name}"[:60],
             on_broken=lambda error: None,
         )
@@ -134,7 +136,7 @@ class WorkQueue(Uncopied):
             yield Task(int(reply["task"]), reply["payload"])
 
     def finish(self, task: Task | int, result: Any = None) -> bool:
-        """Give the result of a task. Whether it counts: False if another worker was first.
+        """Send the result of a task. Returns whether it counts: False if another worker was first.
         TypeError or ValueError for a result that can't be sent: of another type, or with more than
         about a million values or 16 MiB of texts; arrays of any size can."""
         given = task.number if isinstance(task, Task) else task
@@ -149,8 +151,8 @@ class WorkQueue(Uncopied):
         done; ServiceTimeout after ``timeout`` seconds if one is given. RuntimeError if a task was
         begun too often. They come in parts, so their number has no bound but memory."""
         self._await("end", "the results", timeout)
-        if self._offer is not None:
-            return copy.deepcopy(self._offer._results)
+        if self._queue is not None:
+            return copy.deepcopy(self._queue._results)
         found: list[Any] = []
         while (part := self._ask("results", len(found)))["results"]:
             found += part["results"]
@@ -163,13 +165,13 @@ class WorkQueue(Uncopied):
         return found
 
     def close(self) -> None:
-        """Take no more tasks. On the worker with the list: wait until the others that are heard
-        have closed, too. Idempotent; nothing in a forked child."""
+        """Take no more tasks. On the worker with the list: wait until the other live workers have
+        closed, too. Idempotent; does nothing in a forked child."""
         if self._is_closed.is_set() or not self._owner.is_here:
             return
         self._is_closed.set()
-        if self._offer is not None:
-            self._offer._await_others(self._ctx.group.me.worker)
+        if self._queue is not None:
+            self._queue._await_others(self._ctx.group.me.worker)
             return
         try:
             self._ask("leave")
@@ -207,9 +209,8 @@ _ERRORS: dict[str, type[Exception]] = {
 }
 
 _failed: WeakKeyDictionary[DistributedContext, Counter[str]] = WeakKeyDictionary()
-"""By context and name: how many tries ended with a mistake of the worker with the list. All workers
-that hear of each count alike.
-"""
+"""By context and name: the number of attempts that ended with an error of the worker with the list;
+the same on all workers."""
 
 
 def _listed(tasks: Any, server: object) -> list[Any]:
@@ -237,14 +238,14 @@ def _misfit(number: int, result: Any) -> Exception | None:
     return None
 
 
-def _told(name: str, error: Exception, server: object) -> Exception:
-    """The mistake of the worker with the list, as the other workers raise it."""
+def _error_for_others(name: str, error: Exception, server: object) -> Exception:
+    """The error of the worker with the list, as the other workers raise it."""
     kinds: tuple[type[Exception], ...] = (TypeError, ValueError)
     kind = next((each for each in kinds if isinstance(error, each)), RuntimeError)
     return kind(f"worker {server} can't make the list of queue {name!r}: {error}")
 
 
-def _keep_heard(remote: Remote, is_closed: threading.Event, every_s: float) -> None:
+def _send_alive(remote: Remote, is_closed: threading.Event, every_s: float) -> None:
     """Tell the queue that this worker lives, while it computes."""
     while not is_closed.wait(every_s):
         with contextlib.suppress(ServiceError):  # the calls of the script say what is wrong
@@ -252,7 +253,7 @@ def _keep_heard(remote: Remote, is_closed: threading.Event, every_s: float) -> N
 
 
 class _Refusal:
-    """The service of a queue that could not be made: each other worker hears why, once."""
+    """The service of a queue that could not be made: tells each other worker why, once."""
 
     def __init__(self, ctx: DistributedContext, name: str, error: Exception) -> None:
         self._ctx = ctx
@@ -269,7 +270,7 @@ class _Refusal:
         raise type(self._error)(str(self._error))
 
 
-class _Offer:
+class _QueueService:
     """The service: each public method is one call."""
 
     def __init__(self, presence: Presence, tasks: list[Any], ledger: WorkLedger) -> None:
@@ -356,7 +357,7 @@ class _Offer:
 
     # -- inside
 
-    def _hear(self, call: Call) -> None:
+    def _note_call(self, call: Call) -> None:
         self._presence.hear(call)
 
     def _check(self) -> None:

@@ -7,7 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from potluck.training.noise import NoiseBatching, NoiseEstimate, next_batch, unbiased
+from potluck.training.noise import NoiseEstimate, next_batch, unbiased
+from potluck.training.policy import NoiseBatching
 
 OPTIONS = NoiseBatching(min_batch=8, max_batch=512, threshold=0.2, max_change=2.0, warmup=2)
 

@@ -6,12 +6,11 @@ from typing import Any
 
 from potluck._core.context import DistributedContext
 from potluck.testing.world import run_world
-from potluck.training.noise import NoiseBatching
 from potluck.training.pace import Pace
-from potluck.training.policy import Policy
+from potluck.training.policy import NoiseBatching, Policy, ProportionalShares
 from potluck.training.progress import Progress
 from potluck.training.sampler import Schedule
-from potluck.training.shares import ProportionalShares, apportion
+from potluck.training.shares import apportion
 
 BATCHING = NoiseBatching(min_batch=4, max_batch=40, smoothing=1.0)
 

@@ -7,10 +7,10 @@ import random
 
 import pytest
 
+from potluck.training.policy import ProportionalShares
 from potluck.training.shares import (
     EQUAL,
     Cost,
-    ProportionalShares,
     ShareCosts,
     apportion,
     fit,
