@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from potluck._core.types import AnyCase
 from potluck.parameter_server.layout import Layout, check_layout, plain
@@ -267,17 +267,12 @@ class Leases:
         return late
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What became of a push. ``version``: of the model after it."""
 
     counted: bool
     version: int
     reason: str = ""
-
-    def reply(self) -> dict[str, Any]:
-        """As a payload."""
-        return {"counted": self.counted, "version": self.version, "reason": self.reason}
 
 
 @dataclass(frozen=True, slots=True)
@@ -481,10 +476,7 @@ class Model:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds: not waiting gradients, whose workers push them again."""
-        outcomes = {
-            worker: [push, outcome.counted, outcome.version, outcome.reason]
-            for worker, (push, outcome) in self._outcomes.items()
-        }
+        outcomes = {worker: [push, *outcome] for worker, (push, outcome) in self._outcomes.items()}
         return {
             "version": self.version,
             "outcomes": outcomes,

@@ -334,11 +334,11 @@ class ParameterServer(Uncopied):
         self._check_by_hand("apply_gradients")
         if learning_rate is not None:
             check_number("learning_rate", learning_rate)
-        return int(self._calls.ask("apply", model, self._step_of(model), learning_rate))
+        return int(self._calls.ask("apply", model, self._known(model)[0], learning_rate))
 
     def clear_gradients(self, model: str) -> None:
         """Drop the gradients of the step of this worker's last pull, unless its update was made."""
-        self._calls.ask("clear", model, self._step_of(model))
+        self._calls.ask("clear", model, self._known(model)[0])
         self._after.pop(model, None)
 
     # -- the rest
@@ -457,9 +457,6 @@ class ParameterServer(Uncopied):
         if known is None:
             raise ValueError(f"get_parameters({model!r}) comes before a gradient of it")
         return known
-
-    def _step_of(self, model: str) -> int:
-        return self._known(model)[0]
 
     def _await(
         self, ask: Callable[[float], dict[str, Any]], what: str, timeout: Duration | None

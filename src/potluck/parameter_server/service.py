@@ -122,7 +122,7 @@ class PrimaryService:
                         return None
                     it.push(gradient, self._workers())
             outcome = it.outcome(worker, push)
-        return {} if outcome is None else p.committed(outcome.reply())
+        return {} if outcome is None else p.committed(outcome._asdict())
 
     def outcome(self, call: Call, model: str, push: int, term: int, wait_s: float) -> Any:
         """What became of a push on parameters of ``term``, as a dict; a Future of it while it
@@ -135,7 +135,7 @@ class PrimaryService:
             if found is None and term != self._replica.term:
                 it.drop(worker, push, "restarted")
                 found = it.outcome(worker, push)
-            return None if found is None else found.reply()
+            return None if found is None else found._asdict()
 
         return self._primary.when(attempt, model, _seconds(wait_s))
 
