@@ -34,9 +34,6 @@ SMALL = {
 
 SMALL_STILL = {
     "_core/cluster/jobs/agent_parts.py",
-    "_core/context/functions.py",
-    "_core/context/waits.py",
-    "_core/metrics/shared_memory.py",
     "compressors/options.py",
 }
 """Files that are to go into those with which they are changed. The list may only shrink."""

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from potluck._core.metrics import Metrics
-from potluck._core.metrics.histogram import Histogram
+from potluck._core.metrics.snapshot import Histogram
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:

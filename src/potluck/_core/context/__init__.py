@@ -1,7 +1,7 @@
 """The context of a worker, ``DistributedContext``, and ``init``, which makes it."""
 
+from potluck._core.context.collectives import all_reduce_mean, all_reduce_sum
 from potluck._core.context.context import Commit, DistributedContext, check_whole
-from potluck._core.context.functions import all_reduce_mean, all_reduce_sum
 from potluck._core.context.messages import Message
 from potluck._core.context.start import init
 

@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
+
 from potluck._core import hints
 from potluck._core.backends.base import Communicator
 from potluck._core.checks import Duration, check_parts, checked_rank, checked_seconds, checked_tag
@@ -16,12 +18,12 @@ from potluck._core.codecs import codec_of
 from potluck._core.collectives.plan import Operation
 from potluck._core.context.arrays import Adapted, adapt, collide, empty_like, is_array
 from potluck._core.context.compressed import start_own
-from potluck._core.context.waits import Waits
 from potluck._core.engine.arrays.coding import Encoding
 from potluck._core.engine.request import Request
 from potluck._core.engine.work import Work
 from potluck._core.forks import Uncopied
 from potluck._core.types import Group, Member, reduce_op
+from potluck._core.wire.tensors import is_tensor
 
 _ALL_REDUCE = Operation.ALL_REDUCE
 _REDUCE_SCATTER = Operation.REDUCE_SCATTER
@@ -29,6 +31,19 @@ _ALL_GATHER = Operation.ALL_GATHER
 
 _SCATTER = "scatter(output, parts, root=0), with parts.reshape(world_size, ...) on the root"
 _GATHER = "gather(array, root=0, out=rows), which returns the rows on the root"
+_FIRST = "the context comes first: potluck.{}(ctx, array)"
+
+
+class Waits:
+    """The sum of the seconds for which calls have blocked."""
+
+    __slots__ = ("seconds",)
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.seconds += seconds
 
 
 class Collectives(Uncopied):
@@ -541,3 +556,38 @@ class Collectives(Uncopied):
 
     def _patience(self, timeout: Duration | None) -> float:
         return self.timeout_s if timeout is None else checked_seconds(timeout)
+
+
+@hints.arguments({}, _FIRST.format("all_reduce_sum"))
+def all_reduce_sum(context: Collectives, array: Any) -> Any:
+    """Return the sum of all ranks' arrays, as a new array of the same kind, dtype and shape.
+
+    ``array`` is a NumPy array, a torch tensor, a number or a (nested) list of numbers, of the same
+    shape and dtype on all ranks, and stays as it is. ``context`` may be a sub-group. Cost and
+    errors are those of ``all_reduce``; TypeError if the context does not come first.
+    """
+    _check_order(context, "all_reduce_sum")
+    return context.all_reduce(_copy(array), "sum")
+
+
+@hints.arguments({}, _FIRST.format("all_reduce_mean"))
+def all_reduce_mean(context: Collectives, array: Any) -> Any:
+    """Return the mean of all ranks' arrays, as a new array of the same kind, dtype and shape.
+
+    As ``all_reduce_sum``, for floats and complex numbers. Integers and lists of integers become
+    float64; an array of integers is a TypeError.
+    """
+    _check_order(context, "all_reduce_mean")
+    copied = _copy(array)
+    if isinstance(array, int | list | tuple) and copied.dtype.kind in "iu":
+        copied = copied.astype(np.float64)
+    return context.all_reduce(copied, "mean")
+
+
+def _copy(array: Any) -> Any:
+    return array.detach().clone() if is_tensor(array) else np.array(array)
+
+
+def _check_order(context: object, name: str) -> None:
+    if not isinstance(context, Collectives):
+        raise TypeError(f"{_FIRST.format(name)}; the first argument is a {type(context).__name__}")

@@ -20,10 +20,10 @@ import numpy as np
 from potluck._core import hints
 from potluck._core.backends.base import Backend, Communicator
 from potluck._core.checks import Duration, checked_rank, checked_seconds
+from potluck._core.context.collectives import Waits
 from potluck._core.context.commit import Vote, tally
 from potluck._core.context.messages import Messages
 from potluck._core.context.uneven import UnevenCollectives
-from potluck._core.context.waits import Waits
 from potluck._core.forks import Owner, close_at_exit
 from potluck._core.settings import load_settings
 from potluck._core.waiting import to_stderr

@@ -1,22 +1,25 @@
 """The metrics of one context: its collectives, failures, links and group.
 
 Recording takes about a microsecond (integers behind one lock), because every collective records.
-Prometheus is imported when its registry or text is requested (``prometheus.py``).
+Prometheus is imported when its registry or text is requested (``prometheus.py``). Names and labels
+of the metrics that a script reports are as in Prometheus' data model and text format.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from potluck._core.metrics.histogram import Histogram
-from potluck._core.metrics.reported import Reported
-from potluck._core.metrics.shared_memory import SharedMemoryCounts
-from potluck._core.metrics.snapshot import Snapshot
+from potluck._core.metrics.snapshot import Histogram, Snapshot
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
+
+_log = logging.getLogger(__name__)
 
 SECONDS_BOUNDS = tuple(1e-5 * 2.0**power for power in range(24))
 """10 microseconds to 84 seconds, in factors of two."""
@@ -25,14 +28,127 @@ BYTES_BOUNDS = tuple(float(4**power) for power in range(3, 17))
 """64 bytes to 4 GiB, in factors of four."""
 
 
-class CollectiveMeter:
-    """Durations and sizes of the finished calls of one operation with one algorithm."""
+_Collectives = dict[tuple[str, str], tuple[Histogram, Histogram]]
+"""The seconds and bytes of the finished calls, by operation and algorithm."""
 
-    __slots__ = ("nbytes", "seconds")
+Row = tuple[list[int], list[int], float, int]
+"""The counters of one operation: number of calls by bucket of seconds, number of calls by bucket of
+bytes, sum of seconds, sum of bytes."""
 
-    def __init__(self) -> None:
-        self.seconds = Histogram(SECONDS_BOUNDS)
-        self.nbytes = Histogram(BYTES_BOUNDS)
+
+class SharedMemoryCounts:
+    """Calls through shared memory: the native core's counters of one channel, read on demand.
+    ``rows()`` returns a row for each of ``operations``."""
+
+    def __init__(
+        self,
+        algorithm: str,
+        operations: Sequence[str],
+        rows: Callable[[], list[Row]],
+        waited_s: Callable[[], float],
+    ) -> None:
+        """``waited_s()`` returns the seconds that callers were blocked in calls."""
+        self._algorithm = algorithm
+        self._operations = operations
+        self._rows = rows
+        self.waited_s = waited_s
+
+    def add_to(self, collectives: _Collectives) -> None:
+        """Add the calls of each operation that was called."""
+        for operation, row in zip(self._operations, self._rows(), strict=True):
+            seconds_buckets, bytes_buckets, seconds, nbytes = row
+            if not any(seconds_buckets):
+                continue
+            key = str(operation), self._algorithm
+            times = Histogram.of(SECONDS_BOUNDS, seconds_buckets, seconds)
+            sizes = Histogram.of(BYTES_BOUNDS, bytes_buckets, float(nbytes))
+            before = collectives.get(key)
+            if before is not None:
+                times, sizes = times.plus(before[0]), sizes.plus(before[1])
+            collectives[key] = times, sizes
+
+
+MAX_SERIES = 1000
+"""Of one context. A scrape carries all of them."""
+
+_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]{0,199}")
+_LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]{0,99}")
+_MAX_TEXT = 200
+_OWN = "potluck_"
+
+Labels = tuple[tuple[str, str], ...]
+
+
+class Reported:
+    """The newest value of each series: a name with the values of its labels. Not thread-safe.
+
+    Beyond ``MAX_SERIES`` the series that was reported longest ago is dropped, with one warning: a
+    training must not end because of a label that counts its epochs.
+    """
+
+    def __init__(self, own_labels: Mapping[str, str]) -> None:
+        self._own_labels = frozenset(own_labels)
+        self._values: dict[tuple[str, Labels], float] = {}
+        self._has_warned = False
+
+    def set(self, name: Any, value: Any, labels: Mapping[str, Any] | None) -> None:
+        """Set a series. TypeError or ValueError for a name, a value or labels that are none."""
+        number, texts = _number(name, value), self._labels(name, labels or {})
+        names = [label for label, _ in texts]
+        before = [label for label, _ in next((ls for n, ls in self._values if n == name), texts)]
+        if before != names:
+            raise ValueError(
+                f"{name} has the labels {names}, and had {before} before: all series of a name "
+                "have the same"
+            )
+        self._values.pop(key := (name, texts), None)  # it is the newest from now on
+        self._values[key] = number
+        if len(self._values) > MAX_SERIES:
+            oldest = next(iter(self._values))
+            del self._values[oldest]
+            if not self._has_warned:
+                self._has_warned = True
+                _log.warning(
+                    "more than %d series were reported: the oldest ones are dropped, first of %s. "
+                    "A label is for a few values (a phase, a layer), not for one that rises",
+                    *(MAX_SERIES, oldest[0]),
+                )
+
+    def copy(self) -> dict[tuple[str, Labels], float]:
+        """The values by name and labels."""
+        return dict(self._values)
+
+    def _labels(self, name: str, labels: Any) -> Labels:
+        if not isinstance(labels, Mapping):
+            raise TypeError(f"the labels of {name} are a dict of names to values, not {labels!r}")
+        for label, value in labels.items():
+            if not isinstance(label, str) or not _LABEL.fullmatch(label):
+                raise ValueError(
+                    f"{label!r} can't be the name of a label of {name}: letters, digits and _, no "
+                    "digit and no __ at first"
+                )
+            if label in self._own_labels:
+                raise ValueError(f"the label {label!r} of {name} is potluck's own: choose another")
+            if not isinstance(value, str | Real):
+                raise TypeError(f"label {label!r} of {name} is {value!r:.60}: a text or a number")
+        return tuple((label, str(labels[label])[:_MAX_TEXT]) for label in sorted(labels))
+
+
+def _number(name: Any, value: Any) -> float:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ValueError(
+            f"{name!r:.80} can't be the name of a metric: letters, digits, _ and :, no digit at "
+            "first, such as training_loss"
+        )
+    if name.startswith(_OWN):
+        raise ValueError(f"{name}: names that begin with {_OWN} are its own metrics'")
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError
+        value = getattr(value, "detach", lambda: value)()  # a loss in torch's graph
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"the value of {name} is {value!r:.60}; it must be a number") from None
 
 
 class LinkMeter:
@@ -88,7 +204,7 @@ class Metrics:
     def __init__(self, **labels: str) -> None:
         self.labels = dict(labels)
         self._lock = Lock()
-        self._collectives: dict[tuple[str, str], CollectiveMeter] = {}
+        self._collectives: _Collectives = {}
         self._failures: dict[tuple[str, str], int] = {}
         self._beyond: dict[tuple[str, str], int] = {}
         self._links: dict[str, LinkMeter] = {}
@@ -108,11 +224,12 @@ class Metrics:
         """Record a finished collective: the bytes of this rank's buffer, the seconds from its call
         to its end."""
         with self._lock:
-            meter = self._collectives.get((operation, algorithm))
-            if meter is None:
-                meter = self._collectives[operation, algorithm] = CollectiveMeter()
-            meter.seconds.add(seconds)
-            meter.nbytes.add(nbytes)
+            meters = self._collectives.get((operation, algorithm))
+            if meters is None:
+                meters = Histogram(SECONDS_BOUNDS), Histogram(BYTES_BOUNDS)
+                self._collectives[operation, algorithm] = meters
+            meters[0].add(seconds)
+            meters[1].add(nbytes)
 
     def failed(self, operation: str, kind: str) -> None:
         """Record a collective that raised; ``kind`` is the class of the error (``PeerLost``)."""
@@ -142,10 +259,7 @@ class Metrics:
         """Keep the present values of ``counts``, whose channel is about to be closed."""
         with self._lock:
             self._shared.remove(counts)
-            for key, seconds, nbytes in counts.collectives(SECONDS_BOUNDS, BYTES_BOUNDS):
-                meter = self._collectives.setdefault(key, CollectiveMeter())
-                meter.seconds = meter.seconds.plus(seconds)
-                meter.nbytes = meter.nbytes.plus(nbytes)
+            counts.add_to(self._collectives)
             self._waited_s += counts.waited_s()
 
     @property
@@ -168,19 +282,16 @@ class Metrics:
     def snapshot(self) -> Snapshot:
         """A consistent copy of all metrics."""
         with self._lock:
-            seconds = {key: meter.seconds.copy() for key, meter in self._collectives.items()}
-            nbytes = {key: meter.nbytes.copy() for key, meter in self._collectives.items()}
+            now = {key: (s.copy(), b.copy()) for key, (s, b) in self._collectives.items()}
             for counts in self._shared:
-                for key, times, sizes in counts.collectives(SECONDS_BOUNDS, BYTES_BOUNDS):
-                    seconds[key] = seconds[key].plus(times) if key in seconds else times
-                    nbytes[key] = nbytes[key].plus(sizes) if key in nbytes else sizes
+                counts.add_to(now)
             return Snapshot(
                 labels=dict(self.labels),
                 epoch=self._epoch,
                 world_size=self._world_size,
                 reforms=self._reforms.copy(),
-                seconds=seconds,
-                nbytes=nbytes,
+                seconds={key: seconds for key, (seconds, _) in now.items()},
+                nbytes={key: nbytes for key, (_, nbytes) in now.items()},
                 failures=dict(self._failures),
                 beyond=dict(self._beyond),
                 links={peer: meter.as_dict() for peer, meter in self._links.items()},
