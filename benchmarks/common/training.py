@@ -144,7 +144,7 @@ def compare(started: Sequence[Crew], rounds: int, steps: int) -> dict[str, Any]:
             samples[crew.peer.name].append(slowest(crew.ask("time", steps=steps)) / steps)
         for name in (*others, "alone"):
             samples[name].append(slowest(started[0].ask(name, steps=steps)) / steps)
-        samples["single"].append(slowest([started[0].ask_one(0, "single", steps=steps)]) / steps)
+        samples["single"].append(slowest(started[0].ask("single", steps=steps)) / steps)
     ends = [answer for crew in started for answer in crew.ask("digest")]
     digests = {end["digest"] for end in ends}
     norms = [end["norm"] for end in ends]
@@ -199,6 +199,8 @@ def worker(peer: str, make: Make) -> int:
         match channel.receive():
             case {"do": "hollow"} if trained.hollow is None:
                 channel.send()
+            case {"do": "single"} if rank:
+                channel.send(seconds=0.0)
             case {"do": ("time" | "hollow" | "alone" | "single") as what, "steps": int(count)}:
                 if what != "single":
                     dist.barrier()

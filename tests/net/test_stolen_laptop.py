@@ -33,9 +33,9 @@ from potluck._core.cluster.topology.hardware import own_versions
 from potluck._core.cluster.trust.credentials import load_or_create_identity
 from potluck.errors import PotluckError
 from potluck._core.transport import aio
-from potluck._core.transport.credentials import make_credentials
 from potluck._core.wire import admissions, peers
 from potluck._core.wire.greeting import Hello
+from support.links import make_credentials
 
 home, psk, hosts = Path(sys.argv[1]), bytes.fromhex(sys.argv[2]), sys.argv[3:]
 keys = {"its own key": load_or_create_identity(home), "a new key": Ed25519PrivateKey.generate()}

@@ -20,12 +20,11 @@ import potluck
 from potluck._core.backends.service_transport import TcpServiceTransport
 from potluck._core.backends.tcp import TcpBase
 from potluck._core.settings import Settings
-from potluck._core.transport.credentials import make_credentials
 from potluck._core.types import Group, Member
 from potluck.errors import PotluckError, ServiceLost
 from potluck.services import Services
 from support.commands import Command
-from support.links import psk
+from support.links import make_credentials, psk
 
 SCRIPT = Path(__file__).parent / "scripts" / "service_worker.py"
 LATE_S = 20.0

@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from potluck._core.system import wait_ready
 from potluck._core.transport import native_tls
-from potluck._core.transport.credentials import Credentials, make_credentials
+from potluck._core.transport.credentials import Credentials, era_of
 from potluck._core.transport.handshake import connect, tls_handshake
 from potluck._core.transport.inproc import inproc_pair, new_killed, socket_pair
 from potluck._core.transport.link import Link
@@ -28,6 +28,18 @@ from potluck._core.wire.greeting import Hello, Welcome
 def psk(cluster: str = "ours") -> bytes:
     """A secret for tests, the same for the same name: no secret at all."""
     return hashlib.sha256(cluster.encode()).digest()
+
+
+def make_credentials(
+    secret: bytes,
+    key: Ed25519PrivateKey,
+    objects_to: Callable[[str], str | None] = lambda node: None,
+    *,
+    use_native: bool = True,
+) -> Credentials:
+    """Credentials for the holder of ``secret`` whose own key is ``key``."""
+    eras = (era_of(secret),)
+    return Credentials(key, lambda: eras, objects_to, use_native=use_native)
 
 
 def new_credentials(cluster: str = "ours", *, use_native: bool = True) -> Credentials:

@@ -19,11 +19,11 @@ from potluck._core.context import DistributedContext, init
 from potluck._core.engine.communicator import Communicator
 from potluck._core.engine.loop.native import is_available
 from potluck._core.settings import Settings
-from potluck._core.transport.credentials import Credentials, make_credentials
+from potluck._core.transport.credentials import Credentials
 from potluck._core.types import Group, MeasuredPath, Member
 from potluck.errors import ConfigurationError, GroupError
 from potluck.testing.world import run_all
-from support.links import psk
+from support.links import make_credentials, psk
 
 T = TypeVar("T")
 

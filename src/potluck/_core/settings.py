@@ -28,7 +28,8 @@ PREFIX = "POTLUCK_"
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """The meaning and unit of a setting, kept in its type annotation for ``describe_settings``."""
+    """The meaning and unit of a setting, kept in its type annotation for errors and
+    ``docs/settings.md``."""
 
     text: str
 
@@ -187,24 +188,6 @@ def environment_name(setting: str) -> str:
     return PREFIX + setting.upper()
 
 
-@dataclass(frozen=True, slots=True)
-class Description:
-    """One setting as the documentation lists it: ``about`` is its meaning and unit, in words."""
-
-    name: str
-    environment: str
-    default: str
-    about: str
-
-
-def describe_settings() -> list[Description]:
-    """All settings, in the order of the class."""
-    return [
-        Description(name, environment_name(name), _default_text(each), _about(name))
-        for name, each in _fields().items()
-    ]
-
-
 def load_settings(**arguments: Any) -> Settings:
     """The settings of this process: defaults, replaced by the environment, then by ``arguments``.
 
@@ -307,9 +290,3 @@ def _types() -> dict[str, Any]:
 
 def _about(name: str) -> str:
     return next(each.text for each in _types()[name].__metadata__ if isinstance(each, About))
-
-
-def _default_text(each: Field[Any]) -> str:
-    if each.name == "home":
-        return "~/.potluck"
-    return "" if each.default is None else str(each.default)

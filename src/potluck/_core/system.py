@@ -15,9 +15,8 @@ import os
 import platform
 import select
 import signal
-import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -161,14 +160,6 @@ def wait_readable(fd: int) -> Callable[[float], bool]:
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return lambda timeout_s: bool(poll.poll(timeout_s * 1000))
-
-
-def send_parts(sock: socket.socket, parts: Sequence[bytes | memoryview]) -> int:
-    """Send what follows each other in ``parts``, as far as the kernel takes it. The socket's own
-    bytes, also where ``sock`` is one of TLS."""
-    if sys.platform == "win32":
-        return socket.socket.send(sock, b"".join(parts))
-    return socket.socket.sendmsg(sock, parts)
 
 
 def wait_for_exit(pid: int) -> None:

@@ -14,8 +14,9 @@ from potluck._core.cluster.trust.admission_file import AdmissionFile
 from potluck._core.cluster.trust.admissions import Admissions
 from potluck._core.cluster.trust.secret import load_secret
 from potluck._core.settings import Settings
-from potluck._core.transport.credentials import make_credentials, namespace_of, node_id_of
+from potluck._core.transport.credentials import namespace_of, node_id_of
 from potluck._core.wire.admissions import Secret, SecretWanted
+from support.links import make_credentials
 
 
 class Links:

@@ -16,11 +16,10 @@ from potluck._core.transport.credentials import (
     Credentials,
     era_of,
     identity_of_certificate,
-    make_credentials,
     namespace_of,
 )
 from potluck.errors import SecurityError
-from support.links import new_credentials, tls_pair
+from support.links import make_credentials, new_credentials, tls_pair
 
 PSK = bytes(range(32))
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(32))

@@ -194,11 +194,12 @@ def test_another_user_of_the_machine_can_not_open_it(offered: OfferedLinkMemory)
 CHILD = """
 import os, signal, sys, time
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from potluck._core.transport.credentials import make_credentials
+from potluck._core.transport.credentials import Credentials, era_of
 from potluck._core.transport.handshake import connect
 from potluck._core.wire.greeting import Hello
 
-mine = make_credentials(bytes.fromhex(sys.argv[2]), Ed25519PrivateKey.generate())
+era = era_of(bytes.fromhex(sys.argv[2]))
+mine = Credentials(Ed25519PrivateKey.generate(), lambda: (era,))
 link, _ = connect(
     "127.0.0.1", int(sys.argv[1]), Hello("data"), mine,
     deadline=time.monotonic() + 60,

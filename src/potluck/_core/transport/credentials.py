@@ -157,18 +157,6 @@ class Credentials:
         return tuple(era.advert_key for era in self._eras())
 
 
-def make_credentials(
-    psk: bytes,
-    key: Ed25519PrivateKey,
-    objects_to: Callable[[str], str | None] = _objects_to_nobody,
-    *,
-    use_native: bool = True,
-) -> Credentials:
-    """Credentials for the holder of ``psk`` (32 bytes) whose own key is ``key``. About 1 ms."""
-    eras = (era_of(psk),)
-    return Credentials(key, lambda: eras, objects_to, use_native=use_native)
-
-
 def era_of(psk: bytes) -> Era:
     """The era of a secret; ValueError unless it has 32 bytes."""
     if len(psk) != PSK_BYTES:

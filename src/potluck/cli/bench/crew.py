@@ -245,15 +245,6 @@ class Crew:
                 raise BenchError(found["failed"])
         return [answer for found in gathered for answer in found["answers"]]
 
-    def ask_one(self, rank: int, do: str, **details: Any) -> dict[str, Any]:
-        """Give one rank of this machine a task that is no collective; its answer."""
-        channel = self._channels[rank]
-        try:
-            channel.send(do=do, **details)
-            return channel.receive(ANSWER_S)
-        except (ChannelClosed, TimeoutError) as error:
-            raise self._failed(rank, do, f"gave no answer ({error})") from None
-
     def _tell(self, do: str, details: Mapping[str, Any]) -> None:
         for rank, channel in zip(self._ranks, self._channels, strict=False):
             try:

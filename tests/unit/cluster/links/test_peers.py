@@ -20,7 +20,7 @@ from potluck._core.cluster.discovery.advert import Hint
 from potluck._core.cluster.links.peers import KIND, PeerLinks, _host_of
 from potluck._core.cluster.topology.hardware import own_versions
 from potluck._core.transport import aio, binding
-from potluck._core.transport.credentials import Credentials, make_credentials
+from potluck._core.transport.credentials import Credentials
 from potluck._core.wire import admissions, nodes, peers
 from potluck._core.wire.greeting import Hello, Refusal, Welcome
 from potluck._core.wire.jobs import JobRuns, JobRunsRequest
@@ -31,7 +31,7 @@ from potluck.errors import (
     Refused,
     WrongSecret,
 )
-from support.links import new_credentials, psk
+from support.links import make_credentials, new_credentials, psk
 from support.ports import reserved_ports
 
 WAIT_S = 30.0
