@@ -91,13 +91,12 @@ class Agent:
         return answer.services
 
     async def ask(self, request: Any) -> Any:
-        program = Program()
-        await self._takers[type(request)](request, program)
-        return program.replies[-1]
+        reply = await self._takers[type(request)](request, Program())
+        local.REPLY.encode(reply)
+        return reply
 
     async def register(self, program: Program, *services: ServedService) -> local.CommandResult:
-        await self._takers[local.ServeRequest](local.ServeRequest(services), program)
-        result = program.replies[-1]
+        result = await self._takers[local.ServeRequest](local.ServeRequest(services), program)
         assert isinstance(result, local.CommandResult)
         return result
 

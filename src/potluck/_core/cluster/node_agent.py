@@ -413,11 +413,15 @@ class NodeAgent:
         except PotluckError as error:
             self._note(str(error))
 
-    async def _continue_alone(self, request: local.ContinueRequest, client: Client) -> None:
+    async def _continue_alone(
+        self, request: local.ContinueRequest, client: Client
+    ) -> local.CommandResult:
         self.plane.handle(events.ContinueAlone())
-        client.take(local.CommandResult(True, "this node goes on alone, if it was paused"))
+        return local.CommandResult(True, "this node goes on alone, if it was paused")
 
-    async def _forward(self, request: local.ForwardedRequest, client: Client) -> None:
+    async def _forward(
+        self, request: local.ForwardedRequest, client: Client
+    ) -> local.ForwardedResponse:
         """Ask another node for a command, for as long as the command waits."""
         node, content = request.node, request.content
         kind = peers.Results if isinstance(content, peers.ResultsRequest) else peers.PackagePart
@@ -426,7 +430,7 @@ class NodeAgent:
             response = await self.links.ask(node, content, kind, timeout_s=None)
         except PotluckError as error:
             response = peers.Failure(str(error)[:4096])
-        client.take(local.ForwardedResponse(request.number, node, response))
+        return local.ForwardedResponse(request.number, node, response)
 
     def _fail(self, error: BaseException) -> None:
         """End: the others go on without this node, which is better than one that looks alive."""

@@ -53,8 +53,8 @@ class Report:
         self._notes = notes
         commands.on(local.NodesRequest, self._asked)
 
-    async def _asked(self, request: local.NodesRequest, client: Client) -> None:
-        client.take(self.status())
+    async def _asked(self, request: local.NodesRequest, client: Client) -> local.NodesReply:
+        return self.status()
 
     @property
     def limits(self) -> str:

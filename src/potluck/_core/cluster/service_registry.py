@@ -51,14 +51,13 @@ class ServiceRegistry:
 
     # Services of this machine.
 
-    async def _register(self, request: local.ServeRequest, client: Client) -> None:
+    async def _register(self, request: local.ServeRequest, client: Client) -> local.CommandResult:
         others = [each for other, its in self._mine.items() if other is not client for each in its]
         refusal = _objection(others, request.services)
         if refusal:
-            client.take(local.CommandResult(False, refusal))
-            return
+            return local.CommandResult(False, refusal)
         self._mine[client] = request.services
-        client.take(local.CommandResult(True, "registered"))
+        return local.CommandResult(True, "registered")
 
     def _gone(self, client: Client) -> None:
         self._mine.pop(client, None)
@@ -71,11 +70,10 @@ class ServiceRegistry:
 
     # Services of other machines.
 
-    async def _asked(self, request: local.ServicesRequest, client: Client) -> None:
+    async def _asked(self, request: local.ServicesRequest, client: Client) -> local.ServicesReply:
         if self._num_questions >= MAX_QUESTIONS:
             text = f"{MAX_QUESTIONS} questions for services are under way on this machine"
-            client.take(local.ServicesReply(refusal=text))
-            return
+            return local.ServicesReply(refusal=text)
         nodes = [each for each in self._links.nodes if request.node in ("", each)]
         found: dict[str, tuple[ServedService, ...]] = {}
         silent = []
@@ -91,7 +89,7 @@ class ServiceRegistry:
             self._num_questions -= 1
         if request.node in ("", self._me):
             found[self._me] = self._here(request.name)
-        client.take(self._reply(found, silent))
+        return self._reply(found, silent)
 
     async def _services_of(self, node: str, name: str) -> tuple[ServedService, ...] | None:
         """The services of another machine; None if it does not answer in time, or its link ends."""

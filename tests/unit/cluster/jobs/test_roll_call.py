@@ -35,7 +35,7 @@ def test_the_missing_are_named_again_until_all_are_there_and_then_a_next_time() 
                     await said.wait()
                 said.clear()
                 missing.pop(0)
-            while call._reminder is not None:
+            while call._calling is None or not call._calling.done():
                 await asyncio.sleep(0)
             missing.append("0")
         call.close()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from potluck._core.cluster.links.local import Commands
 from potluck._core.cluster.names import NodeNames
 from potluck._core.cluster.sharing.offers import Offers, SharingStore
 from potluck._core.cluster.sharing.rules import Kept
@@ -137,9 +138,9 @@ def test_a_node_that_told_nothing_is_not_used_and_does_not_leave_a_job(tmp_path:
 def test_a_command_of_the_owner_is_answered(tmp_path: Path) -> None:
     machine = Machine(tmp_path, "all")
     client: Any = machine
-    for request in (local.ShareRequest("deny", ADA), local.ShareRequest("pause")):
-        asyncio.run(machine.offers._asked(request, client))
-    assert machine.replies == [
+    requests = (local.ShareRequest("deny", ADA), local.ShareRequest("pause"))
+    replies = [asyncio.run(machine.offers._asked(request, client)) for request in requests]
+    assert replies == [
         local.CommandResult(True, f"jobs of ada ({ADA[:8]}) are denied here"),
         local.CommandResult(True, "paused"),
     ]
@@ -167,7 +168,9 @@ def test_a_decision_that_can_not_be_kept_does_not_hold(tmp_path: Path) -> None:
     machine = Machine(tmp_path / "home", "ask")
     shutil.rmtree(tmp_path / "home")
     (tmp_path / "home").write_text("no folder")
-    asyncio.run(machine.offers._asked(local.ShareRequest("pause"), machine))  # type: ignore[arg-type]
+    commands, client = Commands(), cast(Any, machine)
+    commands.on(local.ShareRequest, machine.offers._asked)
+    asyncio.run(commands.answer(local.ShareRequest("pause"), client))
     [reply] = machine.replies
     assert isinstance(reply, local.CommandResult)
     assert not reply.ok

@@ -92,12 +92,7 @@ class JobController:
         self._groups = GroupAgreement(spec.job, view.group(spec.job))
         self._journal = Journal(names, time.monotonic())
         self._output = OutputRelay(agent, spec, lambda: spec.starter in self._nodes)
-        self._endings = Endings(
-            send=self._orders.send,
-            signal=self._orders.signal,
-            state_of=lambda worker: self.state.worker(worker),
-            note=self.note,
-        )
+        self._endings = Endings(self._orders, lambda worker: self.state.worker(worker), self.note)
         self._roll_call = RollCall(
             lambda: missing_workers(self.state, self._journal, self.placement.label), self.note
         )

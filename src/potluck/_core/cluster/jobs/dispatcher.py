@@ -222,8 +222,6 @@ class JobDispatcher:
         self._submitting[client] = task
         try:
             await self.submit(request, client)
-        except (PotluckError, OSError) as error:
-            client.take(local.CommandResult(False, str(error)[:4000]))
         except asyncio.CancelledError:
             client.take(local.CommandResult(False, "interrupted before it began"))
             raise
@@ -235,8 +233,8 @@ class JobDispatcher:
             self._submitting[client].cancel()
         self.interrupt(client, request.number)
 
-    async def _status_asked(self, request: local.JobsRequest, client: Client) -> None:
-        client.take(local.JobsReply(self.status()))
+    async def _status_asked(self, request: local.JobsRequest, client: Client) -> local.JobsReply:
+        return local.JobsReply(self.status())
 
     def abandon(self, client: Client) -> None:
         """The command has gone: its job, if it still runs, ends as if the terminal had closed."""

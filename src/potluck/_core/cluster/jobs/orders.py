@@ -23,38 +23,59 @@ _INTERRUPT_GRACE_S = 15.0
 Names = tuple[str, ...]
 
 
+class Orders:
+    """The orders about workers of ``job``, each to the node of the worker."""
+
+    def __init__(self, job: str, placement: Placement, links: PeerLinks) -> None:
+        self._job = job
+        self._placement = placement
+        self._links = links
+
+    def start(self, worker: str, attempt: int) -> None:
+        """Start the process of ``worker``."""
+        for node in self._placement.by_node((worker,)):
+            self._links.send(node, jobs.StartWorker(self._job, worker, attempt))
+
+    def send(self, names: Sequence[str], message: worker_link.FromAgent) -> None:
+        """Give ``message`` to the workers ``names``."""
+        for node, here in self._placement.by_node(names).items():
+            self._links.send(node, jobs.TellWorkers(self._job, here, message))
+
+    def signal(self, workers: Sequence[str], number: int) -> None:
+        """Send signal ``number`` to ``workers``."""
+        for node, names in self._placement.by_node(workers).items():
+            self._links.send(node, jobs.SignalWorkers(self._job, names, number))
+
+
 class Endings:
-    """Ends workers of one job: by ``send(workers, message)`` and ``signal(workers, number)``.
-    ``state_of`` is the state of a worker in membership; ``note`` shows a line to people."""
+    """Ends workers of one job by ``orders``. ``state_of`` is the state of a worker in membership;
+    ``note`` shows a line to people."""
 
     def __init__(
         self,
-        *,
-        send: Callable[[Names, worker_link.Stop], None],
-        signal: Callable[[Names, int], None],
+        orders: Orders,
         state_of: Callable[[str], WorkerState],
         note: Callable[[str], None],
     ) -> None:
-        self._send = send
-        self._signal = signal
+        self._orders = orders
         self._state_of = state_of
         self._note = note
         self._tasks = Tasks()
 
     def terminate(self, workers: Names) -> None:
         """End ``workers`` by SIGTERM, then by SIGKILL."""
-        self._signal(workers, signal.SIGTERM)
+        self._orders.signal(workers, signal.SIGTERM)
         self._later(workers, _STOP_GRACE_S, SIGKILL)
 
     def interrupt(self, workers: Names, number: int) -> None:
         """Pass on the operator's signal, then end ``workers`` by SIGKILL."""
         # The command got SIGPIPE because its output is not read. Python workers ignore that signal.
-        self._signal(workers, signal.SIGTERM if number == SIGPIPE else number)
+        self._orders.signal(workers, signal.SIGTERM if number == SIGPIPE else number)
         self._later(workers, _INTERRUPT_GRACE_S, SIGKILL)
 
     def stop(self, names: Names, reason: str) -> None:
         """Ask the workers ``names`` to end, then end them by SIGTERM, then by SIGKILL."""
-        self._send(names, worker_link.Stop(worker_link.clip(reason)))
+        self._orders.send(names, worker_link.Stop(worker_link.clip(reason)))
         self._later(names, _STOP_GRACE_S, signal.SIGTERM)
         self._later(names, 2 * _STOP_GRACE_S, SIGKILL)
 
@@ -73,7 +94,7 @@ class Endings:
         if alive:
             word = signal.Signals(number).name
             self._note(f"worker {', '.join(alive)} did not end in {delay_s:g} s: {word}")
-            self._signal(alive, number)
+            self._orders.signal(alive, number)
 
 
 class Faults:
@@ -103,27 +124,3 @@ class Faults:
                 loop = asyncio.get_running_loop()
                 loop.call_later(fault.seconds, self._orders.signal, hit, SIGCONT)
         self._orders.send((event.worker,), ChaosDone(event.step))
-
-
-class Orders:
-    """The orders about workers of ``job``, each to the node of the worker."""
-
-    def __init__(self, job: str, placement: Placement, links: PeerLinks) -> None:
-        self._job = job
-        self._placement = placement
-        self._links = links
-
-    def start(self, worker: str, attempt: int) -> None:
-        """Start the process of ``worker``."""
-        for node in self._placement.by_node((worker,)):
-            self._links.send(node, jobs.StartWorker(self._job, worker, attempt))
-
-    def send(self, names: Sequence[str], message: worker_link.FromAgent) -> None:
-        """Give ``message`` to the workers ``names``."""
-        for node, here in self._placement.by_node(names).items():
-            self._links.send(node, jobs.TellWorkers(self._job, here, message))
-
-    def signal(self, workers: Sequence[str], number: int) -> None:
-        """Send signal ``number`` to ``workers``."""
-        for node, names in self._placement.by_node(workers).items():
-            self._links.send(node, jobs.SignalWorkers(self._job, names, number))

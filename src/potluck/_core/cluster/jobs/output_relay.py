@@ -97,29 +97,22 @@ class RollCall:
     def __init__(self, describe: Callable[[], str], note: Callable[[str], None]) -> None:
         self._describe = describe
         self._note = note
-        self._reminder: Reminder | None = None
-        self._next: asyncio.TimerHandle | None = None
+        self._calling: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
         """Begin, unless it has begun: some worker waits from now on."""
-        if self._reminder is None:
-            self._reminder = Reminder(self._describe, say=self._note)
-            self._wait()
+        if self._calling is None or self._calling.done():
+            self._calling = asyncio.create_task(self._call())
 
     def close(self) -> None:
         """Write no more lines."""
-        if self._next is not None:
-            self._next.cancel()
-        self._reminder = None
+        if self._calling is not None:
+            self._calling.cancel()
 
-    def _wait(self) -> None:
-        assert self._reminder is not None
-        loop = asyncio.get_running_loop()
-        self._next = loop.call_later(self._reminder.patience(), self._tick)
-
-    def _tick(self) -> None:
-        if self._reminder is not None and self._describe():
-            self._reminder.tick()
-            self._wait()
-        else:
-            self.close()
+    async def _call(self) -> None:
+        reminder = Reminder(self._describe, say=self._note)
+        while True:
+            await asyncio.sleep(reminder.patience())
+            if not self._describe():
+                return
+            reminder.tick()

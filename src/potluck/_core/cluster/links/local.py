@@ -15,7 +15,7 @@ from potluck._core.transport import aio
 from potluck._core.wire import local
 from potluck._core.wire.greeting import Hello, Welcome
 from potluck._core.wire.jobs import JobEnded
-from potluck.errors import ConfigurationError, LinkError, Refused
+from potluck.errors import ConfigurationError, LinkError, PotluckError, Refused
 
 CLIENT = "client"
 """The ``kind`` in the greeting of this machine's commands."""
@@ -52,8 +52,10 @@ class _Connected:
             self._link.send(message)
 
 
-Answer = Callable[[Any, Client], Coroutine[Any, Any, None]]
-"""Answers one request of a command."""
+Answer = Callable[[Any, Client], Coroutine[Any, Any, local.Reply | None]]
+"""``answer(request, client)``: the reply to a command; None if there is none, or several, which the
+function gives to ``client`` by itself. A PotluckError or OSError is a CommandResult that is not
+``ok``."""
 
 
 class Commands:
@@ -66,8 +68,8 @@ class Commands:
         self._answers: dict[type, Answer] = {}
 
     def on(self, request: type[local.Request], answer: Answer) -> None:
-        """Register ``answer(request, client)`` for requests of this type. It runs as a task, which
-        is cancelled when the command leaves."""
+        """Register ``answer`` for requests of this type. It runs as a task, which is cancelled when
+        the command leaves."""
         self._answers[request] = answer
 
     async def greeted(
@@ -89,7 +91,7 @@ class Commands:
         try:
             while True:
                 request = await link.receive()
-                task = tasks.start(self._answers[type(request)](request, client))
+                task = tasks.start(self.answer(request, client))
                 task.add_done_callback(answered)
         except LinkError:  # the command has left
             pass
@@ -97,6 +99,16 @@ class Commands:
             await stop(*tasks)
             for tell in self.on_gone:
                 tell(client)
+
+    async def answer(self, request: local.Request, client: Client) -> None:
+        """Have the registered function answer ``request`` of ``client``."""
+        reply: local.Reply | None
+        try:
+            reply = await self._answers[type(request)](request, client)
+        except (PotluckError, OSError) as error:
+            reply = local.CommandResult(False, str(error)[:4000])
+        if reply is not None:
+            client.take(reply)
 
 
 def running_agent(settings: Settings) -> AgentRecord:

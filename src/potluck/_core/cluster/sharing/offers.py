@@ -165,21 +165,17 @@ class Offers:
             self._links.send(node, self.mine)
         self._tell()
 
-    async def _asked(self, request: local.ShareRequest, client: Client) -> None:
-        try:
-            match request.change:
-                case "pause" | "resume":
-                    await self.pause(request.change == "pause")
-                    text = "paused" if request.change == "pause" else "resumed"
-                case _:
-                    is_allowed = request.change == "allow"
-                    await self.decide(request.node, is_allowed=is_allowed)
-                    word = "allowed" if is_allowed else "denied"
-                    text = f"jobs of {self._names.called(request.node)} are {word} here"
-        except PotluckError as error:
-            client.take(local.CommandResult(False, str(error)[:4000]))
-            return
-        client.take(local.CommandResult(True, text))
+    async def _asked(self, request: local.ShareRequest, client: Client) -> local.CommandResult:
+        match request.change:
+            case "pause" | "resume":
+                await self.pause(request.change == "pause")
+                text = "paused" if request.change == "pause" else "resumed"
+            case _:
+                is_allowed = request.change == "allow"
+                await self.decide(request.node, is_allowed=is_allowed)
+                word = "allowed" if is_allowed else "denied"
+                text = f"jobs of {self._names.called(request.node)} are {word} here"
+        return local.CommandResult(True, text)
 
     # Other nodes.
 
