@@ -453,7 +453,7 @@ def test_progress_is_sent_as_plain_values(agent: ScriptedAgent, backend: AgentBa
     assert (told.epoch, told.step, told.loss, told.device) == (1, 3, 0.5, "cpu")
     assert told.facts == {"accuracy": 0.97, "num": str(2**70), "names": "['a']"}
     backend.report({"event": "resumed"})
-    assert agent.hear(worker_link.Said).text == "resumed"
+    assert agent.hear(worker_link.WorkerNote).text == "resumed"
     communicator.close()
 
 

@@ -112,7 +112,7 @@ def test_the_membership_of_a_job_takes_whatever_workers_say(seed: int) -> None:
         said = jobs_event(said)
         if said is None or not any(each.name == said.worker for each in state.workers):
             continue
-        if isinstance(said, worker_link.Said | worker_link.WorkerProgress | jobs.Started):
+        if isinstance(said, worker_link.WorkerNote | worker_link.WorkerProgress | jobs.Started):
             continue  # the controller keeps these to itself
         if isinstance(said, jobs.OutputEnded | worker_link.ChaosDue | worker_link.Waiting):
             continue
@@ -125,10 +125,10 @@ def test_the_membership_of_a_job_takes_whatever_workers_say(seed: int) -> None:
 def jobs_event(event: jobs.Event) -> jobs.Event | None:
     """``event`` as it arrives from a node; None if it is refused as malformed."""
     try:
-        told = peers.MESSAGE.decode(peers.MESSAGE.encode(jobs.Happened("job", event))[4:])
+        told = peers.MESSAGE.decode(peers.MESSAGE.encode(jobs.WorkerEvent("job", event))[4:])
     except ProtocolError:
         return None
-    assert isinstance(told, jobs.Happened)
+    assert isinstance(told, jobs.WorkerEvent)
     return told.event
 
 

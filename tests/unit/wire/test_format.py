@@ -16,7 +16,7 @@ from potluck._core.wire.gathering import ROSTER
 from potluck._core.wire.greeting import GREETING, Refusal
 from potluck._core.wire.local import REPLY, REQUEST, JobNote, JobsRequest, NodesRequest
 from potluck._core.wire.peers import MESSAGE, Failure, Response
-from potluck._core.wire.worker_link import FROM_AGENT, TO_AGENT, Said, Stop
+from potluck._core.wire.worker_link import FROM_AGENT, TO_AGENT, Stop, WorkerNote
 from potluck.errors import ProtocolError
 
 FORMATS = [TO_AGENT, FROM_AGENT, MESSAGE, REQUEST, REPLY, MEASURING, GREETING, ROSTER]
@@ -26,7 +26,7 @@ each_format = pytest.mark.parametrize("messages", FORMATS, ids=lambda each: each
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        (TO_AGENT, Said("0", "hello")),
+        (TO_AGENT, WorkerNote("0", "hello")),
         (FROM_AGENT, Stop("reason")),
         (MESSAGE, Response(1, Failure("gone"))),
         (REQUEST, JobsRequest()),
@@ -55,9 +55,9 @@ def test_a_length_out_of_bounds_is_refused_before_anything_is_read(
 
 
 def test_what_is_too_long_to_send_is_refused_here_by_its_name() -> None:
-    text = r"a message to an agent \(Said\) of 1048\d\d\d bytes; at most 1048576 are allowed"
+    text = r"a message to an agent \(WorkerNote\) of 1048\d\d\d bytes; at most 1048576 are allowed"
     with pytest.raises(ProtocolError, match=text):
-        TO_AGENT.encode(Said("0", "x" * TO_AGENT.limit))
+        TO_AGENT.encode(WorkerNote("0", "x" * TO_AGENT.limit))
 
 
 @each_format

@@ -20,7 +20,7 @@ FROM_WORKER = [
     worker_link.WorkerProgress(
         "0", 4, 60, 0.5, 812.0, "cpu", {"accuracy": 0.97, "n": 3, "ok": True, "text": "x"}
     ),
-    worker_link.Said("0", "hello"),
+    worker_link.WorkerNote("0", "hello"),
     worker_link.Failed("0", "text", True),
     worker_link.Finished("0"),
     worker_link.ChaosDue("0", 4, 60),
@@ -93,7 +93,7 @@ def test_a_site_has_few_levels_of_plain_names(site: str) -> None:
 
 def test_texts_and_collections_are_bounded() -> None:
     for message in (
-        worker_link.Said("0", "x" * (worker_link.MAX_TEXT + 1)),
+        worker_link.WorkerNote("0", "x" * (worker_link.MAX_TEXT + 1)),
         worker_link.WorkerProgress(
             "0", facts={str(n): n for n in range(worker_link.MAX_FACTS + 1)}
         ),

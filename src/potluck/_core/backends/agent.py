@@ -161,7 +161,9 @@ class AgentBackend:
         summary."""
         communicator = self._communicator
         if "event" in facts and len(facts) == 1:
-            self._talk.say(worker_link.Said(self.worker, worker_link.clip(str(facts["event"]))))
+            self._talk.say(
+                worker_link.WorkerNote(self.worker, worker_link.clip(str(facts["event"])))
+            )
             return
         self._talk.progress.add(facts, communicator.group.epoch if communicator else 0)
         self._talk.progress_waits()

@@ -188,7 +188,7 @@ class JobClient:
         match message:
             case jobs.JobNote(_, text):
                 self._watcher.note(text)
-            case jobs.Shown(_, worker, stream, text, end):
+            case jobs.LabelledOutput(_, worker, stream, text, end):
                 self._watcher.line(worker, stream, text, end)
             case jobs.JobStatus(status):
                 self._status = status

@@ -168,7 +168,7 @@ class Submitted(msgspec.Struct, frozen=True, tag=True):
     error: Text = ""
 
 
-class Shown(msgspec.Struct, frozen=True, tag=True):
+class LabelledOutput(msgspec.Struct, frozen=True, tag=True):
     """A line of a worker's output for the user; ``worker`` is its rank, with the name of its
     node."""
 
@@ -198,8 +198,8 @@ class JobEnded(msgspec.Struct, frozen=True, tag=True):
 
 class Order(msgspec.Struct, frozen=True, tag=True):
     """The sender leads this job. A node without the job's package fetches it from the starter or,
-    if that fails, from the leader, and answers with Reported. If the leader is lost, its successor
-    takes the job over with these ``places`` and this ``world``."""
+    if that fails, from the leader, and answers with NodeReport. If the leader is lost, its
+    successor takes the job over with these ``places`` and this ``world``."""
 
     spec: JobSpec
     places: Places
@@ -235,7 +235,7 @@ class SignalWorkers(msgspec.Struct, frozen=True, tag=True):
     number: Signal
 
 
-class TellWorkers(msgspec.Struct, frozen=True, tag=True):
+class SendToWorkers(msgspec.Struct, frozen=True, tag=True):
     """An instruction to forward ``message`` to ``workers``. For workers without a link, Stop
     becomes a SIGTERM."""
 
@@ -247,7 +247,7 @@ class TellWorkers(msgspec.Struct, frozen=True, tag=True):
 # From a node to the leader.
 
 
-class Seen(msgspec.Struct, frozen=True, tag=True):
+class ProcessState(msgspec.Struct, frozen=True, tag=True):
     """The newest process of ``worker`` on the sending node: its ``attempt``, the number of its
     world, and whether it runs."""
 
@@ -303,20 +303,20 @@ Event = worker_link.FromWorker | Started | Exited | OutputEnded | Disconnected |
 """A message of a worker, or an observation of its agent."""
 
 
-class Happened(msgspec.Struct, frozen=True, tag=True):
+class WorkerEvent(msgspec.Struct, frozen=True, tag=True):
     """An event of a worker on the sending node."""
 
     job: Job
     event: Event
 
 
-class Reported(msgspec.Struct, frozen=True, tag=True):
+class NodeReport(msgspec.Struct, frozen=True, tag=True):
     """The answer to an Order: it is carried out, or failed with ``error``, because the node
     ``lacks`` something that the script needs, or for another reason. ``workers`` are the job's
     workers that were started on the sending node."""
 
     job: Job
-    workers: Annotated[tuple[Seen, ...], msgspec.Meta(max_length=MAX_PLACES)] = ()
+    workers: Annotated[tuple[ProcessState, ...], msgspec.Meta(max_length=MAX_PLACES)] = ()
     error: Text = ""
     lacks: bool = False
 
@@ -347,8 +347,8 @@ class JobRuns(msgspec.Struct, frozen=True, tag=True):
     runs: bool
 
 
-FromLeader = Order | JobList | StartWorker | SignalWorkers | TellWorkers | JobStatus
-ToStarter = Submitted | Shown | JobNote | JobEnded
-FromNode = Reported | Happened | Output
+FromLeader = Order | JobList | StartWorker | SignalWorkers | SendToWorkers | JobStatus
+ToStarter = Submitted | LabelledOutput | JobNote | JobEnded
+FromNode = NodeReport | WorkerEvent | Output
 ToLeader = Submit | InterruptJob | FromNode
 JobMessage = FromLeader | ToStarter | ToLeader

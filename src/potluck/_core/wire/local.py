@@ -9,7 +9,14 @@ import msgspec
 from potluck._core.types import Site
 from potluck._core.wire.facts import MAX_LINKS, LinkFacts
 from potluck._core.wire.format import MachineName, MessageFormat, Name, Text
-from potluck._core.wire.jobs import MAX_JOBS, JobEnded, JobNote, JobOptions, JobStatus, Shown
+from potluck._core.wire.jobs import (
+    MAX_JOBS,
+    JobEnded,
+    JobNote,
+    JobOptions,
+    JobStatus,
+    LabelledOutput,
+)
 from potluck._core.wire.nodes import MAX_NODES, Count
 from potluck._core.wire.peers import (
     Failure,
@@ -46,7 +53,7 @@ class ShareRequest(msgspec.Struct, frozen=True, tag=True):
 class RunRequest(JobOptions, frozen=True, kw_only=True, tag=True):
     """A request to run ``script``, a path below ``folder``, on the cluster, which must have
     ``min_nodes`` within ``wait_s``. Answered with CommandResult if that is impossible; else with
-    JobNote, Shown and JobStatus while the job runs, and JobEnded at its end.
+    JobNote, LabelledOutput and JobStatus while the job runs, and JobEnded at its end.
 
     ``root`` is the folder that the user wants to travel; empty: ``cluster.run.checked`` finds it.
     An empty ``folder`` makes it a local job (``JobSpec.is_local``). ``include`` has the patterns of
@@ -183,7 +190,7 @@ class CommandResult(msgspec.Struct, frozen=True, tag=True):
     text: Text
 
 
-JobReply = JobNote | Shown | JobStatus | JobEnded
+JobReply = JobNote | LabelledOutput | JobStatus | JobEnded
 Request = (
     NodesRequest
     | ContinueRequest

@@ -117,7 +117,7 @@ class WorkerProgress(msgspec.Struct, frozen=True, tag=True):
     worker_samples: Count = 0
 
 
-class Said(msgspec.Struct, frozen=True, tag=True):
+class WorkerNote(msgspec.Struct, frozen=True, tag=True):
     """A line of output for the user. An empty ``worker`` stands for the agent itself."""
 
     worker: Name
@@ -309,7 +309,7 @@ FromWorker = (
     | Entered
     | Lost
     | WorkerProgress
-    | Said
+    | WorkerNote
     | Failed
     | Finished
     | ChaosDue

@@ -22,7 +22,7 @@ def test_orders_are_given_back_in_the_order_in_which_they_came() -> None:
     sent = [
         ("ada", jobs.JobList(("a",))),
         ("bob", jobs.StartWorker("b", "0", 0)),
-        ("ada", jobs.TellWorkers("a", ("0",), worker_link.Stop("over"))),
+        ("ada", jobs.SendToWorkers("a", ("0",), worker_link.Stop("over"))),
     ]
     for node, order in sent:
         early.keep_orders(node, order)

@@ -203,7 +203,7 @@ def record(package: bytes, job: str) -> Record:
 
 
 def reports(machine: Machine) -> list[str]:
-    return [to for to, message in machine.sent if isinstance(message, jobs.Reported)]
+    return [to for to, message in machine.sent if isinstance(message, jobs.NodeReport)]
 
 
 def test_an_order_of_the_leader_is_carried_out_also_if_it_comes_before_its_view(
@@ -242,7 +242,7 @@ def test_a_node_that_breaks_over_an_order_reports_it_instead_of_leaving_the_lead
                 await asyncio.sleep(0)
 
     machine = play(tmp_path, story)
-    [said] = [message for _, message in machine.sent if isinstance(message, jobs.Reported)]
+    [said] = [message for _, message in machine.sent if isinstance(message, jobs.NodeReport)]
     assert said.error == "this is potluck's fault, please report it: KeyError: 'no room'"
     assert "preparing job job broke" in caplog.text
 
@@ -276,7 +276,7 @@ def test_an_order_of_anybody_else_is_refused_and_said(tmp_path: Path) -> None:
     assert machine.notes == [
         "eve (eve) does not lead the cluster, and ordered a job: nothing is run for it"
     ]
-    assert not [m for _, m in machine.sent if isinstance(m, peers.PartRequest | jobs.Reported)]
+    assert not [m for _, m in machine.sent if isinstance(m, peers.PartRequest | jobs.NodeReport)]
 
 
 def test_nothing_runs_that_the_owner_does_not_allow_whatever_the_leader_orders(
@@ -301,7 +301,7 @@ def test_nothing_runs_that_the_owner_does_not_allow_whatever_the_leader_orders(
                 await asyncio.sleep(0)
 
     machine = play(tmp_path, story)
-    said = [message for _, message in machine.sent if isinstance(message, jobs.Reported)]
+    said = [message for _, message in machine.sent if isinstance(message, jobs.NodeReport)]
     assert said[0].error == "its owner does not let it run jobs of leader"
     assert machine.launched == ["job"], "it is allowed now"
 
@@ -373,10 +373,10 @@ def test_the_leader_leaves_out_a_machine_whose_owner_does_not_allow_the_starter(
         all_jobs.received(LEADER, jobs.Submit(spec(package, LEADER)))
         assert placed(all_jobs) == [LEADER, ME]
         for node in (ME, LEADER):
-            all_jobs.received(node, jobs.Reported("job"))
+            all_jobs.received(node, jobs.NodeReport("job"))
         notes = [each.text for _, each in machine.sent if isinstance(each, jobs.JobNote)]
         assert "eve (eve) takes no part: its owner does not let it run jobs of leader" in notes
-        all_jobs.received(EVE, jobs.Reported("job", error=machine.refusals[EVE]))
+        all_jobs.received(EVE, jobs.NodeReport("job", error=machine.refusals[EVE]))
         assert phases(all_jobs) == {LEADER: "starting", ME: "starting"}
         machine.refusals.clear()
         all_jobs._offers_changed()
@@ -409,7 +409,7 @@ def test_a_paused_machine_leaves_the_job_and_comes_back(tmp_path: Path) -> None:
         install(machine, all_jobs, view(ME, LEADER, EVE))
         all_jobs.received(LEADER, jobs.Submit(spec(package, LEADER)))
         for node in (ME, LEADER, EVE):
-            all_jobs.received(node, jobs.Reported("job"))
+            all_jobs.received(node, jobs.NodeReport("job"))
         [worker] = all_jobs._controllers["job"].placement.at(EVE)
         machine.refusals[EVE] = "its owner paused it"
         all_jobs._offers_changed()
@@ -419,16 +419,16 @@ def test_a_paused_machine_leaves_the_job_and_comes_back(tmp_path: Path) -> None:
             worker_link.Ready(worker, port=1, pid=1),
             worker_link.Failed(worker, "terminated"),
         ):
-            all_jobs.received(EVE, jobs.Happened("job", late))
-        busy = jobs.Reported("job", (jobs.Seen(worker, 0, 0, True),))
+            all_jobs.received(EVE, jobs.WorkerEvent("job", late))
+        busy = jobs.NodeReport("job", (jobs.ProcessState(worker, 0, 0, True),))
         all_jobs.received(EVE, busy)
         assert phases(all_jobs)[EVE] == "away"
         machine.refusals.clear()
         all_jobs._offers_changed()
         all_jobs.received(EVE, busy)
         assert phases(all_jobs)[EVE] == "away", "its old worker is still ending"
-        all_jobs.received(EVE, jobs.Happened("job", jobs.Exited(worker, -15, 0)))
-        all_jobs.received(EVE, jobs.Reported("job", (jobs.Seen(worker, 0, 0, False),)))
+        all_jobs.received(EVE, jobs.WorkerEvent("job", jobs.Exited(worker, -15, 0)))
+        all_jobs.received(EVE, jobs.NodeReport("job", (jobs.ProcessState(worker, 0, 0, False),)))
         assert phases(all_jobs) == others | {EVE: "starting"}
         [controller] = all_jobs._controllers.values()
         assert controller.state.worker(worker).restarts == 0, "that was no failure"
@@ -454,13 +454,13 @@ def test_a_node_speaks_for_its_own_workers_only(tmp_path: Path) -> None:
         install(machine, all_jobs, view(ME, LEADER, EVE))
         all_jobs.received(LEADER, jobs.Submit(spec(package, LEADER)))
         for node in (ME, LEADER, EVE):
-            all_jobs.received(node, jobs.Reported("job"))
+            all_jobs.received(node, jobs.NodeReport("job"))
         [status] = all_jobs.status()
         assert {worker.phase for worker in status.workers} == {"starting"}
-        all_jobs.received(EVE, jobs.Happened("job", jobs.Exited("0", 1, 0)))
+        all_jobs.received(EVE, jobs.WorkerEvent("job", jobs.Exited("0", 1, 0)))
         [status] = all_jobs.status()
         assert {worker.phase for worker in status.workers} == {"starting"}
-        all_jobs.received(LEADER, jobs.Happened("job", jobs.Exited("0", 1, 0)))
+        all_jobs.received(LEADER, jobs.WorkerEvent("job", jobs.Exited("0", 1, 0)))
         [status] = all_jobs.status()
         assert status.workers[0].phase == "gone"
 
@@ -472,7 +472,7 @@ def told(machine: Machine, node: str) -> list[worker_link.FromAgent]:
     return [
         message.message
         for to, message in machine.sent
-        if to == node and isinstance(message, jobs.TellWorkers)
+        if to == node and isinstance(message, jobs.SendToWorkers)
     ]
 
 
@@ -485,22 +485,22 @@ def test_a_wait_is_passed_on_to_all_nodes_and_a_stopped_worker_named_by_its_own(
         all_jobs.received(LEADER, jobs.Submit(spec(package, LEADER)))
         nodes = (ME, LEADER, EVE)
         for node in nodes:
-            all_jobs.received(node, jobs.Reported("job"))
+            all_jobs.received(node, jobs.NodeReport("job"))
         on = {place.node: place.worker for place in all_jobs._controllers["job"].placement.places}
         for node in nodes:
             ready = worker_link.Ready(on[node], port=1, pid=1)
-            all_jobs.received(node, jobs.Happened("job", ready))
+            all_jobs.received(node, jobs.WorkerEvent("job", ready))
         group = next(each for each in machine.events if isinstance(each, WantGroup))
         agreed = JobGroup("job", 4, group.members)
         install(machine, all_jobs, msgspec.structs.replace(view(*nodes, epoch=4), groups=(agreed,)))
 
-        waiting = jobs.Happened("job", worker_link.Waiting(on[ME], 4))
+        waiting = jobs.WorkerEvent("job", worker_link.Waiting(on[ME], 4))
         all_jobs.received(ME, waiting)
         all_jobs.received(ME, waiting)
         for node in nodes:
             assert told(machine, node) == [worker_link.Probe(0)], "once, however many wait"
 
-        stalled = jobs.Happened("job", jobs.Stalled(on[EVE], "its process 7 is stopped"))
+        stalled = jobs.WorkerEvent("job", jobs.Stalled(on[EVE], "its process 7 is stopped"))
         all_jobs.received(LEADER, stalled)
         assert told(machine, ME) == [worker_link.Probe(0)], "a node speaks for its own workers"
         all_jobs.received(EVE, stalled)
@@ -576,9 +576,9 @@ def test_a_starter_that_was_cut_off_at_the_end_of_its_job_hears_that_it_is_over(
         install(machine, all_jobs, view(ME, LEADER))
         one = msgspec.structs.replace(spec(package, LEADER), max_nodes=1)
         all_jobs.received(LEADER, jobs.Submit(one))
-        all_jobs.received(LEADER, jobs.Reported("job"))
+        all_jobs.received(LEADER, jobs.NodeReport("job"))
         machine.unreachable.add(LEADER)
-        all_jobs.received(LEADER, jobs.Happened("job", jobs.Exited("0", 0, 0)))
+        all_jobs.received(LEADER, jobs.WorkerEvent("job", jobs.Exited("0", 0, 0)))
         async with asyncio.timeout(20):
             while all_jobs.status():
                 await asyncio.sleep(0)

@@ -43,7 +43,7 @@ class Machine:
 
     @property
     def heard(self) -> list[jobs.Event]:
-        return [message.event for message in self.sent if isinstance(message, jobs.Happened)]
+        return [message.event for message in self.sent if isinstance(message, jobs.WorkerEvent)]
 
     def parts(self) -> AgentParts:
         me: Any = self
@@ -75,7 +75,7 @@ class Machine:
 
     def send(self, node: str, message: jobs.FromNode) -> bool:
         self.sent.append(message)
-        if isinstance(message, jobs.Reported):
+        if isinstance(message, jobs.NodeReport):
             self.is_prepared.set()
         return True
 
@@ -127,4 +127,4 @@ def test_a_worker_that_speaks_for_another_is_cut_off_before_that_counts(tmp_path
     machine = asyncio.run(story())
     _, _, said, complaint = machine.heard
     assert said == worker_link.Entered("0", 4)
-    assert complaint == worker_link.Said("", "worker 0 was cut off: it spoke for worker '1'")
+    assert complaint == worker_link.WorkerNote("", "worker 0 was cut off: it spoke for worker '1'")

@@ -53,10 +53,10 @@ def test_orders_of_a_node_outside_of_the_view_are_not_even_kept() -> None:
 OUT_OF_BOUNDS = {
     "signals for ever": jobs.InterruptJob("job", 2, 2**62),
     "a signal that is none": jobs.SignalWorkers("job", ("0",), 2**40),
-    "an exit in an attempt that can't be": jobs.Happened("job", jobs.Exited("0", 0, 2**62)),
-    "an epoch that frames can't carry": jobs.Happened("job", worker_link.Entered("0", 2**33)),
-    "a step from the end": jobs.Happened("job", worker_link.WorkerProgress("0", 1, 2**63)),
-    "a patience of no number": jobs.TellWorkers("job", (), worker_link.Probe(-1)),
+    "an exit in an attempt that can't be": jobs.WorkerEvent("job", jobs.Exited("0", 0, 2**62)),
+    "an epoch that frames can't carry": jobs.WorkerEvent("job", worker_link.Entered("0", 2**33)),
+    "a step from the end": jobs.WorkerEvent("job", worker_link.WorkerProgress("0", 1, 2**63)),
+    "a patience of no number": jobs.SendToWorkers("job", (), worker_link.Probe(-1)),
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from potluck._core.cluster.jobs.placement import Withdrawals
-from potluck._core.wire.jobs import Reported, Seen
+from potluck._core.wire.jobs import NodeReport, ProcessState
 
 
 class Job:
@@ -41,11 +41,11 @@ def test_a_node_is_back_when_its_old_workers_have_ended() -> None:
     job = Job()
     job.refusals["bob"] = "paused"
     job.look()
-    idle = Reported("job", (Seen("1", 0, 0, False),))
-    busy = Reported("job", (Seen("1", 0, 0, True),))
+    idle = NodeReport("job", (ProcessState("1", 0, 0, False),))
+    busy = NodeReport("job", (ProcessState("1", 0, 0, True),))
     assert job.withdrawals.is_out("bob", idle), "its owner did not give it again"
     job.refusals.clear()
     assert job.withdrawals.is_out("bob", busy)
-    assert job.withdrawals.is_out("bob", Reported("job", error="it is paused")), "an old report"
+    assert job.withdrawals.is_out("bob", NodeReport("job", error="it is paused")), "an old report"
     assert not job.withdrawals.is_out("bob", idle)
     assert "bob" not in job.withdrawals

@@ -248,12 +248,12 @@ class JobController:
         if self._deferred is not None:
             self._deferred.keep_newest(node, message)
             return
-        if isinstance(message, jobs.Reported):
+        if isinstance(message, jobs.NodeReport):
             self._report(node, message)
             return
-        event = message.event if isinstance(message, jobs.Happened) else message
-        if isinstance(event, worker_link.Said):
-            self.note(f"{self.placement.sayer(event.worker, node)}{event.text}")
+        event = message.event if isinstance(message, jobs.WorkerEvent) else message
+        if isinstance(event, worker_link.WorkerNote):
+            self.note(f"{self.placement.prefix(event.worker, node)}{event.text}")
         elif self.placement.node_of(event.worker) != node or not self._knows(event.worker):
             return
         elif isinstance(event, jobs.Output):
@@ -275,7 +275,7 @@ class JobController:
     def _knows(self, worker: str) -> bool:
         return any(each.name == worker for each in self.state.workers)
 
-    def _report(self, node: str, report: jobs.Reported) -> None:
+    def _report(self, node: str, report: jobs.NodeReport) -> None:
         if node in self._withdrawals and self._withdrawals.is_out(node, report):
             return
         self.placement.lacks(node, report.error if report.lacks else "")
@@ -399,7 +399,7 @@ class JobController:
                 where = f" on {label}" if label else ""
                 text = f"worker {name}{where} stands still: {reason}"
                 self.handle(jobs.Stalled(name, text))
-            case worker_link.Said():
+            case worker_link.WorkerNote():
                 pass  # passed on as it came
             case _:
                 self.handle(event)

@@ -65,10 +65,10 @@ class SampleProgress:
 
 MAX_NOTES = 1000
 MAX_FACTS = 256
-MAX_TOLD = 64
+MAX_RECORDED = 64
 """Of the recoveries, in the record for the next leader."""
 _MAX_CAUSE = 4096
-_MAX_TOLD_CAUSE = 512
+_MAX_RECORDED_CAUSE = 512
 _LAST_WORDS = 30
 
 
@@ -175,14 +175,14 @@ class Journal:
             tuple(
                 RecoveryRecord(
                     each.workers,
-                    each.cause[:_MAX_TOLD_CAUSE],
+                    each.cause[:_MAX_RECORDED_CAUSE],
                     max(0.0, each.detected - self.began),
                     each.reformed_s,
                     each.recovered_s,
                     each.step,
                     each.run_again,
                 )
-                for each in self.recoveries[-MAX_TOLD:]
+                for each in self.recoveries[-MAX_RECORDED:]
             ),
         )
 

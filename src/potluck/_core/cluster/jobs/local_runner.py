@@ -207,7 +207,7 @@ class LocalRunner:
             self._error = ""
             self._preparing = self._tasks.start(self._prepare())
 
-    def ordered(self, message: jobs.StartWorker | jobs.SignalWorkers | jobs.TellWorkers) -> None:
+    def ordered(self, message: jobs.StartWorker | jobs.SignalWorkers | jobs.SendToWorkers) -> None:
         """Carry out the leader's order about workers."""
         match message:
             case jobs.StartWorker(_, worker, attempt):
@@ -215,7 +215,7 @@ class LocalRunner:
                     self._start(self._launch, worker, attempt)
             case jobs.SignalWorkers(_, workers, number):
                 self._signal(workers, number)
-            case jobs.TellWorkers(_, workers, content):
+            case jobs.SendToWorkers(_, workers, content):
                 self._send(workers, content)
 
     def _start(self, launch: Launch, worker: str, attempt: int) -> None:
@@ -396,25 +396,25 @@ class LocalRunner:
         """Report everything about the workers here that the leader may not know."""
         job, send, alive = self.spec.job, self._agent.plane.to_leader, self.alive
         for event in (*self._reports.progress(), *self._reports.ended()):
-            send(jobs.Happened(job, event))
+            send(jobs.WorkerEvent(job, event))
         lacks = self._lacks and bool(self._error)
-        send(jobs.Reported(job, self._reports.seen(alive), self._error, lacks))
+        send(jobs.NodeReport(job, self._reports.seen(alive), self._error, lacks))
         for event in self._reports.standing(alive):
-            send(jobs.Happened(job, event))
+            send(jobs.WorkerEvent(job, event))
         while self._unsent:
             if not send(self._unsent[0]):
                 return
             self._unsent.popleft()
 
     def _happened(self, event: jobs.Event) -> None:
-        self._agent.plane.to_leader(jobs.Happened(self.spec.job, self._reports.take(event)))
+        self._agent.plane.to_leader(jobs.WorkerEvent(self.spec.job, self._reports.take(event)))
         stands_still = self._agent.plane.stands_still
         if stands_still and isinstance(event, worker_link.Ready | worker_link.Lost):
             self._send((event.worker,), worker_link.Hold(worker_link.clip(stands_still)))
 
     def _note(self, text: str) -> None:
         """Show a line to people."""
-        self._happened(worker_link.Said("", worker_link.clip(text)))
+        self._happened(worker_link.WorkerNote("", worker_link.clip(text)))
 
     def _line(self, worker: str, stream: str, text: str, end: jobs.End) -> None:
         if self._agent.confinement.is_memory_error(text):

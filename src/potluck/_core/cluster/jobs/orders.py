@@ -39,7 +39,7 @@ class Orders:
     def send(self, names: Sequence[str], message: worker_link.FromAgent) -> None:
         """Give ``message`` to the workers ``names``."""
         for node, here in self._placement.by_node(names).items():
-            self._links.send(node, jobs.TellWorkers(self._job, here, message))
+            self._links.send(node, jobs.SendToWorkers(self._job, here, message))
 
     def signal(self, workers: Sequence[str], number: int) -> None:
         """Send signal ``number`` to ``workers``."""

@@ -58,7 +58,7 @@ class OutputRelay:
             text = f"{self._num_dropped} lines of output were left out: they were not read in time"
             self._num_dropped = 0
             self.note(text)
-        shown = jobs.Shown(line.job, label, line.stream, line.text, line.end)
+        shown = jobs.LabelledOutput(line.job, label, line.stream, line.text, line.end)
         self._agent.links.send(self._spec.starter, shown)
 
     def _has_room(self) -> bool:

@@ -8,7 +8,7 @@ from itertools import product
 
 from potluck._core.cluster.names import NodeNames
 from potluck._core.wire.format import Versions
-from potluck._core.wire.jobs import JobSpec, Places, Reported, WorkerPlace
+from potluck._core.wire.jobs import JobSpec, NodeReport, Places, WorkerPlace
 from potluck._core.wire.nodes import View
 from potluck._core.wire.peers import Introduction
 
@@ -94,7 +94,7 @@ class Placement:
         node = self.node_of(worker)
         return "" if node is None or self._spec.is_local else self._names.label(node)
 
-    def sayer(self, worker: str, node: str) -> str:
+    def prefix(self, worker: str, node: str) -> str:
         """The prefix of a line of ``node`` for people, about ``worker`` or no worker."""
         if not self._spec.is_local:
             return f"{self._names.label(node)}: "
@@ -197,7 +197,7 @@ class Withdrawals:
             elif not refusal and node in self._nodes:
                 self._ask(node)
 
-    def is_out(self, node: str, report: Reported) -> bool:
+    def is_out(self, node: str, report: NodeReport) -> bool:
         """Whether ``node``, which sent ``report``, is still out. It is out until its old workers
         have exited, so that their reports are not mistaken for those of new workers."""
         is_willing = not (report.error or any(each.is_alive for each in report.workers))

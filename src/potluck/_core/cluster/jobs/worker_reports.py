@@ -90,10 +90,10 @@ class WorkerReports:
                 found.append(read)
         return found
 
-    def seen(self, alive: Collection[str]) -> tuple[jobs.Seen, ...]:
+    def seen(self, alive: Collection[str]) -> tuple[jobs.ProcessState, ...]:
         """The newest process of each worker."""
         return tuple(
-            jobs.Seen(worker, attempt, self._worlds[worker], worker in alive)
+            jobs.ProcessState(worker, attempt, self._worlds[worker], worker in alive)
             for worker, attempt in self._attempts.items()
         )
 

@@ -176,9 +176,9 @@ def test_what_a_node_tells_of_its_workers_is_an_event_as_it_comes_off_the_wire()
     story = training(3)
     told = (ProbeReply("2", 1), Lost("0", 1, rank=1, cause="silent"), Exited("1", -SIGKILL))
     for event in told:
-        data = peers.MESSAGE.encode(jobs.Happened("job", event))
+        data = peers.MESSAGE.encode(jobs.WorkerEvent("job", event))
         message = peers.MESSAGE.decode(data[PREFIX_BYTES:])
-        assert isinstance(message, jobs.Happened)
+        assert isinstance(message, jobs.WorkerEvent)
         story.tell(message.event)
     assert story.group == (2, "0 2")
 

@@ -23,7 +23,7 @@ from potluck._core.cluster.jobs.groups.events import (
 )
 from potluck._core.cluster.jobs.groups.roster import JobPolicy, Phase
 from potluck._core.types import Member
-from potluck._core.wire.jobs import Exited, Seen, Stalled, WorldSpec
+from potluck._core.wire.jobs import Exited, ProcessState, Stalled, WorldSpec
 from potluck._core.wire.nodes import JobGroup
 from potluck._core.wire.worker_link import Entered, Failed, Finished, Ready
 from support import stories
@@ -187,7 +187,7 @@ def test_a_machine_that_comes_back_waits_for_the_next_start() -> None:
     story.stopped()
     assert story.only(BeginWorld).members == ("0",)
     story.meet()
-    story.tell(Seen("1", 0, 0, True))
+    story.tell(ProcessState("1", 0, 0, True))
     assert story.only(Kill).workers == ("1",), "its process is of the world before"
     story.tell(Exited("1", -SIGKILL))
     story.tell(Placed("2"))
@@ -327,7 +327,7 @@ def test_another_leader_goes_on_with_the_world_if_all_of_it_is_there() -> None:
     state = membership.take_over("01", JobPolicy(), 9, group, world)
     story = Story(2)
     story.state = state
-    story.tell(Tick(), Seen("0", 7, 4, True), Seen("1", 7, 4, True))
+    story.tell(Tick(), ProcessState("0", 7, 4, True), ProcessState("1", 7, 4, True))
     assert not story.did
     story.tell(Exited("0", -SIGKILL, 7))
     story.stopped()
@@ -408,7 +408,7 @@ def check_random_losses(seed: int) -> None:
                 away.discard(name)
                 if name in alive:
                     attempt = story.state.worker(name).attempt
-                    tell(Seen(name, attempt, alive[name], True))
+                    tell(ProcessState(name, attempt, alive[name], True))
                 else:
                     tell(Placed(name))
             case 3 | 4 if set(ending) - away:
@@ -418,7 +418,7 @@ def check_random_losses(seed: int) -> None:
                 tell(ready(name))
         tell(Tick())
     for name in sorted(away):
-        tell(Seen(name, 0, alive[name], True) if name in alive else Placed(name))
+        tell(ProcessState(name, 0, alive[name], True) if name in alive else Placed(name))
     for _ in range(50):
         story.now += 2.0
         for name in sorted(ending):

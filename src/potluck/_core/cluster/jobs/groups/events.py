@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from potluck._core.cluster.membership.events import Note as Note
 from potluck._core.cluster.membership.events import Tick as Tick
 from potluck._core.types import Member
-from potluck._core.wire.jobs import Disconnected, Exited, Seen, Stalled
+from potluck._core.wire.jobs import Disconnected, Exited, ProcessState, Stalled
 from potluck._core.wire.worker_link import (
     Entered,
     Failed,
@@ -93,7 +93,7 @@ Event = (
     | Away
     | Placed
     | Severed
-    | Seen
+    | ProcessState
     | Tick
 )
 

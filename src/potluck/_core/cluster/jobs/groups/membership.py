@@ -61,7 +61,7 @@ from potluck._core.cluster.jobs.groups.roster import (
 from potluck._core.cluster.membership.view import spared
 from potluck._core.cluster.topology.graph import in_ring
 from potluck._core.types import Member
-from potluck._core.wire.jobs import Disconnected, Exited, Seen, Stalled, WorldSpec
+from potluck._core.wire.jobs import Disconnected, Exited, ProcessState, Stalled, WorldSpec
 from potluck._core.wire.nodes import JobGroup
 from potluck._core.wire.worker_link import (
     Entered,
@@ -176,7 +176,7 @@ class _Turn(Turn):
                 self.placed(name)
             case Severed():
                 cut_links.severed(self, event)
-            case Seen():
+            case ProcessState():
                 worlds.seen(self, event)
             case Tick():
                 pass

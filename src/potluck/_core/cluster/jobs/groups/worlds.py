@@ -43,7 +43,7 @@ from potluck._core.cluster.jobs.groups.roster import (
     name_exit,
 )
 from potluck._core.types import Member
-from potluck._core.wire.jobs import Disconnected, Exited, Seen, Stalled
+from potluck._core.wire.jobs import Disconnected, Exited, ProcessState, Stalled
 from potluck._core.wire.worker_link import Failed, Ready
 
 _KILLED = 128 + 9
@@ -98,7 +98,7 @@ def take(turn: Turn, event: Event) -> bool:
     return False
 
 
-def seen(turn: Turn, event: Seen) -> None:
+def seen(turn: Turn, event: ProcessState) -> None:
     """A process of another world than the present one, or of a worker that is out, ends."""
     worker, world = turn.state.worker(event.worker), turn.state.world
     attempt = max(worker.attempt, event.attempt)
