@@ -392,7 +392,7 @@ def test_a_member_bans_nobody(tmp_path: Path) -> None:
             AdmissionFile(ada.home), load_or_create_identity(ada.home), bytes(31) + b"k", name="k"
         )
         for node in (ada, bob, carl):
-            await node.has(lambda agent: len(agent._admissions.roster.entries) == 4)
+            await node.has(lambda agent: len(agent.admissions.roster.entries) == 4)
         for node in (ada, bob):
             roster = AdmissionFile(node.home).roster
             assert [each.role for each in roster.entries.values()].count("revoked") == 0

@@ -10,11 +10,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
-
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from potluck._core.background import Tasks
 from potluck._core.cluster.admission_exchange import AdmissionExchange
@@ -45,7 +42,6 @@ from potluck._core.cluster.sharing.offers import Offers, SharingStore
 from potluck._core.cluster.topology import measure
 from potluck._core.cluster.topology.hardware import own_facts, own_versions
 from potluck._core.cluster.topology.surveyor import Surveyor
-from potluck._core.cluster.trust.admission_file import AdmissionFile
 from potluck._core.cluster.trust.credentials import (
     load_admissions,
     load_node_credentials,
@@ -57,7 +53,6 @@ from potluck._core.cluster.trust.worker_home import WorkerHomes
 from potluck._core.settings import Settings
 from potluck._core.transport import aio
 from potluck._core.transport.acceptor import is_port_taken
-from potluck._core.transport.credentials import Credentials
 from potluck._core.wire import local, peers
 from potluck._core.wire.greeting import WORKER, Hello, Refusal
 from potluck.errors import ConfigurationError, PotluckError
@@ -69,67 +64,30 @@ _OF_THIS_MACHINE = (CLIENT, WORKER)
 Close = Callable[[], Coroutine[Any, Any, None]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Node:
-    """What all parts need of their node. ``note(text)`` shows a line to people at this machine;
-    ``fail(error)`` ends the agent. A node of a private agent has no rules of an owner, no limits,
-    and keeps no record of jobs."""
-
-    settings: Settings
-    state: NodeState | PrivateState
-    key: Ed25519PrivateKey
-    credentials: Credentials
-    admissions: AdmissionFile
-    names: NodeNames
-    bind: str
-    port: int
-    is_private: bool
-    note: Callable[[str], None]
-    fail: Callable[[BaseException], None]
-
-    @property
-    def me(self) -> str:
-        return self.credentials.node_id
-
-    def introduction(self) -> peers.Introduction:
-        name, key = self.settings.machine_name, self.credentials.public_key
-        return peers.Introduction(self.state.incarnation, name, key, self.port, own_versions())
-
-    def cluster(self) -> bytes:
-        """The id of the cluster; empty while it is open."""
-        admissions = self.admissions.load()
-        return b"" if admissions is None else admissions.founding.cluster
-
-
 class _Members:
     """The cluster's other nodes: ``links`` to them, the views that all agree on (``plane``, which
     runs ``protocol``), and the ``exchange`` of admitted keys."""
 
-    def __init__(
-        self,
-        node: _Node,
-        on_met: Callable[[str, peers.Introduction], None],
-        on_barred: Callable[[frozenset[str], frozenset[str]], None],
-    ) -> None:
-        state, now = node.state, asyncio.get_running_loop().time()
+    def __init__(self, agent: NodeAgent) -> None:
+        state, now = agent.state, asyncio.get_running_loop().time()
         self.links = PeerLinks(
-            node.credentials, node.introduction, bind=node.bind, on_broken=node.fail
+            agent.credentials, agent.introduction, bind=agent.bind, on_broken=agent.fail
         )
-        self.links.on_linked.append(on_met)  # the parts after it use the new node's name
-        self.protocol = MembershipProtocol(node.me, state.incarnation, state.record, now)
+        self.links.on_linked.append(agent.met)  # the parts after it use the new node's name
+        self.protocol = MembershipProtocol(agent.me, state.incarnation, state.record, now)
         self.plane = ControlPlane(
-            self.protocol, self.links, state, on_note=node.note, on_broken=node.fail
+            self.protocol, self.links, state, on_note=agent.note, on_broken=agent.fail
         )
         self.exchange = AdmissionExchange(
-            node.settings,
-            node.key,
-            node.admissions,
-            node.credentials,
+            agent.settings,
+            agent.key,
+            agent.admissions,
+            agent.credentials,
             self.links,
             watched=self.plane.watched,
-            on_barred=on_barred,
-            on_note=node.note,
-            on_broken=node.fail,
+            on_barred=agent.barred,
+            on_note=agent.note,
+            on_broken=agent.fail,
         )
 
     async def close(self) -> None:
@@ -143,39 +101,39 @@ class _Machine:
     (``confinement``), its measured links (``surveyor``), and the folders and credentials of jobs
     (``code_store``, ``worker_homes``)."""
 
-    def __init__(self, node: _Node, members: _Members, commands: Commands) -> None:
-        settings, links = node.settings, members.links
-        limits = Limits() if node.is_private else own_limits(settings)
-        sandbox = None if node.is_private else own_sandbox(settings, limits)
+    def __init__(self, agent: NodeAgent, members: _Members, commands: Commands) -> None:
+        settings, links = agent.settings, members.links
+        limits = Limits() if agent.is_private else own_limits(settings)
+        sandbox = None if agent.is_private else own_sandbox(settings, limits)
         self.confinement = confinement = Confinement(limits, sandbox)
         self.surveyor = Surveyor(
-            node.credentials,
+            agent.credentials,
             links,
             members.protocol.detector,
             members.plane.busy,
-            lambda: confinement.facts(own_facts(node.me, settings.site)),
+            lambda: confinement.facts(own_facts(agent.me, settings.site)),
         )
         self.offers = Offers(
-            node.me,
-            node.names,
+            agent.me,
+            agent.names,
             links,
             commands,
-            store=None if node.is_private else SharingStore(settings.home),
-            objects_to=node.admissions.objects_to,
-            on_note=node.note,
+            store=None if agent.is_private else SharingStore(settings.home),
+            objects_to=agent.admissions.objects_to,
+            on_note=agent.note,
         )
         # Served to every linked node: a new member may ask before this node knows that it is one.
         self.code_store = CodeStore(
-            settings.home, node.me, links.ask, keeping=keeping_of(settings), on_note=node.note
+            settings.home, agent.me, links.ask, keeping=keeping_of(settings), on_note=agent.note
         )
         links.on_request(peers.PartRequest | peers.ResultsRequest, self.code_store.answer)
         self.worker_homes = WorkerHomes(
             settings.home,
-            node.key,
-            node.credentials,
-            node.admissions,
-            on_note=node.note,
-            on_broken=node.fail,
+            agent.key,
+            agent.credentials,
+            agent.admissions,
+            on_note=agent.note,
+            on_broken=agent.fail,
         )
 
     async def close(self) -> None:
@@ -189,26 +147,21 @@ class _Jobs:
     for its links."""
 
     def __init__(
-        self,
-        node: _Node,
-        members: _Members,
-        machine: _Machine,
-        commands: Commands,
-        outer_world: OuterWorld | None,
+        self, agent: NodeAgent, members: _Members, machine: _Machine, commands: Commands
     ) -> None:
-        settings, credentials = node.settings, node.credentials
-        ledger = JobLedger(node.me, None if node.is_private else settings.home)
-        self._vouching = Vouching(node.me, members.links, ledger, node.cluster, node.note)
-        self._log = JobLog(settings.home, on_note=node.note)
+        settings, credentials = agent.settings, agent.credentials
+        ledger = JobLedger(agent.me, None if agent.is_private else settings.home)
+        self._vouching = Vouching(agent.me, members.links, ledger, agent.cluster, agent.note)
+        self._log = JobLog(settings.home, on_note=agent.note)
         parts = AgentParts(
-            me=node.me,
-            port=node.port,
-            bind=node.bind,
-            names=node.names,
-            sign=partial(signed, key=node.key),
+            me=agent.me,
+            port=agent.port,
+            bind=agent.bind,
+            names=agent.names,
+            sign=partial(signed, key=agent.key),
             worker_homes=machine.worker_homes,
             broker=partial(
-                Broker, eras=lambda: credentials.eras, bind=node.bind, on_broken=node.fail
+                Broker, eras=lambda: credentials.eras, bind=agent.bind, on_broken=agent.fail
             ),
             launcher=partial(launcher_of, settings, machine.confinement),
             confinement=machine.confinement,
@@ -219,8 +172,8 @@ class _Jobs:
             vouching=self._vouching,
             commands=commands,
             log=self._log,
-            note=node.note,
-            outer_world=outer_world,
+            note=agent.note,
+            outer_world=agent.outer_world,
         )
         self.dispatcher = JobDispatcher(parts, machine.code_store)
         self.relays = Relays(
@@ -230,7 +183,7 @@ class _Jobs:
             lambda: members.plane.view,
             lambda: members.protocol.banned,
             self.dispatcher.is_elastic,
-            on_broken=node.fail,
+            on_broken=agent.fail,
         )
 
     async def close(self) -> None:
@@ -244,8 +197,11 @@ class NodeAgent:
     """One node's agent; ``run`` it until cancelled. ``on_note`` is called with lines for people.
 
     A private agent belongs to one ``potluck run`` on a machine without ``potluck up``. It has no
-    finders, listens on the loopback only, refuses other agents, and keeps nothing on disk but its
-    port for ``potluck status``.
+    finders, listens on the loopback only, refuses other agents, has no rules of an owner and no
+    limits, and keeps nothing on disk but its port for ``potluck status``.
+
+    The parts (``_Members``, ``_Machine``, ``_Jobs``) take from it what they need of their node.
+    ``note(text)`` shows a line to people at this machine; ``fail(error)`` ends the agent.
     """
 
     def __init__(
@@ -260,23 +216,40 @@ class NodeAgent:
         outer_world: OuterWorld | None = None,
     ) -> None:
         """``outer_world``: see ``AgentParts``."""
-        self._outer_world = outer_world
+        self.state: NodeState | PrivateState
+        self.outer_world = outer_world
         self.port = 0
         self.credentials = load_node_credentials(settings)
+        self.key = load_or_create_identity(settings.home)
         self.ready = asyncio.Event()
-        self._settings = settings
+        self.settings = settings
         self._on_note = on_note
         self._finders = finders
-        self._is_private = is_private
-        self._bind = "127.0.0.1" if is_private else host or settings.bind
-        self.names = NodeNames(self.credentials.node_id, settings.machine_name)
+        self.is_private = is_private
+        self.bind = "127.0.0.1" if is_private else host or settings.bind
+        self.names = NodeNames(self.me, settings.machine_name)
         self._wanted_port = settings.discovery_port if port is None else port
-        self._admissions = load_admissions(settings)
+        self.admissions = load_admissions(settings)
         self._known = KnownNodes(settings.home)
         self._tasks = Tasks()
         self._notes: deque[str] = deque(maxlen=_MAX_EVENTS)
         self._callers: dict[str, aio.Greeted] = {}
         self._crash: asyncio.Future[None] | None = None
+
+    @property
+    def me(self) -> str:
+        """The id of this node."""
+        return self.credentials.node_id
+
+    def introduction(self) -> peers.Introduction:
+        """What other agents get first."""
+        name, key = self.settings.machine_name, self.credentials.public_key
+        return peers.Introduction(self.state.incarnation, name, key, self.port, own_versions())
+
+    def cluster(self) -> bytes:
+        """The id of the cluster; empty while it is open."""
+        admissions = self.admissions.load()
+        return b"" if admissions is None else admissions.founding.cluster
 
     async def run(self) -> None:
         """Take part in the cluster until cancelled. Leaves nothing behind.
@@ -285,20 +258,20 @@ class NodeAgent:
         """
         loop = asyncio.get_running_loop()
         self._crash = loop.create_future()
-        home = self._settings.home
-        state = PrivateState(home) if self._is_private else NodeState(home)
+        home = self.settings.home
+        state = self.state = PrivateState(home) if self.is_private else NodeState(home)
         server = None
         closing: list[Close] = []
         try:
             server = self._serve()
             self.port = server.port
-            closing = self._connect(state)
+            closing = self._connect()
             state.listening(self.port)
             presence = Presence(lambda: self.credentials.advert_keys, self.port, new_instance())
             async with running_finders(self._finders, presence, self.links.heard):
                 self.exchange.start()
                 self.plane.start()
-                if self._is_private:
+                if self.is_private:
                     self.plane.handle(events.FoundHistory())
                 self.ready.set()
                 await self._crash
@@ -309,28 +282,15 @@ class NodeAgent:
                 await server.close()
             state.close()
 
-    def _connect(self, state: NodeState | PrivateState) -> list[Close]:
+    def _connect(self) -> list[Close]:
         """Make the parts, each of parts made before it; each registers for the messages that
         concern it. Returns what ends them, in this order."""
-        node = _Node(
-            settings=self._settings,
-            state=state,
-            key=load_or_create_identity(self._settings.home),
-            credentials=self.credentials,
-            admissions=self._admissions,
-            names=self.names,
-            bind=self._bind,
-            port=self.port,
-            is_private=self._is_private,
-            note=self._note,
-            fail=self._fail,
-        )
         commands = Commands()
         commands.on(local.ContinueRequest, self._continue_alone)
         commands.on(local.ForwardedRequest, self._forward)
-        members = _Members(node, self._met, self._barred)
-        machine = _Machine(node, members, commands)
-        jobs = _Jobs(node, members, machine, commands, self._outer_world)
+        members = _Members(self)
+        machine = _Machine(self, members, commands)
+        jobs = _Jobs(self, members, machine, commands)
         self.links, self.plane, self.exchange = members.links, members.plane, members.exchange
         self.offers, self._code_store = machine.offers, machine.code_store
         self.jobs = jobs.dispatcher
@@ -340,16 +300,16 @@ class NodeAgent:
             self.links,
             self.plane,
             machine.surveyor,
-            self._admissions,
+            self.admissions,
             self.exchange,
             self.offers,
             commands,
             port=self.port,
             notes=lambda: self._notes,
         )
-        ServiceRegistry(node.me, self.names, self.links, commands)
+        ServiceRegistry(self.me, self.names, self.links, commands)
         self._callers = {CLIENT: commands.greeted, WORKER: self.jobs.greeted}
-        if not self._is_private:
+        if not self.is_private:
             self._callers |= {
                 KIND: self.links.greeted,
                 measure.KIND: machine.surveyor.greeted,
@@ -363,14 +323,14 @@ class NodeAgent:
         except ConfigurationError as error:
             if not is_port_taken(error):
                 raise
-            self._note(
+            self.note(
                 f"TCP port {self._wanted_port} is in use by another program; another port is used, "
                 "which nodes that only have this one written down in POTLUCK_PEERS can't know"
             )
             return self._serve_at(0)
 
     def _serve_at(self, port: int) -> aio.Server:
-        return aio.Server(self._bind, port, self.credentials, self._greeted, on_broken=self._fail)
+        return aio.Server(self.bind, port, self.credentials, self._greeted, on_broken=self.fail)
 
     async def _greeted(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hello: Hello, node: str
@@ -382,28 +342,29 @@ class NodeAgent:
             await serve(reader, writer, hello, node)
             return
         text = "this is a node's agent: it takes other agents, and commands of its own machine"
-        if self._is_private:
+        if self.is_private:
             text = "this is the agent of one `potluck run`: it takes only that job's workers"
         await aio.write_greeting(writer, Refusal("kind", text))
 
-    def _barred(self, nodes: frozenset[str], new: frozenset[str]) -> None:
+    def barred(self, nodes: frozenset[str], new: frozenset[str]) -> None:
         """``nodes`` are out of the cluster, those in ``new`` since now."""
         self.plane.bar(nodes)
         self.jobs.barred(nodes)
         self._tasks.start(
-            self.offers.barred([node for node in new if self._admissions.entry(node) is not None])
+            self.offers.barred([node for node in new if self.admissions.entry(node) is not None])
         )
         for node in new:
-            entry = self._admissions.entry(node)
+            entry = self.admissions.entry(node)
             if entry is not None and entry.word is not None and entry.word.delete_code:
                 self._tasks.start(self._delete_code(node))
 
     async def _delete_code(self, node: str) -> None:
         count = await self._code_store.delete_from(node)
         if count:
-            self._note(f"{count} code packages of {node} were deleted")
+            self.note(f"{count} code packages of {node} were deleted")
 
-    def _met(self, node: str, introduction: peers.Introduction) -> None:
+    def met(self, node: str, introduction: peers.Introduction) -> None:
+        """There is a link to ``node``."""
         self.names.met(node, introduction.name)
         self._tasks.start(self._remember(node, introduction))
 
@@ -411,7 +372,7 @@ class NodeAgent:
         try:
             await asyncio.to_thread(self._known.meet, node, introduction.name, introduction.key)
         except PotluckError as error:
-            self._note(str(error))
+            self.note(str(error))
 
     async def _continue_alone(
         self, request: local.ContinueRequest, client: Client
@@ -432,12 +393,13 @@ class NodeAgent:
             response = peers.Failure(str(error)[:4096])
         return local.ForwardedResponse(request.number, node, response)
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """End: the others go on without this node, which is better than one that looks alive."""
         if self._crash is not None and not self._crash.done():
             self._crash.set_exception(error)
 
-    def _note(self, text: str) -> None:
+    def note(self, text: str) -> None:
+        """Show a line to people at this machine, and keep it for ``potluck status``."""
         line = self.names.readable(text)[:4096]
         self._notes.append(line)
         self._on_note(line)
