@@ -50,11 +50,15 @@ hypothesis.settings.load_profile("potluck")
 if SEED != ALWAYS:
     hypothesis.core.global_force_seed = SEED  # type: ignore[assignment]  # as --hypothesis-seed does
 
-LAUNCHER_VARIABLES = (
-    *("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    *("GROUP_RANK", "NODE_RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"),
-    *("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"),
-)
+_LAUNCHERS = importlib.util.find_spec("potluck._core.backends.launchers")
+assert _LAUNCHERS is not None
+assert _LAUNCHERS.origin is not None
+
+LAUNCHER_VARIABLES = {
+    *re.findall(r'"([A-Z][A-Z0-9_]+)"', Path(_LAUNCHERS.origin).read_text()),
+    *("NODE_RANK", "TORCHELASTIC_RUN_ID"),
+}
+"""All that the product reads of a launcher, and of torchrun's further ones."""
 
 
 def pytest_report_header() -> str:

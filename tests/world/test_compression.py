@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import potluck.compressors
 from potluck import BF16, FP16, PowerSGD, Quantize, RandomK, TopK
 from potluck._core.context import DistributedContext
 from potluck.compressors import Compressor
@@ -34,6 +35,12 @@ COMPRESSORS: list[Compressor] = [
     ),
     *(RandomK(0.3), RandomK(0.3, "k"), PowerSGD(2)),
 ]
+
+
+def test_the_tests_here_have_all_public_compressors() -> None:
+    public = {getattr(potluck.compressors, name) for name in potluck.compressors.__all__}
+    kinds = {each for each in public if isinstance(each, type) and issubclass(each, Compressor)}
+    assert kinds - {Compressor} == {type(each) for each in COMPRESSORS}
 
 
 DTYPED = (Quantize(8), TopK(0.1, chunk=64), RandomK(0.3), PowerSGD(2))

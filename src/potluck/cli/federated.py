@@ -17,6 +17,7 @@ from potluck.errors import ConfigurationError
 app = typer.Typer(
     name="federated",
     help="Train where the data is: each machine's data stays there.",
+    epilog="Example:\n\npotluck federated run server.py --clients client.py",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

@@ -150,8 +150,9 @@ class Compressor(ABC):
         """Start the sum of ``array`` over all ranks, divided as ``comm`` says, in place.
 
         ``array`` and ``residual`` are flat, contiguous, of one length and of ``sum_dtype``. All
-        ranks end with the same bits. Cost: here one all_gather of the payloads, which are added in
-        rank order.
+        ranks end with the same bits. Until what this returns has ended, both belong to it: what is
+        lost may be written to ``residual`` at once, as here, or by the last ``then``. Cost: here
+        one all_gather of the payloads, which are added in rank order.
         """
         payload, _ = compress_any(self, array, residual, step)
 

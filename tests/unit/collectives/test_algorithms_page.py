@@ -16,6 +16,7 @@ from potluck._core.collectives.simulate import chunk_sizes, simulate
 from potluck._core.types import ReduceOp
 
 PAGE = Path(__file__).parents[3] / "docs" / "algorithms.md"
+REFERENCE = PAGE.parent / "reference" / "potluck.md"
 BEGIN, END = "<!-- computed: {} -->", "<!-- end of {} -->"
 
 NODES = (0, 0, 0, 0, 1, 1, 1, 1)
@@ -106,6 +107,8 @@ def test_the_tables_of_the_page_are_those_of_the_code() -> None:
 def test_the_page_speaks_of_every_algorithm() -> None:
     page = PAGE.read_text()
     assert all(f"**{algorithm}**" in page for algorithm in Algorithm)
+    [row] = [each for each in REFERENCE.read_text().splitlines() if "| `algorithm` |" in each]
+    assert all(f"`{algorithm}`" in row for algorithm in Algorithm)
 
 
 def write_page() -> None:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from potluck import federated
 from potluck.federated import (
     Aggregation,
     FedAdam,
@@ -154,7 +155,12 @@ def test_arguments_that_do_not_fit(make, text: str) -> None:
 
 
 def test_every_aggregation_has_the_two_methods() -> None:
-    for aggregation in (FedAvg(), FedProx(), FedAdam(), FedYogi(), Median(), TrimmedMean(), Krum()):
+    aggregations = (FedAvg(), FedProx(), FedAdam(), FedYogi(), Median(), TrimmedMean(), Krum())
+    for aggregation in aggregations:
         typed: Aggregation = aggregation
         assert callable(typed.configure)
         assert callable(typed.aggregate)
+    public = {getattr(federated, name) for name in federated.__all__}
+    assert {each for each in public if hasattr(each, "aggregate")} - {Aggregation} == {
+        type(each) for each in aggregations
+    }

@@ -82,7 +82,8 @@ def codec_of(name: str) -> Codec:
         found = _CODECS.get(name.lower())
     if found is None:
         names = ", ".join((*NAMES, *_OWN))
-        raise ValueError(f"there is no codec {name!r}; the codecs are {names}")
+        hint = "" if isinstance(name, str) else "; compressors are for gradients, as DDP sums them"
+        raise ValueError(f"there is no codec {name!r}; the codecs are {names}{hint}")
     return found
 
 

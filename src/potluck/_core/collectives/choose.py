@@ -41,6 +41,9 @@ ROTATED = frozenset(
 )
 """The plans that look alike from every rank."""
 
+BY_NAME_ONLY = {Algorithm.SPANNING_TREE}  # for cut links
+"""Algorithms that no call gets without asking for them."""
+
 _BUDGET = 1000
 """The budget of one simulation in segment transfers; a larger case is simulated in part and
 scaled."""
@@ -182,7 +185,7 @@ def _choose(
         (build_plan(operation, algorithm, world_size, 0, nodes=nodes, sites=links.sites), links)
         for algorithm in algorithms_for(operation)
         if not (flat and algorithm is Algorithm.HIERARCHICAL)
-        and algorithm is not Algorithm.SPANNING_TREE  # for cut links only
+        and algorithm not in BY_NAME_ONLY
         and (may_double or algorithm is not Algorithm.DOUBLING)
     ]
     return _fastest(options, nbytes)
