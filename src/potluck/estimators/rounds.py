@@ -166,7 +166,7 @@ class Fit:
         self, model: Any, ctx: DistributedContext, X: Any, y: Any = None, weights: Any = None
     ) -> None:
         self.model, self.ctx, self.name = model, ctx, type(model).__name__
-        self.checked = check(ctx, model, lambda: self.make_shard(X, y, weights))
+        self._shard, self._facts = check(ctx, model, lambda: self.make_shard(X, y, weights))
 
     def make_shard(self, X: Any, y: Any, weights: Any) -> Shard:
         """This rank's shard, checked. ValueError or TypeError for what does not fit."""
@@ -183,10 +183,9 @@ class Fit:
 
     @property
     def shard(self) -> Shard:
-        """This rank's shard; without one the first stage is the last."""
-        shard = self.checked.shard
-        assert shard is not None
-        return shard
+        """This rank's shard. After a failed check there is none: the first stage is the last."""
+        assert self._shard is not None
+        return self._shard
 
     def run(self, first: State | None = None, *, heavy: tuple[str, ...] = ()) -> State:
         """The last state; see ``run_rounds``."""
@@ -195,9 +194,7 @@ class Fit:
 
     def _compare(self, state: State) -> State:
         """The shards fit together."""
-        rows, problem = compare(
-            self.ctx, self.checked, min_samples=self.min_samples, name=self.name
-        )
+        rows, problem = compare(self.ctx, self._facts, min_samples=self.min_samples, name=self.name)
         if problem is None:
             try:
                 return {**state, **self.agree(state, rows)}

@@ -75,7 +75,7 @@ class StandardScaler(OnShards, preprocessing.StandardScaler):
 class _Fit(Fit):
     def add(self) -> State:
         """Add this call's samples to those of earlier calls; the last state."""
-        model, shard = self.model, self.checked.shard
+        model, shard = self.model, self._shard
         if hasattr(model, "n_samples_seen_"):
             counts = np.asarray(model.n_samples_seen_, np.float64)
             num = np.broadcast_to(counts, model._moments[0].shape)

@@ -77,20 +77,15 @@ class Shard:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass
-class Checked:
-    """The result of the checks on this rank: a shard, or the error that they raised. ``parameters``
-    are those of the estimator that must be equal on all ranks. ``warns``: if shards are equal."""
+def check(
+    ctx: DistributedContext, model: Any, make: Callable[[], Shard]
+) -> tuple[Shard | None, dict[str, Any]]:
+    """Run the checks of ``model``, and make its shard. Returns the shard, and the facts that
+    ``compare`` sends to the other ranks.
 
-    shard: Shard | None
-    parameters: dict[str, str]
-    error: Exception | None = None
-    warns: bool = False
-
-
-def check(ctx: DistributedContext, model: Any, make: Callable[[], Shard]) -> Checked:
-    """Run the checks of ``model``, and make its shard. An error, perhaps on this rank only, becomes
-    an error of all ranks; in a world of one it is raised as it is."""
+    An error, perhaps on this rank only, becomes an error of all ranks; then there is no shard. In a
+    world of one it is raised as it is.
+    """
     parameters = {
         name: _plain(value)
         for name, value in model.get_params(deep=False).items()
@@ -99,11 +94,26 @@ def check(ctx: DistributedContext, model: Any, make: Callable[[], Shard]) -> Che
     try:
         shard = make()
         _check_values(model)
-        return Checked(shard, parameters, warns=getattr(model, "warns_of_equal_shards", False))
     except Exception as error:
         if ctx.world_size == 1:
             raise
-        return Checked(None, parameters, error)
+        kinds = (ValueError, TypeError)
+        kind = next((each.__name__ for each in kinds if isinstance(error, each)), "")
+        text = str(error) if kind else f"{type(error).__name__}: {error}"
+        return None, {"error": [kind or "ValueError", text]}
+    num, features = shard.X.shape
+    columns = [each for each in (shard.X, shard.y) if each is not None]
+    warns = getattr(model, "warns_of_equal_shards", False)
+    return shard, {
+        "error": None,
+        "num": num,
+        "features": features,
+        "dtype": shard.X.dtype.name,
+        "weight": float(num if shard.weights is None else shard.weights.sum()),
+        "parameters": parameters,
+        "held": holding_of(num, columns).row if warns else None,
+        **shard.facts,
+    }
 
 
 def _check_values(model: Any) -> None:
@@ -153,24 +163,23 @@ def _plain(value: Any) -> str:
 
 
 def compare(
-    ctx: DistributedContext, checked: Checked, *, min_samples: int = 1, name: str = ""
+    ctx: DistributedContext, facts: dict[str, Any], *, min_samples: int, name: str
 ) -> tuple[list[dict[str, Any]], Exception | None]:
-    """Gather all ranks' facts: ``num``, ``features``, ``dtype``, and those of the shards.
+    """Gather all ranks' ``facts``, which ``check`` returned.
 
     Also returns the error that every rank must raise, None if the shards and the parameters of the
     estimators fit together. A collective call of two all_gathers.
     """
-    rows = gather_states(ctx, _facts(checked))
+    rows = gather_states(ctx, facts)
     problem = _error_of_a_rank(ctx, rows) or _difference(ctx, rows)
-    if checked.warns and problem is None and ctx.is_master:
+    if problem is None and ctx.is_master and facts["held"] is not None:
         warn_of_equal_samples([Holding.of(row["held"]) for row in rows], "")
     total = sum(row["num"] for row in rows) if problem is None else 0
     if problem is None and total < min_samples:
         shape = (total, rows[0]["features"])
-        by = f" by {name}" if name else ""
         problem = ValueError(
             f"Found array with {total} sample(s) (shape={shape}) while a minimum of {min_samples} "
-            f"is required{by}."
+            f"is required by {name}."
         )
     if problem is None and not sum(row["weight"] for row in rows):
         problem = ValueError("Sample weights must contain at least one non-zero number.")
@@ -198,28 +207,6 @@ def totals_of(numbers: Array, weights: Array, count: int) -> Array:
 def common_dtype(rows: list[dict[str, Any]]) -> np.dtype[Any]:
     """The dtype in which all ranks compute: float32 only if all shards are float32."""
     return np.result_type(*(row["dtype"] for row in rows))
-
-
-def _facts(checked: Checked) -> dict[str, Any]:
-    if checked.shard is None:
-        error = checked.error
-        if isinstance(error, TypeError | ValueError):
-            kind = ValueError if isinstance(error, ValueError) else TypeError
-            return {"error": [kind.__name__, str(error)]}
-        return {"error": ["ValueError", f"{type(error).__name__}: {error}"]}
-    shard = checked.shard
-    num, features = shard.X.shape
-    columns = [each for each in (shard.X, shard.y) if each is not None]
-    return {
-        "error": None,
-        "num": num,
-        "features": features,
-        "dtype": shard.X.dtype.name,
-        "weight": float(num if shard.weights is None else shard.weights.sum()),
-        "parameters": checked.parameters,
-        "held": holding_of(num, columns).row if checked.warns else None,
-        **shard.facts,
-    }
 
 
 def _error_of_a_rank(ctx: DistributedContext, rows: list[dict[str, Any]]) -> Exception | None:

@@ -17,7 +17,6 @@ from potluck.federated.parameters import Parameters, Update
 F = TypeVar("F", bound=Callable[..., Any])
 
 ClientFunction = Callable[[Parameters, Mapping[str, Any]], Update]
-ServerFunction = Callable[[Any], Any]
 
 _MARK = "_potluck_federated"
 

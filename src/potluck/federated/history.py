@@ -115,7 +115,7 @@ class Kept:
             "parameters": parameters,
             "reports": [as_plain(each) for each in reports],
             "own": getattr(self._aggregation, "state_dict", dict)(),
-            "seconds": self._deadlines.seconds,
+            "seconds": list(self._deadlines.seconds),
             "limits": None if self._limits is None else self._limits.state_dict(),
             "loss": self._loss.state_dict(),
         }
@@ -146,7 +146,7 @@ class Kept:
         reports = [_report(each) for each in state["reports"]]
         if hasattr(self._aggregation, "load_state_dict"):
             self._aggregation.load_state_dict(state["own"])
-        self._deadlines.seconds = state["seconds"]
+        self._deadlines.seconds.extend(map(float, state["seconds"]))
         if self._limits is not None and state["limits"] is not None:
             self._limits.load_state_dict(state["limits"])
         self._loss.load_state_dict(state["loss"])

@@ -24,22 +24,22 @@ class NotFinite(ValueError):
 def checked(parameters: object, what: str) -> Parameters:
     """``parameters`` with its arrays as NumPy arrays; TypeError or ValueError, beginning with
     ``what``, unless it is a list (or tuple) or a dict of real arrays; NotFinite for values."""
-    if isinstance(parameters, dict):
-        named: dict[str, Array] = {}
-        for name, value in parameters.items():
-            if not isinstance(name, str):
-                raise TypeError(f"{what}: the names of arrays are str, not {type(name).__name__}")
-            named[name] = _array(value, f"{what}[{name!r}]")
-        found: Parameters = named
-    elif isinstance(parameters, list | tuple):
-        found = [_array(value, f"{what}[{number}]") for number, value in enumerate(parameters)]
-    else:
+    if not isinstance(parameters, dict | list | tuple):
         raise TypeError(
             f"{what} must be a list or a dict of NumPy arrays, not {type(parameters).__name__}"
         )
+    for name in parameters if isinstance(parameters, dict) else ():
+        if not isinstance(name, str):
+            raise TypeError(f"{what}: the names of arrays are str, not {type(name).__name__}")
+    found = {key: _array(value, f"{what}[{key!r}]") for key, value in _items(parameters).items()}
     if not found:
         raise ValueError(f"{what} has no arrays")
-    return found
+    return found if isinstance(parameters, dict) else list(found.values())
+
+
+def _items(parameters: Any) -> dict[Any, Any]:
+    """The arrays by name, or by number."""
+    return parameters if isinstance(parameters, dict) else dict(enumerate(parameters))
 
 
 def _array(value: object, place: str) -> Array:
@@ -54,7 +54,7 @@ def _array(value: object, place: str) -> Array:
 
 def arrays_of(parameters: Parameters) -> list[Array]:
     """The arrays in order."""
-    return list(parameters.values()) if isinstance(parameters, dict) else list(parameters)
+    return list(_items(parameters).values())
 
 
 def like(parameters: Parameters, arrays: Sequence[Array]) -> Parameters:
@@ -75,22 +75,19 @@ def difference(found: Parameters, expected: Parameters) -> str:
         return (
             f"{kinds[isinstance(found, dict)]} of arrays, not {kinds[isinstance(expected, dict)]}"
         )
-    if isinstance(found, dict) and isinstance(expected, dict):
-        if found.keys() != expected.keys():
-            missing = ", ".join(sorted(expected.keys() - found.keys())) or "none"
-            more = ", ".join(sorted(found.keys() - expected.keys())) or "none"
-            return f"other names of arrays: missing {missing}, unknown {more}"
-        pairs = [(repr(name), found[name], expected[name]) for name in expected]
-    else:
-        ours, theirs = arrays_of(found), arrays_of(expected)
-        if len(ours) != len(theirs):
-            return f"{len(ours)} arrays, not {len(theirs)}"
-        pairs = [(str(n), a, b) for n, (a, b) in enumerate(zip(ours, theirs, strict=True))]
-    for name, ours_, theirs_ in pairs:
-        if ours_.shape != theirs_.shape:
-            return f"array {name} has shape {ours_.shape}, the global one {theirs_.shape}"
-        if (ours_.dtype.kind == "f") != (theirs_.dtype.kind == "f"):
-            return f"array {name} has dtype {ours_.dtype}, the global one {theirs_.dtype}"
+    ours, theirs = _items(found), _items(expected)
+    if isinstance(found, dict) and ours.keys() != theirs.keys():
+        missing = ", ".join(sorted(theirs.keys() - ours.keys())) or "none"
+        more = ", ".join(sorted(ours.keys() - theirs.keys())) or "none"
+        return f"other names of arrays: missing {missing}, unknown {more}"
+    if len(ours) != len(theirs):
+        return f"{len(ours)} arrays, not {len(theirs)}"
+    for name, array in ours.items():
+        other = theirs[name]
+        if array.shape != other.shape:
+            return f"array {name!r} has shape {array.shape}, the global one {other.shape}"
+        if (array.dtype.kind == "f") != (other.dtype.kind == "f"):
+            return f"array {name!r} has dtype {array.dtype}, the global one {other.dtype}"
     return ""
 
 

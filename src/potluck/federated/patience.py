@@ -90,34 +90,25 @@ class Deadlines:
         """``is_fixed``: an adaptive deadline stays the first one, whatever the times."""
         self._patience = patience
         self._is_fixed = is_fixed
-        self._seconds: deque[float] = deque(maxlen=_WINDOW)
+        self.seconds: deque[float] = deque(maxlen=_WINDOW)
+        """The last answer times."""
 
     def next_s(self) -> float:
         """The next round's deadline, in seconds from its start."""
         patience = self._patience
         if patience.deadline != "adaptive":
             return float(patience.deadline)
-        if not self._seconds or self._is_fixed:
+        if not self.seconds or self._is_fixed:
             return patience.first_deadline_s
-        median = statistics.median(self._seconds)
-        deviation = statistics.median(abs(each - median) for each in self._seconds)
+        median = statistics.median(self.seconds)
+        deviation = statistics.median(abs(each - median) for each in self.seconds)
         margin = patience.spread * max(deviation, _LEAST_MAD * median)
         return max(patience.least_s, median + margin)
 
-    @property
-    def seconds(self) -> list[float]:
-        """The last answer times."""
-        return list(self._seconds)
-
-    @seconds.setter
-    def seconds(self, seconds: Iterable[float]) -> None:
-        self._seconds.clear()
-        self._seconds.extend(map(float, seconds))
-
     def note(self, seconds: Iterable[float], num_late: int, deadline_s: float) -> None:
         """Add a round: the answer times of its clients, and how many missed ``deadline_s``."""
-        self._seconds.extend(seconds)
-        self._seconds.extend([_LATE * deadline_s] * num_late)
+        self.seconds.extend(seconds)
+        self.seconds.extend([_LATE * deadline_s] * num_late)
 
 
 def exchange_s(phase: str, deadline_s: float, elapsed_s: float) -> float:

@@ -6,7 +6,7 @@ import inspect
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -38,21 +38,14 @@ class Call(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class _Mark:
-    name: str
-    is_concurrent: bool
-    before: Callable[[Call], None] | None
-
-
-@dataclass(frozen=True, slots=True)
 class Service:
     """A named set of methods, each after ``before(call)``. Unless ``is_concurrent``, one call runs
-    at a time."""
+    at a time. The mark of a function or class is its service, yet without methods."""
 
     name: str
-    methods: Mapping[str, Callable[..., Any]]
     is_concurrent: bool
     before: Callable[[Call], None] | None
+    methods: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
 
 def service(
@@ -78,7 +71,7 @@ def service(
         )
 
     def mark(thing: T) -> T:
-        setattr(thing, _MARK, _Mark(name, concurrent, before))
+        setattr(thing, _MARK, Service(name, concurrent, before))
         return thing
 
     return mark
@@ -87,7 +80,7 @@ def service(
 def services_of(*things: Any) -> list[Service]:
     """The services of functions and instances that were made with ``service``."""
     methods: dict[str, dict[str, Callable[..., Any]]] = {}
-    marks: dict[str, _Mark] = {}
+    marks: dict[str, Service] = {}
     for thing in things:
         mark = getattr(thing, _MARK, None)
         if mark is None or inspect.isclass(thing):
@@ -108,10 +101,7 @@ def services_of(*things: Any) -> list[Service]:
             if name in table:
                 raise ValueError(f"service {mark.name!r} has two methods {name!r}")
             table[name] = method
-    return [
-        Service(name, methods[name], mark.is_concurrent, mark.before)
-        for name, mark in marks.items()
-    ]
+    return [replace(mark, methods=methods[name]) for name, mark in marks.items()]
 
 
 def _takes_a_call(method: Callable[..., Any]) -> bool:

@@ -6,8 +6,9 @@ of a group of unlike machines. There the ranks compare hashes every ``hash_every
 these differ, ranks receive the parameters of rank 0, look whether rounding explains the difference,
 and take them over. The optimizer's state is not sent: it stays each rank's own, in its last bits.
 
-Ranks of equal *arithmetic* must still have equal bits, if their states are of one *origin*: a rank
-that has received its state from a machine that rounds otherwise goes on with that one's optimizer.
+Ranks of equal *arithmetic* must still have equal bits, if their states have the same *origin*: a
+rank that has received its state from a machine that rounds otherwise continues with the optimizer
+state of that machine.
 """
 
 from __future__ import annotations
@@ -63,14 +64,14 @@ class Alignment:
         self._origin = 0  # the epoch in which the state came from an unlike machine; 0 for none
         self._kinds: list[tuple[int, int]] = []  # arithmetic and origin, by rank
         self._next = 0  # the step before which the next alignment is due
-        self._may_be_cut = False  # a loss may have interrupted the last alignment
+        self._may_be_cut = False  # the last alignment may have been interrupted by a loss
         self._equal_at = -1  # not known: the state came from another member
         self._equal_since = time.monotonic()
-        self._is_told = False
+        self._has_reported = False
 
     @property
     def row(self) -> tuple[int, int, int]:
-        """What the members of the next group must know of this rank."""
+        """Arithmetic, origin and ``is_unlike``, which this rank sends to the next group."""
         return self._kind, self._origin, self.is_unlike
 
     def new_group(self, rows: NDArray[Any], source: int, receivers: Sequence[int]) -> None:
@@ -134,7 +135,7 @@ class Alignment:
                 )
 
     def _take(self, num_steps: int, *, wanted: bool) -> None:
-        """Take the parameters of rank 0 where ``wanted``, if rounding explains the difference."""
+        """Adopt the parameters of rank 0 where ``wanted``, if rounding explains the difference."""
         ctx, own = self._ctx, self._replica.shared()
         expected = Expected(own=own, fixed=own, max_bytes=self._policy.max_state_bytes)
         theirs = broadcast_state(ctx, own, 0, wanted=wanted, expected=expected)
@@ -146,8 +147,8 @@ class Alignment:
         if not wanted:
             return
         self._replica.take_shared(theirs)
-        if not self._is_told:
-            self._is_told = True
+        if not self._has_reported:
+            self._has_reported = True
             text = (
                 f"rank {ctx.rank} rounds otherwise than rank 0, and takes over its parameters now "
                 f"and then: {found.where} is {found.what} ({self._replica.arithmetic})"

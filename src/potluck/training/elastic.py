@@ -139,7 +139,7 @@ class ElasticLoop(Uncopied):
         self._open = False
         self._counted = False
         self._stops = False
-        self._told_of_late_loss = False
+        self._warned_of_late_loss = False
         self._facts: dict[str, Any] = {}
         self._began = 0.0
         self._waited_s = 0.0
@@ -310,8 +310,8 @@ class ElasticLoop(Uncopied):
         if self._open and not self._counted:
             self._facts.update(facts)
         else:
-            if self._open and "loss" in facts and not self._told_of_late_loss:
-                self._told_of_late_loss = True
+            if self._open and "loss" in facts and not self._warned_of_late_loss:
+                self._warned_of_late_loss = True
                 _log.warning(
                     "job.log(loss=...) comes after the step's commit, which optimizer.step() "
                     "makes: this loss is not averaged over the ranks, and job.last_loss stays nan. "

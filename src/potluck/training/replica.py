@@ -14,7 +14,7 @@ class Replica(Protocol):
 
     ``device`` is a name for displays, for example ``cuda:0``. ``arithmetic`` says what rounds the
     updates: replicas with equal texts have equal bits after equal updates. A subclass leaves out
-    what it has no use for: such a method does nothing, and returns None.
+    the methods that it has no use for: they do nothing, and return None.
     """
 
     device: str

@@ -1,4 +1,4 @@
-"""What one rank does in a round, and its report to the others. Pure."""
+"""One rank's part of a round, and its report to the other ranks. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from potluck.training.ledger import Deal, Span
 
 @dataclass(eq=False, slots=True)
 class Report:
-    """What one rank did in a round: ``num_samples`` from offset ``start`` in ``num_steps``.
+    """One rank's work in a round: ``num_samples`` from offset ``start`` in ``num_steps``.
 
     ``ends``: Ctrl-C ends the training, with a checkpoint. ``num_recent``: of a round without
     samples, which reduces all fragments, how many this rank has computed in the rounds whose

@@ -45,7 +45,7 @@ known."""
 
 
 class RoundStrategy(Protocol):
-    """What a strategy exchanges at the end of a round, and how it changes the replica."""
+    """The exchange at the end of a round, and its effect on the replica."""
 
     num_steps: int
     """The number of steps of a round."""
@@ -238,7 +238,7 @@ class Rounds:
                     self._fill(part)
             elif part.batches and part.dealt_in != training.valid_deals.get(part.number):
                 self._close(part)
-                part.drop()  # dealt again to the others, while this rank was cut off
+                part.drop()  # while this rank was cut off, its samples were dealt to other ranks
 
     # ------------------------------------------------------------ inside
 
@@ -313,7 +313,7 @@ class Rounds:
         return part
 
     def _fill(self, part: RoundPart) -> None:
-        """Cut what this rank has of a round, the last one that it was dealt, into steps."""
+        """Cut this rank's samples of a round, the last that was dealt, into steps."""
         rank = self._ctx.rank
         taken = list(self._progress.taken)
         if taken:  # and in rounds that are not committed yet
@@ -332,7 +332,7 @@ class Rounds:
 
     def _check_group(self) -> None:
         """Between two steps: form the next group at once if the present one is over, or a worker
-        waits to join, so that the others need not wait for the end of this rank's round."""
+        waits to join, so that other ranks need not wait for the end of this rank's round."""
         ctx, training = self._ctx, self._training
         error = getattr(ctx.communicator, "error", None)
         if isinstance(error, LOST):

@@ -57,7 +57,7 @@ _MAX_OPEN = 2
 
 @contextlib.contextmanager
 def abort_on_error(ctx: DistributedContext) -> Iterator[None]:
-    """An error in this block that other ranks do not meet by themselves ends the group."""
+    """An error in this block ends the group, unless other ranks get the same error themselves."""
     try:
         yield
     except Exception as error:
@@ -67,7 +67,7 @@ def abort_on_error(ctx: DistributedContext) -> Iterator[None]:
 
 
 class Training:
-    """What is committed, what the group has agreed on, and what is due between two steps.
+    """The committed state, the agreement of the group, and what is due between two steps.
 
     ``history`` is the epoch of the last committed vote. ``cause`` is the error that ended the
     group, None while it is intact. ``interrupted`` is the error that ended a group since the last
@@ -81,8 +81,8 @@ class Training:
     Of a training in rounds (``in_rounds``), in which no step is run again: ``num_dealt`` is the
     number of rounds that some member was dealt. ``dealt_in()``: the epochs in which the open rounds
     were dealt on this rank, oldest first, 0 for a round without work; ``valid_deals``: by number of
-    the round, the one that counts. ``is_restored``: this rank has received the state of another
-    one. ``is_afresh``: no member had a state, so all begin, or resume from a checkpoint.
+    the round, the epoch whose deal counts. ``is_restored``: this rank has received the state of
+    another rank. ``is_afresh``: no member had a state, so all begin, or resume from a checkpoint.
     ``longest_s``: the longest time that a rank took for the steps of one of the last rounds, 0 if
     no member knows it.
     """
