@@ -61,7 +61,8 @@ class Reply:
 
 
 class Clients(Protocol):
-    """All clients of a federation. ``is_simulated``: they run in this process."""
+    """All clients of a federation. ``is_simulated``: they run in this process. A subclass may leave
+    out ``called`` and ``none_fit``."""
 
     is_simulated: bool
 
@@ -70,9 +71,11 @@ class Clients(Protocol):
 
     def called(self, client: str) -> str:
         """A client's name in messages, with its machine if that is known."""
+        return client
 
     def none_fit(self) -> str:
         """Why no client can take part; empty if some client can, or has not registered yet."""
+        return ""
 
     def start(
         self,

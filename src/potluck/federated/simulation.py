@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from potluck.federated.definition import Site, load
-from potluck.federated.federation import Federation, Reply
+from potluck.federated.federation import Clients, Federation, Reply
 from potluck.federated.participant import Participant
 
 
-class SimulatedClients:
+class SimulatedClients(Clients):
     """Clients of this process, called by ``num_threads`` threads."""
 
     is_simulated = True
@@ -30,12 +30,6 @@ class SimulatedClients:
 
     def wait(self, num: int, timeout_s: float) -> Sequence[str]:
         return list(self._participants)
-
-    def called(self, client: str) -> str:
-        return client
-
-    def none_fit(self) -> str:
-        return ""
 
     def start(
         self,

@@ -137,15 +137,12 @@ if sys.platform == "linux":
             self._epoll.close()
             self._wakes.close()
 
-    def poller() -> Poller:
-        """The best one of this system."""
+
+def poller() -> Poller:
+    """The best one of this system."""
+    if sys.platform == "linux":
         return EpollPoller()
-
-else:
-
-    def poller() -> Poller:
-        """The best one of this system."""
-        return SelectorPoller()
+    return SelectorPoller()
 
 
 LONGEST_S = 1.5e-4
