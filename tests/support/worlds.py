@@ -41,7 +41,7 @@ MAIN_KINDS = ("inproc", NATIVE_KINDS[0] if NATIVE_KINDS else "tls", "shm")
 """One of each way that bytes take: in process, over TLS by the loop that ships, shared memory."""
 
 
-class TcpBackend(StaticBackend):
+class TcpBackend(StaticBackend[Any]):
     """One rank of a world over TCP whose listener has any free port; ``group`` is set later."""
 
     def __init__(self, settings: Settings, credentials: Credentials) -> None:

@@ -20,6 +20,19 @@ def checked_rank(name: str, rank: Any, world_size: int) -> int:
         ) from None
 
 
+def check_within(name: str, rank: int, world_size: int) -> None:
+    """ValueError unless the rank in the argument ``name`` is one of ``world_size``."""
+    if not 0 <= rank < world_size:
+        raise ValueError(f"{name} {rank} is outside a world of {world_size}")
+
+
+def check_peer(peer: int, rank: int, world_size: int) -> None:
+    """ValueError unless ``rank`` can send a message to ``peer``."""
+    check_within("rank", peer, world_size)
+    if peer == rank:
+        raise ValueError(f"rank {peer} is this rank; a message to oneself needs no network")
+
+
 def checked_tag(tag: Any) -> int:
     """The tag of a message; ValueError unless it is an integer from 0 to 2**31 - 1."""
     try:

@@ -101,7 +101,7 @@ class Gate:
         self.is_closed.set()
 
 
-class GateBackend(StaticBackend):
+class GateBackend(StaticBackend[Any]):
     def __init__(self, gate: Gate) -> None:
         self.gate = gate
 
@@ -293,7 +293,7 @@ def nccl_on_gloo(rank: int, world_size: int, store: Any) -> Library:
     return OnGloo(store, "test", rank, world_size, Mute(), 20.0, "cpu")
 
 
-class TensorBackend(StaticBackend):
+class TensorBackend(StaticBackend[Any]):
     def __init__(self, rank: int, world_size: int, store: Any) -> None:
         self.seat = rank, world_size, store
 

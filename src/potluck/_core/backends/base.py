@@ -10,7 +10,7 @@ started this worker), ``local.py`` (one worker, no network). On links of other l
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from potluck._core.backends.service_transport import ServiceTransport, TcpServiceTransport
 from potluck._core.engine.arrays.layout import Array
@@ -19,7 +19,7 @@ from potluck._core.engine.request import FastPath, Request
 from potluck._core.engine.work import Work
 from potluck._core.metrics import Metrics
 from potluck._core.types import Group, Member
-from potluck.errors import GroupError, PotluckError
+from potluck.errors import ConfigurationError, GroupError, PotluckError
 
 NUM_ASIDE_TAGS = 4096
 
@@ -128,10 +128,15 @@ class Backend(Protocol):
         """Release all resources. Idempotent."""
 
 
-class StaticBackend:
+Own = TypeVar("Own", bound=Communicator)
+
+
+class StaticBackend(Generic[Own]):
     """The base of backends with a single, fixed group."""
 
     elastic = False
+    no_next_group: str
+    """Why there is no second group, and what to do."""
     switchboard: Switchboard | None = None
     """Delivers other links between this world's processes; None in a world of one process."""
 
@@ -139,6 +144,15 @@ class StaticBackend:
     def service_transport(self) -> ServiceTransport | None:
         """Connections to and from services; None in a world without a listener of its own."""
         return None if self.switchboard is None else TcpServiceTransport(self.switchboard)
+
+    def form(self, after_epoch: int, cause: GroupError | None, timeout_s: float) -> Own:
+        """The communicator of the only group; ConfigurationError for another."""
+        if after_epoch:
+            raise ConfigurationError(self.no_next_group) from cause
+        return self._form(timeout_s)
+
+    def _form(self, timeout_s: float) -> Own:
+        raise NotImplementedError
 
     def next_epoch(self) -> int:
         return 0
@@ -150,4 +164,7 @@ class StaticBackend:
         return None
 
     def report(self, facts: dict[str, Any]) -> None:
+        return None
+
+    def close(self) -> None:
         return None

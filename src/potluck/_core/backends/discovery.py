@@ -52,7 +52,7 @@ _MEET_S = 10.0
 again."""
 
 
-class AutoDiscoveryBackend(StaticBackend):
+class AutoDiscoveryBackend(StaticBackend[Communicator]):
     """One rank of a group of processes that find each other on the network.
 
     The world is formed of all processes found, when at least ``min_peers`` other processes are
@@ -92,16 +92,7 @@ class AutoDiscoveryBackend(StaticBackend):
         self.switchboard = self._base.switchboard
         credentials = self._base.credentials
         instance = new_instance()
-        self._me = Participant(
-            instance.hex(),
-            Member(
-                "",
-                credentials.node_id,
-                port=self._base.port,
-                engine=self._base.engine,
-                site=self._settings.site,
-            ),
-        )
+        self._me = Participant(instance.hex(), self._base.member(""))
         self._changed = threading.Condition()
         self._peers = KnownPeers(self._changed)
         self._formed: Formed | None = None

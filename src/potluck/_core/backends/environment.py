@@ -27,17 +27,22 @@ from potluck._core.types import Group, Member
 from potluck._core.waiting import Reminder, reminding
 from potluck._core.wire.gathering import ROSTER
 from potluck._core.wire.greeting import Hello, Refusal
-from potluck.errors import ConfigurationError, GroupError, LinkError, OperationTimeout, Refused
+from potluck.errors import ConfigurationError, LinkError, OperationTimeout, Refused
 
 _EPOCH = 1
 _CHECK = "are all ranks started, with the same MASTER_ADDR and MASTER_PORT?"
 
 
-class EnvironmentBackend(StaticBackend):
+class EnvironmentBackend(StaticBackend[Communicator]):
     """One rank of a fixed group that environment variables describe.
 
     ConfigurationError names a variable that is missing or invalid.
     """
+
+    no_next_group = (
+        "a group made from environment variables has no next group; start the script with "
+        "`potluck run` to survive the loss of a worker"
+    )
 
     def __init__(
         self,
@@ -56,12 +61,7 @@ class EnvironmentBackend(StaticBackend):
             self._base = TcpBase("", 0, self._settings)
         self.switchboard = self._base.switchboard
 
-    def form(self, after_epoch: int, cause: GroupError | None, timeout_s: float) -> Communicator:
-        if after_epoch >= _EPOCH:
-            raise ConfigurationError(
-                "a group made from environment variables has no next group; start the script with "
-                "`potluck run` to survive the loss of a worker"
-            ) from cause
+    def _form(self, timeout_s: float) -> Communicator:
         if self._launched.uses_agent_store:
             return self._base.open(self._meet(timeout_s))
         deadline = time.monotonic() + timeout_s
@@ -120,15 +120,7 @@ class EnvironmentBackend(StaticBackend):
             rendezvous.wait_for(self._world_size - 1, reminder.patience())
             reminder.tick()
         others = sorted(here().values(), key=lambda each: int(each.member.worker))
-        me = Member(
-            "0",
-            node=self._base.credentials.node_id,
-            host=self._launched.host,
-            port=self._base.port,
-            local_rank=self._launched.local_rank,
-            engine=self._base.engine,
-            site=self._base.settings.site,
-        )
+        me = self._base.member("0", self._launched.host, self._launched.local_rank)
         return [each.link for each in others], (me, *(each.member for each in others))
 
     # -- other ranks

@@ -22,6 +22,7 @@ from potluck._core.backends.base import NUM_ASIDE_TAGS, Communicator, PointToPoi
 from potluck._core.backends.library import ANY_SOURCE, FlatCall, Library, Waiter, exchange
 from potluck._core.backends.serial_executor import BoundedWork, SerialExecutor
 from potluck._core.background import start_thread
+from potluck._core.checks import check_peer, check_within
 from potluck._core.engine.arrays import reduction
 from potluck._core.engine.arrays.layout import Array
 from potluck._core.engine.request import NOTHING, FastPath, Request, checked_ranks
@@ -161,7 +162,7 @@ class ExternalCommunicator:
         return _Aside(self._send, self._recv, self._highest_tag + 1 if self._highest_tag else 0)
 
     def _send(self, array: Array, peer: int, tag: int, *, timeout_s: float) -> Work:
-        self._check_peer(peer)
+        check_peer(peer, self.rank, self.world_size)
         self._library.check_message(peer, tag)
         call = f"send({array.dtype}, shape {tuple(array.shape)}, to rank {peer}, tag {tag})"
         return self._message(
@@ -170,7 +171,7 @@ class ExternalCommunicator:
 
     def _recv(self, array: Array, peer: int, tag: int, *, timeout_s: float) -> Work:
         if peer != ANY_SOURCE:
-            self._check_peer(peer)
+            check_peer(peer, self.rank, self.world_size)
         self._library.check_message(peer, tag)
         source = "any rank" if peer == ANY_SOURCE else f"rank {peer}"
         call = f"recv({array.dtype}, shape {tuple(array.shape)}, from {source}, tag {tag})"
@@ -326,16 +327,9 @@ class ExternalCommunicator:
                 f"codec={request.encoding.codec.name!r} needs potluck's own links, and this group "
                 f"runs on {self._library.name}; omit the codec, or choose backend='ring'"
             )
-        if not 0 <= request.root < self.world_size:
-            raise ValueError(f"root {request.root} is outside a world of {self.world_size}")
+        check_within("root", request.root, self.world_size)
         if request.op is not None and request.source is not None:
             reduction.check(request.op, _dtype_of(request.source))
-
-    def _check_peer(self, peer: int) -> None:
-        if not 0 <= peer < self.world_size:
-            raise ValueError(f"rank {peer} is outside a world of {self.world_size}")
-        if peer == self.rank:
-            raise ValueError(f"rank {peer} is this rank; a message to oneself needs no network")
 
     @property
     def _highest_tag(self) -> int:

@@ -11,7 +11,6 @@ from potluck._core.backends.service_transport import (
 from potluck._core.engine.communicator import Communicator
 from potluck._core.transport.link import Deliver, Fail
 from potluck._core.types import Group, Member
-from potluck.errors import ConfigurationError, GroupError
 
 
 class _Alone:
@@ -29,8 +28,10 @@ class _Alone:
         return None
 
 
-class LocalBackend(StaticBackend):
+class LocalBackend(StaticBackend[Communicator]):
     """The backend of a group of one rank."""
+
+    no_next_group = "a single worker has no next group"
 
     def __init__(self) -> None:
         self._transport = LocalServiceTransport(LocalServiceNetwork(), "0")
@@ -39,10 +40,5 @@ class LocalBackend(StaticBackend):
     def service_transport(self) -> ServiceTransport:
         return self._transport
 
-    def form(self, after_epoch: int, cause: GroupError | None, timeout_s: float) -> Communicator:
-        if after_epoch:
-            raise ConfigurationError("a single worker has no next group") from cause
+    def _form(self, timeout_s: float) -> Communicator:
         return Communicator.open(Group(1, 0, (Member("0"),)), _Alone())
-
-    def close(self) -> None:
-        return None

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from potluck._core import forks
-from potluck._core.backends.base import Communicator, StaticBackend
+from potluck._core.backends.base import StaticBackend
 from potluck._core.backends.external import ExternalCommunicator
 from potluck._core.backends.launchers import detect
 from potluck._core.backends.library import ANY_SOURCE, Collective, FlatCall, Library, Waiter
@@ -68,12 +68,17 @@ _OPS = {
 _ORDERED = (ReduceOp.MIN, ReduceOp.MAX)
 
 
-class MpiBackend(StaticBackend):
+class MpiBackend(StaticBackend[ExternalCommunicator]):
     """One rank of MPI_COMM_WORLD; start the script with mpirun.
 
     MissingDependency if mpi4py or an MPI library is missing, ConfigurationError if MPI sees
     another world than the launcher.
     """
+
+    no_next_group = (
+        "a group of MPI has no next group; start the script with `potluck run` to survive the loss "
+        "of a worker"
+    )
 
     def __init__(
         self,
@@ -93,20 +98,12 @@ class MpiBackend(StaticBackend):
                 f"({self._mpi.Get_library_version().splitlines()[0].split(',')[0]})"
             )
 
-    def form(self, after_epoch: int, cause: GroupError | None, timeout_s: float) -> Communicator:
-        if after_epoch:
-            raise ConfigurationError(
-                "a group of MPI has no next group; start the script with `potluck run` to survive "
-                "the loss of a worker"
-            ) from cause
+    def _form(self, timeout_s: float) -> ExternalCommunicator:
         state = _State(self._mpi)
         _states.append(state)
         library = _Mpi(state, self._mpi.COMM_WORLD.Dup())
         group = _meet(library, time.monotonic() + timeout_s)
         return ExternalCommunicator.open(group, library, timeout_s=timeout_s)
-
-    def close(self) -> None:
-        return None
 
 
 def _load() -> Any:

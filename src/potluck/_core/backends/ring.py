@@ -15,16 +15,18 @@ from potluck._core.checks import checked_rank
 from potluck._core.engine.communicator import Communicator
 from potluck._core.settings import Settings, load_settings
 from potluck._core.types import Group, Member
-from potluck.errors import ConfigurationError, GroupError
+from potluck.errors import ConfigurationError
 
 
-class RingBackend(StaticBackend):
+class RingBackend(StaticBackend[Communicator]):
     """One rank of a fixed group. ``peers`` is the list of all ranks' ``"host:port"``, in rank
     order.
 
     Ranks may be started in any order; forming the group waits for all of them. ConfigurationError
     for an invalid list or rank, and if this rank's port is taken.
     """
+
+    no_next_group = "a fixed list of peers has no next group"
 
     @hints.arguments(hints.BACKEND)
     def __init__(
@@ -46,9 +48,7 @@ class RingBackend(StaticBackend):
         self._group = Group(1, rank, members)
         self._base = TcpBase("", members[rank].port, settings or load_settings())
 
-    def form(self, after_epoch: int, cause: GroupError | None, timeout_s: float) -> Communicator:
-        if after_epoch >= self._group.epoch:
-            raise ConfigurationError("a fixed list of peers has no next group") from cause
+    def _form(self, timeout_s: float) -> Communicator:
         return self._base.open_linked(
             self._group, timeout_s, are_listening=False, missing=self._missing
         )

@@ -21,7 +21,7 @@ from potluck._core.transport.acceptor import Limits, is_port_taken
 from potluck._core.transport.binding import address_for_others
 from potluck._core.transport.credentials import Credentials
 from potluck._core.transport.listener import Listener
-from potluck._core.types import Engine, Group
+from potluck._core.types import Engine, Group, Member
 from potluck._core.waiting import Reminder, reminding
 from potluck.errors import ConfigurationError, GroupError
 
@@ -85,6 +85,18 @@ class TcpBase:
     def engine(self) -> Engine:
         """The engine of this process."""
         return engine_of(self.credentials.is_native)
+
+    def member(self, worker: str, host: str = "", local_rank: int = 0) -> Member:
+        """This process as a member of a group."""
+        return Member(
+            worker,
+            self.credentials.node_id,
+            host,
+            self.port,
+            local_rank,
+            self.engine,
+            site=self.settings.site,
+        )
 
     def open(self, group: Group, *, are_listening: bool = True) -> Communicator:
         """Open the communicator of ``group``; connections for earlier groups are refused then.

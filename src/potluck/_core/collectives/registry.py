@@ -7,6 +7,7 @@ import itertools
 from functools import lru_cache
 from hashlib import blake2b
 
+from potluck._core.checks import check_within
 from potluck._core.collectives import (
     centralized,
     direct,
@@ -151,10 +152,8 @@ def build_plan(
         raise ValueError(f"{operation} has no {algorithm} algorithm; it has: {names}")
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, not {world_size}")
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} is outside a world of {world_size}")
-    if not 0 <= root < world_size:
-        raise ValueError(f"root {root} is outside a world of {world_size}")
+    check_within("rank", rank, world_size)
+    check_within("root", root, world_size)
     if root != 0 and operation not in ROOTED and algorithm is not Algorithm.CENTRALIZED:
         raise ValueError(f"{algorithm} {operation} has no root, but root={root} was given")
     if algorithm is Algorithm.HIERARCHICAL and nodes is None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from potluck._core.engine.work import Work
 from potluck._core.forks import Uncopied
 from potluck._core.types import Group, Member, reduce_op
 from potluck._core.wire.tensors import is_tensor
+from potluck.errors import Desync
 
 _ALL_REDUCE = Operation.ALL_REDUCE
 _REDUCE_SCATTER = Operation.REDUCE_SCATTER
@@ -535,6 +536,12 @@ class Collectives(Uncopied):
         work.on_wait = self._waits.add
         work.then(result)
         return work if async_op else work.wait()
+
+    def _end_group(self, text: str, operation: str, rank: int = -1) -> NoReturn:
+        """End the group on all ranks with a Desync, because of ``rank`` (-1: of no single one)."""
+        error = Desync(text, rank=rank, epoch=self.epoch, operation=operation)
+        self.communicator.abort(error)
+        raise error
 
     def _adapt(self, array: Any, *, writable: bool = True) -> Adapted:
         return adapt(array, writable=writable, device=self.communicator.device)

@@ -19,7 +19,7 @@ import numpy as np
 
 from potluck._core import hints
 from potluck._core.backends.base import Backend, Communicator
-from potluck._core.checks import Duration, checked_rank, checked_seconds
+from potluck._core.checks import Duration, check_within, checked_rank, checked_seconds
 from potluck._core.context.collectives import Waits
 from potluck._core.context.commit import Vote, tally
 from potluck._core.context.messages import Messages
@@ -169,10 +169,8 @@ class DistributedContext(UnevenCollectives, Messages):
         stays with that worker, also when the group is re-formed. GroupClosed after ``close``.
         """
         self._check_open()
-        if rank is not None and not 0 <= checked_rank("rank", rank, self.world_size) < (
-            self.world_size
-        ):
-            raise ValueError(f"rank {rank} is outside a world of {self.world_size}")
+        if rank is not None:
+            check_within("rank", checked_rank("rank", rank, self.world_size), self.world_size)
         return self._services.connect(name, rank, self._patience(timeout))
 
     def _check_open(self) -> None:

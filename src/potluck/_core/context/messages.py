@@ -18,7 +18,7 @@ from potluck._core.context.neighbors import LAST_NEIGHBOR_TAG, NeighborCollectiv
 from potluck._core.context.uneven import left_until
 from potluck._core.engine.work import Together
 from potluck._core.wire.payload import MAX_HEADER_BYTES, pack, unpack
-from potluck.errors import Desync, OperationTimeout, PotluckError
+from potluck.errors import OperationTimeout, PotluckError
 
 MAX_MESSAGE_BYTES = 1 << 30
 MAX_WAITING = 1024
@@ -192,12 +192,4 @@ class Messages(NeighborCollectives):
         return value
 
     def _refuse(self, source: int, what: str) -> NoReturn:
-        group = self.communicator.group
-        error = Desync(
-            f"rank {source} sent rank {self.rank} {what}",
-            rank=source,
-            epoch=group.epoch,
-            operation="recv_message",
-        )
-        self.communicator.abort(error)
-        raise error
+        self._end_group(f"rank {source} sent rank {self.rank} {what}", "recv_message", source)

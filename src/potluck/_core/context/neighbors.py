@@ -24,7 +24,6 @@ from potluck._core.context.collectives import Collectives
 from potluck._core.context.uneven import UNEVEN_TAG, left_until
 from potluck._core.engine.work import Together, Work
 from potluck._core.wire.dtypes import NAMES, code_of
-from potluck.errors import Desync
 from potluck.graphs import Graph
 
 _NOTICE_TAG = UNEVEN_TAG + 1
@@ -180,16 +179,12 @@ class NeighborCollectives(Collectives):
             self._desync(peer, f"made {theirs}", mine)
 
     def _desync(self, peer: int, what: str, mine: _Notice) -> NoReturn:
-        group = self.communicator.group
-        error = Desync(
-            f"neighbor_all_reduce in epoch {group.epoch}: rank {peer} {what}, but rank {self.rank} "
+        self._end_group(
+            f"neighbor_all_reduce in epoch {self.epoch}: rank {peer} {what}, but rank {self.rank} "
             f"made {mine}; all ranks must pass the same graph, and arrays of one dtype and size",
-            rank=peer,
-            epoch=group.epoch,
-            operation="neighbor_all_reduce",
+            "neighbor_all_reduce",
+            peer,
         )
-        self.communicator.abort(error)
-        raise error
 
 
 def _mix(mine: Adapted, rooms: dict[int, Any], row: Sequence[tuple[int, float]]) -> None:

@@ -12,12 +12,11 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from potluck._core import hints
-from potluck._core.checks import Duration, checked_rank
+from potluck._core.checks import Duration, check_within, checked_rank
 from potluck._core.context.arrays import Adapted, empty_like
 from potluck._core.context.collectives import Collectives
 from potluck._core.engine.work import Together, Work
 from potluck._core.wire.dtypes import NAMES, code_of_name
-from potluck.errors import Desync
 
 MAX_DIMS = 8
 UNEVEN_TAG = 0
@@ -184,8 +183,7 @@ class UnevenCollectives(Collectives):
 
     def _checked_root(self, root: object) -> int:
         number = checked_rank("root", root, self.world_size)
-        if not 0 <= number < self.world_size:
-            raise ValueError(f"root {number} is outside a world of {self.world_size}")
+        check_within("root", number, self.world_size)
         return number
 
     def _exchange(self, operation: str, mine: _Spec, deadline: float) -> list[_Spec]:
@@ -201,15 +199,11 @@ class UnevenCollectives(Collectives):
         for rank, spec in enumerate(specs):
             ranks[str(spec)].append(rank)
         told = "; ".join(f"{_ranks(which)} gave {what}" for what, which in ranks.items())
-        group = self.communicator.group
-        error = Desync(
-            f"{operation} in epoch {group.epoch}: parts may differ in their first dimension only, "
+        self._end_group(
+            f"{operation} in epoch {self.epoch}: parts may differ in their first dimension only, "
             f"but {told}",
-            epoch=group.epoch,
-            operation=operation,
+            operation,
         )
-        self.communicator.abort(error)
-        raise error
 
     def _tell_mistake(self, root: int, error: Exception, deadline: float) -> None:
         """The root was given what it can't scatter: the others must not wait for parts."""

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Hashable, Sequence
 from functools import partial
 
+from potluck._core.checks import check_peer
 from potluck._core.collectives.plan import Algorithm, Operation
 from potluck._core.engine.arrays.layout import Array
 from potluck._core.engine.compiler import Compiler
@@ -252,10 +253,7 @@ class Communicator:
         return self._shared
 
     def _check_peer(self, peer: int) -> None:
-        if not 0 <= peer < self.world_size:
-            raise ValueError(f"rank {peer} is outside a world of {self.world_size}")
-        if peer == self.rank:
-            raise ValueError(f"rank {peer} is this rank; a message to oneself needs no network")
+        check_peer(peer, self.rank, self.world_size)
         if self.group.cut and self.group.is_cut(self._ranks[peer]):
             raise LinkError(
                 f"{self.group.describe(self._ranks[peer])} can't be reached from "

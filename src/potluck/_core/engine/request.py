@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from potluck._core.checks import check_within
 from potluck._core.collectives import doubling
 from potluck._core.collectives.plan import Algorithm, Operation
 from potluck._core.engine.arrays import coding, reduction
@@ -155,8 +156,7 @@ def checked_ranks(ranks: Sequence[int], world_size: int) -> tuple[int, ...]:
     if len(set(chosen)) != len(chosen):
         raise ValueError(f"the ranks of a group must be distinct: {chosen}")
     for rank in chosen:
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank {rank} is outside a world of {world_size}")
+        check_within("rank", rank, world_size)
     return chosen
 
 

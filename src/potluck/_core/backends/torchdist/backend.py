@@ -10,7 +10,7 @@ from typing import Any
 
 from potluck._core import hints
 from potluck._core.backends.agent import FIRST_GROUP_S
-from potluck._core.backends.base import Communicator, StaticBackend
+from potluck._core.backends.base import StaticBackend
 from potluck._core.backends.external import ExternalCommunicator
 from potluck._core.backends.fixed import is_our_world, join_world
 from potluck._core.backends.launchers import read_launched_rank
@@ -19,10 +19,10 @@ from potluck._core.backends.store_rendezvous import meet
 from potluck._core.backends.torchdist.store import ErrorChannel, open_store
 from potluck._core.optional import require
 from potluck._core.settings import Settings, load_settings
-from potluck.errors import ConfigurationError, GroupError
+from potluck.errors import ConfigurationError
 
 
-class _TorchBackend(StaticBackend, ABC):
+class _TorchBackend(StaticBackend[ExternalCommunicator], ABC):
     """One rank of a fixed group that a launcher's variables describe."""
 
     name = ""
@@ -39,13 +39,12 @@ class _TorchBackend(StaticBackend, ABC):
         self._environment = environment
         self._launched = read_launched_rank(environment)
         self._store: Any = None
+        self.no_next_group = (
+            f"a group of {self.name} has no next group; start the script with `potluck run` and "
+            "backend='auto' to survive the loss of a worker"
+        )
 
-    def form(self, after_epoch: int, cause: GroupError | None, timeout_s: float) -> Communicator:
-        if after_epoch:
-            raise ConfigurationError(
-                f"a group of {self.name} has no next group; start the script with `potluck run` "
-                "and backend='auto' to survive the loss of a worker"
-            ) from cause
+    def _form(self, timeout_s: float) -> ExternalCommunicator:
         launched = self._launched
         if is_our_world(self._environment, launched.rank, launched.world_size):
             # The agent names the missing ranks, and starts all of them again after a loss.
