@@ -27,7 +27,9 @@ EXTERNAL = re.compile(r"""(?:src=|url\(|@import |<link [^>]*href=)["']?https?://
 
 def listed(module: str) -> list[str]:
     """``__all__`` of a module, which may not be importable here."""
-    tree = ast.parse((ROOT / "src" / module.replace(".", "/") / "__init__.py").read_text())
+    place = ROOT / "src" / module.replace(".", "/")
+    file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    tree = ast.parse(file.read_text())
     [names] = [
         node.value
         for node in tree.body

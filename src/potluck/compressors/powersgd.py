@@ -5,14 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
+from potluck._core import native
 from potluck._core.codecs.codec import Bytes, Floats
+from potluck._core.wire.dtypes import code_of
 from potluck.compressors import options
-from potluck.compressors.base import Array, Compressor, Cost, Shape
-from potluck.compressors.low_rank import Matrix, orthonormal, product_into, uniform
+from potluck.compressors.base import Array, Collectives, Compressor, Cost, Shape, divide
+
+Matrix = NDArray[Any]
+"""Two dimensions, float32 or float64."""
+
+_LANES = 128
+_BLOCK = 1 << 15
+"""Elements of one piece of a product: two such pieces fit into the L2 cache."""
+_NOTHING_LEFT = 2.0**-40
+"""Below this share of its squared length, what is left of a float32 column is rounding."""
 
 _ITERATIONS = 2
 _ROWS = 256
@@ -162,8 +174,10 @@ class LowRankSum:
 
     The matrices have the residuals added already; ``lose`` turns them into residuals, at any time
     after ``turn``. ``qs`` are those of the step before; a key without one, or with one of another
-    shape, starts from random numbers, which follow from ``name``, by default the key. Arrays of
-    ``add_whole`` are summed as they are, with the P.
+    shape, starts from random numbers, which follow from ``name``, by default the key.
+
+    ``add_all`` takes the flat array of several tensors, and ``decode_all`` sets it to the sum. Of
+    these, tensors that are no matrices are summed as they are, with the P.
     """
 
     def __init__(self, compressor: PowerSGD, qs: Mapping[Any, Matrix], step: int) -> None:
@@ -175,10 +189,38 @@ class LowRankSum:
         self._qs: dict[Any, Matrix] = {}
         self._own: dict[Any, Matrix] = {}
         self._whole: dict[Any, Array] = {}
+        self._summed: dict[Any, Array] = {}
+        self._targets: dict[Any, Array] = {}
+        self._has_residuals = False
 
-    def applies_to(self, shape: Shape) -> bool:
-        """Whether a tensor of this shape is summed as a matrix."""
-        return self._compressor.applies_to(shape)
+    def add_all(
+        self, array: Array, residual: Array | None, shapes: Mapping[Any, Shape], *, numbered: bool
+    ) -> None:
+        """Add the tensors of ``shapes``, which lie one after the other in ``array``, or with a
+        residual, to which they were added, there. ``numbered``: names are places in the order."""
+        self._has_residuals = residual is not None
+        source = array if residual is None else residual
+        at = 0
+        for key, shape in shapes.items():
+            part = slice(at, at + math.prod(shape))
+            at = part.stop
+            if self._compressor.applies_to(shape):
+                name = str(len(self._targets)) if numbered else key
+                self.add(key, as_matrix(source[part].reshape(shape)), name)
+                self._targets[key] = as_matrix(array[part].reshape(shape))
+            else:
+                self._whole[key], self._targets[key] = source[part], array[part]
+
+    def decode_all(self, comm: Collectives) -> None:
+        """After both sums: the sums of the tensors of ``add_all``, divided as ``comm`` says."""
+        for key, target in self._targets.items():
+            if key in self._matrices:
+                self.decode(key, target)
+            else:
+                target[:] = self._summed[key]
+                if self._has_residuals:
+                    self._whole[key][:] = 0
+            divide(target, comm)
 
     def add(self, key: Any, matrix: Matrix, name: str | None = None) -> None:
         """Add a matrix; what it costs on this rank is done here."""
@@ -189,20 +231,11 @@ class LowRankSum:
             self._ps[key] = matrix @ start.astype(matrix.dtype)
         self._matrices[key] = matrix
 
-    def add_whole(self, key: Any, array: Array) -> None:
-        """Add an array of the same dtype that is sent as it is."""
-        self._whole[key] = array
-
     def begin(self) -> Matrix:
-        """The P of all matrices, and the arrays that are sent whole: a flat array to be summed."""
-        flat, views = _together(self._ps | self._whole)
-        self._ps = {key: views[key] for key in self._ps}
-        self._whole = {key: views[key] for key in self._whole}
+        """The P of all matrices, and the tensors that are none: a flat array to be summed."""
+        flat, self._summed = _together(self._ps | self._whole)
+        self._ps = {key: self._summed[key] for key in self._ps}
         return flat
-
-    def whole(self, key: Any) -> Array:
-        """After ``begin``'s array was summed: the sum of an array that was sent whole."""
-        return self._whole[key].reshape(-1)
 
     def turn(self) -> Matrix:
         """After ``begin``'s array was summed: the Q of all matrices, a flat array to be summed."""
@@ -213,6 +246,11 @@ class LowRankSum:
         # A copy: `lose` reads the own ones, and may run while the others' are added to these.
         flat, self._qs = _together(self._own)
         return flat
+
+    def lose_all(self) -> None:
+        """``lose``, if the matrices are residuals."""
+        if self._has_residuals:
+            self.lose()
 
     def lose(self) -> None:
         """Turn the matrices into what their projections have lost, zero where not finite."""
@@ -275,3 +313,77 @@ def _basis(
         made[:, lost] = uniform(rows, rank, compressor.seed, name, step)[:, lost]
         made = orthonormal(made)
     return made
+
+
+# ------------------------------------------------------------ arithmetic, equal on all machines
+#
+# Ranks have the same sums P and Q, and each computes an orthonormal basis and the product P Q^T of
+# them by itself. A matrix library's sums differ in their last bits between processors. So these
+# functions use only operations that IEEE 754 defines exactly, in a fixed order, and no fused
+# multiply-add.
+
+
+def uniform(rows: int, columns: int, seed: int, name: str, step: int) -> NDArray[np.float64]:
+    """Random numbers between -1 and 1, the same on all machines; other ones for each name and
+    step."""
+    words = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
+    stream = np.random.PCG64(np.random.SeedSequence([seed, words, step]))
+    raw = stream.random_raw(rows * columns).astype(np.uint64) >> np.uint64(11)
+    return (raw.astype(np.float64) * 2.0**-52 - 1).reshape(rows, columns)
+
+
+def orthonormal(matrix: Matrix) -> NDArray[np.float64]:
+    """The columns made orthonormal from left to right; zero where a column depends on those before.
+
+    Gram-Schmidt in float64, each column twice ("twice is enough": Giraud et al., 2005). NaN and
+    inf stay visible.
+    """
+    rows, rank = matrix.shape
+    columns = np.zeros((rank, -(-rows // _LANES) * _LANES))
+    columns[:, :rows] = matrix.T
+    with np.errstate(over="ignore", invalid="ignore"):
+        for index, column in enumerate(columns):
+            before = float(_sums(column[None] * column)[0])
+            for _ in range(2 if index else 0):
+                done = columns[:index]
+                for share, other in zip(_sums(done * column), done, strict=True):
+                    column -= share * other
+            left = float(_sums(column[None] * column)[0])
+            if left <= before * _NOTHING_LEFT or left < 2.0**-1000:
+                column[:] = 0
+            else:
+                column /= math.sqrt(left)
+    return np.ascontiguousarray(columns[:, :rows].T)
+
+
+def product_into(target: Matrix, left: Matrix, right: Matrix) -> None:
+    """target = left right^T, for matrices of few columns, n x r and m x r, of one dtype."""
+    across = np.ascontiguousarray(right.T)
+    if not (native.available and target.flags.c_contiguous):
+        return product_in_python(target, left, across)
+    down = np.ascontiguousarray(left)
+    native.core.multiply(code_of(target.dtype), target, down, across, left.shape[1])
+
+
+def product_in_python(target: Matrix, left: Matrix, across: Matrix) -> None:
+    """The twin of the native kernel, target = left across."""
+    rows = max(1, _BLOCK // max(1, target.shape[1]))
+    part = np.empty((rows, target.shape[1]), target.dtype)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for begin in range(0, target.shape[0], rows):
+            block = target[begin : begin + rows]
+            down, scratch = left[begin : begin + rows], part[: len(block)]
+            np.multiply(down[:, :1], across[0], out=block)
+            for index in range(1, left.shape[1]):
+                np.multiply(down[:, index : index + 1], across[index], out=scratch)
+                block += scratch
+
+
+def _sums(rows: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The sum of each row, of a multiple of 128 elements, in an order that is always the same."""
+    lanes = np.add.reduce(rows.reshape(len(rows), -1, _LANES), axis=1)
+    while lanes.shape[1] > 1:
+        half = lanes.shape[1] // 2
+        lanes = lanes[:, :half] + lanes[:, half:]
+    sums: NDArray[np.float64] = lanes[:, 0]
+    return sums

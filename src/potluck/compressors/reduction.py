@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from potluck.compressors.base import Array, Collectives, Compressor, Pending, Shape, divide
-from potluck.compressors.powersgd import LowRankSum, as_matrix
+from potluck.compressors.base import Array, Collectives, Compressor, Pending, Shape
+from potluck.compressors.powersgd import LowRankSum
 
 Sizes = Mapping[Any, int]
 """Numbers of elements by key: a name, or a parameter."""
@@ -97,29 +97,42 @@ class Sums:
     """The sums over all ranks of what one step has made, an array at a time.
 
     A compressor that needs matrices gets those of all arrays at the ``end``; others start at once.
+    With ``error_feedback`` what an array has lost before is added to it.
     ``numbered``: a matrix draws its first random numbers by its place in the step, not by its key.
     """
 
     def __init__(
-        self, comm: Collectives, residuals: Residuals, step: int, *, numbered: bool = False
+        self,
+        comm: Collectives,
+        residuals: Residuals,
+        step: int,
+        *,
+        error_feedback: bool,
+        numbered: bool = False,
     ) -> None:
         self._comm = comm
         self._residuals = residuals
         self._step = step
+        self._error_feedback = error_feedback
         self._numbered = numbered
-        self._matrices: dict[tuple[Compressor, np.dtype[Any]], _Matrices] = {}
+        self._matrices: dict[tuple[Compressor, np.dtype[Any]], LowRankSum] = {}
         self._ends: list[Callable[[], object]] = []
 
     def start(
         self,
         compressor: Compressor,
         array: Array,
-        residual: Array | None,
+        group: Hashable,
         shapes: Mapping[Any, Shape],
         call: int,
     ) -> Pending | None:
         """Start the sum of a flat ``array``, in place, with the tensors of ``shapes`` one after the
-        other; ``call`` is the number of this call in the training. None if the ``end`` sums it."""
+        other, whose residuals are those of ``group``; ``call`` is the number of this call in the
+        training. None if the ``end`` sums it."""
+        residual = None
+        if self._error_feedback:
+            sizes = {key: math.prod(shape) for key, shape in shapes.items()}
+            residual = self._residuals.flat(group, sizes, array.dtype)
         if not compressor.needs_matrices:
             return compressor.exchange(self._comm, array, residual, call)
         if residual is not None:
@@ -127,9 +140,8 @@ class Sums:
                 residual += array
         key = compressor, array.dtype
         if key not in self._matrices:
-            one = compressor.matrices(self._residuals.qs, self._step)
-            self._matrices[key] = _Matrices(one)
-        self._matrices[key].add(array, residual, shapes, numbered=self._numbered)
+            self._matrices[key] = compressor.matrices(self._residuals.qs, self._step)
+        self._matrices[key].add_all(array, residual, shapes, numbered=self._numbered)
         return None
 
     def at_end(self, follow: Callable[[], object]) -> None:
@@ -144,62 +156,24 @@ class Sums:
         starts.
         """
         every = list(self._matrices.values())
-        first = [self._comm.all_reduce(each.sum.begin()) for each in every]
+        first = [self._comm.all_reduce(each.begin()) for each in every]
 
         def finish() -> None:
             second = []
             for each, pending in zip(every, first, strict=True):
                 pending.wait()
-                second.append(self._comm.all_reduce(each.sum.turn()))
+                second.append(self._comm.all_reduce(each.turn()))
             for each in every:
-                if each.has_residuals:
-                    each.sum.lose()
+                each.lose_all()
             for pending in second:
                 pending.wait()
             for each in every:
-                self._residuals.qs = self._residuals.qs | each.sum.qs()
-                each.decode(self._comm)
+                self._residuals.qs = self._residuals.qs | each.qs()
+                each.decode_all(self._comm)
             for follow in self._ends:
                 follow()
 
         return finish if every else None
-
-
-class _Matrices:
-    """The matrices of one compressor and dtype, with the tensors beside them that are none."""
-
-    def __init__(self, one: LowRankSum) -> None:
-        self.sum = one
-        self.has_residuals = False
-        self._targets: dict[Any, Array] = {}
-        self._whole: dict[Any, tuple[Array, Array]] = {}
-
-    def add(
-        self, array: Array, residual: Array | None, shapes: Mapping[Any, Shape], *, numbered: bool
-    ) -> None:
-        self.has_residuals = residual is not None
-        source = array if residual is None else residual
-        at = 0
-        for key, shape in shapes.items():
-            part = slice(at, at + math.prod(shape))
-            at = part.stop
-            if self.sum.applies_to(shape):
-                name = str(len(self._targets) + len(self._whole)) if numbered else key
-                self._targets[key] = as_matrix(array[part].reshape(shape))
-                self.sum.add(key, as_matrix(source[part].reshape(shape)), name)
-            else:
-                self._whole[key] = (array[part], source[part])
-                self.sum.add_whole(key, source[part])
-
-    def decode(self, comm: Collectives) -> None:
-        for key, target in self._targets.items():
-            self.sum.decode(key, target)
-            divide(target, comm)
-        for key, (target, source) in self._whole.items():
-            target[:] = self.sum.whole(key)
-            divide(target, comm)
-            if source is not target and self.has_residuals:
-                source[:] = 0
 
 
 def _parts(sizes: Sizes, array: Array) -> Sequence[tuple[Any, Array]]:

@@ -159,7 +159,9 @@ class Compression:
         self._is_in_backward = True
         if not self._is_open:
             self._keep()
-        self._sums = Sums(OverContext(ctx), self.residuals, self._step)
+        self._sums = Sums(
+            *(OverContext(ctx), self.residuals, self._step), error_feedback=self._error_feedback
+        )
         self._now = [self.compressor(number) for number in range(len(self._buckets))]
         self.is_beside = any(each is not None and each.encodes_first for each in self._now)
 
@@ -205,10 +207,6 @@ class Compression:
         wide = host if host.dtype == TORCH_DTYPES[dtype] else host.to(TORCH_DTYPES[dtype])
         array: Array = wide.numpy()
         shapes = {self.names[index]: self._shapes[index] for index in bucket.parameters}
-        residual = None
-        if self._error_feedback:
-            sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-            residual = self.residuals.flat(number, sizes, dtype)
 
         def finish(_: object = None) -> None:
             limit = saturated_from(compressor)
@@ -222,7 +220,7 @@ class Compression:
                 _show_beyond(host, limit)
 
         call = self._step << 16 | self._num_backwards
-        pending = self._sums.start(compressor, array, residual, shapes, call)
+        pending = self._sums.start(compressor, array, number, shapes, call)
         if pending is None:
             self._sums.at_end(finish)
             return lambda: None

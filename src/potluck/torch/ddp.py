@@ -149,7 +149,7 @@ class DistributedDataParallel(nn.Module):
 
     def structure(self) -> dict[str, str]:
         """Descriptions of what must be equal on all ranks, by name: parameters and buffers in
-        order, those that are reduced, and the size of buckets."""
+        order, the names of the reduced parameters, and the size of buckets."""
         options = {
             "bucket_size_mb": f"{self._bucket_size_mb:g}",
             "broadcast_buffers": str(self.broadcast_buffers),
@@ -167,7 +167,7 @@ class DistributedDataParallel(nn.Module):
 
     @property
     def loss_scale(self) -> float:
-        """What the loss is multiplied with before ``backward()``, 1 if nothing was said.
+        """What the loss is multiplied with before ``backward()``, 1 by default.
 
         Residuals are kept in units of it. An ElasticLoop sets it to that of its GradScaler; set it
         before ``backward()`` in a loop of your own: ``model.loss_scale = scaler.factor``.

@@ -23,8 +23,8 @@ class Encoder:
         self._queue = _Queue()
 
     def add(self, task: Callable[[], None]) -> None:
-        """Run ``task()`` after those that were added before. RuntimeError if the system has no
-        thread for it."""
+        """Run ``task()`` after all earlier functions. RuntimeError if the system has no thread for
+        it."""
         own = self._own()
         if own.thread is None or not own.thread.is_alive():
             own.thread = start_thread(own.run, name="potluck-encode", on_broken=own.broke)
@@ -39,8 +39,8 @@ class Encoder:
             raise error
 
     def drop(self) -> None:
-        """Forget the functions that have not begun, and errors, and wait for the end of the one
-        that has."""
+        """Forget the functions that have not begun, and errors, and wait for the end of the
+        running function."""
         own = self._own()
         own.is_dropping = True
         own.ended()

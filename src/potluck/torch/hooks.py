@@ -168,11 +168,12 @@ class CompressionState(Uncopied):
         owner = "CompressionState"
         self._dense_below, self._warmup_steps = options.thresholds(owner, dense_below, warmup_steps)
         check_choice("compressor", compressor)
+        self._names = {} if model is None else {p: n for n, p in _parameters(model).items()}
         self._chosen: dict[Tensor, Compressor | None] = {}
         if callable(compressor):
             if model is None:
                 raise TypeError("a function chooses by the names of parameters: pass model=")
-            self._chosen = {p: chosen(compressor, n, p) for n, p in _parameters(model).items()}
+            self._chosen = {p: chosen(compressor, n, p) for p, n in self._names.items()}
         self.compressor = compressor
         self.model = model
         self.error_feedback = error_feedback
@@ -181,13 +182,12 @@ class CompressionState(Uncopied):
         self.step = 0
         """The number of backwards so far."""
         self._watch = Watch()
-        self._names = {} if model is None else {p: n for n, p in _parameters(model).items()}
         self.residuals = Residuals()
         """By parameter; parameters keep theirs when DDP builds new buckets."""
         self._sums: Sums | None = None  # of this backward
         if model is not None:
             check_dense(model)
-            refused = self._refusal((p, n) for n, p in _parameters(model).items())
+            refused = self._refusal(self._names.items())
             if refused is not None:
                 raise refused
 
@@ -281,12 +281,11 @@ class CompressionState(Uncopied):
         if self._has_agreed:
             return
         names = {p: self._names.get(p, f"parameter {i}") for i, p in enumerate(parameters)}
-        known = names if self.model is None else {p: n for n, p in _parameters(self.model).items()}
         items = {"error_feedback": str(self.error_feedback)}
         items |= {"dense_below": str(self._dense_below), "warmup_steps": str(self._warmup_steps)}
         if self.compressor is not None and not callable(self.compressor):
             items["compressor"] = text_of(self.compressor)
-        for parameter, name in (known | names).items():
+        for parameter, name in (self._names | names).items():
             way = self._chosen.get(parameter)
             items[name] = f"{describe(parameter)}, requires_grad={parameter.requires_grad}"
             items[name] += f", {text_of(way)}" if way is not None else ""
@@ -334,14 +333,11 @@ class CompressionState(Uncopied):
         wide = flat.to(TORCH_DTYPES[dtype])
         host = wide.cpu()
         shapes = {each: tuple(each.shape) for each in piece.parameters}
-        residual = None
-        if self.error_feedback:
-            sizes = {each: each.numel() for each in piece.parameters}
-            residual = self.residuals.flat(tuple(map(id, sizes)), sizes, dtype)
         if self._sums is None:
-            comm = OverGroup(self.group(), flat.device)
-            self._sums = Sums(comm, self.residuals, step, numbered=True)
-        pending = self._sums.start(compressor, host.numpy(), residual, shapes, call)
+            comm, feedback = OverGroup(self.group(), flat.device), self.error_feedback
+            self._sums = Sums(comm, self.residuals, step, error_feedback=feedback, numbered=True)
+        named = tuple(map(id, shapes))
+        pending = self._sums.start(compressor, host.numpy(), named, shapes, call)
 
         def end(_: object = None) -> Tensor:
             mean, where = copy_saturated(flat, host), "in the mean over the ranks"

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain, tee
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,21 +29,6 @@ from potluck.training.shard_order import ShardOrder
 Collate = Callable[[list[Any]], Any]
 
 
-class _Source(Protocol):
-    """How the samples of a share are had, in two parts: ``prepare`` runs in this process, and
-    ``finish`` in a worker process if there are any."""
-
-    look_ahead: int
-
-    @property
-    def finish(self) -> Callable[[Any], Any]: ...
-
-    def expect(self, share: Share) -> None: ...
-    def prepare(self, share: Share) -> Any: ...
-    def forget(self) -> None: ...
-    def close(self) -> None: ...
-
-
 class Loader:
     """The samples of shares. ``num_workers`` processes, each with ``prefetch`` shares ahead."""
 
@@ -53,12 +38,13 @@ class Loader:
         for name, value, least in (("num_workers", num_workers, 0), ("prefetch", prefetch, 1)):
             if not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} is {value!r}; it must be a whole number from {least} on")
-        self._source: _Source
         self._is_empty = not len(dataset) and not isinstance(dataset, TensorDataset)
-        if isinstance(dataset, ShardedDataset):
-            self._source = _Sharded(dataset, collate)
-        else:
-            self._source = _Mapped(dataset, collate)
+        is_sharded = isinstance(dataset, ShardedDataset)
+        self._source = (
+            _Sharded(dataset, collate)
+            if is_sharded
+            else _Mapped(partial(_fetched, dataset, collate))
+        )
         self._seed = seed
         self._next: Share | None = None  # the share whose samples come next
         self._after: Iterator[Share] = iter(())
@@ -129,25 +115,27 @@ class Loader:
 
 
 class _Mapped:
-    """A map-style data set: samples by their index."""
+    """A map-style data set: samples by their index. ``prepare`` runs in this process, and
+    ``finish`` in a worker process if there are any."""
 
     look_ahead = 0
+    """The number of steps whose samples are expected before they are prepared."""
 
-    def __init__(self, dataset: Any, collate: Collate) -> None:
-        self.finish = partial(_fetched, dataset, collate)
+    def __init__(self, finish: Callable[[Any], Any]) -> None:
+        self.finish = finish
 
     def expect(self, share: Share) -> None:
-        pass
+        """``prepare`` is called for this share later."""
 
-    def prepare(self, share: Share) -> list[int]:
-        indices: list[int] = share.indices.tolist()
-        return indices
+    def prepare(self, share: Share) -> Any:
+        """What ``finish`` makes the samples of this share from."""
+        return share.indices.tolist()
 
     def forget(self) -> None:
-        pass
+        """Nothing is expected any more."""
 
     def close(self) -> None:
-        pass
+        """End what reads."""
 
 
 def _fetched(dataset: Any, collate: Collate, indices: list[int]) -> Any:
@@ -158,14 +146,13 @@ def _fetched(dataset: Any, collate: Collate, indices: list[int]) -> Any:
     return collate([dataset[index] for index in indices])
 
 
-class _Sharded:
+class _Sharded(_Mapped):
     """A data set in shards, which this process reads."""
 
     look_ahead = 32
-    """The number of steps whose shards are read ahead."""
 
     def __init__(self, dataset: ShardedDataset, collate: Collate) -> None:
-        self.finish = partial(_transformed, dataset.transform, collate)
+        super().__init__(partial(_transformed, dataset.transform, collate))
         self._reader = ShardReader(dataset)
 
     def expect(self, share: Share) -> None:

@@ -17,11 +17,10 @@ from potluck.checkpoint.store import CheckpointStore
 from potluck.data.shards import ShardedDataset
 from potluck.torch.amp import GradScaler
 from potluck.torch.ddp import DistributedDataParallel
-from potluck.torch.gossip import outer_of
 from potluck.torch.intercept import Capture, GradientInterceptor
 from potluck.torch.loading import Loader, check_samples, schedule_of
-from potluck.torch.outer import OuterStrategy
-from potluck.torch.planning import Planned, Rehearsal, Suggestion, is_planning
+from potluck.torch.outer import OuterStrategy, outer_of
+from potluck.torch.planning import Planned, Planning, Rehearsal, Suggestion, is_planning
 from potluck.torch.replica import TorchReplica, parameter_hash
 from potluck.training import elastic
 from potluck.training.noise import unbiased
@@ -70,7 +69,7 @@ class ElasticLoop(elastic.ElasticLoop):
     batch size the gradient noise. ``callbacks`` are objects with methods such as
     ``on_epoch_end(epoch, loss)``, or functions ``f(epoch, loss)``.
 
-    ``strategy`` says how often ranks agree. ``DataParallel()``: in every step, as above. With
+    ``strategy`` is how often ranks agree. ``DataParallel()``: in every step, as above. With
     ``LocalSGD(every=8)`` or ``DiLoCo(every=100)`` each rank takes that many steps alone, and the
     round of these steps is committed; the block stays as it is, but does not communicate. With
     ``Gossip("exponential")`` each rank then averages with its neighbours in a graph only.
@@ -112,15 +111,16 @@ class ElasticLoop(elastic.ElasticLoop):
                 f"strategy is {strategy!r}: pass DataParallel(), LocalSGD(...), DiLoCo(...), "
                 'Gossip(...), or "auto", the choice of `potluck plan`'
             )
+        ddp = model if isinstance(model, DistributedDataParallel) else None
         if ctx is None:
-            ctx = model.ctx if isinstance(model, DistributedDataParallel) else init()
-        self._rehearsal = Rehearsal(ctx, model, policy) if is_planning() else None
-        if self._rehearsal is not None:
+            ctx = init() if ddp is None else ddp.ctx
+        self._planning: list[Planning] = []
+        if is_planning():
+            self._planning = [Rehearsal(ctx, model, policy)]
             strategy, checkpoint, callbacks = None, None, ()  # nothing is trained or written
-        self._planned: Planned | None = None
-        if strategy == "auto":
-            self._planned = Planned(ctx, model)
-            strategy = self._planned.strategy
+        elif strategy == "auto":
+            planned = Planned(ctx, model)
+            self._planning, strategy = [planned], planned.strategy
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         for each in optimizers:
             if not isinstance(each, Optimizer):
@@ -129,18 +129,22 @@ class ElasticLoop(elastic.ElasticLoop):
         dataset = _with_length(dataset)
         if checkpoint is not None and not isinstance(checkpoint, CheckpointStore):
             checkpoint = CheckpointStore(checkpoint)
-        self._model = model
+        self._model, self._ddp = model, ddp
         schedule = schedule_of(dataset, batch_size, epochs, seed, shuffle, samples)
         self._loader = Loader(
             dataset, collate, num_workers=num_workers, prefetch=prefetch, seed=seed
         )
         self._outer: OuterStrategy | None = None
         if strategy is not None and strategy.in_rounds:
-            _check_alone(model)
-            inner = model.module if isinstance(model, DistributedDataParallel) else model
+            if ddp is not None and ddp.compression is not None:
+                raise ValueError(
+                    "the gradients of this DistributedDataParallel are compressed, but with a "
+                    "strategy of rounds none are sent: leave its compression= out"
+                )
+            inner = model if ddp is None else ddp.module
             self._outer = outer_of(strategy, inner, optimizers, also or {})
-        elif strategy is not None and isinstance(model, DistributedDataParallel):
-            model.follow(strategy)
+        elif strategy is not None and ddp is not None:
+            ddp.follow(strategy)
         super().__init__(
             ctx,
             schedule,
@@ -156,29 +160,24 @@ class ElasticLoop(elastic.ElasticLoop):
         self._scaler = scalers[0] if scalers else None
         for scaler in scalers:
             scaler.attach(optimizers, self._skip)
-        is_plain = isinstance(model, DistributedDataParallel) and model.compression is None
-        may_suggest = is_plain and self._outer is None and self._rehearsal is None
-        self._suggestion = Suggestion(ctx) if may_suggest else None
+        in_steps = self._outer is None and not is_planning()
+        if in_steps and ddp is not None and ddp.compression is None:
+            self._planning.append(Suggestion(ctx))
+        self._is_local = in_steps and ddp is None  # right for one worker only
         self._hooks = [
             each.register_step_pre_hook(self._before_optimizer_step) for each in optimizers
         ]
 
     def __iter__(self) -> Iterator[Any]:
-        model = self._model
-        is_wrapped = isinstance(model, DistributedDataParallel)
+        planning = self._planning
         try:
             for share in super().__iter__():
-                rehearsal = self._rehearsal
-                if self._planned is not None:
-                    self._planned.look()  # machines may have joined
-                if rehearsal is not None:
-                    rehearsal.begin()
-                    if isinstance(model, DistributedDataParallel):
-                        model.reduces = False
-                elif self.ctx.world_size > 1 and not is_wrapped and self._outer is None:
+                for each in planning:
+                    each.begin()
+                if self._is_local and self.ctx.world_size > 1:
                     raise ValueError(
-                        f"{self.ctx.world_size} workers train {type(model).__name__}, but its "
-                        "gradients are not reduced: wrap it in "
+                        f"{self.ctx.world_size} workers train {type(self._model).__name__}, but "
+                        "its gradients are not reduced: wrap it in "
                         "potluck.torch.DistributedDataParallel"
                     )
                 try:
@@ -187,14 +186,14 @@ class ElasticLoop(elastic.ElasticLoop):
                     self.ctx.abort(error)
                     raise
                 yield samples
-                if rehearsal is not None and (rehearsal.end() or self.done):
-                    break  # before replicas are compared, which were trained apart
-            if self._rehearsal is not None:
-                self._rehearsal.finish()
+                if any(each.end(is_last=self.done) for each in planning):
+                    break  # before replicas are compared, which a rehearsal has trained apart
+            for each in planning:
+                each.finish()
         finally:
             self._loader.close()
-            if isinstance(model, DistributedDataParallel):
-                model.reduces = True
+            if self._ddp is not None:
+                self._ddp.reduces = True
         if self._probe is not None:
             self._probe.close()  # another loop may train the same model
         for hook in self._hooks:
@@ -231,9 +230,7 @@ class ElasticLoop(elastic.ElasticLoop):
         changed, on a rank or in the sum; else of compressed gradients (see ``DDP``)."""
         if self._outer is not None:
             return self._outer.num_nonfinite
-        if isinstance(self._model, DistributedDataParallel):
-            return self._model.num_nonfinite
-        return Counter()
+        return Counter() if self._ddp is None else self._ddp.num_nonfinite
 
     def _skip(self) -> None:
         """Commit the step without an update, for a scaler."""
@@ -242,12 +239,12 @@ class ElasticLoop(elastic.ElasticLoop):
 
     def _keep_residuals(self) -> None:
         """After a step without an update: what it has sent was applied by no rank."""
-        if isinstance(self._model, DistributedDataParallel) and self._model.compression is not None:
-            self._model.compression.undo()
+        if self._ddp is not None and self._ddp.compression is not None:
+            self._ddp.compression.undo()
 
     def _on_step_time(self, step_s: float, waited_s: float) -> None:
-        if self._suggestion is not None:
-            self._suggestion.add(step_s, waited_s)
+        for each in self._planning:
+            each.timed(step_s, waited_s)
 
     def _before_optimizer_step(self, _: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._open:
@@ -271,15 +268,6 @@ def _check_parameters(optimizers: Sequence[Optimizer], trained: Sequence[Any]) -
                 f"the {type(optimizer).__name__} holds no parameter of the model, so it would "
                 "train nothing: make it from model.parameters(), with the model on its device"
             )
-
-
-def _check_alone(model: nn.Module) -> None:
-    """ValueError for a model whose gradients were to be compressed, if none are sent."""
-    if isinstance(model, DistributedDataParallel) and model.compression is not None:
-        raise ValueError(
-            "the gradients of this DistributedDataParallel are compressed, but with a strategy of "
-            "rounds none are sent: leave its compression= out"
-        )
 
 
 def _with_length(dataset: Any) -> Any:

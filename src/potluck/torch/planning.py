@@ -2,7 +2,7 @@
 
 ``potluck plan train.py`` runs the script with ``POTLUCK_PLAN`` set. Then its ElasticLoop takes a
 few steps on each rank alone, measures the links, the methods and the memory of every machine
-(``measuring.py``), tries the strategies (``rehearsing.py``), reports all that, and ends the script.
+and tries the strategies (``measuring.py``), reports all that, and ends the script.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 from torch import nn
 
+from potluck.torch.ddp import DistributedDataParallel
 from potluck.torch.measuring import measure
 from potluck.torch.structure import device_of, synchronize
 from potluck.training.planner import encode, named
@@ -65,7 +66,24 @@ class _Choice(msgspec.Struct):
     measured: Of | None = None
 
 
-class Planned:
+class Planning:
+    """What a loop does beside its steps for a plan: by default nothing."""
+
+    def begin(self) -> None:
+        """A step begins, with the loading of its samples."""
+
+    def end(self, *, is_last: bool) -> bool:
+        """A step has ended; whether the loop is to end. Equal on all ranks."""
+        return False
+
+    def timed(self, step_s: float, waited_s: float) -> None:
+        """A step of ``step_s`` is committed, of which this rank has waited ``waited_s``."""
+
+    def finish(self) -> None:
+        """The loop has ended. A collective call."""
+
+
+class Planned(Planning):
     """What ``strategy="auto"`` means for the script of this process: the choice in its plan file.
 
     ValueError, with the command that makes one, if there is none and this is no world of one. A
@@ -98,9 +116,9 @@ class Planned:
             ) from None
         self.strategy, self._of = choice.strategy, plan.measured
         self._name, self._shapes = path.name, _shapes_of(model)
-        self.look()
+        self.begin()
 
-    def look(self) -> None:
+    def begin(self) -> None:
         """Warn, on rank 0, if the plan was measured on other machines than those of the present
         group. Each warning is given once, and none if machines have only left: they may return."""
         nodes = frozenset(member.node for member in self._ctx.members)
@@ -137,7 +155,7 @@ def _shapes_of(model: nn.Module) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(p.shape) for p in model.parameters() if p.requires_grad)
 
 
-class Suggestion:
+class Suggestion(Planning):
     """Warns once, on rank 0, that steps wait for the network, where a plan would help.
 
     The first steps on a set of machines are measured; when machines join or leave, the next ones.
@@ -149,8 +167,7 @@ class Suggestion:
         self._nodes: frozenset[str] = frozenset()
         self._has_warned = False
 
-    def add(self, step_s: float, waited_s: float) -> None:
-        """A step, of which this rank has waited ``waited_s``, is committed."""
+    def timed(self, step_s: float, waited_s: float) -> None:
         nodes = frozenset(member.node for member in self._ctx.members)
         if nodes != self._nodes:
             self._nodes, self._steps = nodes, []
@@ -170,7 +187,7 @@ class Suggestion:
             )
 
 
-class Rehearsal:
+class Rehearsal(Planning):
     """The steps of a script that is only measured."""
 
     def __init__(self, ctx: DistributedContext, model: nn.Module, policy: Policy | None) -> None:
@@ -181,12 +198,12 @@ class Rehearsal:
         self._began = self._waited_s = 0.0
 
     def begin(self) -> None:
-        """A step begins, with the loading of its samples."""
+        if isinstance(self._model, DistributedDataParallel):
+            self._model.reduces = False
         synchronize(self._device)
         self._began, self._waited_s = time.perf_counter(), self._ctx.waited_s
 
-    def end(self) -> bool:
-        """The step has ended; whether these were enough. Equal on all ranks."""
+    def end(self, *, is_last: bool) -> bool:
         synchronize(self._device)  # a GPU computes what the step has only queued
         waited_s = self._ctx.waited_s - self._waited_s
         self._times.append(max(1e-6, time.perf_counter() - self._began - waited_s))
@@ -194,14 +211,14 @@ class Rehearsal:
             longest = np.array([self._step_s])
             self._ctx.all_reduce(longest, "max")
             self._num_steps = min(_MOST_STEPS, max(NUM_STEPS, round(_ENOUGH_S / longest[0])))
-        return len(self._times) >= self._num_steps
+        return is_last or len(self._times) >= self._num_steps
 
     @property
     def _step_s(self) -> float:
         return statistics.median(self._times[_WARM_STEPS:] or self._times or [1e-6])
 
     def finish(self) -> None:
-        """Measure all else, report it, and end the script. A collective call."""
+        """Measure all else, report it, and end the script."""
         if self._ctx.is_master:
             steps = f"{len(self._times)} steps of {1e3 * self._step_s:.3g} ms were computed"
             self._ctx.report(event=f"{steps}; measuring links and what compressing costs")

@@ -43,10 +43,10 @@ class Reducer:
     """Averages the gradients of ``parameters`` over the ranks of ``ctx`` in every backward.
 
     The result is the sum of ``weight * gradient`` over all ranks; a ``weight`` of None means 1 /
-    world size. ``compression`` says which gradients are sent compressed, on all ranks alike, else
-    Desync; None if none are. The others are reduced by ``algorithm``, None for the one that the
-    links suggest. A rank with weight 0 contributes zeros even if its gradients are inf or NaN. The
-    ``.grad`` of a parameter that no rank has used is unchanged. While ``enabled`` is False
+    world size. ``compression`` chooses the gradients that are sent compressed, on all ranks alike,
+    else Desync; None if none are. The others are reduced by ``algorithm``, None for the choice that
+    the links suggest. A rank with weight 0 contributes zeros even if its gradients are inf or NaN.
+    The ``.grad`` of a parameter that no rank has used is unchanged. While ``enabled`` is False
     gradients only accumulate. Cost: one all_reduce of all gradients; with compression of their
     compressed form, and of one number for each compressed parameter.
     """

@@ -41,6 +41,7 @@ class TorchReplica:
                     "load_state_dict"
                 )
         self._model = model
+        self._ddp = model if isinstance(model, DistributedDataParallel) else None
         self._optimizers = list(optimizers)
         self._also = dict(also)
         self._outer = outer
@@ -55,7 +56,7 @@ class TorchReplica:
     @property
     def _compression(self) -> Compression | None:
         """The residuals of the model's gradients."""
-        return self._model.compression if isinstance(self._model, DistributedDataParallel) else None
+        return None if self._ddp is None else self._ddp.compression
 
     def capture(self) -> State:
         outer, model = self._outer, self._model.state_dict()
@@ -73,8 +74,8 @@ class TorchReplica:
         return {"model": self._model.state_dict()}
 
     def structure(self) -> dict[str, str]:
-        if isinstance(self._model, DistributedDataParallel):
-            return self._model.structure()
+        if self._ddp is not None:
+            return self._ddp.structure()
         return structure_of(self._model, self._trained)
 
     def restore(self, state: State) -> None:
@@ -179,11 +180,10 @@ class TorchReplica:
         restore_random(self._random)
 
     def weigh(self, weight: float) -> None:
-        if isinstance(self._model, DistributedDataParallel):
-            self._model.weight = weight
-            self._model.reduces = self._outer is None
-            # The loop has made the states of all ranks equal.
-            self._model.synchronized = True
+        if self._ddp is not None:
+            self._ddp.weight = weight
+            self._ddp.reduces = self._outer is None
+            self._ddp.synchronized = True  # the loop has made the states of all ranks equal
 
 
 def parameter_hash(model: nn.Module) -> str:

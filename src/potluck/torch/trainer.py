@@ -25,8 +25,15 @@ from potluck.torch.ways.at_home import AtHome
 from potluck.torch.ways.by_server import ByServer
 from potluck.torch.ways.in_layers import InLayers
 from potluck.torch.ways.in_steps import InSteps
-from potluck.torch.ways.samples import TrainerSamples, inputs_of
-from potluck.torch.ways.way import EpochEnd, Recipe, Way, default_loss
+from potluck.torch.ways.way import (
+    EpochEnd,
+    Recipe,
+    TrainCall,
+    TrainerSamples,
+    Way,
+    default_loss,
+    inputs_of,
+)
 from potluck.training.callbacks import Callbacks
 from potluck.training.policy import NoiseBatching, Policy
 from potluck.training.trainer import DistributedTrainer, Parameters, TrainingStrategy, by_name
@@ -190,7 +197,7 @@ class DistributedNeuralNetTrainer(DistributedTrainer, Uncopied):
             self._local_loss, self._global_loss = end.local_loss, end.global_loss
 
         try:
-            self._way.train(samples, epochs, first, on_epoch, callbacks)
+            self._way.train(TrainCall(samples, epochs, first, on_epoch, callbacks))
         finally:
             samples.close()
         return self.get_global_loss()

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from potluck.compressors.low_rank import orthonormal, product_into, uniform
+from potluck.compressors.powersgd import orthonormal, product_into, uniform
 
 
 def matrix(rows: int, columns: int, seed: int = 0) -> np.ndarray:

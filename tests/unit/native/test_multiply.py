@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from potluck._core import native
-from potluck.compressors.low_rank import product_in_python, product_into
+from potluck.compressors.powersgd import product_in_python, product_into
 
 SHAPES = [(1, 1, 1), (7, 5, 1), (33, 1025, 2), (5, 2050, 3), (64, 96, 4), (9, 1300, 7), (40, 50, 9)]
 

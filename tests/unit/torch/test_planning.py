@@ -147,7 +147,7 @@ def test_machines_that_join_later_are_held_against_the_plan_too(
         caplog.clear()
         for workers, planned in both:
             workers.meet(*nodes)
-            planned.look()
+            planned.begin()
             assert planned.strategy == DataParallel(Quantize(4))
         return caplog.messages
 
@@ -168,7 +168,7 @@ def warnings_after(
     caplog.clear()
     suggestion = planning.Suggestion(ctx)
     for _ in range(steps):
-        suggestion.add(step_s, waited_s)
+        suggestion.timed(step_s, waited_s)
     return [record.getMessage() for record in caplog.records]
 
 
@@ -190,7 +190,7 @@ def test_machines_that_join_later_may_make_steps_slow(caplog: pytest.LogCaptureF
     def said_after(steps: int, *nodes: str) -> int:
         group.meet(*nodes)
         for _ in range(steps):
-            suggestion.add(2.0, 1.5)
+            suggestion.timed(2.0, 1.5)
         return len(caplog.messages)
 
     assert said_after(20, "one") == 0

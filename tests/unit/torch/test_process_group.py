@@ -494,6 +494,8 @@ BAD_CALLS: list[tuple[str, type[Exception], str, Callable[[PotluckProcessGroup],
         [[torch.empty(1)]], [torch.ones(1)])),
     ("other dtype", TypeError, "one dtype", lambda g: g.all_gather_single(
         torch.empty(6, dtype=torch.int32), torch.ones(2))),
+    ("other dtype in a list", TypeError, "must have the same dtype", lambda g: g.allgather(
+        [[torch.empty(2), torch.empty(2), torch.empty(2, dtype=torch.int32)]], [torch.ones(2)])),
     ("split sizes", ValueError, "add up to 4", lambda g: g.all_to_all_single(
         torch.empty(3), torch.ones(3), [1, 1, 1], [2, 1, 1])),
     ("too few sizes", ValueError, "give one each", lambda g: g.all_to_all_single(

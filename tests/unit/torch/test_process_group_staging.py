@@ -18,9 +18,9 @@ from torch import Tensor
 from potluck._core.context import DistributedContext
 from potluck.testing.world import run_world
 from potluck.torch.process_group import staging
-from potluck.torch.process_group.comms import Comms
 from potluck.torch.process_group.group import PotluckProcessGroup
 from potluck.torch.process_group.work import Completions
+from potluck.torch.process_group.world import Comms
 from support.process_groups import process_group
 
 PIECES = 3

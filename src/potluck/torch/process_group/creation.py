@@ -120,7 +120,7 @@ def replace_set_timeout() -> None:
 
 
 _MAKER = "_new_process_group_helper"
-"""The function of torch that makes a group. It tells a backend neither the other backends nor the
+"""The function of torch that makes a group. It passes a backend neither the other backends nor the
 device type, so these are read from that function's frame. If a release of torch renames the
 function, the tests of this module fail."""
 

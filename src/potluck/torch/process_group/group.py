@@ -19,7 +19,6 @@ from torch import Tensor
 from potluck._core.engine.communicator import Communicator
 from potluck.errors import GroupClosed, RemoteError
 from potluck.torch.process_group import messages, moving, reducing
-from potluck.torch.process_group.comms import Comms
 from potluck.torch.process_group.messages import MonitoredBarrier, single
 from potluck.torch.process_group.work import (
     Completions,
@@ -28,7 +27,7 @@ from potluck.torch.process_group.work import (
     combine,
     untraced,
 )
-from potluck.torch.process_group.world import World
+from potluck.torch.process_group.world import Comms, World
 
 NAME = "potluck"
 

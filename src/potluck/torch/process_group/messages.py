@@ -11,9 +11,10 @@ from torch import Tensor
 from potluck._core.engine.arrays.layout import Array
 from potluck._core.engine.work import Work
 from potluck.errors import OperationTimeout
-from potluck.torch.process_group import buffers, staging
-from potluck.torch.process_group.comms import Comms
+from potluck.torch.process_group import staging
+from potluck.torch.process_group.staging import in_place
 from potluck.torch.process_group.work import GroupWork
+from potluck.torch.process_group.world import Comms
 
 ANY = -1
 _FAR_S = 7 * 24 * 3600.0
@@ -23,34 +24,27 @@ _FIRST_TAG = 16
 
 
 def send(comms: Comms, tensor: Tensor, peer: int, tag: int) -> GroupWork:
-    buffers.check(tensor, "send")
+    staging.check(tensor, "send")
 
     def post(array: Array) -> Work:
         if peer == comms.rank:
             return comms.self_messages.send(array, tag)
         return comms.communicator.send(array, peer, tag, timeout_s=comms.timeout_s)
 
-    if staging.is_elsewhere(tensor):
-        return staging.sent(comms, tensor, post)
-    return GroupWork((post(buffers.on_host(tensor)[0]),), [tensor], comms.completions)
+    return in_place(comms, tensor, post, writes=False, is_cut=False)
 
 
 def recv(comms: Comms, tensor: Tensor, peer: int, tag: int) -> GroupWork:
     """Receive from ``peer``, or from any other rank if it is ``ANY``; the work's ``source_rank`` is
     the sender."""
-    buffers.check(tensor, "recv")
+    staging.check(tensor, "recv")
 
     def post(array: Array) -> Work:
         if peer == comms.rank:
             return comms.self_messages.recv(array, peer, tag, timeout_s=comms.timeout_s)
         return comms.communicator.recv(array, peer, tag, timeout_s=comms.timeout_s)
 
-    if staging.is_elsewhere(tensor):
-        return staging.received(comms, tensor, post)
-    array, is_shared = buffers.on_host(tensor)
-    work = post(array)
-    settle = None if is_shared else lambda: buffers.store(array, tensor)
-    return GroupWork((work,), [tensor], comms.completions, settle)
+    return in_place(comms, tensor, post, reads=False, is_cut=False)
 
 
 class MonitoredBarrier:

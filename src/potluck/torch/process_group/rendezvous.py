@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 from torch._C._distributed_c10d import TCPStore
 
 from potluck._core.backends.fixed import is_our_world, join_world
 from potluck._core.backends.launchers import placed
 from potluck._core.waiting import Reminder, reminding
-from potluck.torch.process_group.options import given
 
 _LOOK_S = 2.0
 
@@ -120,3 +119,10 @@ def meet(url: str, timeout: timedelta | None) -> None:
     if is_our(url):
         host, port = join_world((timeout or _DEFAULT).total_seconds())
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
+
+
+def given(url: str, name: str, variable: str = "") -> int:
+    """A number that ``init_process_group`` was given, which torch puts into ``url``; else that of
+    the environment ``variable``; -1 without either."""
+    text = parse_qs(urlsplit(url).query).get(name, [os.environ.get(variable, "")])[0]
+    return int(text) if text.isdigit() else -1

@@ -240,7 +240,7 @@ def _size(key: str, value: bytes) -> int:
 
 
 class KeyWaits:
-    """Lines on stderr that name the keys for which ranks wait. ``is_set(key)`` says whether the key
+    """Lines on stderr that name the keys for which ranks wait. ``is_set(key)``: whether the key
     has a value. Not thread-safe."""
 
     def __init__(

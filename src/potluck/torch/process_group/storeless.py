@@ -25,7 +25,7 @@ from potluck._core.backends.local import LocalBackend
 from potluck._core.settings import Settings, load_settings
 from potluck.errors import ConfigurationError
 from potluck.services.access import Services
-from potluck.torch.process_group.options import given
+from potluck.torch.process_group.rendezvous import given
 from potluck.torch.process_group.store import LinkStore
 from potluck.torch.process_group.world import World
 

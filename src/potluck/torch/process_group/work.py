@@ -142,8 +142,7 @@ class GroupWork(dist.Work):
                 work.wait(seconds)
         if self._record is not None:
             self._record.ended.wait()
-        if self._settle is not None:
-            self._settle_once()
+        self._settle_once()
 
     def _has_ended(self) -> bool:
         return all(work.done() for work in self._works)
@@ -155,7 +154,9 @@ class GroupWork(dist.Work):
         """Whether the operation has ended, also by an error; otherwise results are in place."""
         if not self._has_ended():
             return False
-        if self._settle is not None and self.is_success():
+        if self.is_success():
+            for work in self._works:
+                work.wait()  # here what follows it is computed (``Work.then``)
             self._settle_once()
         return True
 
@@ -225,6 +226,8 @@ class GroupWork(dist.Work):
         self.when_done(lambda: self._completions.submit(record.end))
 
     def _settle_once(self) -> None:
+        if self._settle is None:
+            return
         with self._lock:
             if self._settle is not None:
                 with torch.no_grad():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from itertools import islice
 
@@ -14,8 +14,15 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from potluck.torch.ddp import DistributedDataParallel
-from potluck.torch.ways.samples import Part, TrainerSamples
-from potluck.torch.ways.way import EpochEnd, Recipe, Way, epoch_loop
+from potluck.torch.ways.way import (
+    EpochEnd,
+    Part,
+    Recipe,
+    TrainCall,
+    TrainerSamples,
+    Way,
+    epoch_loop,
+)
 from potluck.training.sampler import Schedule, Share
 
 
@@ -29,17 +36,10 @@ class AtHome(Way):
         self.model = DistributedDataParallel(recipe.network, ctx=recipe.ctx)
         self.optimizer = recipe.optimizer(recipe.network)
 
-    def train(
-        self,
-        samples: TrainerSamples,
-        epochs: int,
-        first: int,
-        on_epoch: Callable[[EpochEnd], None],
-        callbacks: Sequence[object],
-    ) -> None:
-        recipe = self.recipe
+    def train(self, call: TrainCall) -> None:
+        recipe, samples = self.recipe, call.samples
         ctx, network = recipe.ctx, recipe.network
-        job = epoch_loop(recipe, samples, epochs, first, callbacks)
+        job = epoch_loop(recipe, call)
         for share in job:
             with job.step():
                 samples.check(recipe.sizes, ctx.rank)  # here, so that the other ranks hear of it
@@ -58,7 +58,7 @@ class AtHome(Way):
                 job.commit(loss=loss)
                 _set_flat(network, total[:-1])
                 local = loss if share.num_samples else math.nan
-                on_epoch(EpochEnd(share.epoch, float(total[-1]), local, share.num_samples))
+                call.on_epoch(EpochEnd(share.epoch, float(total[-1]), local, share.num_samples))
 
     def _train_alone(
         self, model: nn.Module, samples: TrainerSamples, share: Share, schedule: Schedule

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -16,8 +16,16 @@ from potluck.parameter_server import Adam, ParameterServer
 from potluck.parameter_server.model import Mode
 from potluck.torch.parameter_server import ServerOptimizer
 from potluck.torch.structure import broadcast_tensors, tensors_of
-from potluck.torch.ways.samples import Part, TrainerSamples
-from potluck.torch.ways.way import EpochEnd, Recipe, Way, epoch_loop, part_of_epoch
+from potluck.torch.ways.way import (
+    EpochEnd,
+    Part,
+    Recipe,
+    TrainCall,
+    TrainerSamples,
+    Way,
+    epoch_loop,
+    part_of_epoch,
+)
 from potluck.training.sampler import Batch, Schedule, Share
 from potluck.training.transfer import gather_states
 
@@ -68,20 +76,11 @@ class ByServer(Way):
         self._sum, self._num = 0.0, 0
         self._num_dropped = 0  # in a row
 
-    def train(
-        self,
-        samples: TrainerSamples,
-        epochs: int,
-        first: int,
-        on_epoch: Callable[[EpochEnd], None],
-        callbacks: Sequence[object],
-    ) -> None:
-        problem = ""
+    def train(self, call: TrainCall) -> None:
+        samples, problem = call.samples, ""
         self._begin_epoch()
-        job = epoch_loop(
-            *(self.recipe, samples, epochs, first, callbacks),
-            is_kept=lambda: self._is_set,  # all ranks get them, in _follow
-        )
+        # Parameters that this rank has set go to all in _follow.
+        job = epoch_loop(self.recipe, call, is_kept=lambda: self._is_set)
         for share in job:
             with job.step():
                 problem = self._prepare(samples, job.schedule)
@@ -92,7 +91,7 @@ class ByServer(Way):
                 self._pull_together()
                 local = self._sum / self._num if self._num else math.nan
                 job.commit(loss=local)
-                on_epoch(EpochEnd(share.epoch, job.last_loss, local, self._num))
+                call.on_epoch(EpochEnd(share.epoch, job.last_loss, local, self._num))
                 self._begin_epoch()
         if problem:
             raise ValueError(problem)

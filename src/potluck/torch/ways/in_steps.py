@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from potluck.torch.ddp import DistributedDataParallel
 from potluck.torch.loop import ElasticLoop
 from potluck.torch.structure import broadcast_tensors
-from potluck.torch.ways.samples import TrainerSamples
-from potluck.torch.ways.way import EpochEnd, Recipe, Way
+from potluck.torch.ways.way import EpochEnd, Recipe, TrainCall, Way
 from potluck.training.policy import Policy
 from potluck.training.strategies import Gossip
 from potluck.training.training import LOST
@@ -28,27 +27,21 @@ class InSteps(Way):
         self._policy = policy
         self._gossip = gossip
 
-    def train(
-        self,
-        samples: TrainerSamples,
-        epochs: int,
-        first: int,
-        on_epoch: Callable[[EpochEnd], None],
-        callbacks: Sequence[object],
-    ) -> None:
+    def train(self, call: TrainCall) -> None:
         recipe, scaler, optimizer = self.recipe, self.recipe.scaler, self.optimizer
+        samples = call.samples
         assert optimizer is not None
-        mine = _OwnLoss(on_epoch)
+        mine = _OwnLoss(call.on_epoch)
         job = ElasticLoop(
             self.model,
             optimizer,
             samples.dataset,
             batch_size=recipe.batch_size,
-            epochs=epochs,
-            seed=recipe.seed + first,
+            epochs=call.epochs,
+            seed=recipe.seed + call.first,
             also={"scaler": scaler},
             policy=self._policy,
-            callbacks=[mine, *callbacks],
+            callbacks=[mine, *call.callbacks],
             ctx=recipe.ctx,
             strategy=Gossip() if self._gossip else None,
             samples="own" if recipe.samples == "own" else "all",

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from potluck.torch.pipeline import Layer, Node, measure, measure_layers, split_sequential
+from potluck.torch import pipeline
+from potluck.torch.pipeline import Layer, Node, measure_layers, split_sequential
 
 
 def model() -> nn.Sequential:
@@ -67,7 +68,7 @@ def test_the_time_of_a_layer_is_the_median_of_its_passes_after_the_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr(measure, "time", clock)
+    monkeypatch.setattr(pipeline, "time", clock)
     # The first pass warms up; one of the others is held up by something else on the machine.
     network = nn.Sequential(
         TimedLinear(clock, 50.0, 1.0, 1.0, 9.0), TimedLinear(clock, 50.0, 2.0, 30.0, 2.0), nn.ReLU()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.torch.pipeline.plan import Layer, Node, plan_stages
+from potluck.torch.pipeline import Layer, Node, plan_stages
 
 FIGURES = st.one_of(st.integers(0, 20), st.floats(0, 20, allow_nan=False, allow_subnormal=False))
 LAYERS = st.lists(st.builds(Layer, FIGURES, st.integers(0, 8), st.integers(0, 4)), max_size=8)
