@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from potluck._core.cluster.jobs.summary import RecoverySummary, Summary
     from potluck._core.cluster.run import JobClient, Watcher
     from potluck._core.wire.jobs import End
-    from potluck._core.wire.worker_link import Fact, Samples
+    from potluck._core.wire.worker_link import Fact, Samples, WorkerStatus
 
 _log = logging.getLogger(__name__)
 
@@ -263,23 +263,29 @@ class LiveView(_View):
             parts.append(f"loss {state.loss:.4f}")
         title = Text(_in_lines(list(map(plain, parts)), self._console.width), style="bold")
         table = Table(box=None if is_narrow else HEAVY_HEAD)
-        titles = _NARROW_TITLES if is_narrow else _TITLES
+        titles = _NARROW_TITLES if is_narrow else TITLES
         for name in titles:
             table.add_column(name, justify="left" if name in ("state", "device") else "right")
         for worker in state.workers:
-            cells: dict[str, str | Text] = {
-                "worker": f"{worker.worker} {worker.node}".strip(),
-                "rank": str(worker.rank) if worker.rank >= 0 else "-",
-                "state": Text(worker.phase, style=_STYLES.get(worker.phase, "")),
-                "device": worker.device or "-",
-                "samples/s": number(worker.samples_per_s),
-                "step": str(worker.step) if worker.step >= 0 else "-",
-            }
+            cells: dict[str, str | Text] = {**cells_of(worker)}
+            cells["state"] = Text(worker.phase, style=_STYLES.get(worker.phase, ""))
             table.add_row(*(cells[name] for name in titles))
         drawn = list(self._open.values())
         for line in drawn:
             line.truncate(self._console.width, overflow="ellipsis")
         return Group(title, table, *bar, *drawn)
+
+
+def cells_of(worker: WorkerStatus) -> dict[str, str]:
+    """The cells of a table of workers, by the titles of their columns."""
+    return {
+        "worker": f"{worker.worker} {worker.node}".strip(),
+        "rank": str(worker.rank) if worker.rank >= 0 else "-",
+        "state": worker.phase,
+        "device": worker.device or "-",
+        "samples/s": number(worker.samples_per_s),
+        "step": str(worker.step) if worker.step >= 0 else "-",
+    }
 
 
 def _in_lines(parts: list[str], width: int) -> str:
@@ -307,7 +313,7 @@ def _bar(samples: Samples, *, is_narrow: bool) -> RenderableType:
     return line
 
 
-_TITLES = ("worker", "rank", "state", "device", "samples/s", "step")
+TITLES = ("worker", "rank", "state", "device", "samples/s", "step")
 _NARROW_TITLES = ("worker", "state", "step")
 _WIDE = 60
 """Columns that a terminal needs to show all titles."""

@@ -3,13 +3,15 @@ the machine that a name or id means."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from potluck.cli.terminal import console_on, table_of
 from potluck.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from rich.console import Console
 
@@ -17,6 +19,15 @@ if TYPE_CHECKING:
     from potluck._core.settings import Settings
     from potluck._core.wire.local import NodeInfo, NodesReply, Reply, Request
     from potluck._core.wire.worker_link import JobState
+
+
+NodeName = Annotated[
+    str,
+    typer.Argument(
+        metavar="NODE",
+        help="The machine's name, its id, or at least the first 8 digits of its id.",
+    ),
+]
 
 
 def when_others_learn(settings: Settings) -> str:
@@ -117,24 +128,26 @@ def show_nodes(cluster: NodesReply) -> None:
         )
     console.print(table)
     _show_links(cluster, names, console)
-    versions = {(each.python, each.torch, each.potluck) for each in cluster.nodes if each.potluck}
-    for python, torch, potluck in sorted(versions) if len(versions) > 1 else ():
-        nodes = [
-            names[each.node]
-            for each in cluster.nodes
-            if (each.python, each.torch, each.potluck) == (python, torch, potluck)
-        ]
-        text = f"Python {python}, potluck {potluck}, torch {torch or 'none'}"
-        console.print(f"  {', '.join(nodes)}: {text}", highlight=False)
-    if text := _sites(cluster.nodes, names):
-        console.print(f"  {text}", highlight=False)
-    if text := _engines(cluster.nodes, names):
-        console.print(f"  {text}", highlight=False)
-    for each in cluster.nodes:
-        if text := _terms(each):
-            console.print(f"  {names[each.node]}: {text}", highlight=False)
-    for event in cluster.events[-5:]:
-        console.print(f"  {event}", highlight=False)
+    lines = [
+        *_versions(cluster.nodes, names),
+        _sites(cluster.nodes, names),
+        _engines(cluster.nodes, names),
+        *(f"{names[each.node]}: {text}" for each in cluster.nodes if (text := _terms(each))),
+        *cluster.events[-5:],
+    ]
+    for line in filter(None, lines):
+        console.print(f"  {line}", highlight=False)
+
+
+def _versions(nodes: Sequence[NodeInfo], names: dict[str, str]) -> Iterator[str]:
+    """Which nodes have which versions, in words; nothing if all have the same."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for each in nodes:
+        if each.potluck:
+            versions = (each.python, each.torch, each.potluck)
+            found.setdefault(versions, []).append(names[each.node])
+    for (python, torch, potluck), on in sorted(found.items()) if len(found) > 1 else ():
+        yield f"{', '.join(on)}: Python {python}, potluck {potluck}, torch {torch or 'none'}"
 
 
 def _sites(nodes: Sequence[NodeInfo], names: dict[str, str]) -> str:

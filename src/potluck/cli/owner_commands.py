@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from potluck.cli.nodes import find_known
+from potluck.cli.nodes import NodeName, find_known
 from potluck.cli.terminal import say
 from potluck.errors import ConfigurationError
 
@@ -17,16 +17,8 @@ if TYPE_CHECKING:
     from potluck._core.settings import Settings
     from potluck._core.wire.local import Request
 
-_Node = Annotated[
-    str,
-    typer.Argument(
-        metavar="NODE",
-        help="The node's name, its id, or at least the first 8 digits of its id.",
-    ),
-]
 
-
-def allow(node: _Node) -> None:
+def allow(node: NodeName) -> None:
     """Let scripts that NODE starts run on this machine.
 
     Holds until `potluck deny`, or until `potluck up --run-for` gives another rule. A running agent
@@ -35,7 +27,7 @@ def allow(node: _Node) -> None:
     _decide(node, is_allowed=True)
 
 
-def deny(node: _Node) -> None:
+def deny(node: NodeName) -> None:
     """Let no script that NODE starts run on this machine.
 
     A running agent ends the workers of the node's jobs here; the jobs go on without this machine.

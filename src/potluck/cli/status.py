@@ -92,13 +92,13 @@ async def _ask_all(
 
 
 def _show(jobs: list[JobState]) -> None:
-    from potluck.cli.job_display import duration, how_far, number
+    from potluck.cli.job_display import TITLES, cells_of, duration, how_far
 
     console = console_on()
     for job in jobs:
         loss = "-" if job.loss is None or math.isnan(job.loss) else f"{job.loss:.4f}"
         table = table_of(
-            *("worker", "rank", "state", "device", "samples/s", "step", "restarts"),
+            *(*TITLES, "restarts"),
             right=("worker", "rank", "samples/s", "step", "restarts"),
             title=f"{Path(job.script).name} · {job.job} · {_where(job)} · "
             f"{duration(time.time() - job.started)}",
@@ -106,15 +106,7 @@ def _show(jobs: list[JobState]) -> None:
             + ("" if job.samples is None else f"\n{how_far(job.samples)}"),
         )
         for worker in job.workers:
-            table.add_row(
-                f"{worker.worker} {worker.node}".strip(),
-                str(worker.rank) if worker.rank >= 0 else "-",
-                worker.phase,
-                worker.device or "-",
-                number(worker.samples_per_s),
-                str(worker.step) if worker.step >= 0 else "-",
-                str(worker.restarts),
-            )
+            table.add_row(*cells_of(worker).values(), str(worker.restarts))
         console.print(table)
         for event in job.events[-5:]:
             console.print(f"  {event}", highlight=False)

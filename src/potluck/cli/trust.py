@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from potluck.cli.asking import confirm
-from potluck.cli.nodes import find_known, when_others_learn
+from potluck.cli.nodes import NodeName, find_known, when_others_learn
 from potluck.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -22,18 +22,11 @@ if TYPE_CHECKING:
 
 _STORED_S = 10.0
 
-_Node = Annotated[
-    str,
-    typer.Argument(
-        metavar="NODE",
-        help="The machine's name, its id, or at least the first 8 digits of its id.",
-    ),
-]
 _Yes = Annotated[bool, typer.Option("--yes", help="Don't ask.")]
 
 
 def ban(
-    node: _Node,
+    node: NodeName,
     reason: Annotated[str, typer.Option(help="Reason, shown to the node and in logs.")] = "",
     delete_code: Annotated[
         bool,
@@ -115,7 +108,7 @@ def ban(
     typer.echo(when_others_learn(settings))
 
 
-def unban(node: _Node, yes: _Yes = False) -> None:
+def unban(node: NodeName, yes: _Yes = False) -> None:
     """Admit a banned machine again, as a member.
 
     It gets back no rights but that: what owners had allowed it is over, so they are asked again
@@ -142,7 +135,7 @@ def unban(node: _Node, yes: _Yes = False) -> None:
 
 
 def admit(
-    node: _Node,
+    node: NodeName,
     admin: Annotated[
         bool, typer.Option("--admin/--member", help="Whether it may admit and ban others.")
     ] = False,
