@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -52,13 +53,13 @@ def bound(codec: Codec, world_size: int, contributions: list[np.ndarray]) -> flo
     return once + codec.error_bound(sum(largest(array) for array in contributions)) + 1e-5
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_all_reduce(world: World, name: str) -> None:
-    codec, size = codec_of(name), world.world_size
+def test_all_reduce(world: World) -> None:
+    size = world.world_size
 
     def check(ctx: DistributedContext) -> bytes:
         ended = b""
-        for count in COUNTS:
+        for name, count in itertools.product(NAMES, COUNTS):
+            codec = codec_of(name)
             everyones = [numbers(rank, count) for rank in range(size)]
             for op in ("sum", "mean"):
                 mine = everyones[ctx.rank].copy()
@@ -66,31 +67,33 @@ def test_all_reduce(world: World, name: str) -> None:
                 exact = np.sum(everyones, axis=0, dtype=np.float64)
                 scale = size if op == "mean" else 1
                 error = np.abs(mine - exact / scale).max(initial=0)
-                assert error <= bound(codec, size, everyones) / scale, (count, op)
+                assert error <= bound(codec, size, everyones) / scale, (name, count, op)
                 ended += mine.tobytes()
         return ended
 
     assert len(set(world.run(check))) == 1, "the ranks ended with different bits"
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_reduce_scatter_and_all_gather(world: World, name: str) -> None:
-    codec, size = codec_of(name), world.world_size
+def test_reduce_scatter_and_all_gather(world: World) -> None:
+    size = world.world_size
 
     def check(ctx: DistributedContext) -> bytes:
         ended = b""
-        for count in COUNTS:
+        for name, count in itertools.product(NAMES, COUNTS):
+            codec = codec_of(name)
             everyones = [numbers(rank, size * count).reshape(size, count) for rank in range(size)]
             mine = everyones[ctx.rank].copy()
             part = ctx.reduce_scatter(mine, codec=name)
             assert np.array_equal(mine, everyones[ctx.rank]), "the input stays as it is"
             exact = np.sum([each[ctx.rank] for each in everyones], axis=0, dtype=np.float64)
-            assert np.abs(part - exact).max(initial=0) <= bound(codec, size, everyones)
+            error = np.abs(part - exact).max(initial=0)
+            assert error <= bound(codec, size, everyones), (name, count)
             kept = part.copy()
             parts = ctx.all_gather(part, codec=name)
             assert np.array_equal(part, kept), "the input stays as it is"
             error = np.abs(parts[ctx.rank] - part).max(initial=0)
-            assert error <= (codec.error_bound(largest(part)) if size > 1 else 0)
+            once = codec.error_bound(largest(part)) if size > 1 else 0
+            assert error <= once, (name, count)
             ended += parts.tobytes()
         return ended
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-
 import pytest
+from typer.testing import CliRunner
 
-from support.commands import potluck_command
+from potluck.cli.main import app
 
 
 @pytest.mark.parametrize(
@@ -22,6 +21,6 @@ from support.commands import potluck_command
     ],
 )
 def test_an_option_of_another_launcher(words: list[str], meant: str) -> None:
-    run = subprocess.run([*potluck_command(), *words], capture_output=True, text=True, check=False)
-    assert run.returncode == 2
+    run = CliRunner().invoke(app, words)
+    assert run.exit_code == 2
     assert f"(Possible options: {meant})" in run.stderr, run.stderr

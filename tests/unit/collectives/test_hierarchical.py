@@ -152,6 +152,7 @@ def nests(draw: st.DrawFn) -> tuple[tuple[int, ...], Sites]:
     return nodes, tuple(sites)
 
 
+@pytest.mark.costly
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(nest=nests(), seed=st.integers(0, 1 << 16))
 def test_nested_plans_are_right_for_every_nesting_and_root(
