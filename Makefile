@@ -62,9 +62,9 @@ FAST := tests/unit tests/architecture tests/conformance/test_links.py \
 	tests/world/test_messages.py tests/world/test_ddp.py tests/world/test_elastic.py
 
 .PHONY: test-fast
-test-fast: ## The inner loop, 140 s on two cores: units, rules of the source, a slice of the rest
+test-fast: ## The inner loop: units, rules of the source, a slice of the rest
 	@tools/environment dev
-	@$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not costly" $(FAST) $(ARGS)
+	@$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not costly" $(FAST) $(ARGS)
 
 .PHONY: test-long
 test-long: ## The tests that take minutes or repeat another with other backends
