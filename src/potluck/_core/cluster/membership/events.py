@@ -132,8 +132,8 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Install:
-    """``view`` is the one to use; its epoch is on disk. Its groups whose epoch is new go to this
-    node's workers, and on the leader to their job's membership (``jobs/groups/``)."""
+    """Use ``view``, whose epoch is on disk. Its groups whose epoch is new go to this node's
+    workers, and on the leader to their job's membership (``jobs/groups/``)."""
 
     view: View
     reason: str

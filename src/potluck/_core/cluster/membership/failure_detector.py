@@ -150,8 +150,8 @@ class FailureDetector:
             self._know(node, incarnation)
 
     def _know(self, node: str, incarnation: int) -> PeerHealth:
-        """A new incarnation of ``node``. At most ``MAX_PEERS`` are known: of those that do not work
-        and are no members, the one that was heard longest ago is forgotten."""
+        """A new incarnation of ``node``. At most ``MAX_PEERS`` are known: beyond that the peer
+        heard longest ago is forgotten, of all non-members without a working link."""
         if node not in self.peers and len(self.peers) >= MAX_PEERS:
             idle = [
                 peer

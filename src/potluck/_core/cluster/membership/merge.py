@@ -117,7 +117,7 @@ def own_cluster(view: View) -> ObservedCluster:
 
 
 def observe(peers: Iterable[PeerHealth]) -> list[ObservedCluster]:
-    """The histories of peers with a working link, except those that are paused; of each the view
+    """The histories of peers with a working link, without paused peers; of each history the view
     that most of these peers use, and of equals the newest."""
     users: dict[str, dict[int, list[PeerHealth]]] = {}
     for peer in peers:

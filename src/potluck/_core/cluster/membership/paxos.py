@@ -35,7 +35,7 @@ class PaxosAcceptor:
 
     ``promised`` is the newest ballot that it answered: older ones are refused. It needs no disk,
     because an agent that starts again is another incarnation, which is no member of ``view`` and
-    never answers for the one before. ``accepted`` does: proposers must find out about it.
+    never answers for the earlier incarnation. ``accepted`` does: proposers must find out about it.
     ``promised_to`` are the proposers that have got a promise since ``accepted`` changed.
     """
 
@@ -105,7 +105,7 @@ FREE = Recovered()
 
 def quorum(parent: View, view: View, subtracted: Collection[str]) -> set[str]:
     """The members of ``parent`` that have to accept ``view`` as its successor: all that stay, less
-    those that are certainly dead. They must be a majority of ``parent`` as well."""
+    the certainly dead ones. They must be a majority of ``parent`` as well."""
     return {m.node for m in parent.members if m in view.members and m.node not in subtracted}
 
 

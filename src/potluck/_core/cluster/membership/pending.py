@@ -99,8 +99,8 @@ class PendingChanges:
 
 
 def _brings(group: JobGroup, want: WantGroup) -> bool:
-    """Whether ``group`` is what was wanted. A renewed group may differ from the one before by the
-    links that it spares alone."""
+    """Whether ``group`` is the wanted group. A renewed group may differ from the group before by
+    the spared links alone."""
     return group.members == want.members and (group.cut == want.cut or not want.renew)
 
 

@@ -107,8 +107,8 @@ def judge(turn: Turn) -> None:
 
 
 def _conclude(turn: Turn, inquiry: Inquiry, members: set[str]) -> None:
-    """All members answered the probe: spare links that can't be made, evict those that hold the
-    others up, or renew the group."""
+    """All members answered the probe: spare links that can't be made, evict members that
+    hold the others up, or renew the group."""
     epochs = {report.epoch for report in inquiry.reports}
     pairs = cut_links.pairs_of(
         (report.worker, name)
