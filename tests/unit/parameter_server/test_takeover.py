@@ -277,11 +277,12 @@ class World:
     # -- faults
 
     def may_lose(self, name: str) -> bool:
-        """Whether no other server is away. One that was is back when it has a state on which it
-        agreed with the others since."""
+        """Whether no other server is away. A lost server is back when it has a state on which it
+        agreed with the others since, and they have not begun a later term without it."""
+        newest = max(each.replica.last_term or 0 for each in self.alive.values())
         for other, term in list(self.away.items()):
             there = self.alive.get(other)
-            if there and other not in self.cut and (there.replica.term or 0) > term:
+            if there and other not in self.cut and there.replica.term == newest > term:
                 del self.away[other]
         return not self.away.keys() - {name}
 
@@ -392,7 +393,8 @@ def play(mode: Mode, chance: random.Random) -> World:
 @pytest.mark.costly
 @pytest.mark.parametrize("mode", MODES, ids=repr)
 def test_no_version_that_was_told_goes_back_whichever_server_is_lost(mode: Mode) -> None:
-    worlds = [play(mode, random.Random(seed)) for seed in range(40)]
+    # In 2018 a server lags while another one is killed: two of three are without the newest state.
+    worlds = [play(mode, random.Random(seed)) for seed in (*range(40), 2018)]
     assert sum(world.num_lost for world in worlds) > 100
     assert sum(world.told for world in worlds) > 400
 
