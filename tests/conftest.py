@@ -190,6 +190,8 @@ def zygotes(homes: Path) -> Iterator[Path]:
     forked.install(is_pytest=True)
     started = [Zygote(homes / kind, kind) for kind in LIBRARIES]
     _zygotes.update(each.pid for each in started)
+    for each in started:
+        each.wait_until_ready()
     yield homes
     for each in started:
         each.close()

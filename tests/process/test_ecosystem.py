@@ -59,6 +59,11 @@ COMMANDS = [
 ]
 
 
+def test_alone_the_examples_train_without_a_group() -> None:
+    for results in run_examples([sys.executable], *COMMANDS, world_size=1):
+        check(results)
+
+
 def test_potluck_run_trains_the_front_ends_examples() -> None:
     """All in one pair of processes, one after the other: importing takes the longest."""
     for results in run_examples(POTLUCK_RUN, *COMMANDS):
@@ -67,11 +72,6 @@ def test_potluck_run_trains_the_front_ends_examples() -> None:
 
 def test_torchrun_trains_the_very_same_examples() -> None:
     for results in run_examples(TORCHRUN, *COMMANDS):
-        check(results)
-
-
-def test_alone_the_same_examples_train_without_a_group() -> None:
-    for results in run_examples([sys.executable], *COMMANDS, world_size=1):
         check(results)
 
 

@@ -119,6 +119,8 @@ def test_torchrun_starts_every_example(tmp_path: Path) -> None:
 def test_without_a_package_every_example_says_how_to_get_it() -> None:
     script = """
 import runpy, sys
+for name in [name for name in sys.modules if name.startswith("sklearn.")]:
+    del sys.modules[name]
 sys.modules["sklearn"] = None
 for example in sys.argv[1:]:
     try:

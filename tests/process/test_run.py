@@ -16,7 +16,8 @@ import pytest
 
 from support.commands import Command, potluck_command, process_ends, run_command
 
-pytestmark = pytest.mark.real_exec
+# What is about processes themselves: signals, sessions, descriptors, streams, the interpreter.
+executed = pytest.mark.real_exec
 
 
 @pytest.fixture
@@ -40,6 +41,7 @@ time.sleep(600)
 """
 
 
+@executed
 def test_every_line_has_its_worker_in_front(script) -> None:
     path = script("import os, sys\nprint('out')\nprint('err', file=sys.stderr)\n")
     with run_command("--workers", "3", path) as run:
@@ -48,6 +50,7 @@ def test_every_line_has_its_worker_in_front(script) -> None:
         assert sorted(run.lines) == expected
 
 
+@executed
 def test_lines_from_stderr_stay_on_stderr(script) -> None:
     path = script("import sys\nprint('out')\nprint('err', file=sys.stderr)\n")
     done = subprocess.run(
@@ -145,6 +148,7 @@ def test_where_a_module_was_looked_for_is_said(
         assert said.format(project) in run.text
 
 
+@executed
 def test_workers_get_what_launchers_agree_on(script) -> None:
     names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR"
     path = script(f"import os\nprint([os.environ[name] for name in {names.split()!r}])\n")
@@ -206,6 +210,7 @@ def test_a_missing_package_is_one_sentence_with_the_pip_command(script) -> None:
         assert "-m pip install no_such_package_of_anyone" in last
 
 
+@executed
 def test_ctrl_c_reaches_the_workers_and_leaves_nothing(script, own_environment: Path) -> None:
     path = script(
         "import os, time\n"
@@ -232,6 +237,7 @@ deeper(3)
 """
 
 
+@executed
 def test_ctrl_c_shows_one_line_for_each_worker(script) -> None:
     with run_command("--workers", "3", script(DEEP)) as run:
         for rank in range(3):
@@ -243,6 +249,7 @@ def test_ctrl_c_shows_one_line_for_each_worker(script) -> None:
     assert said == [f"[{rank}] KeyboardInterrupt (script.py, line 8)" for rank in range(3)]
 
 
+@executed
 def test_another_error_after_ctrl_c_is_shown_whole(script) -> None:
     path = script(DEEP.replace("deeper(3)", "try: deeper(3)\nfinally: 1 / 0"))
     with run_command(path) as run:
@@ -279,7 +286,7 @@ for share in job:
 """
 
 
-@pytest.mark.parametrize("how", ["waits", "asynchronous"])
+@pytest.mark.parametrize("how", [pytest.param("waits", marks=executed), "asynchronous"])
 def test_ctrl_c_leaves_a_checkpoint_of_the_last_step(script, tmp_path: Path, how: str) -> None:
     path = script(TRAINS.replace("(0, 20)", "range(20, 90)"))  # before the first one of save_every
     words = ["--workers", "2", path, str(tmp_path / "saved"), how]
@@ -331,7 +338,7 @@ print("ended with", job.committed, flush=True)
     "strategy",
     [
         "LocalSGD(every=400)",
-        "LocalSGD(every=7)",
+        pytest.param("LocalSGD(every=7)", marks=executed),
         "Gossip()",
         "DiLoCo(every=12, fragments=2, delay=2)",
     ],
@@ -354,6 +361,7 @@ def test_ctrl_c_ends_a_round_early_and_leaves_a_checkpoint(
         run.wait_for("[1] ended with 8000")
 
 
+@executed
 def test_a_second_ctrl_c_kills_workers_that_ignore_the_first(script) -> None:
     path = script(
         "import os, signal, time\n"
@@ -370,6 +378,7 @@ def test_a_second_ctrl_c_kills_workers_that_ignore_the_first(script) -> None:
         assert process_ends(pid)
 
 
+@executed
 def test_a_terminated_run_stops_its_workers(script) -> None:
     with run_command("--workers", "2", script(SLEEPER)) as run:
         pids = [pid_in(run.wait_for(lambda line, r=r: f"[{r}] pid" in line)) for r in (0, 1)]
@@ -378,6 +387,7 @@ def test_a_terminated_run_stops_its_workers(script) -> None:
         assert all(process_ends(pid) for pid in pids)
 
 
+@executed
 def test_workers_die_with_an_agent_that_is_killed(script) -> None:
     with run_command("--workers", "2", script(SLEEPER)) as run:
         pids = [pid_in(run.wait_for(lambda line, r=r: f"[{r}] pid" in line)) for r in (0, 1)]
@@ -385,6 +395,7 @@ def test_workers_die_with_an_agent_that_is_killed(script) -> None:
         assert all(process_ends(pid) for pid in pids)
 
 
+@executed
 @pytest.mark.parametrize("workers", [1, 2])
 def test_what_workers_started_ends_with_an_agent_that_is_killed(script, workers: int) -> None:
     path = script(
@@ -401,6 +412,7 @@ def test_what_workers_started_ends_with_an_agent_that_is_killed(script, workers:
         assert all(process_ends(pid) for pid in mine)
 
 
+@executed
 def test_what_a_worker_started_ends_with_it(script) -> None:
     path = script(
         "import subprocess, sys\n"
@@ -413,6 +425,7 @@ def test_what_a_worker_started_ends_with_it(script) -> None:
         assert process_ends(pid)
 
 
+@executed
 def test_a_killed_worker_is_started_again(script, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     path = script(
@@ -471,6 +484,7 @@ def test_status_shows_a_running_job_and_then_nothing(script) -> None:
     assert status() == {"version": 1, "cluster": None, "jobs": []}
 
 
+@executed
 def test_a_run_listens_on_the_loopback_only_and_keeps_no_state(
     script, own_environment: Path
 ) -> None:
@@ -572,6 +586,7 @@ def test_a_fault_that_never_happens_fails_the_run(script, tmp_path: Path) -> Non
     assert told["version"] == 1
 
 
+@executed
 def test_version_and_help_teach() -> None:
     with Command([*potluck_command(), "--version"]) as shown:
         assert shown.finish() == 0
@@ -582,6 +597,7 @@ def test_version_and_help_teach() -> None:
         assert "kill rank 2 at step 60" in shown.text
 
 
+@executed
 def test_no_worker_holds_a_descriptor_of_the_agent(script) -> None:
     path = script("import os\nprint('open:', sorted(os.listdir('/proc/self/fd')))\n")
     with run_command("--workers", "2", path) as run:
@@ -592,6 +608,7 @@ def test_no_worker_holds_a_descriptor_of_the_agent(script) -> None:
     assert os.path.exists(path)
 
 
+@executed
 def test_when_nobody_reads_the_output_any_more_the_run_ends(script) -> None:
     path = script("while True:\n    print('line')\n")
     with subprocess.Popen(
@@ -603,6 +620,7 @@ def test_when_nobody_reads_the_output_any_more_the_run_ends(script) -> None:
         assert run.wait(200) == 128 + signal.SIGPIPE
 
 
+@executed
 def test_what_a_terminal_cannot_show_is_written_in_escapes(script) -> None:
     """It would else end the thread that writes, and the run would hang."""
     path = script("print('loss \\u2193', flush=True)\nprint('on we go')\n")
@@ -626,6 +644,7 @@ def test_what_a_terminal_cannot_show_is_written_in_escapes(script) -> None:
     assert (done.returncode, done.stdout) == (0, "[0] loss \\u2193\n[0] on we go\n")
 
 
+@executed
 def test_a_run_works_with_its_streams_closed(script, tmp_path: Path) -> None:
     """As some service managers start it. Python's sys.stdout is None then."""
     path = script(
@@ -640,6 +659,7 @@ def test_a_run_works_with_its_streams_closed(script, tmp_path: Path) -> None:
         (tmp_path / "ran").unlink()
 
 
+@executed
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's /dev/full")
 def test_an_output_on_a_full_disk_is_said_in_one_sentence(script) -> None:
     path = script("print('line', flush=True)\nimport time\ntime.sleep(600)\n")
@@ -662,6 +682,7 @@ def test_an_output_on_a_full_disk_is_said_in_one_sentence(script) -> None:
     ]
 
 
+@executed
 def test_more_workers_than_open_files_allow_is_said_with_what_to_do(script) -> None:
     path = script("print('hi')\n")
     command = shlex.join([*potluck_command(), "run", "-n", "30", path])

@@ -5,8 +5,9 @@ programs by it. It forks commands that run this interpreter (``program_of``), wi
 would have given them: arguments, environment, directory, standard streams, session, ignored
 signals, limits, and the namespaces of an agent or of ``ip netns exec``. All else is executed.
 
-What differs: the parent is the zygote, /proc shows the zygote's environment, and all processes of a
-zygote hash strings alike. Tests about that, and one for each way of starting workers, have the mark
+What differs: the parent is the zygote, /proc shows the zygote's environment, all processes of a
+zygote hash strings alike, and of each world only rank 0 takes its modules apart at its end
+(``zygote.end``). Tests about that, and one for each way of starting workers, have the mark
 ``real_exec``.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import select
 import signal
@@ -32,6 +34,7 @@ _Executed = subprocess.Popen
 _CODE = _Executed._execute_child.__code__  # type: ignore[attr-defined]
 _PARAMETERS = _CODE.co_varnames[1 : _CODE.co_argcount]
 _IN_HOST = ["ip", "netns", "exec"]
+_THEN = ' && exec "$@"'
 _UNUSUAL = {
     "preexec_fn": None,
     "pass_fds": (),
@@ -48,13 +51,16 @@ _READ_AT_START = frozenset({"PYTHONPATH", "PYTHONUNBUFFERED", STACKS, ZYGOTE})
 """What is read when Python starts and a forked process gets all the same."""
 
 _READ_BY_LIBRARIES = (
-    *("LD_", "ATEN_", "MKL_", "ONEDNN_", "DNNL_", "OPENBLAS_", "NPY_", "MALLOC_", "TORCH_"),
+    *("LD_", "ATEN_", "MKL_", "ONEDNN_", "DNNL_", "OPENBLAS_", "NPY_", "TORCH_"),
     *("PYTORCH_", "CUDA_", "POTLUCK_BROKER", "POTLUCK_NATIVE", "LANG", "LC_"),
+    *("HF_", "TRANSFORMERS_", "ACCELERATE_", "SKLEARN_", "SCIPY_", "JOBLIB_MULTI"),
 )
-"""Variables that libraries, and potluck, read while they are loaded."""
+"""Variables that libraries, and potluck, read while they are loaded. Not those of malloc: they
+change no result."""
 
 LIMITS = tuple(name for name in dir(resource) if name.startswith("RLIMIT_"))
 _POTLUCK = "from potluck.cli.main import app; app()"
+_FRONT_END = re.compile(r"^ *(?:from|import) (?:accelerate|lightning|transformers)\b", re.M)
 NAMESPACES = ("mnt", "net", "uts", "ipc")
 
 
@@ -85,9 +91,14 @@ def program_of(command: Sequence[str]) -> list[str] | None:
     return words
 
 
-def runs_potluck(program: Sequence[str]) -> bool:
-    """Whether this is the command ``potluck``, which needs no torch."""
-    return Path(program[0]).name == "potluck" or program[1:2] == [_POTLUCK]
+def kind_of(program: Sequence[str]) -> str:
+    """The kind of zygote (``zygote.LIBRARIES``) that forks this program."""
+    if Path(program[0]).name == "potluck" or program[1:2] == [_POTLUCK]:
+        return "commands"
+    script = next((word for word in program if word not in ("-P", "-u")), "")
+    if Path(script).is_file() and _FRONT_END.search(Path(script).read_text()):
+        return "front_ends"
+    return "scripts"
 
 
 def _is_python(script: str) -> bool:
@@ -197,9 +208,11 @@ def _request_of(given: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     words = [os.fspath(word) for word in command]
     environment = dict(os.environ if given["env"] is None else given["env"])
-    host, is_worker = "", False
+    host, before, is_worker = "", list[str](), False
     if words[:3] == _IN_HOST:
         host, words = words[3], words[4:]
+        if words[:2] == ["sh", "-c"] and words[2].endswith(_THEN):
+            before, words = [*words[:2], words[2].removesuffix(_THEN), words[3]], words[4:]
     elif words[:3] == [sys.executable, "-I", "-S"] and Path(words[3]).name == "shim.py":
         if any(json.loads(words[5]).values()) or given["p2cread"] == -1:
             return None  # with limits, a sandbox, or the agent's terminal
@@ -213,7 +226,8 @@ def _request_of(given: Mapping[str, Any]) -> dict[str, Any] | None:
         for name in environment.keys() | os.environ.keys()
         if name.startswith("PYTHON") and environment.get(name) != os.environ.get(name)
     }
-    known = json.loads(Path(f"{zygotes}/variables.json").read_text())
+    kind = kind_of(program)
+    known = json.loads(Path(f"{zygotes}/{kind}.json").read_text())
     paths = environment.get("PYTHONPATH", "").split(os.pathsep)
     if any(Path(path, "sitecustomize.py").exists() for path in paths):
         return None
@@ -227,7 +241,8 @@ def _request_of(given: Mapping[str, Any]) -> dict[str, Any] | None:
         "ends_with_parent": is_worker or not given["start_new_session"],
         "namespaces": {name: os.readlink(f"/proc/self/ns/{name}") for name in NAMESPACES},
         "host": host,
-        "kind": "commands" if runs_potluck(program) else "scripts",
+        "before": before,
+        "kind": kind,
         "command": program,
         "environment": environment,
         "directory": os.fspath(given["cwd"] or os.getcwd()),

@@ -1,7 +1,7 @@
 """A process that has imported torch and forks others in milliseconds: most of the processor time of
 tests that start processes was ``import torch``, a second for each.
 
-pytest starts one for each of its processes (``Zygote``) and sets the variable ``ZYGOTE``;
+pytest starts some for each of its processes (``Zygote``) and sets the variable ``ZYGOTE``;
 ``forked.Popen`` asks it for processes. ``become`` makes a forked process what the request
 describes, ``run`` runs what Python was to run.
 """
@@ -41,7 +41,9 @@ LIBRARIES = {
         *("numpy", "ml_dtypes", "msgspec", "psutil", "torch", "torch.distributed"),
         "torch._dynamo",  # torch imports it, for another second, when the first optimizer is made
         *("potluck.torch", "potluck.training", "potluck._core.backends.agent"),
+        *("sklearn.cluster", "sklearn.datasets", "sklearn.ensemble", "sklearn.linear_model"),
     ),
+    "front_ends": ("accelerate", "lightning", "transformers.trainer"),
     "commands": (
         *("pydantic.type_adapter", "pydantic.main", "pydantic.types", "zeroconf.asyncio"),
         *("potluck.cli.main", "potluck.cli.dry_run", "potluck.cli.launched"),
@@ -50,7 +52,10 @@ LIBRARIES = {
     ),
 }
 """What each kind of zygote has imported, of what is installed. Commands and agents of potluck run
-without torch."""
+without torch. Few tests need ``LATER``, which imports when it is first asked."""
+
+LATER = "front_ends"
+LIBRARIES[LATER] = (*LIBRARIES["scripts"], *LIBRARIES[LATER])
 
 _NAME_BYTES = 4096
 """How much of a command line /proc shows of a forked process."""
@@ -68,24 +73,35 @@ class Zygote:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(path))
         self._listener.listen(64)
-        variables = json.dumps(forked.library_variables(os.environ))
-        path.with_name("variables.json").write_text(variables)
+        variables = {k: v for k, v in os.environ.items() if not k.startswith("POTLUCK_")}
+        if kind == LATER:
+            variables["HF_HUB_OFFLINE"] = "1"
+        known = forked.library_variables(variables)
+        path.with_suffix(".json").write_text(json.dumps(known))
+        self._ready, tell = os.pipe()
+        numbers = [self._listener.fileno(), tell]
         self._popen = subprocess.Popen(
             [
-                *(sys.executable, "-m", "support.zygote", kind, str(self._listener.fileno())),
+                *(sys.executable, "-m", "support.zygote", kind, *map(str, numbers)),
                 " " * _NAME_BYTES,
             ],
             cwd=Path(__file__).parents[1],
-            env={k: v for k, v in os.environ.items() if not k.startswith("POTLUCK_")},
+            env=variables,
             stdin=subprocess.DEVNULL,
-            pass_fds=[self._listener.fileno()],
+            pass_fds=numbers,
             start_new_session=True,
         )
         self._listener.close()
+        os.close(tell)
 
     @property
     def pid(self) -> int:
         return self._popen.pid
+
+    def wait_until_ready(self) -> None:
+        """It has imported all: else an agent would wait for that while it starts a worker."""
+        os.read(self._ready, 1)
+        os.close(self._ready)
 
     def close(self) -> None:
         self._popen.kill()
@@ -187,6 +203,8 @@ def become(request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
         os.dup2(descriptor, number)
     os.closerange(3, 1024)
     enter(request["parent"], request["namespaces"], request["host"])
+    if request["before"]:
+        subprocess.run(request["before"], check=True)
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["directory"])
@@ -317,35 +335,55 @@ _OWN_PATHS = {path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep
 
 
 _is_interrupted = False
+_exit_code: int | None = None
+"""With what this process exits without taking its modules apart; None if it does so first."""
 
 
-def end_by_interrupt() -> None:
-    """As Python ends after a KeyboardInterrupt."""
+def end() -> None:
+    """The last thing before Python takes all modules apart, when threads and functions for the exit
+    are through. Ends a process after a KeyboardInterrupt as Python does.
+
+    Taking apart what the zygote has imported costs 0.3 s, mostly for copies of its pages. Of each
+    world only rank 0 does so.
+    """
     if _is_interrupted:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         sys.stdout.flush()
         os.kill(os.getpid(), signal.SIGINT)
+    if _exit_code is not None:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(_exit_code)
 
 
 def main() -> None:
     end_with_parent()
-    atexit.register(end_by_interrupt)  # the first, and so the last to be called
+    atexit.register(end)  # the first, and so the last to be called
+    listener = socket.socket(fileno=int(sys.argv[2]))
+    if sys.argv[1] == LATER:
+        os.close(int(sys.argv[3]))
+        select.select([listener], [], [])
     gc.disable()
     for name in LIBRARIES[sys.argv[1]]:
         if find_spec(name.partition(".")[0]):
             importlib.import_module(name)
     gc.freeze()
     gc.enable()
-    listener = socket.socket(fileno=int(sys.argv[2]))
+    if sys.argv[1] != LATER:
+        os.close(int(sys.argv[3]))
     become_and_run(*serve(listener))
 
 
 def become_and_run(request: dict[str, Any], descriptors: list[int]) -> None:
-    global _is_interrupted
+    global _is_interrupted, _exit_code
     become(request, descriptors)
+    is_first = os.environ.get("RANK", "0") == "0"
     try:
         run(request["command"])
-    except SystemExit:
+    except SystemExit as error:
+        if not is_first and (error.code is None or isinstance(error.code, int)):
+            _exit_code = (error.code or 0) & 0xFF
         raise
     except BaseException as error:
         # As Python itself shows it: without the frames of this file.
@@ -354,7 +392,9 @@ def become_and_run(request: dict[str, Any], descriptors: list[int]) -> None:
             trace = trace.tb_next
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         _is_interrupted = isinstance(error, KeyboardInterrupt)
+        _exit_code = None if is_first else 1
         sys.exit(1)
+    _exit_code = None if is_first else 0
 
 
 _OWN_FILES = {__file__}

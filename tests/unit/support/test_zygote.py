@@ -30,6 +30,18 @@ if sys.argv[1] == "wait":
 sys.exit(7)
 """
 
+ENDING = """
+import atexit, sys, threading, time
+
+class Kept:
+    def __del__(self):
+        print("apart")
+
+kept = Kept()
+atexit.register(print, "exits")
+threading.Thread(target=lambda: [time.sleep(0.1), print("through")]).start()
+"""
+
 pytestmark = [
     pytest.mark.costly,  # a zygote imports torch, and another the command line
     pytest.mark.skipif(sys.platform != "linux", reason="namespaces and PDEATHSIG are Linux's"),
@@ -90,6 +102,20 @@ def test_an_error_of_the_script_is_shown_as_python_shows_it(
     )
     assert read(worker)[1] == own.stderr
     assert worker.wait() == own.returncode == 1
+
+
+@pytest.mark.parametrize(("rank", "last"), [("0", "apart\n"), ("1", "")])
+def test_of_a_world_rank_0_takes_its_modules_apart_and_all_end_alike_else(
+    rank: str, last: str, zygotes: Path, script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ZYGOTE, str(zygotes))
+    monkeypatch.setenv("RANK", rank)
+    for ending, code, said in (("sys.exit(7)", 7, ""), ("1 / 0", 1, "ZeroDivision"), ("0", 0, "")):
+        script.write_text(ENDING + ending)
+        worker = start(script)
+        out, err = read(worker)
+        assert (out, worker.wait()) == (f"through\nexits\n{last}", code)
+        assert said in err
 
 
 def test_a_worker_can_be_killed_at_once_with_its_group(
