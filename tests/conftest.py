@@ -347,9 +347,26 @@ def processes(home: Path) -> dict[int, str]:
     return found
 
 
+_NAMED_BY_PROCESS = re.compile(r"/dev/shm/(?:sem\.loky-|joblib_memmapping_folder_)([0-9]+)")
+
+
+def is_outside(pid: int) -> bool:
+    """Whether this process lives, and neither is this one nor descends from it."""
+    while pid > 1 and pid != os.getpid():
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+    return pid != os.getpid()
+
+
 def mine(path: str) -> bool:
-    """False for shared memory that only processes outside of this test run have mapped, or that is
-    gone. A semaphore is mapped under the name that it had before its own: the inode tells."""
+    """False for shared memory that only processes outside of this test run have made or mapped, or
+    that is gone. Joblib's folders are never mapped: their names tell. A semaphore is mapped under
+    the name that it had before its own: the inode tells."""
+    named = _NAMED_BY_PROCESS.match(path)
+    if named and is_outside(int(named[1])):
+        return False
     try:
         inode = os.stat(path).st_ino
     except FileNotFoundError:

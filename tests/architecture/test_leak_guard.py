@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -48,6 +49,11 @@ def test_bad_orphan_whose_parent_is_gone():
 def test_bad_shared_memory():
     open(f"/dev/shm/potluck-guard-{os.getpid()}", "w").close()
 
+def test_good_beside_a_program_outside_that_has_a_folder_and_a_semaphore_of_joblib():
+    outside = os.environ["OUTSIDE"]
+    os.mkdir(f"/dev/shm/joblib_memmapping_folder_{outside}_guard")
+    open(f"/dev/shm/sem.loky-{outside}-guard", "w").close()
+
 def test_good_at_the_end():
     os.unlink(f"/dev/shm/potluck-guard-{os.getpid()}")
     gate.set()
@@ -59,13 +65,22 @@ def test_each_kind_of_leak_fails_its_own_test_and_no_other(tmp_path: Path) -> No
     shutil.copy(TESTS / "conftest.py", tmp_path)
     (tmp_path / "test_stories.py").write_text(STORIES)
     (tmp_path / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\n")
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        cwd=tmp_path,
-    )
+    with subprocess.Popen(["sleep", "300"]) as outside:
+        made = (f"joblib_memmapping_folder_{outside.pid}_guard", f"sem.loky-{outside.pid}-guard")
+        try:
+            run = subprocess.run(
+                [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", tmp_path],
+                capture_output=True,
+                text=True,
+                timeout=200,
+                cwd=tmp_path,
+                env={**os.environ, "OUTSIDE": str(outside.pid)},
+            )
+        finally:
+            outside.kill()
+            folder, semaphore = (Path("/dev/shm", name) for name in made)
+            folder.rmdir()
+            semaphore.unlink()
     lines = run.stdout.splitlines()
     failed = sorted(line.split("::")[1].split(" ")[0] for line in lines if line[:6] == "ERROR ")
     assert failed == [
@@ -75,6 +90,6 @@ def test_each_kind_of_leak_fails_its_own_test_and_no_other(tmp_path: Path) -> No
         "test_bad_shared_memory",
         "test_bad_thread",
     ], run.stdout + run.stderr
-    assert "8 passed, 5 errors" in lines[-1]
+    assert "9 passed, 5 errors" in lines[-1]
     for named in ("descriptor", "thread", "process", "shared memory", "sleep 60"):
         assert named in run.stdout
