@@ -28,7 +28,9 @@ EXTERNAL = re.compile(r"""(?:src=|url\(|@import |<link [^>]*href=)["']?https?://
 def listed(module: str) -> list[str]:
     """``__all__`` of a module, which may not be importable here."""
     place = ROOT / "src" / module.replace(".", "/")
-    file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    file = place / "__init__.py"
+    if not file.exists():  # the folder of a former package may be left, with caches
+        file = place.with_suffix(".py")
     tree = ast.parse(file.read_text())
     [names] = [
         node.value
