@@ -18,7 +18,7 @@ from potluck import TopK
 from potluck._core.context import DistributedContext
 from potluck.testing.elastic import ElasticWorld
 from potluck.testing.world import run_world
-from potluck.torch import DiLoCo, ElasticLoop, OuterSGD, Policy, gossip
+from potluck.torch import DiLoCo, ElasticLoop, OuterSGD, Policy
 from potluck.torch.outer import OuterStrategy
 
 _GENERATOR = torch.Generator().manual_seed(3)
@@ -212,7 +212,7 @@ def numbers(outer: OuterStrategy) -> dict[str, Any]:
 def test_a_kill_at_every_operation_leaves_what_an_undisturbed_run_of_what_counted_leaves(
     strategy: DiLoCo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gossip, "OuterStrategy", Noted)
+    monkeypatch.setattr("potluck.torch.outer.OuterStrategy", Noted)
     with_all = set()
     for moment in range(1000):
         noted.clear()
