@@ -38,8 +38,8 @@ def submitted(self, node, spec, view):
         self._tasks.start(attack(self, node, spec, view))
 
 def received(self, node, message):
-    if isinstance(message, jobs.Reported) or (
-        isinstance(message, jobs.Happened) and isinstance(message.event, jobs.Exited)
+    if isinstance(message, jobs.NodeReport) or (
+        isinstance(message, jobs.WorkerEvent) and isinstance(message.event, jobs.Exited)
     ):
         answers.put_nowait((node, message))
     hears(self, node, message)
@@ -81,7 +81,7 @@ async def order(self, node, spec, view):
             while True:
                 who, answer = await answers.get()
                 if who == target and answer.job == spec.job:
-                    if isinstance(answer, jobs.Happened):
+                    if isinstance(answer, jobs.WorkerEvent):
                         break
                     error = answer.error
                     if error:
