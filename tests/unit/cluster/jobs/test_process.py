@@ -1,10 +1,17 @@
-"""Bytes of a pipe into lines."""
+"""Bytes of a worker's pipe into lines."""
 
 from __future__ import annotations
 
+import asyncio
 import random
+import sys
+import time
+from pathlib import Path
 
-from potluck._core.cluster.jobs.process import MAX_LINE, LineSplitter
+import pytest
+
+from potluck._core.cluster.jobs.orphans import Orphans
+from potluck._core.cluster.jobs.process import MAX_LINE, LineSplitter, WorkerProcess
 
 
 def lines_of(*pieces: bytes) -> list[str]:
@@ -78,3 +85,49 @@ def test_any_cut_gives_the_same_lines(seed: int) -> None:
 def test_nothing_gives_no_line() -> None:
     assert lines_of() == []
     assert lines_of(b"") == []
+
+
+WRITES_AT_THE_END = """
+import os, sys, time
+os.close(2)
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.01)
+os.write(1, b"all that it found out\\n" * 2000)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="workers need POSIX")
+def test_what_waits_in_the_pipe_of_an_ended_worker_is_read_after_the_loop_stood_still(
+    tmp_path: Path,
+) -> None:
+    """The output is behind, so reading pauses; the agent's loop stands still until the pause and
+    the wait for last words are over at once."""
+    lines: list[str] = []
+    is_behind = False
+
+    async def run() -> None:
+        nonlocal is_behind
+        exited = asyncio.Event()
+        process = WorkerProcess(
+            [sys.executable, "-c", WRITES_AT_THE_END, str(tmp_path / "go")],
+            {},
+            limits={},
+            sink=lambda stream, line, end: lines.append(line),
+            is_behind=lambda: is_behind,
+            on_exit=lambda code: exited.set(),
+            orphans=Orphans(),
+        )
+        async with asyncio.timeout(60):
+            _, errors = process._readers
+            await errors.ended.wait()
+            is_behind = True
+            (tmp_path / "go").touch()
+            await exited.wait()
+            releasing = asyncio.create_task(process.release())
+            await asyncio.sleep(0)
+            is_behind = False
+            asyncio.get_running_loop().call_soon(time.sleep, 1.5)
+            await releasing
+
+    asyncio.run(run())
+    assert lines == ["all that it found out"] * 2000

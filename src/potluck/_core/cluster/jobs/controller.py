@@ -513,7 +513,12 @@ class JobController:
 
     async def all_read(self) -> None:
         """Return when the output of all ended workers was passed on; see ``OutputRelay``."""
-        await self._output.all_read(lambda worker: self.placement.node_of(worker) in self._nodes)
+        unread = await self._output.all_read(
+            lambda worker: self.placement.node_of(worker) in self._nodes
+        )
+        if unread:
+            names = ", ".join(f"{worker} ({self.placement.label(worker)})" for worker in unread)
+            self.note(f"the last output of worker {names} did not arrive in time")
 
     def summary(self) -> Summary:
         """The job, now that it is over."""

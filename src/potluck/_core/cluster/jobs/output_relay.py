@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable
 
 from potluck._core.cluster.jobs.agent_parts import AgentParts
@@ -14,8 +15,10 @@ from potluck._core.waiting import Reminder
 from potluck._core.wire import jobs, worker_link
 
 _MAX_UNSENT = 4 << 20
-_OUTPUT_S = 5.0
-"""How long the end of a cluster's job waits for the last output of its workers."""
+_OUTPUT_S = 30.0
+"""How long the end of a cluster's job waits for the last output of workers on nodes in the view:
+the agent of a busy machine may stand still for seconds."""
+_LOOK_S = 0.25
 
 
 class OutputRelay:
@@ -76,18 +79,23 @@ class OutputRelay:
         if starter != self._agent.me:
             self._agent.note(f"job {job}: {text}"[:4096])
 
-    async def all_read(self, is_here: Callable[[str], bool]) -> None:
+    async def all_read(self, is_here: Callable[[str], bool]) -> list[str]:
         """Return when all output of ended workers was passed on, except that of nodes that have
-        left. A slow node delays the end of the job a few seconds at most; a command that reads
-        slowly may delay it longer."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(None if self._spec.is_local else _OUTPUT_S):
-                while any(
-                    self._read.get(worker, -1) < attempt and is_here(worker)
-                    for worker, attempt in self._exited.items()
-                ):
-                    self._was_read.clear()
+        left. The workers whose output is still missing after ``_OUTPUT_S`` are returned; on one
+        machine, where only a command that reads slowly delays it, the wait has no limit."""
+        deadline = time.monotonic() + _OUTPUT_S
+        while unread := [
+            worker
+            for worker, attempt in self._exited.items()
+            if self._read.get(worker, -1) < attempt and is_here(worker)
+        ]:
+            if not self._spec.is_local and time.monotonic() > deadline:
+                return unread
+            self._was_read.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_S):  # its node may leave meanwhile
                     await self._was_read.wait()
+        return []
 
 
 class RollCall:

@@ -36,6 +36,8 @@ _LAST_WORDS_S = 1.0
 
 MAX_LINE = 64 * 1024
 _READ = 64 * 1024
+_MAX_PIPE = 1 << 20
+"""The most bytes that Linux lets a pipe hold, by /proc/sys/fs/pipe-max-size."""
 _PAUSE_S = 0.05
 _OPEN_S = 0.25
 """How often a line that is not ended yet is shown."""
@@ -133,7 +135,7 @@ class WorkerProcess:
                     if not self._is_behind():
                         break  # a process that it started, in another session, holds the pipe open
         for reader in self._readers:
-            reader.close()
+            reader.read_rest()
         for pipe in (self._popen.stdout, self._popen.stderr):
             assert pipe is not None
             pipe.close()
@@ -274,17 +276,30 @@ class PipeReader:
             self._loop.remove_reader(self._descriptor)
             self._pause = self._loop.call_later(_PAUSE_S, self._resume)
             return
+        if not self._take():
+            return
+        if self._open is None and (self._splitter.is_progress or self._shows_prompts):
+            self._open = self._loop.call_later(_OPEN_S, self._show_open)
+
+    def _take(self) -> bool:
+        """Take from the pipe what one read gives; False if it is empty, or has ended."""
         try:
             data = os.read(self._descriptor, _READ)
         except BlockingIOError:
-            return
+            return False
         if not data:
             self.close()
-            return
+            return False
         for line in self._splitter.feed(data):
             self._sink(line, "\n")
-        if self._open is None and (self._splitter.is_progress or self._shows_prompts):
-            self._open = self._loop.call_later(_OPEN_S, self._show_open)
+        return True
+
+    def read_rest(self) -> None:
+        """Read what the pipe holds now, though it may have been paused, and stop reading."""
+        for _ in range(_MAX_PIPE // _READ):  # another process may write as fast as this one reads
+            if self.ended.is_set() or not self._take():
+                break
+        self.close()
 
     def _show_open(self) -> None:
         self._open = None
