@@ -59,12 +59,12 @@ def _gathered(
 
 def gather(comms: Comms, outputs: Sequence[Tensor] | None, source: Tensor, opts: Any) -> GroupWork:
     """Gather rank i's ``source`` into ``outputs[i]`` on rank ``opts.rootRank``."""
+    staging.check(source, "gather")
     root, results = opts.rootRank, outputs or ()
     if root == comms.rank:
         staging.check_parts(results, source, comms.world_size, "gather", "output")
     elif results:
         raise ValueError(f"gather: requires empty output on non-root: rank {root} is the root")
-    staging.check(source, "gather")
 
     def post(given: Array, room: Array) -> Work:
         return comms.run(Operation.GATHER, opts, given, room if results else None, root=root)
@@ -74,12 +74,12 @@ def gather(comms: Comms, outputs: Sequence[Tensor] | None, source: Tensor, opts:
 
 def scatter(comms: Comms, output: Tensor, parts: Sequence[Tensor] | None, opts: Any) -> GroupWork:
     """Overwrite ``output`` with ``parts[rank]`` of rank ``opts.rootRank``."""
+    staging.check(output, "scatter")
     root, sources = opts.rootRank, parts or ()
     if root == comms.rank:
         staging.check_parts(sources, output, comms.world_size, "scatter", "input")
     elif sources:
         raise ValueError(f"scatter: requires empty input on non-root: rank {root} is the root")
-    staging.check(output, "scatter")
 
     def post(given: Array, room: Array) -> Work:
         return comms.run(Operation.SCATTER, opts, given if sources else None, room, root=root)

@@ -416,8 +416,10 @@ def check_number(tensors: Sequence[Tensor], world_size: int, operation: str, nam
 def check_parts(
     tensors: Sequence[Tensor], like: Tensor, world_size: int, operation: str, name: str
 ) -> None:
-    """``check_number``, and ``check`` of all; ValueError or TypeError unless every tensor has the
+    """``check`` of all, and ``check_number``; ValueError or TypeError unless every tensor has the
     size and dtype of ``like``."""
+    for tensor in (like, *tensors):
+        check(tensor, operation)
     check_number(tensors, world_size, operation, name)
     for index, tensor in enumerate(tensors):
         if tensor.numel() != like.numel():
@@ -430,5 +432,3 @@ def check_parts(
                 f"{operation}: tensor {index} of the list is {tensor.dtype}, but this rank's own "
                 f"is {like.dtype}; all must have the same dtype (invalid tensor type)"
             )
-    for tensor in (like, *tensors):
-        check(tensor, operation)
