@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,9 @@ from potluck.compressors import Compressor
 from potluck.errors import CheckpointError, Desync
 from potluck.testing.elastic import ElasticWorld
 from potluck.testing.world import run_world
-from potluck.torch import DDP, ElasticLoop, Policy
+from potluck.torch import DDP, CompressionState, ElasticLoop, Policy, compression_hook
 from potluck.training.sampler import Schedule
+from support.process_groups import process_group
 
 COMPRESSORS: list[Compressor] = [
     *(
@@ -224,6 +226,59 @@ def test_a_gradient_beyond_the_range_is_the_largest_number_and_counted_or_shown_
     assert own == {"2.weight": 1}
     assert others == {"2.weight": 1, "2.bias": 1}
     assert "1 of 800 elements are beyond the range of the codec at step 0, on this" in caplog.text
+
+
+class Weight(nn.Module):
+    """A parameter of 16 bits, whose gradient is that of the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, dtype=torch.float16))
+
+    def forward(self) -> Tensor:
+        return self.weight.clone()
+
+
+def reduced_by_ddp(ctx: DistributedContext, given: list[Tensor]) -> tuple[Tensor, dict[str, int]]:
+    model = DDP(Weight(), ctx, compression=TopK(0.25, None), dense_below=0)
+    for each in given:
+        model.zero_grad()
+        model().backward(each)
+    assert model.module.weight.grad is not None
+    return model.module.weight.grad, dict(model.num_nonfinite)
+
+
+def reduced_by_hook(ctx: DistributedContext, given: list[Tensor]) -> tuple[Tensor, dict[str, int]]:
+    model = Weight()
+    with process_group(ctx) as group:
+        state = CompressionState(TopK(0.25, None), process_group=group, model=model)
+        for each in given:
+            flat = each.clone()
+            bucket: Any = SimpleNamespace(
+                index=lambda: 0,
+                buffer=lambda flat=flat: flat,
+                gradients=lambda flat=flat: [flat],
+                parameters=lambda: [model.weight],
+                is_last=lambda: True,
+            )
+            reduced = compression_hook(state, bucket).wait()
+    return reduced, dict(state.num_nonfinite)
+
+
+@pytest.mark.parametrize("route", [reduced_by_ddp, reduced_by_hook])
+def test_what_a_gradient_of_16_bits_cannot_hold_is_the_largest_number_and_counted(
+    route: Callable[[DistributedContext, list[Tensor]], tuple[Tensor, dict[str, int]]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Each gradient is within the range of its dtype; with what the first step has left to send,
+    the second is not."""
+    given = [torch.tensor([64992.0, 60000, 0, 0], dtype=torch.float16)] * 2
+    with caplog.at_level(logging.WARNING):
+        found = run_world(2, lambda ctx: route(ctx, given))
+    for reduced, counts in found:
+        assert reduced.tolist() == [0, 65504, 0, 0]
+        assert counts == {"weight": 1}
+    assert "1 of 4 elements are beyond the range of the codec at step 1, in the" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["2.weight", "2.bias"], ids=["compressed", "dense"])

@@ -125,16 +125,18 @@ class Sums:
         group: Hashable,
         shapes: Mapping[Any, Shape],
         call: int,
+        finish: Callable[[], object],
     ) -> Pending | None:
         """Start the sum of a flat ``array``, in place, with the tensors of ``shapes`` one after the
         other, whose residuals are those of ``group``; ``call`` is the number of this call in the
-        training. None if the ``end`` sums it."""
+        training. ``finish()``, called when the sum is there, gives the result. None if the ``end``
+        sums it."""
         residual = None
         if self._error_feedback:
             sizes = {key: math.prod(shape) for key, shape in shapes.items()}
             residual = self._residuals.flat(group, sizes, array.dtype)
         if not compressor.needs_matrices:
-            return compressor.exchange(self._comm, array, residual, call)
+            return compressor.exchange(self._comm, array, residual, call).then(lambda _: finish())
         if residual is not None:
             with np.errstate(over="ignore", invalid="ignore"):
                 residual += array
@@ -142,11 +144,8 @@ class Sums:
         if key not in self._matrices:
             self._matrices[key] = compressor.matrices(self._residuals.qs, self._step)
         self._matrices[key].add_all(array, residual, shapes, numbered=self._numbered)
+        self._ends.append(finish)
         return None
-
-    def at_end(self, follow: Callable[[], object]) -> None:
-        """Call ``follow()`` when the matrices are summed."""
-        self._ends.append(follow)
 
     def end(self) -> Callable[[], None] | None:
         """Start the sums of matrices, if there are any; returns the function that waits for them.

@@ -72,7 +72,7 @@ class Compression:
         """Whether buckets of this backward are encoded by the ``encoder``."""
         self.encoder = Encoder()
         """Runs ``start`` beside backward, where the CPU encodes."""
-        self._watch = Watch()
+        self._watch = Watch("sum")
         self._error_feedback = error_feedback
         self._warmup_steps = warmup_steps
         self._agreed_in = -1  # the epoch of the group in which all ranks compress alike
@@ -113,6 +113,7 @@ class Compression:
     @scale.setter
     def scale(self, scale: float) -> None:
         self._scale = scale
+        self._watch.is_scaled = scale != 1
         self.residuals.rescale(scale)
 
     def agree(self, ctx: DistributedContext) -> None:
@@ -181,20 +182,16 @@ class Compression:
 
     def watch(self, number: int, host: Tensor) -> None:
         """Count what is inf, NaN or beyond the range in this rank's flat gradients of a bucket:
-        before they are compressed, for a block of a coded sum has the NaN of any element. Under a
-        loss scale, what is beyond the range becomes inf, by which scalers know that the scale is
-        too large."""
-        limit = limit_of(self._now[number])
+        before they are compressed, for a block of a coded sum has the NaN of any element."""
         parts = self._parts(number, host)
-        if not self._watch.own(number, host, parts, limit, self._step) and self._scale != 1:
-            _show_beyond(host, limit)
+        self._watch.own(number, host, parts, self._now[number], self._step)
 
     def watch_alone(self, gradients: Mapping[int, Tensor | None]) -> None:
         """The same, by parameter, for a rank alone, which compresses nothing."""
         for index, gradient in gradients.items():
             if gradient is not None and gradient.layout == torch.strided:
                 parts = lambda i=index, g=gradient: [(self.names[i], g)]  # noqa: E731
-                self._watch.own(index, gradient, parts, math.inf, self._step)
+                self._watch.own(index, gradient, parts, None, self._step)
 
     def start(self, number: int, host: Tensor) -> Callable[[], object]:
         """Start the sum of a bucket's flat gradients over all ranks; returns the function that
@@ -203,28 +200,16 @@ class Compression:
         compressor, bucket = self._now[number], self._buckets[number]
         assert compressor is not None
         assert self._sums is not None
-        dtype = compressor.sum_dtype(is_double=self._is_double[bucket.parameters[0]])
-        wide = host if host.dtype == TORCH_DTYPES[dtype] else host.to(TORCH_DTYPES[dtype])
-        array: Array = wide.numpy()
+        wide = widened(host, compressor)
         shapes = {self.names[index]: self._shapes[index] for index in bucket.parameters}
 
-        def finish(_: object = None) -> None:
-            limit = saturated_from(compressor)
-            if wide is not host:
-                limit = min(limit, torch.finfo(host.dtype).max * _JUST_BELOW)
-                copy_saturated(host, wide)
+        def finish() -> None:
             parts = self._parts(number, wide)
-            where = "in the sum over the ranks"
-            is_within = self._watch.reduced(number, wide, parts, limit, self._step, where)
-            if not is_within and self._scale != 1:
-                _show_beyond(host, limit)
+            self._watch.reduced(number, host, wide, parts, compressor, self._step)
 
         call = self._step << 16 | self._num_backwards
-        pending = self._sums.start(compressor, array, number, shapes, call)
-        if pending is None:
-            self._sums.at_end(finish)
-            return lambda: None
-        return pending.then(finish).wait
+        pending = self._sums.start(compressor, wide.numpy(), number, shapes, call, finish)
+        return (lambda: None) if pending is None else pending.wait
 
     def end(self) -> Callable[[], None] | None:
         """Start the sums of matrices of all buckets that ``start`` was called for; returns the
@@ -274,31 +259,54 @@ class Compression:
 
 class Watch:
     """Counts and reports what is inf, NaN or beyond the range in gradients, by parameter: in a
-    rank's own, and in their sum where its own were within the range."""
+    rank's own, and in their ``total``, a sum or mean, where its own were within the range.
 
-    def __init__(self) -> None:
+    ``is_scaled``: there is a loss scale. Then what is beyond the range becomes inf, by which
+    scalers know that the scale is too large.
+    """
+
+    def __init__(self, total: str) -> None:
         self.num_nonfinite: Counter[str] = Counter()
+        self.is_scaled = False
+        self._total = total
         self._with_nonfinite: set[Hashable] = set()
 
-    def own(self, key: Hashable, flat: Tensor, parts: Parts, limit: float, step: int) -> bool:
-        """Look at this rank's own gradients, called ``key`` in this step. False if a magnitude may
-        be NaN or at least ``limit``."""
+    def own(
+        self, key: Hashable, flat: Tensor, parts: Parts, compressor: Compressor | None, step: int
+    ) -> None:
+        """Look at this rank's own gradients, called ``key`` in this step."""
         self._with_nonfinite.discard(key)
-        if is_within(flat, limit):
-            return True
-        if self._count(parts, limit, step, "on this rank"):
-            self._with_nonfinite.add(key)
-        return False
+        limit = math.inf if compressor is None else compressor.limit
+        if not is_within(flat, limit):
+            if self._count(parts, limit, step, "on this rank"):
+                self._with_nonfinite.add(key)
+            self._show_beyond(flat, limit)
 
     def reduced(
-        self, key: Hashable, flat: Tensor, parts: Parts, limit: float, step: int, where: str
-    ) -> bool:
-        """The same for the reduced gradients."""
-        if is_within(flat, limit):
-            return True
-        if key not in self._with_nonfinite:
-            self._count(parts, limit, step, where)
-        return False
+        self,
+        key: Hashable,
+        flat: Tensor,
+        wide: Tensor,
+        parts: Parts,
+        compressor: Compressor,
+        step: int,
+    ) -> None:
+        """Put the reduced gradients ``wide``, of which ``parts`` are the parameters', into
+        ``flat``, saturated, and look at them."""
+        # Just below the largest number, for integers decode to its rounding.
+        limit = compressor.largest * _JUST_BELOW
+        if flat.dtype != wide.dtype:
+            limit = min(limit, torch.finfo(flat.dtype).max * _JUST_BELOW)
+        copy_saturated(flat, wide)
+        if not is_within(wide, limit):
+            if key not in self._with_nonfinite:
+                self._count(parts, limit, step, f"in the {self._total} over the ranks")
+            self._show_beyond(flat, limit)
+
+    def _show_beyond(self, flat: Tensor, limit: float) -> None:
+        if self.is_scaled and limit < math.inf:
+            infinite = torch.full_like(flat, math.inf).copysign_(flat)
+            flat.copy_(torch.where(flat.abs() >= limit, infinite, flat))
 
     def _count(self, parts: Parts, limit: float, step: int, where: str) -> bool:
         """Whether a magnitude is NaN or at least ``limit``: a sum of smaller ones may be."""
@@ -315,15 +323,10 @@ class Watch:
         return found
 
 
-def limit_of(compressor: Compressor | None) -> float:
-    """The magnitude from which on a gradient is beyond the range of what encodes it."""
-    return math.inf if compressor is None else compressor.limit
-
-
-def saturated_from(compressor: Compressor | None) -> float:
-    """The magnitude from which on what is decoded stands for something beyond the range: just below
-    the largest number, for integers decode to its rounding."""
-    return math.inf if compressor is None else compressor.largest * _JUST_BELOW
+def widened(flat: Tensor, compressor: Compressor) -> Tensor:
+    """``flat`` on the host, in the dtype in which ``compressor`` sums: itself where it is that."""
+    dtype = compressor.sum_dtype(is_double=flat.dtype == torch.float64)
+    return flat.to("cpu", TORCH_DTYPES[dtype])
 
 
 def is_within(flat: Tensor, limit: float) -> bool:
@@ -349,12 +352,6 @@ def copy_saturated(target: Tensor, source: Tensor) -> Tensor:
         return target.copy_(source)
     most = min(torch.finfo(target.dtype).max, torch.finfo(source.dtype).max)
     return target.copy_(torch.where(source.isfinite(), source.clamp(-most, most), source))
-
-
-def _show_beyond(flat: Tensor, limit: float) -> None:
-    """Set elements of at least ``limit`` to inf of their sign."""
-    infinite = torch.full_like(flat, math.inf).copysign_(flat)
-    flat.copy_(torch.where(flat.abs() >= limit, infinite, flat))
 
 
 def tell_dropped(residuals: Iterable[Mapping[str, Any]], kept: Collection[str]) -> None:

@@ -22,16 +22,13 @@ from potluck.compressors import Compressor, options
 from potluck.compressors.base import Array, Coded, text_of
 from potluck.compressors.reduction import Residuals, Sums
 from potluck.torch.compression import (
-    TORCH_DTYPES,
     Choice,
     Parts,
     Watch,
     check_choice,
     chosen,
-    copy_saturated,
-    limit_of,
-    saturated_from,
     tell_dropped,
+    widened,
 )
 from potluck.torch.process_group.group import PotluckProcessGroup
 from potluck.torch.structure import check_dense, describe
@@ -181,7 +178,7 @@ class CompressionState(Uncopied):
         self.process_group = process_group
         self.step = 0
         """The number of backwards so far."""
-        self._watch = Watch()
+        self._watch = Watch("mean")
         self.residuals = Residuals()
         """By parameter; parameters keep theirs when DDP builds new buckets."""
         self._sums: Sums | None = None  # of this backward
@@ -320,7 +317,7 @@ class CompressionState(Uncopied):
         flat, compressor, step = piece.flat, piece.compressor, self.step
         key = (piece.bucket, compressor)
         # Before gradients are compressed, for a block of a coded sum has the NaN of any element.
-        self._watch.own(key, flat, self._parts(piece, flat), limit_of(compressor), step)
+        self._watch.own(key, flat, self._parts(piece, flat), compressor, step)
         if compressor is None:
             group = self.group()
             dense = dist.all_reduce(flat.div_(group.size()), group=group, async_op=True)
@@ -329,27 +326,21 @@ class CompressionState(Uncopied):
                 lambda done: done.value()[0]
             )
             return summed
-        dtype = compressor.sum_dtype(is_double=flat.dtype == torch.float64)
-        wide = flat.to(TORCH_DTYPES[dtype])
-        host = wide.cpu()
+        wide = widened(flat, compressor)
         shapes = {each: tuple(each.shape) for each in piece.parameters}
         if self._sums is None:
             comm, feedback = OverGroup(self.group(), flat.device), self.error_feedback
             self._sums = Sums(comm, self.residuals, step, error_feedback=feedback, numbered=True)
         named = tuple(map(id, shapes))
-        pending = self._sums.start(compressor, host.numpy(), named, shapes, call)
+        at_end: torch.futures.Future[Tensor] = torch.futures.Future()
 
-        def end(_: object = None) -> Tensor:
-            mean, where = copy_saturated(flat, host), "in the mean over the ranks"
-            limit = saturated_from(compressor)
-            self._watch.reduced(key, mean, self._parts(piece, mean), limit, step, where)
-            return mean
+        def finish() -> Tensor:
+            self._watch.reduced(key, flat, wide, self._parts(piece, wide), compressor, step)
+            at_end.set_result(flat)
+            return flat
 
-        if isinstance(pending, _Pending):
-            return pending.then(end).future()
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        self._sums.at_end(lambda: future.set_result(end()))
-        return future
+        pending = self._sums.start(compressor, wide.numpy(), named, shapes, call, finish)
+        return pending.future() if isinstance(pending, _Pending) else at_end
 
     def end(self) -> None:
         """Sum the matrices of all buckets of a backward. Here, and not in a callback of a future:
