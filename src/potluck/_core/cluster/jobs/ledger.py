@@ -144,6 +144,7 @@ _NOTHING = _Started()
 
 _ANSWER_S = 10.0
 _ASK_AGAIN_S = 1.0
+_PAUSE_S = 0.05
 """A link may end, and another one begin, while the answer is on its way."""
 
 
@@ -231,6 +232,7 @@ class Vouching:
                     raise LinkError(
                         f"node {starter[:12]}, which started it, does not answer whether it runs"
                     ) from None
+                await asyncio.sleep(_PAUSE_S)  # it may have failed at once
         return True
 
     def _requested(self, node: str, request: jobs.JobRunsRequest) -> jobs.JobRuns:
