@@ -2,12 +2,12 @@
 
     make mutants                          # all of tests/mutants/mutants.toml, in this checkout
     make mutants ARGS="--only ring"       # those with "ring" in their name
-    python -m support.mutants --tree DIR  # the same faults in another checkout, with its own .venv
+    python -m support.mutants --tree DIR --list FILE  # in another checkout, with its own .venv
 
-A fault is a text of the product and what is put in its place, so one list serves trees whose files
-lie in other places. It changes files of the checkout, one at a time, and puts them back, also after
-Ctrl-C; so it begins only in a checkout without changes of ``src`` and ``native``. A fault that the
-tests named for it do not notice is tried with all of ``tests/unit``, ``tests/conformance`` and
+A fault is a text of the product and what is put in its place, so a list serves all trees that have
+these texts, wherever their files lie. The files of the checkout are changed one at a time, and put
+back, also after Ctrl-C; so this begins only without changes of ``src`` and ``native``. A fault that
+the tests named for it do not notice is tried with all of ``tests/unit``, ``tests/conformance`` and
 ``tests/world`` (``--named-only`` leaves that out). A test notices a fault if it fails twice with
 it, the second time alone, and passes without it (tried at the end): a test that a busy machine
 fails notices nothing. Ends with 1 if any fault survives.
@@ -172,6 +172,7 @@ def tried(mutant: Mutant, tree: Path, *, wider: bool) -> Verdict:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tree", type=Path, default=TOP, help="the checkout (default: this one)")
+    parser.add_argument("--list", type=Path, default=LIST, help="the faults (default: today's)")
     parser.add_argument("--only", default="", metavar="TEXT", help="faults with this in their name")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep the result")
     parser.add_argument("--named-only", action="store_true", help="not all tests for what survives")
@@ -186,7 +187,7 @@ def main() -> int:
     if changed:
         print(f"commit or undo what is changed in {tree} first:\n{changed}", file=sys.stderr)
         return 2
-    chosen = [each for each in mutants() if given.only in each.name]
+    chosen = [each for each in mutants(given.list) if given.only in each.name]
     texts = sources(tree)
     for each in chosen:
         each.place(texts)
