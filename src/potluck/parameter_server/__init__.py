@@ -7,8 +7,8 @@ that wait for an update. ``replica.py``: the state of each server. ``replication
 servers, the primary brings all to one state, and then the log to each. ``checkpoints.py``: the
 checkpoints of one server.
 
-Pure: ``model.py``: modes, and what they make of gradients; ``log.py``: decisions, in order;
-``shard.py``: the tensors of one server, in immutable versions; ``optimizers.py``: their updates;
+Pure: ``model.py``: a model on one server, and the modes, what they make of gradients; ``log.py``:
+decisions, in order; ``table.py``: tensors in immutable versions; ``optimizers.py``: their updates;
 ``layout.py``: names, shapes and dtypes, and the servers of each tensor.
 """
 

@@ -1,9 +1,10 @@
-"""A model on the primary: which gradients make its next version. Its modes, and the staleness of
-asynchronous gradients. Pure: no lock, no clock, no I/O, no tensors.
+"""A model on one server: which gradients make its next version, and its tensors here. Its modes,
+and the staleness of asynchronous gradients. Pure: no lock, no clock, no I/O.
 
-Every decision of a ``Model`` is an entry of the log, and ``follow`` notes what an entry changes, on
-all servers alike: so all know the version and the outcomes of pushes. ``version`` counts updates,
-so it is also the number of the present step.
+The primary decides. Every decision of a ``Model`` is an entry of the log, and ``follow`` applies an
+entry, on all servers alike: so all have the same version, each of its own tensors, and know the
+outcomes of pushes. Workers stage gradients on the servers of the tensors; entries of the log say
+what becomes of them. ``version`` counts updates, so it is also the number of the present step.
 """
 
 from __future__ import annotations
@@ -16,13 +17,29 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 from potluck._core.types import AnyCase
-from potluck.parameter_server.layout import Layout, check_layout, plain
-from potluck.parameter_server.log import Drop, Entry, SetParameters, Update
+from potluck.errors import ProtocolError
+from potluck.parameter_server.layout import (
+    Layout,
+    Placement,
+    Tensors,
+    check_layout,
+    checked,
+    layout_of,
+    of_plain,
+    plain,
+)
+from potluck.parameter_server.log import Drop, Entry, Grant, Leave, SetParameters, Update
+from potluck.parameter_server.optimizers import Optimizer
+from potluck.parameter_server.table import Table
 
 LEASES_FOR_EACH = 8
 """``max_staleness`` of ``Asynchronous`` for each worker, unless it is given."""
 
 LIFE_BITS = 31
+
+MAX_STAGED = 4
+"""Limits, per worker, of what no entry has named yet: gradients for one model, and models with
+first parameters."""
 
 
 class Mode(ABC):
@@ -292,41 +309,72 @@ class Gradient:
 
 
 class Model:
-    """The state machine of one model."""
+    """The state machine of one model on one server."""
 
     def __init__(
         self,
         name: str,
-        layout: Layout,
         mode: Mode,
-        rate: float,
+        optimizer: Optimizer,
+        here: Placement,
         decide: Callable[[Entry], None],
     ) -> None:
-        """``rate``: the optimizer's learning rate. ``decide`` appends a decision to the log, with
-        ``follow`` as a part of that."""
+        """``here``: with this server alone as the live one. ``decide`` appends a decision to the
+        log, with ``follow`` as a part of that."""
         self.name = name
-        self.layout = layout
         self.mode = mode
+        self.layout: Layout = {}
+        """Of the tensors on all servers; empty before there are any."""
+        self.table = Table({}, optimizer)
+        """The tensors of this server."""
         self.version = -1
         """Of the parameters, by number of updates; -1 before there are any."""
         self.counts: Counter[str] = Counter()
         """Gradients by what became of them."""
         self.counted: Counter[str] = Counter()
         """By worker, how many of its gradients are in this version, or were before it was set."""
-        self.rate = rate
+        self.rate = optimizer.learning_rate
         self.waiting: dict[str, Gradient] = {}
         """Gradients that wait for their update, by worker."""
         self.leases = Leases(0)
+        self.staged: dict[str, dict[int, Tensors]] = {}
+        """By worker, in the order of arrival: tensors that no entry has named yet, by push
+        number."""
+        self._granted: dict[str, tuple[int, Tensors]] = {}
+        """By worker: a version to be fetched, and its number."""
+        self._server = here.present[0]
+        self._here = here
         self._decide = decide
         self._outcomes: dict[str, tuple[int, Outcome]] = {}
 
+    @property
+    def is_set(self) -> bool:
+        """Whether it has parameters."""
+        return self.version >= 0
+
+    # -- the log
+
     def follow(self, entry: Entry) -> None:
-        """Note a decision, one of this model."""
+        """Apply a decision on this model. ProtocolError if it names tensors that are not staged
+        here: then this server has lost some."""
         match entry:
-            case SetParameters(worker=worker, push=push, version=version):
+            case SetParameters(layout=layout, worker=worker, push=push, version=version):
+                tensors = self._take(layout, worker, push)
+                if self.is_set:  # staged before that, perhaps: then in dtypes of its own
+                    what, layout = f"what is set for {self.name}", self.layout
+                    tensors = checked(tensors, layout, self._part(layout), what)
+                self.layout = layout
+                self.table.replace(tensors)
                 self.version = version
                 self._outcomes[worker] = push, Outcome(True, version)
-            case Update(pushes=pushes, version=version, staleness=staleness):
+            case Update(_, how, pushes, rate, version, alpha, staleness):
+                gradients = [self._take(self.layout, *each) for each in pushes]
+                if how == "step":
+                    self.table.step(gradients, rate)
+                elif how == "mix":
+                    self.table.mix(gradients[0], alpha, rate)
+                else:
+                    self.table.add(gradients[0])
                 self.version = version
                 for worker, push in pushes:
                     self.counts["counted"] += 1
@@ -334,14 +382,88 @@ class Model:
                     self._outcomes[worker] = push, Outcome(True, version)
                 if staleness is not None:
                     self.counts["max staleness"] = max(self.counts["max staleness"], staleness)
-            case Drop(worker=worker, push=push, reason=reason) if reason:
-                self.counts[reason] += 1
-                self._outcomes[worker] = push, Outcome(False, self.version, reason)
+            case Drop(_, worker, push, reason):
+                self.staged.get(worker, {}).pop(push, None)
+                if reason:
+                    self.counts[reason] += 1
+                    self._outcomes[worker] = push, Outcome(False, self.version, reason)
+            case Grant(_, worker, version):
+                self._granted[worker] = version, self.table.tensors
+            case Leave(worker):
+                self._granted.pop(worker, None)  # its staged gradients may still count
+                self.leave(worker)
 
-    def forget_waiting(self) -> None:
-        """Forget what is in no entry: waiting gradients, and leases. Workers compute anew."""
+    def begin(self) -> None:
+        """Forget what no entry has named, and grants: workers begin again."""
         self.waiting.clear()
         self.leases.held.clear()
+        self.staged.clear()
+        self._granted.clear()
+
+    # -- a worker's tensors
+
+    def stage(
+        self, of: Gradient, tensors: Tensors, what: str, layout: Layout | None, has_room: bool
+    ) -> bool:
+        """Keep the ``tensors`` of a push until an entry names them; a repeat changes nothing.
+        ``layout`` and ``has_room`` are for first parameters.
+
+        False if there is no room. ValueError, which begins with ``what``, for tensors that do not
+        fit the model's part here.
+        """
+        layout = self.layout if self.is_set else layout
+        if layout is None:
+            raise ValueError(f"{what}: there is no such model. Call set_parameters first")
+        tensors = checked(tensors, layout, self._part(layout), what)
+        staged = self.staged.get(of.worker, {})
+        if of.push in staged:
+            return True
+        if self.is_set and len(staged) == MAX_STAGED:
+            oldest = next(iter(staged))
+            if oldest >> LIFE_BITS == of.push >> LIFE_BITS:
+                return False
+            del staged[oldest]  # its worker was killed before it pushed it
+        elif not self.is_set and not has_room:
+            return False
+        self.staged.setdefault(of.worker, {})[of.push] = tensors
+        return True
+
+    def is_staged(self, of: Gradient, layout: Layout) -> bool:
+        """Whether this server's part of a push with ``layout`` is staged."""
+        return of.push in self.staged.get(of.worker, {}) or not self._part(layout)
+
+    def fetch(self, worker: str, version: int, names: Iterable[str]) -> Tensors | None:
+        """The tensors ``names`` of the version granted to ``worker``, once; None without such a
+        grant. ValueError for a tensor that is not here."""
+        granted = self._granted.get(worker)
+        if granted is None or granted[0] != version:
+            return None
+        for name in names:
+            if name not in granted[1]:
+                raise ValueError(
+                    f"server {self._server} has no tensor {name!r:.80} of {self.name!r}"
+                )
+        del self._granted[worker]
+        return {name: granted[1][name] for name in names}
+
+    def _take(self, layout: Layout, worker: str, push: int) -> Tensors:
+        staged = self.staged.get(worker, {})
+        found = staged.get(push)
+        if found is None:
+            if self._part(layout):
+                raise ProtocolError(
+                    f"server {self._server} has no push {push} of worker {worker} for {self.name!r}"
+                )
+            return {}
+        for each in list(staged):
+            del staged[each]  # also what came before it: of a push that was never made
+            if each == push:
+                break
+        return found
+
+    def _part(self, layout: Layout) -> Layout:
+        """The part of ``layout`` on this server."""
+        return self._here.split(layout)[self._server]
 
     # -- a worker's gradients
 
@@ -439,14 +561,14 @@ class Model:
                 self.drop(gradient.worker, gradient.push, "cleared")
             self.waiting.clear()
 
-    def set(self, worker: str, push: int) -> None:
-        """Take the parameters that ``worker`` has staged, as the next version; waiting gradients
-        are dropped."""
+    def set(self, worker: str, push: int, layout: Layout) -> None:
+        """Take the parameters that ``worker`` has staged, with ``layout``, as the next version;
+        waiting gradients are dropped."""
         for gradient in self.waiting.values():
             self.drop(gradient.worker, gradient.push, "replaced")
         self.waiting.clear()
         self.leases.held.clear()
-        self._decide(SetParameters(self.name, self.layout, worker, push, self.version + 1))
+        self._decide(SetParameters(self.name, layout, worker, push, self.version + 1))
 
     def check(self, layout: Layout) -> None:
         """ValueError unless ``layout`` has the names and shapes of the model's."""
@@ -472,10 +594,11 @@ class Model:
         for each in gradients:
             self.waiting.pop(each.worker, None)
 
-    # -- for checkpoints
+    # -- for checkpoints and for other servers
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds: not waiting gradients, whose workers push them again."""
+        """What a checkpoint holds beside the ``table``, the same on all servers: not waiting
+        gradients, whose workers push them again."""
         outcomes = {worker: [push, *outcome] for worker, (push, outcome) in self._outcomes.items()}
         return {
             "version": self.version,
@@ -486,7 +609,8 @@ class Model:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a ``state`` of a model with this layout."""
+        """Go on from a ``state``; ``install`` adds the tensors."""
+        self.layout = of_plain(state["layout"])
         self.version = state["version"]
         self.counts.update(state.get("counts", {}))
         self.counted.update(state.get("counted", {}))
@@ -494,6 +618,14 @@ class Model:
             worker: (push, Outcome(*outcome))
             for worker, (push, *outcome) in state["outcomes"].items()
         }
+
+    def install(self, part: Mapping[str, Any]) -> None:
+        """Add a part of the table of another server. ValueError for tensors that do not belong
+        here, or other shapes."""
+        here, given = self._part(self.layout), layout_of(part["tensors"])
+        known = {name: here[name] for name in given if name in here}
+        check_layout(given, known, f"a copy of {self.name!r}")
+        self.table.install(part)
 
 
 def _by_number(name: str) -> tuple[int, str]:

@@ -22,7 +22,7 @@ from typing import Any
 
 from potluck.errors import PotluckError
 from potluck.parameter_server.checkpoints import Checkpoints
-from potluck.parameter_server.layout import Layout, Placement
+from potluck.parameter_server.layout import Layout
 from potluck.parameter_server.log import Close, Drop, Position, Save
 from potluck.parameter_server.model import Gradient, Model
 from potluck.parameter_server.replica import AskAgain, Replica
@@ -167,22 +167,21 @@ class Primary:
         server that is alone, staged here; of several servers ``terms`` has the term in which each
         has staged its part. ValueError, which begins with ``what``, if they do not fit, or are
         missing on this server."""
-        shard, worker, push = self.replica.shard, gradient.worker, gradient.push
+        replica = self.replica
         if tensors is not None:
-            if not shard.stage(name, worker, push, tensors, what, layout):
-                raise ValueError(f"{what}: too many of worker {worker} wait already")
+            if not replica.stage(name, gradient, tensors, what, layout):
+                raise ValueError(f"{what}: too many of worker {gradient.worker} wait already")
             return True
         where = self._where.get(name)
         if where is None:
-            replica = self.replica
-            placement = Placement(replica.servers, replica.copies, self.present)
-            where = frozenset(s for s, part in placement.split(layout).items() if part)
+            parts = replica.placement(self.present).split(layout)
+            where = frozenset(server for server, part in parts.items() if part)
             if name in replica.models:
                 self._where[name] = where
-        if any(terms.get(server) != self.replica.term for server in where):
+        if any(terms.get(server) != replica.term for server in where):
             return False
-        if not shard.is_staged(name, worker, push, layout):
-            raise ValueError(f"{what} was not staged on worker {self.replica.server}")
+        if not replica.known_or_new(name).is_staged(gradient, layout):
+            raise ValueError(f"{what} was not staged on worker {replica.server}")
         return True
 
     # -- replies

@@ -1,30 +1,29 @@
-"""``Replica``: the state of each server, primary or not: the versions of all models and the
-outcomes of pushes, the server's own tensors, and the newest entries of the log."""
+"""``Replica``: the state of each server, primary or not: all models, with the server's own tensors,
+and the newest entries of the log."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from potluck.errors import ProtocolError
-from potluck.parameter_server.layout import Layout, of_plain
+from potluck.parameter_server.layout import Layout, Placement, Tensors, plain
 from potluck.parameter_server.log import (
+    Drop,
     Entry,
+    Grant,
     Leave,
     Log,
     Position,
     Save,
     SetParameters,
+    Update,
 )
-from potluck.parameter_server.model import Mode, Model
+from potluck.parameter_server.model import MAX_STAGED, Gradient, Mode, Model
 from potluck.parameter_server.optimizers import Optimizer
-from potluck.parameter_server.shard import Shard
 from potluck.services.presence import Presence
 from potluck.services.waits import WaitingCalls
-
-_NO_PART: Mapping[str, Any] = {"tensors": {}, "optimizer": {}, "num_steps": 0, "mixed": None}
-"""Of a table without tensors."""
 
 
 class AskAgain(Exception):
@@ -65,7 +64,8 @@ class Replica:
         self.changed = threading.Condition(threading.RLock())
         self.log = Log()
         self.models: dict[str, Model] = {}
-        self.shard = Shard(optimizer, server, servers, copies)
+        self._unset: dict[str, Model] = {}
+        """Models of which only first parameters are staged."""
         self.term: int | None = None
         """The term, as in Raft: another number each time that the servers agree on a state, with
         several servers a greater number. None: they have not agreed."""
@@ -91,11 +91,29 @@ class Replica:
         self.waits.look()
         self.changed.notify_all()
 
-    def new_model(self, name: str, layout: Layout) -> Model:
-        """A model without a version, now one of ``models``."""
-        rate = self.optimizer.learning_rate
-        self.models[name] = Model(name, layout, self.mode, rate, self.decide)
-        return self.models[name]
+    def placement(self, present: Iterable[str]) -> Placement:
+        """Placement over the servers that are ``present``."""
+        return Placement(self.servers, self.copies, tuple(present))
+
+    def known_or_new(self, name: str) -> Model:
+        """The model ``name``; without parameters if it is none of ``models``."""
+        found = self.models.get(name) or self._unset.get(name)
+        if found is None:
+            here = self.placement([self.server])
+            found = Model(name, self.mode, self.optimizer, here, self.decide)
+        return found
+
+    def stage(
+        self, name: str, of: Gradient, tensors: Tensors, what: str, layout: Layout | None = None
+    ) -> bool:
+        """``Model.stage`` of a model that may be unknown here."""
+        model = self.known_or_new(name)
+        num_first = sum(bool(each.staged.get(of.worker)) for each in self._unset.values())
+        if not model.stage(of, tensors, what, layout, num_first < MAX_STAGED):
+            return False
+        if not model.is_set:
+            self._unset[name] = model
+        return True
 
     # -- the log
 
@@ -108,20 +126,24 @@ class Replica:
         """Append a decision of the primary of ``term``, and apply it. ProtocolError if it needs
         tensors that are not here: then the state stays as it was, and the servers agree anew."""
         try:
-            self.shard.apply(entry)
+            match entry:
+                case SetParameters(name):
+                    model = self.known_or_new(name)
+                    model.follow(entry)
+                    self.models[name] = self._unset.pop(name, model)
+                case Update(name) | Grant(name):
+                    self.models[name].follow(entry)
+                case Drop(name):
+                    self.known_or_new(name).follow(entry)
+                case Leave(worker):
+                    self.presence.leave(worker)
+                    for model in self.models.values():
+                        model.follow(entry)
+                case Save(number):
+                    self.checkpoint = number
         except (ProtocolError, LookupError) as error:
             self.term = None
             raise ProtocolError(f"entry {self.log.last.number + 1}: {error}") from error
-        match entry:
-            case SetParameters(name, layout) if name not in self.models:
-                self.new_model(name, layout)
-            case Leave(worker):
-                self.presence.leave(worker)
-            case Save(number):
-                self.checkpoint = number
-        model = self.models.get(getattr(entry, "model", ""))
-        if model is not None:
-            model.follow(entry)
         self.log.append(entry, term)
 
     def begin(self, term: int, position: Position, checkpoint: int) -> None:
@@ -130,9 +152,9 @@ class Replica:
         self.term = self.last_term = term
         self.checkpoint = checkpoint
         self.log.begin(position)
-        self.shard.forget_staged()
+        self._unset.clear()
         for model in self.models.values():
-            model.forget_waiting()
+            model.begin()
         self.presence.begin_anew()
         self.look()
 
@@ -146,24 +168,19 @@ class Replica:
             "copies": self.copies,
             "term": term,
             "models": {name: model.state() for name, model in self.models.items()},
-            "shard": self.shard.state(),
+            "shard": {
+                name: {"layout": plain(model.layout), "table": model.table.state()}
+                for name, model in self.models.items()
+            },
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """The inverse of ``state``; without models if it has none. ``begin`` comes after it."""
-        self.models = {}
+        """The inverse of ``state``, or of its ``models`` alone, of another server: then
+        ``Model.install`` adds tensors. Without models if it has none. ``begin`` comes after it."""
+        self.models, self._unset = {}, {}
         for name, each in state.get("models", {}).items():
-            self.new_model(name, of_plain(each["layout"])).load(each)
-        self.shard.restore(state.get("shard", {}))
+            self.models[name] = self.known_or_new(name)
+            self.models[name].load(each)
+        for name, each in state.get("shard", {}).items():
+            self.models[name].table.install(each["table"])
         self.term = self.last_term = None
-
-    def install(self, models: Mapping[str, Any]) -> None:
-        """Replace the state by another server's, without tensors: ``models`` of its ``state``.
-        ``install_part`` adds tensors, ``begin`` comes last."""
-        self.restore({"models": models})
-        for name, model in self.models.items():  # also models without a tensor here
-            self.shard.install(name, model.layout, _NO_PART)
-
-    def install_part(self, model: str, part: Mapping[str, Any]) -> None:
-        """Add tensors of ``model`` and their optimizer's state, of another server."""
-        self.shard.install(model, self.models[model].layout, part)

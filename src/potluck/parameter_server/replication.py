@@ -21,7 +21,7 @@ from potluck.errors import (
 )
 from potluck.parameter_server.calls import CONNECT_S, Remotes
 from potluck.parameter_server.checkpoints import Checkpoints
-from potluck.parameter_server.layout import Layout, Placement, num_bytes, of_plain
+from potluck.parameter_server.layout import Layout, num_bytes, of_plain
 from potluck.parameter_server.log import Position, encode
 from potluck.parameter_server.primary import Primary
 
@@ -247,12 +247,12 @@ class Replication:
         _log.info("worker %s gets a copy of the parameters", ", ".join(others))
         models, gone = self._each(holders[:1], "describe", term)[holders[0]]
         self._each(others, "install", term, models, gone)
-        placement = Placement(self._replica.servers, self._replica.copies, tuple(holders))
+        placement = self._replica.placement(holders)
         for model, state in models.items():
             layout = of_plain(state["layout"])
             for server in others:
-                sources = placement.sources(self._replica.shard.names_on(server, layout))
-                for holder, names in sources.items():
+                its = self._replica.placement([server]).split(layout)[server]
+                for holder, names in placement.sources(its).items():
                     for batch in _batches(names, layout):
                         part = self._each([holder], "read", term, model, batch)[holder]
                         self._each([server], "install_part", term, model, part)

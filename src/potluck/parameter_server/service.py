@@ -81,6 +81,7 @@ class PrimaryService:
             it = models.get(name)
             if it is not None:
                 it.check(layout)
+                layout = it.layout
             elif len(models) >= MAX_MODELS:
                 raise ValueError(f"a parameter server has at most {MAX_MODELS} models")
             if it is not None and (not replace or it.outcome(worker, push) is not None):
@@ -88,8 +89,8 @@ class PrimaryService:
             elif not p.has_staged(staging, name, layout, given, staged, what):
                 return None
             else:
-                it = it or self._replica.new_model(name, layout)
-                it.set(worker, push)
+                it = self._replica.known_or_new(name)
+                it.set(worker, push, layout)
                 p.begin_save()
             version = it.version
         return p.committed({"version": version})
@@ -162,7 +163,7 @@ class PrimaryService:
             found: dict[str, Any] = {"version": it.version, "term": replica.term}
             found |= {"counted": dict(it.counted), "present": list(p.present)}
             if len(replica.servers) == 1:
-                return found | {"tensors": dict(replica.shard.tensors(model))}
+                return found | {"tensors": dict(it.table.tensors)}
             replica.decide(Grant(model, worker, it.version))
             return found | {"names": list(it.layout)}
 
@@ -210,8 +211,6 @@ class PrimaryService:
         """The caller calls no more."""
         with self._primary.changing():
             self._replica.decide(Leave(call.worker))
-            for each in self._replica.models.values():
-                each.leave(call.worker)
         return self._primary.committed(True)
 
     def _workers(self) -> list[str]:
@@ -251,7 +250,7 @@ class ReplicaService:
 
         def attempt() -> dict[str, Any] | None:
             term = self._term()
-            if not self._replica.shard.stage(name, call.worker, gradient.push, given, what, its):
+            if not self._replica.stage(name, gradient, given, what, its):
                 return None
             return {"term": term}
 
@@ -266,7 +265,7 @@ class ReplicaService:
         def attempt() -> dict[str, Any] | None:
             if self._term() != term:
                 return {"waits_for": "the primary, which began a new term"}
-            found = self._replica.shard.fetch(name, call.worker, version, names)
+            found = self._replica.known_or_new(name).fetch(call.worker, version, names)
             return None if found is None else {"tensors": dict(found)}
 
         return self._when(attempt, "the primary, which has not granted that version", wait_s)
@@ -308,19 +307,19 @@ class ReplicaService:
     def read(self, call: Call, term: int, model: str, names: list[str]) -> dict[str, Any]:
         """Tensors for a copy, and their optimizer's state."""
         with self._agreeing(call, term) as it:
-            return it.shard.part(_model(model), _strings(names))
+            return it.models[_model(model)].table.state(_strings(names))
 
     def install(self, call: Call, term: int, models: dict[str, Any], gone: list[str]) -> None:
         """Begin a copy; ``install_part`` adds its tensors."""
         with self._agreeing(call, term) as it:
-            it.install(models)
+            it.restore({"models": models})
             for worker in _strings(gone):
                 it.presence.leave(worker)
 
     def install_part(self, call: Call, term: int, model: str, part: dict[str, Any]) -> None:
         """Tensors of the copy that ``install`` began."""
         with self._agreeing(call, term) as it:
-            it.install_part(_model(model), part)
+            it.models[_model(model)].install(part)
 
     def load(self, call: Call, term: int, checkpoint: int | None) -> int:
         """Restore a checkpoint, or the state without models; the term in which it was written.

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from potluck.parameter_server import SGD, Asynchronous, ElasticAveraging, Synchronous
-from potluck.parameter_server.layout import Tensors, layout_of
+from potluck.parameter_server.layout import Placement, Tensors, layout_of
 from potluck.parameter_server.log import Entry
 from potluck.parameter_server.model import LIFE_BITS, Gradient, Mode, Model, Outcome
-from potluck.parameter_server.shard import Shard
+from potluck.parameter_server.table import Table
 
 TWO = ["0", "1"]
 THREE = ["0", "1", "2"]
@@ -22,16 +22,18 @@ class Served:
     """A model and its tensors on one server, which carries out every decision at once."""
 
     def __init__(self, mode: Mode, rate: float = 1.0) -> None:
-        self.shard = Shard(SGD(rate), "0", ("0",))
+        here = Placement(("0",), 1, ("0",))
+        self.model = Model("m", mode, SGD(rate), here, self.carry_out)
         tensors = {"w": np.zeros(2), "b": np.zeros(1)}
-        assert self.shard.stage("m", "0", 0, tensors, "it", layout_of(tensors))
-        self.model = Model("m", layout_of(tensors), mode, rate, self.carry_out)
-        self.model.set("0", 0)
+        layout = layout_of(tensors)
+        assert self.model.stage(Gradient("0", 0, 0, 0), tensors, "it", layout, has_room=True)
+        self.model.set("0", 0, layout)
 
     def push(self, pushed: tuple[Gradient, Tensors], workers: list[str]) -> None:
         gradient, tensors = pushed
         if not self.model.knows(gradient.worker, gradient.push):
-            assert self.shard.stage("m", gradient.worker, gradient.push, tensors, gradient.of("m"))
+            what = gradient.of("m")
+            assert self.model.stage(gradient, tensors, what, None, has_room=False)
             self.model.push(gradient, workers)
 
     def progress(self, workers: list[str]) -> bool:
@@ -45,11 +47,10 @@ class Served:
 
     def carry_out(self, entry: Entry) -> None:
         self.model.follow(entry)
-        self.shard.apply(entry)
 
     @property
     def tensors(self) -> Tensors:
-        return self.shard.tensors("m")
+        return self.model.table.tensors
 
     @property
     def version(self) -> int:
@@ -229,7 +230,8 @@ def test_a_checkpoint_has_all_but_what_waits() -> None:
     it.push(gradient(1, 12, 1), TWO)
     again = Served(Synchronous())
     again.model.load(it.model.state())
-    again.shard.restore(it.shard.state())
+    again.model.table = Table({}, SGD(1.0))
+    again.model.install(it.model.table.state())
     assert again.version == 1
     again.push(gradient(0, 10, 0), TWO)  # a repeat is known after a restart, too
     for worker, push in ((1, 13), (0, 14)):

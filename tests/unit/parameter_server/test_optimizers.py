@@ -11,7 +11,7 @@ import torch
 from potluck.parameter_server import SGD, Adam
 from potluck.parameter_server.layout import checked, layout_of
 from potluck.parameter_server.optimizers import Optimizer, State
-from potluck.parameter_server.shard import Table
+from potluck.parameter_server.table import Table
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def test_copies_are_read_and_installed_for_the_primary_alone() -> None:
             with pytest.raises(ValueError, match=f"{method} is for the primary, worker 0$"):
                 getattr(served, method)(call(worker, method), *arguments)
     again.install_part(call("0"), 8, "m", part)
-    np.testing.assert_array_equal(again._replica.shard.tensors("m")[HERE], tensors[HERE])
+    np.testing.assert_array_equal(again._replica.models["m"].table.tensors[HERE], tensors[HERE])
 
 
 def test_where_another_server_may_take_over_any_of_them_orders_and_no_worker() -> None:

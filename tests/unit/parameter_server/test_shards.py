@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from potluck._core.types import Group, Member
 from potluck.errors import ProtocolError
 from potluck.parameter_server import SGD, Asynchronous, ElasticAveraging, Synchronous
 from potluck.parameter_server.layout import Placement, holders, layout_of, of_plain
@@ -24,12 +25,22 @@ from potluck.parameter_server.log import (
     decode,
     encode,
 )
-from potluck.parameter_server.model import LIFE_BITS, Gradient, Mode, Model
-from potluck.parameter_server.shard import MAX_STAGED, Shard
+from potluck.parameter_server.model import LIFE_BITS, MAX_STAGED, Gradient, Mode, Model
+from potluck.parameter_server.replica import Replica
+from potluck.services.presence import Presence
 
 SERVERS = ("0", "1", "2")
 NAMES = [f"layer{number}.weight" for number in range(12)]
 MODES = [Synchronous(), Synchronous(backup_workers=1), Asynchronous(3), ElasticAveraging(0.5)]
+
+
+def on_server(server: str, mode: Mode, servers: tuple[str, ...]) -> Replica:
+    presence = Presence(lambda: Group(1, 0, (Member("0"),)), 1e6)
+    return Replica(mode, SGD(1.0), presence, server, servers)
+
+
+def pushed(worker: str, push: int) -> Gradient:
+    return Gradient(worker, int(worker), push, 0)
 
 
 class Story:
@@ -37,10 +48,10 @@ class Story:
 
     def __init__(self, mode: Mode, num_workers: int) -> None:
         self.workers = [str(number) for number in range(num_workers)]
-        self.shards = {server: Shard(SGD(1.0), server, SERVERS) for server in SERVERS}
-        self.whole = Shard(SGD(1.0), "0", ("0",))
-        start = {name: np.zeros(1) for name in NAMES}
-        self.model = Model("m", layout_of(start), mode, 1.0, self.decide)
+        self.shards = {server: on_server(server, mode, SERVERS) for server in SERVERS}
+        whole = Placement(("0",), 1, ("0",))
+        self.model = Model("m", mode, SGD(1.0), whole, self.decide)
+        self.layout = layout_of({name: np.zeros(1) for name in NAMES})
         self.versions: dict[int, float] = {}
         self.log: list[Entry] = []
         self.reached = dict.fromkeys(SERVERS, 0)
@@ -48,20 +59,18 @@ class Story:
         self.asked: dict[str, int] = {}
         self.num_pushes = 0
         self.stage("0", 0, 0.0)
-        self.model.set("0", 0)
+        self.model.set("0", 0, self.layout)
 
     def stage(self, worker: str, push: int, value: float) -> None:
         given = {name: np.full(1, value) for name in NAMES}
-        layout = self.model.layout
         for server, part in Placement(SERVERS, 1, SERVERS).split(given).items():
-            assert self.shards[server].stage("m", worker, push, part, "it", layout)
-        assert self.whole.stage("m", worker, push, given, "it", layout)
+            assert self.shards[server].stage("m", pushed(worker, push), part, "it", self.layout)
+        assert self.model.stage(pushed(worker, push), given, "it", self.layout, has_room=True)
 
     def decide(self, entry: Entry) -> None:
         self.model.follow(entry)
         self.log += decode(encode([entry]))
-        self.whole.apply(entry)
-        self.versions[self.model.version] = float(self.whole.tensors("m")[NAMES[0]][0])
+        self.versions[self.model.version] = float(self.model.table.tensors[NAMES[0]][0])
 
     def act(self, worker: str) -> None:
         """Pull, or push what was computed, and ask for the parameters that were granted."""
@@ -91,7 +100,7 @@ class Story:
             return
         parts = Placement(SERVERS, 1, SERVERS).split(dict.fromkeys(NAMES))
         found = [
-            self.shards[server].fetch("m", worker, version, list(part))
+            self.shards[server].models["m"].fetch(worker, version, list(part))
             for server, part in parts.items()
         ]
         values = {float(each[0]) for part in found if part is not None for each in part.values()}
@@ -101,7 +110,7 @@ class Story:
 
     def deliver(self, server: str) -> None:
         if self.reached[server] < len(self.log):
-            self.shards[server].apply(self.log[self.reached[server]])
+            self.shards[server].apply(self.log[self.reached[server]], 1)
             self.reached[server] += 1
 
 
@@ -123,13 +132,14 @@ def test_whoever_is_late_every_worker_gets_one_version_of_all_tensors(
     for server in SERVERS:
         while story.reached[server] < len(story.log):
             story.deliver(server)
-    whole = story.whole.tensors("m")
+    whole = story.model.table.tensors
     for server, shard in story.shards.items():
-        assert shard.tensors("m").keys() == {n for n in NAMES if holders(n, SERVERS) == (server,)}
-        for name, each in shard.tensors("m").items():
+        tensors = shard.models["m"].table.tensors
+        assert tensors.keys() == {n for n in NAMES if holders(n, SERVERS) == (server,)}
+        for name, each in tensors.items():
             np.testing.assert_array_equal(each, whole[name])
         # What is staged is bounded by what was pushed and not carried out.
-        assert sum(map(len, shard._staged.values())) <= num_workers
+        assert sum(map(len, shard.models["m"].staged.values())) <= num_workers
 
 
 def test_a_server_more_takes_its_tensors_from_the_others_and_moves_no_other() -> None:
@@ -158,56 +168,57 @@ def test_copies_of_a_tensor_lie_on_unlike_servers_and_load_these_alike() -> None
 
 
 def test_a_worker_stages_a_few_gradients_until_the_log_comes() -> None:
-    shard = Shard(SGD(1.0), "1", ("1",))
+    shard = on_server("1", Synchronous(), ("1",))
     one = {"w": np.ones(1)}
     for number in range(MAX_STAGED):
         name = f"model {number}"
-        assert shard.stage(name, "0", number, one, "it", layout_of(one))
-    assert not shard.stage("one more", "0", 9, one, "it", layout_of(one))
-    assert shard.stage("one more", "2", 9, one, "it", layout_of(one))  # of another worker
-    shard.apply(SetParameters("model 0", layout_of(one), "0", 0, 0))
+        assert shard.stage(name, pushed("0", number), one, "it", layout_of(one))
+    assert not shard.stage("one more", pushed("0", 9), one, "it", layout_of(one))
+    assert shard.stage("one more", pushed("2", 9), one, "it", layout_of(one))  # of another worker
+    shard.apply(SetParameters("model 0", layout_of(one), "0", 0, 0), 1)
     for number in range(MAX_STAGED):
         for _ in range(2):  # a repeat takes no room
-            assert shard.stage("model 0", "0", 10 + number, one, "a gradient")
-    assert not shard.stage("model 0", "0", 20, one, "a gradient")
+            assert shard.stage("model 0", pushed("0", 10 + number), one, "a gradient")
+    assert not shard.stage("model 0", pushed("0", 20), one, "a gradient")
     again = 1 << LIFE_BITS
-    assert shard.stage("model 0", "0", again, one, "a gradient")  # it was killed before it pushed
-    assert not shard.is_staged("model 0", "0", 10)
-    shard.apply(Drop("model 0", "0", again))
-    shard.apply(Drop("model 0", "0", 11))
-    assert shard.stage("model 0", "0", 20, one, "a gradient")
-    shard.apply(Update("model 0", "step", (("0", 20),), 1.0, 1))
-    assert shard.tensors("model 0")["w"] == [0.0]
-    assert not shard._staged["model 0", "0"]  # those before were never pushed
+    # It was killed before it pushed.
+    assert shard.stage("model 0", pushed("0", again), one, "a gradient")
+    assert not shard.models["model 0"].is_staged(pushed("0", 10), layout_of(one))
+    shard.apply(Drop("model 0", "0", again), 1)
+    shard.apply(Drop("model 0", "0", 11), 1)
+    assert shard.stage("model 0", pushed("0", 20), one, "a gradient")
+    shard.apply(Update("model 0", "step", (("0", 20),), 1.0, 1), 1)
+    assert shard.models["model 0"].table.tensors["w"] == [0.0]
+    assert not shard.models["model 0"].staged["0"]  # those before were never pushed
 
 
 def test_a_server_that_has_lost_a_gradient_says_so_and_does_not_go_on_without() -> None:
-    shard = Shard(SGD(1.0), "1", ("1",))
+    shard = on_server("1", Synchronous(), ("1",))
     one = {"w": np.ones(1)}
-    assert shard.stage("m", "0", 0, one, "it", layout_of(one))
-    shard.apply(SetParameters("m", layout_of(one), "0", 0, 0))
+    assert shard.stage("m", pushed("0", 0), one, "it", layout_of(one))
+    shard.apply(SetParameters("m", layout_of(one), "0", 0, 0), 1)
     with pytest.raises(ProtocolError, match="server 1 has no push 5 of worker 2 for 'm'"):
-        shard.apply(Update("m", "step", (("2", 5),), 1.0, 1))
+        shard.apply(Update("m", "step", (("2", 5),), 1.0, 1), 1)
 
 
 def test_a_version_that_was_granted_is_kept_until_it_is_fetched() -> None:
-    shard = Shard(SGD(1.0), "1", ("1",))
+    shard = on_server("1", Synchronous(), ("1",))
     one = {"w": np.ones(1)}
-    assert shard.stage("m", "0", 0, one, "it", layout_of(one))
-    shard.apply(SetParameters("m", layout_of(one), "0", 0, 0))
-    shard.apply(Grant("m", "0", 0))
-    shard.apply(Grant("m", "2", 0))
-    assert shard.stage("m", "0", 1, one, "a gradient")
-    shard.apply(Update("m", "step", (("0", 1),), 1.0, 1))
-    assert shard.fetch("m", "0", 1, ["w"]) is None
+    assert shard.stage("m", pushed("0", 0), one, "it", layout_of(one))
+    shard.apply(SetParameters("m", layout_of(one), "0", 0, 0), 1)
+    shard.apply(Grant("m", "0", 0), 1)
+    shard.apply(Grant("m", "2", 0), 1)
+    assert shard.stage("m", pushed("0", 1), one, "a gradient")
+    shard.apply(Update("m", "step", (("0", 1),), 1.0, 1), 1)
+    assert shard.models["m"].fetch("0", 1, ["w"]) is None
     with pytest.raises(ValueError, match="server 1 has no tensor 'b' of 'm'"):
-        shard.fetch("m", "0", 0, ["w", "b"])
-    granted = shard.fetch("m", "0", 0, ["w"])
+        shard.models["m"].fetch("0", 0, ["w", "b"])
+    granted = shard.models["m"].fetch("0", 0, ["w"])
     assert granted is not None
     assert granted["w"] == [1.0]
-    assert shard.fetch("m", "0", 0, ["w"]) is None
-    shard.apply(Leave("2"))
-    assert shard.fetch("m", "2", 0, ["w"]) is None
+    assert shard.models["m"].fetch("0", 0, ["w"]) is None
+    shard.apply(Leave("2"), 1)
+    assert shard.models["m"].fetch("2", 0, ["w"]) is None
 
 
 @pytest.mark.parametrize(

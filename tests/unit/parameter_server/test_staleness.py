@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from potluck.parameter_server import Asynchronous
-from potluck.parameter_server.layout import layout_of
+from potluck.parameter_server import SGD, Asynchronous
+from potluck.parameter_server.layout import Placement
 from potluck.parameter_server.log import Entry, Update
 from potluck.parameter_server.model import Gradient, Leases, Model, is_feasible
 
@@ -24,13 +23,14 @@ class Story:
     def __init__(self, num_workers: int, max_staleness: int) -> None:
         self.workers = WORKERS[:num_workers]
         mode = Asynchronous(max_staleness, scale_by_staleness=False)
-        self.model = Model("m", layout_of({"w": np.zeros(1)}), mode, 1.0, self.decide)
+        here = Placement(("0",), 1, ("0",))
+        self.model = Model("m", mode, SGD(1.0), here, self.decide)
         self.bound = max_staleness
         self.computes: dict[str, int] = {}
         self.pushed: dict[str, tuple[int, int]] = {}
         self.num_pushes = 0
         self.num_updates = 0
-        self.model.set("0", 0)
+        self.model.set("0", 0, {})  # the tensors do not matter
 
     def act(self, worker: str) -> bool:
         """What ``worker`` does next; whether it could."""

@@ -341,7 +341,7 @@ class World:
             models = {name: each.state() for name, each in replica.models.items()}
             assert models == {name: each.state() for name, each in first.models.items()}
             its = Placement(self.servers, 2, self.servers).split(START)[server.name]
-            tensors = replica.shard.tensors("m")
+            tensors = replica.models["m"].table.tensors
             assert tensors.keys() == its.keys()
             for each in tensors.values():
                 assert each[0] == value_of_version(first.models["m"].version)
@@ -430,7 +430,7 @@ def decided(world: World) -> Server:
 
 
 def values(server: Server) -> dict[str, float]:
-    return {name: float(each[0]) for name, each in server.replica.shard.tensors("m").items()}
+    return {name: float(each[0]) for name, each in server.replica.models["m"].table.tensors.items()}
 
 
 def version(server: Server) -> int:
