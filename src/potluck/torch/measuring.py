@@ -39,6 +39,7 @@ from potluck.training.planner import parts as parts_of
 from potluck.training.planner.measured import last
 from potluck.training.planner.model import BACKWARD_PART, Times
 from potluck.training.strategies import Strategy
+from potluck.training.transfer import gather_numbers
 
 if TYPE_CHECKING:
     from potluck._core.context import DistributedContext
@@ -70,30 +71,29 @@ def measure(
     latency_s, rate, crossing = _links(ctx) if ctx.world_size > 1 else (0.0, 0.0, 0.0)
     work = _Work(ctx, min(sum(map(math.prod, shapes)), _SAMPLE))
     encoding, decoding = work.methods()
-    mine: dict[Any, float] = {
+    mine = {
         "compute_s": compute_s,
         "latency_s": latency_s,
         "bytes_per_s": rate,
         "crossing": crossing,
         "copy_s": work.copy_s(),
         "hash_s": work.hash_s(),
-        **{("encode", name): seconds for name, seconds in encoding.items()},
-        **{("decode", name): seconds for name, seconds in decoding.items()},
+        "encode_s": list(encoding.values()),
+        "decode_s": list(decoding.values()),
     }
-    gathered = ctx.all_gather(np.array([list(mine.values())]), timeout=_WAIT_S)
-    of_ranks = dict(zip(mine, gathered.reshape(ctx.world_size, -1).T.tolist(), strict=True))
+    ranks = gather_numbers(ctx, mine, timeout=_WAIT_S)
     has_links = ctx.world_size > 1
     found = Measured(
-        compute_s=tuple(of_ranks["compute_s"]),
-        latency_s=max(of_ranks["latency_s"]),
-        bytes_per_s=tuple(of_ranks["bytes_per_s"]) if has_links else (),
-        crossing_bytes_per_s=tuple(of_ranks["crossing"]) if has_links else (),
+        compute_s=tuple(ranks["compute_s"].tolist()),
+        latency_s=float(ranks["latency_s"].max()),
+        bytes_per_s=tuple(ranks["bytes_per_s"].tolist()) if has_links else (),
+        crossing_bytes_per_s=tuple(ranks["crossing"].tolist()) if has_links else (),
         nodes=tuple(member.node for member in ctx.members),
         shapes=shapes,
-        encode_s={name: max(of_ranks["encode", name]) for name in encoding},
-        decode_s={name: max(of_ranks["decode", name]) for name in decoding},
-        copy_s=max(of_ranks["copy_s"]),
-        hash_s=max(of_ranks["hash_s"]),
+        encode_s=dict(zip(encoding, ranks["encode_s"].max(axis=0).tolist(), strict=True)),
+        decode_s=dict(zip(decoding, ranks["decode_s"].max(axis=0).tolist(), strict=True)),
+        copy_s=float(ranks["copy_s"].max()),
+        hash_s=float(ranks["hash_s"].max()),
         shares=shares,
     )
     del work

@@ -15,12 +15,11 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from potluck.training.noise import next_batch
 from potluck.training.policy import Policy
 from potluck.training.progress import Progress
 from potluck.training.shares import EQUAL, Cost, ShareCosts, fit, replan
+from potluck.training.transfer import gather_numbers
 
 if TYPE_CHECKING:
     from potluck._core.context import DistributedContext
@@ -90,19 +89,14 @@ class Pace:
         if num_due == self._num_due:
             return
         cost = fit(self._steps) or Cost(0.0, 0.0)
-        mine = [
-            *(cost.fixed_s, cost.sample_s),
-            len(self._signals),
-            math.fsum(self._signals),
-            math.fsum(self._noises),
-        ]
-        rows = ctx.all_gather(np.array(mine, np.float64)).reshape(-1, len(mine))
+        noise = (len(self._signals), math.fsum(self._signals), math.fsum(self._noises))
+        rows = gather_numbers(ctx, {"cost": (cost.fixed_s, cost.sample_s), "noise": noise})
         self._num_due = num_due
         self._signals, self._noises = [], []
-        costs = [Cost(float(row[0]), float(row[1])) if row[1] else None for row in rows]
+        costs = [Cost(*each) if each[1] else None for each in rows["cost"].tolist()]
         for change in (
             self._deal(costs, progress.batch_size),
-            self._resize(rows[:, 2:].sum(axis=0).tolist(), progress),
+            self._resize(rows["noise"].sum(axis=0).tolist(), progress),
         ):
             self._report(ctx, progress.step, change)
 

@@ -41,7 +41,7 @@ from potluck.training.policy import Policy
 from potluck.training.progress import Progress
 from potluck.training.replica import Replica
 from potluck.training.sampler import Holding
-from potluck.training.transfer import Expected, broadcast_state, gather_states
+from potluck.training.transfer import Expected, broadcast_state, gather_numbers, gather_states
 
 if TYPE_CHECKING:
     from potluck._core.context import Commit, DistributedContext
@@ -211,34 +211,40 @@ class Training:
         progress = self.progress
         noise, holding = progress.noise, progress.schedule.holding
         structure = self._replica.structure()
-        mine = [
-            *(progress.round if self.has_state else -1, self.history, pending, self.last_loss),
-            *(progress.batch_size, noise.signal, noise.noise, noise.num, self.save_due),
-            *(progress.round + len(progress.deals), self.longest_s),
-            *self.alignment.row,
-            hash_of(structure),
-            *holding.row,
-            *(*self.dealt_in(), 0, 0)[:_MAX_OPEN],
-        ]
-        rows = self.ctx.all_gather(np.array(mine, np.float64)).reshape(-1, len(mine))
-        if (rows[:, 14] != rows[0, 14]).any():
+        mine = {
+            "standing": (progress.round if self.has_state else -1, self.history, pending),
+            "loss": self.last_loss,
+            "batch_size": progress.batch_size,
+            "noise": (noise.signal, noise.noise, noise.num),
+            "save_due": self.save_due,
+            "num_dealt": progress.round + len(progress.deals),
+            "longest_s": self.longest_s,
+            "alignment": self.alignment.row,
+            "structure": hash_of(structure),
+            "holding": holding.row,
+            "dealt_in": (*self.dealt_in(), 0, 0)[:_MAX_OPEN],
+        }
+        rows = gather_numbers(self.ctx, mine)
+        if (rows["structure"] != rows["structure"][0]).any():
             remedy = "give every rank the same model"
             compare(self.ctx, "the model", structure, remedy, operation="join")
-        resolution = reconcile([Standing(*map(int, row[:3])) for row in rows])
-        losses = [float(row[3]) for row in rows if int(row[0]) == resolution.committed]
+        standings = [Standing(*map(int, each)) for each in rows["standing"]]
+        resolution = reconcile(standings)
+        losses = rows["loss"][rows["standing"][:, 0] == resolution.committed].tolist()
         self._adopt(rows[max(resolution.source, 0)])
-        self._hold([Holding.of(row[15:18]) for row in rows], resolution.source < 0)
+        self._hold([Holding.of(each) for each in rows["holding"]], resolution.source < 0)
         self._resolution, self._agreed, self.hash_due = resolution, True, True
-        self.save_due = bool(rows[:, 8].any())
-        ready = [row for rank, row in enumerate(rows) if rank not in resolution.receivers]
-        self.num_dealt = max((int(row[9]) for row in ready), default=0)
-        self.longest_s = float(rows[:, 10].max())
+        self.save_due = bool(rows["save_due"].any())
+        ready = [rank for rank in range(len(rows)) if rank not in resolution.receivers]
+        self.num_dealt = int(rows["num_dealt"][ready].max(initial=0))
+        self.longest_s = float(rows["longest_s"].max())
         self.valid_deals = {}
-        for row in ready:  # the most senior member's deal of a round counts
-            for number, epoch in enumerate(map(int, row[18:]), int(row[0])):
+        for rank in ready:  # the most senior member's deal of a round counts
+            epochs = map(int, rows["dealt_in"][rank])
+            for number, epoch in enumerate(epochs, standings[rank].committed):
                 if epoch:
                     self.valid_deals.setdefault(number, epoch)
-        self.alignment.new_group(rows[:, 11:14], resolution.source, resolution.receivers)
+        self.alignment.new_group(rows["alignment"], resolution.source, resolution.receivers)
         self._tried_at = self._saved_at = -1  # members may have seen different outcomes of a save
         if reformed and self.has_state:
             since = began if self.lost_at is None else self.lost_at
@@ -353,8 +359,9 @@ class Training:
         """Take the batch size and noise of the rank whose state counts; other ranks may be
         ahead."""
         if self.progress.batching is not None:
-            self.progress.batch_size = self.progress.batching.clamp(float(row[4]))
-            self.progress.noise = NoiseEstimate(float(row[5]), float(row[6]), int(row[7]))
+            self.progress.batch_size = self.progress.batching.clamp(float(row["batch_size"]))
+            found = row["noise"].tolist()
+            self.progress.noise = NoiseEstimate(found[0], found[1], int(found[2]))
 
     def _hold(self, holdings: list[Holding], afresh: bool) -> None:
         """Set the schedule of a group whose ranks have these ``holdings``."""
