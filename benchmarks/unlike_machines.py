@@ -155,7 +155,7 @@ def worker(batch: int, steps: int, rounds: int, width: int) -> int:
 
     import potluck
     from potluck.torch import DistributedDataParallel, ElasticLoop, Policy, ProportionalShares
-    from potluck.training.shares import Cost, ShareCosts
+    from potluck.training.shares import Cost, Costs
 
     torch.set_num_threads(1)
     ctx = potluck.init("env")
@@ -190,15 +190,15 @@ def worker(batch: int, steps: int, rounds: int, width: int) -> int:
     class Clock:
         """Times steps, and holds to a fixed split if there is one."""
 
-        def __init__(self, plan: ShareCosts | None) -> None:
-            self.plan = plan
+        def __init__(self, costs: Costs | None) -> None:
+            self.costs = costs
             self.seconds: list[float] = []
             self.split: tuple[int, ...] = ()
 
         def on_train_begin(self, job: ElasticLoop) -> None:
             self.job = job
-            if self.plan is not None:
-                job._training.pace.plan = self.plan
+            if self.costs is not None:
+                job._training.pace.costs = self.costs
             self.last = time.perf_counter()
 
         def on_step_end(self, step: int, loss: float) -> None:
@@ -210,7 +210,7 @@ def worker(batch: int, steps: int, rounds: int, width: int) -> int:
     def train(way: str, split: tuple[int, ...] = (), num_steps: int = steps) -> tuple[Clock, str]:
         model = DistributedDataParallel(network(), ctx)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        clock = Clock(ShareCosts(tuple(Cost(0.0, 1 / part) for part in split)) if split else None)
+        clock = Clock(tuple(Cost(0.0, 1 / part) for part in split) or None)
         job = ElasticLoop(
             model,
             optimizer,

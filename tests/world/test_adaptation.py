@@ -23,7 +23,7 @@ from potluck.training import elastic
 from potluck.training.noise import unbiased
 from potluck.training.replica import StateReplica
 from potluck.training.sampler import Schedule
-from potluck.training.shares import Cost, ShareCosts
+from potluck.training.shares import Cost
 
 SHARES = Policy(hash_every=1, adapt_every=2, shares=ProportionalShares(), recovery_s=30)
 BATCHES = Policy(
@@ -254,7 +254,7 @@ def test_the_loops_noise_scale_is_that_of_the_data_on_unequal_shares() -> None:
         """Shares of 5, 5 and 2."""
 
         def on_train_begin(self, job: ElasticLoop) -> None:
-            job._training.pace.plan = ShareCosts((Cost(0.0, 1.0), Cost(0.0, 1.0), Cost(0.0, 2.5)))
+            job._training.pace.costs = (Cost(0.0, 1.0), Cost(0.0, 1.0), Cost(0.0, 2.5))
 
     def work(ctx: DistributedContext) -> ElasticLoop:
         model = DDP(nn.Linear(4, 1, bias=False).double(), ctx)

@@ -232,7 +232,7 @@ def schedule_of(
         return Schedule(num, batch_size, epochs, seed, shuffle, shards)
     # Before a group has formed the number of all samples is unknown.
     found = max(num, 1), batch_size, epochs, seed, shuffle, shards
-    return OwnSchedule(*found, own=_held(dataset))
+    return OwnSchedule(*found, holding=_held(dataset))
 
 
 def _held(dataset: Any) -> Holding:

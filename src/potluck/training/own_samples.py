@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,32 +31,9 @@ from potluck.training.shares import Cost
 
 @dataclass(frozen=True, slots=True)
 class OwnSchedule(Schedule):
-    """A schedule of which this rank has the samples that ``own`` describes, maybe none; ``shards``
-    are its own.
-
-    ``sizes`` are the samples of each rank of the present group. These and ``num_samples`` are known
-    once a group has formed.
+    """A schedule of which this rank has the samples that ``holding`` describes, maybe none;
+    ``shards`` are its own. ``held`` and ``num_samples`` are known once a group has formed.
     """
-
-    own: Holding = field(default_factory=lambda: Holding(0))
-    sizes: tuple[int, ...] = ()
-
-    @property
-    def mine(self) -> int:
-        """The number of this rank's own samples."""
-        return self.own.num
-
-    @property
-    def holding(self) -> Holding:
-        return self.own
-
-    @property
-    def held(self) -> tuple[int, ...]:
-        return self.sizes
-
-    @property
-    def num_stored(self) -> int:
-        return self.mine
 
     @property
     def identity(self) -> tuple[Any, ...]:
@@ -68,15 +45,15 @@ class OwnSchedule(Schedule):
                 raise ConfigurationError(
                     f'rank {rank} has samples="all", this rank has samples="own": pass the same'
                 )
-            if self.own.kind and each.kind and each.kind != self.own.kind:
+            if self.holding.kind and each.kind and each.kind != self.holding.kind:
                 raise ValueError(
                     f"the samples of rank {rank} are of another shape or dtype, or have another "
-                    f"kind of targets; those of this rank are {self.own.text}"
+                    f"kind of targets; those of this rank are {self.holding.text}"
                 )
         sizes = tuple(each.num for each in holdings)
         if not sum(sizes):
             raise ValueError("the data set is empty: no worker has a sample")
-        return replace(self, sizes=sizes, num_samples=sum(sizes) if afresh else self.num_samples)
+        return replace(self, held=sizes, num_samples=sum(sizes) if afresh else self.num_samples)
 
     def resumed(self, num_samples: int) -> Schedule:
         return replace(self, num_samples=num_samples)
@@ -94,27 +71,29 @@ class OwnSchedule(Schedule):
     ) -> tuple[int, ...]:
         return tuple(
             sum(stop - start for start, stop in (self._range(num, span) for span in spans))
-            for num in self.sizes
+            for num in self.held
         )
 
     def num_in(self, spans: Sequence[Span]) -> int:
-        return sum(self.counts(spans, len(self.sizes)))
+        return sum(self.counts(spans, len(self.held)))
 
     def share(
         self, batch: Batch, rank: int, world_size: int, costs: Sequence[Cost] | None = None
     ) -> Share:
         span = (batch.start, batch.start + batch.size)
-        start, stop = self._range(self.mine, span)
+        start, stop = self._range(self.num_stored, span)
         if start < stop:
             weight = (stop - start) / self.num_in([span])
             return Share(batch.epoch, self._indices(batch.epoch, start, stop), weight)
-        return Share(batch.epoch, self._indices(batch.epoch, start, min(start + 1, self.mine)), 0.0)
+        return Share(
+            batch.epoch, self._indices(batch.epoch, start, min(start + 1, self.num_stored)), 0.0
+        )
 
     def epoch_parts(
         self, epoch: int, rank: int, world_size: int, size: int
     ) -> Iterator[NDArray[np.int64]]:
-        for at in range(0, self.mine, size):
-            yield self._indices(epoch, at, min(at + size, self.mine))
+        for at in range(0, self.num_stored, size):
+            yield self._indices(epoch, at, min(at + size, self.num_stored))
 
     def dealt(
         self,
@@ -128,7 +107,7 @@ class OwnSchedule(Schedule):
         return [(at, max(at, num * stop // self.num_samples)) for at, num in taken]
 
     def usual(self, size: int, world_size: int) -> float:
-        return self.mine * size / self.num_samples
+        return self.num_stored * size / self.num_samples
 
     def pick_dealt(self, deal: Deal, part: Span) -> NDArray[np.int64]:
         return self._indices(deal.epoch, *part)
@@ -158,7 +137,7 @@ class OwnSchedule(Schedule):
         if start == stop:
             return np.empty(0, np.int64)
         options = (self.batch_size, self.epochs, self.seed, self.shuffle, self.shards)
-        return Schedule(self.mine, *options).indices(Batch(epoch, start, stop - start))
+        return Schedule(self.num_stored, *options).indices(Batch(epoch, start, stop - start))
 
 
 _MOST_ROWS = 1024

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from potluck.training.noise import next_batch
 from potluck.training.policy import Policy
 from potluck.training.progress import Progress
-from potluck.training.shares import EQUAL, Cost, ShareCosts, fit, replan
+from potluck.training.shares import EQUAL, Cost, Costs, fit, replan
 from potluck.training.transfer import gather_numbers
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ class Pace:
     """The measurements of this rank, and the shares that all ranks agreed on."""
 
     def __init__(self, policy: Policy) -> None:
-        self.plan: ShareCosts | None = None
-        """The present split of batches, None for equal shares."""
+        self.costs: Costs | None = None
+        """The costs by which batches are split, in rank order; None for equal shares."""
         self._policy = policy
         self._is_on = policy.shares is not None or policy.batching is not None
         window = policy.shares.window if policy.shares is not None else 1
@@ -46,11 +46,6 @@ class Pace:
         self._noises: list[float] = []
         self._since: int | None = None  # the step at which this group began
         self._num_due = 0  # how many exchanges were due before the latest one
-
-    @property
-    def costs(self) -> tuple[Cost, ...] | None:
-        """The costs by which batches are split, in rank order; None for equal shares."""
-        return self.plan.costs if self.plan is not None else None
 
     def add_time(self, num_samples: int, seconds: float) -> None:
         """Record that this rank computed for ``seconds`` on ``num_samples`` of a committed step."""
@@ -65,7 +60,7 @@ class Pace:
 
     def new_group(self) -> None:
         """Forget the agreement of the previous group."""
-        self.plan, self._since, self._num_due = None, None, 0
+        self.costs, self._since, self._num_due = None, None, 0
         self._rounds.clear()
 
     def add_round(
@@ -119,10 +114,8 @@ class Pace:
         if options is None:
             return ""
         before = self.costs or (EQUAL,) * len(costs)
-        self.plan = replan(self.plan, costs, size, options.threshold)
-        if self.plan is None or self.plan.costs == before:
-            return ""
-        return self.plan.reason
+        self.costs, reason = replan(self.costs, costs, size, options.threshold)
+        return "" if self.costs in (None, before) else reason
 
     def _resize(self, sums: list[float], progress: Progress) -> str:
         """Set the batch size; the change in words, empty if there is none."""

@@ -124,6 +124,8 @@ class Schedule:
     ``batch_size`` counts the samples of all ranks together. Without ``shuffle`` every epoch keeps
     the order of the data set. ``shards``: the samples are stored in shards, and shuffled by them.
     ``is_open``: the script ends the training by ``stop``; ``epochs`` is a bound, not shown as aim.
+    ``holding``: what this rank has, which it sends to the others. ``held``: the samples of each
+    rank's own in the present group; empty where all have the same.
     """
 
     num_samples: int
@@ -133,6 +135,8 @@ class Schedule:
     shuffle: bool = True
     shards: ShardOrder | None = None
     is_open: bool = False
+    holding: Holding = field(default=Holding(), kw_only=True)
+    held: tuple[int, ...] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("num_samples", "batch_size", "epochs", "seed"):
@@ -150,19 +154,9 @@ class Schedule:
             )
 
     @property
-    def holding(self) -> Holding:
-        """This rank's holding, which it sends to the others."""
-        return Holding()
-
-    @property
-    def held(self) -> tuple[int, ...]:
-        """The samples of each rank's own in the present group; empty where all have the same."""
-        return ()
-
-    @property
     def num_stored(self) -> int:
         """The number of samples that this rank can read."""
-        return self.num_samples
+        return self.holding.num if self.holding.is_own else self.num_samples
 
     @property
     def identity(self) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 
 SPREAD = 0.2
@@ -39,12 +39,8 @@ EQUAL = Cost(0.0, 1.0)
 """The cost of every rank before measurements."""
 
 
-@dataclass(frozen=True, slots=True)
-class ShareCosts:
-    """A split of batches: the cost of each rank, in rank order, and the reason in words."""
-
-    costs: tuple[Cost, ...]
-    reason: str = ""
+Costs = tuple[Cost, ...]
+"""By which batches are split: the cost of each rank, in rank order."""
 
 
 def fit(steps: Iterable[tuple[int, float]]) -> Cost | None:
@@ -115,24 +111,24 @@ def step_s(size: int, split_by: Sequence[Cost], costs: Sequence[Cost]) -> float:
 
 
 def replan(
-    plan: ShareCosts | None, measured: Sequence[Cost | None], size: int, threshold: float
-) -> ShareCosts | None:
-    """The next split: the present ``plan`` (None: equal shares), or a split by ``measured`` costs
-    if it makes steps shorter by more than ``threshold``.
+    present: Costs | None, measured: Sequence[Cost | None], size: int, threshold: float
+) -> tuple[Costs | None, str]:
+    """The costs of the next split, and the reason in words: the ``present`` ones (None: equal
+    shares), or those ``measured`` if they make steps shorter by more than ``threshold``.
 
     A rank without a measurement (None) counts with the median of the others.
     """
     known = [cost for cost in measured if cost is not None]
     if not known:
-        return plan
+        return present, ""
     middle = Cost(
         statistics.median(cost.fixed_s for cost in known),
         statistics.median(cost.sample_s for cost in known),
     )
     costs = tuple(cost if cost is not None else middle for cost in measured)
-    current = plan if plan is not None else ShareCosts((EQUAL,) * len(costs))
-    now, then = step_s(size, current.costs, costs), step_s(size, costs, costs)
+    present = present or (EQUAL,) * len(costs)
+    now, then = step_s(size, present, costs), step_s(size, costs, costs)
     if now <= (1 + threshold) * then:
-        return replace(current, reason=f"new shares would gain {now / then - 1:.0%}")
+        return present, f"new shares would gain {now / then - 1:.0%}"
     split = ":".join(str(count) for count in apportion(size, costs))
-    return ShareCosts(costs, f"shares {split} make steps {now / then:.2f} times as fast")
+    return costs, f"shares {split} make steps {now / then:.2f} times as fast"

@@ -17,7 +17,7 @@ def world(sizes: list[int], batch_size: int, epochs: int = 1) -> list[OwnSchedul
     held = [Holding(size) for size in sizes]
     found = []
     for own in held:
-        schedule = OwnSchedule(max(own.num, 1), batch_size, epochs, own=own)
+        schedule = OwnSchedule(max(own.num, 1), batch_size, epochs, holding=own)
         agreed = schedule.for_group(held, afresh=True)
         assert isinstance(agreed, OwnSchedule)
         found.append(agreed)
@@ -37,7 +37,7 @@ def epoch_of(ranks: list[OwnSchedule], start: int = 0) -> list[list[int]]:
         assert counts == tuple(share.num_samples for share in shares)
         for share, mine, schedule in zip(shares, taken, ranks, strict=True):
             assert share.weight == pytest.approx(share.num_samples / total)
-            assert len(share.indices) == max(share.num_samples, min(1, schedule.mine))
+            assert len(share.indices) == max(share.num_samples, min(1, schedule.num_stored))
             mine += share.indices[: share.num_samples].tolist()
         at += batch.size
     return taken
@@ -85,13 +85,13 @@ def test_the_others_go_on_where_they_were_when_a_rank_leaves_or_comes() -> None:
     rest = epoch_of([each for each in after if isinstance(each, OwnSchedule)], at)
     assert sorted(taken[0] + rest[0]) == list(range(40))
     assert sorted(taken[1] + rest[1]) == list(range(7))
-    newcomer = replace(before[0], own=Holding(12), sizes=(40, 7, 12))
+    newcomer = replace(before[0], holding=Holding(12), held=(40, 7, 12))
     share = newcomer.share(Batch(0, at, 72 - at), 2, 3)
     assert share.num_samples == 12 - 12 * at // 72, "the part of the epoch that is left"
 
 
 def test_groups_that_can_not_train_together_are_refused_with_the_rank() -> None:
-    own = OwnSchedule(5, 2, own=Holding(5, 1, 77, "float32 [3], int64 []"))
+    own = OwnSchedule(5, 2, holding=Holding(5, 1, 77, "float32 [3], int64 []"))
     with pytest.raises(ConfigurationError, match='rank 1 has samples="all", this rank has'):
         own.for_group([Holding(5), Holding()], afresh=True)
     with pytest.raises(ConfigurationError, match='rank 0 has samples="own", this rank has'):
@@ -99,8 +99,8 @@ def test_groups_that_can_not_train_together_are_refused_with_the_rank() -> None:
     with pytest.raises(ValueError, match="no worker has a sample"):
         own.for_group([Holding(0), Holding(0)], afresh=True)
     with pytest.raises(ValueError, match=r"of rank 1 are of another shape .* float32 \[3\], int64"):
-        own.for_group([own.own, Holding(5, 1, 78)], afresh=True)
-    assert own.for_group([own.own, Holding(0)], afresh=True).num_samples == 5
+        own.for_group([own.holding, Holding(5, 1, 78)], afresh=True)
+    assert own.for_group([own.holding, Holding(0)], afresh=True).num_samples == 5
 
 
 def test_a_change_of_the_samples_is_told() -> None:
