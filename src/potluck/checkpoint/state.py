@@ -50,7 +50,8 @@ _NAMES = {
     "F64": "float64",
     "C64": "complex64",
 }
-_SUPPORTED = frozenset(_NAMES.values())
+SUPPORTED = frozenset(_NAMES.values())
+"""The names of the dtypes that a state can hold."""
 
 
 class Spec(NamedTuple):
@@ -253,7 +254,7 @@ def _dtype_and_shape(tensor: Any, where: str) -> tuple[str, tuple[int, ...]]:
         strided = tensor.layout == sys.modules["torch"].strided
         name = str(tensor.dtype).removeprefix("torch.") if strided else ""
         what = f"a {tensor.layout} tensor of dtype {tensor.dtype}"
-    if name not in _SUPPORTED:
+    if name not in SUPPORTED:
         raise TypeError(f"{where} is {what}, which a state can't hold")
     return name, tuple(tensor.shape)
 

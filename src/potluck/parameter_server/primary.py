@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any
 
+from potluck.checkpoint.state import SUPPORTED
 from potluck.errors import PotluckError
 from potluck.parameter_server.checkpoints import Checkpoints
 from potluck.parameter_server.layout import Layout
@@ -159,6 +160,15 @@ class Primary:
                 "Call set_parameters first"
             )
         return model
+
+    def check_savable(self, layout: Layout, what: str) -> None:
+        """ValueError, which begins with ``what``, for a dtype that no checkpoint can hold."""
+        for name, (_, dtype) in layout.items():
+            if self._checkpoints is not None and dtype not in SUPPORTED:
+                raise ValueError(
+                    f"{what} has {name!r} of dtype {dtype}, which a checkpoint can't hold: take "
+                    "another dtype, or leave out checkpoint="
+                )
 
     def has_staged(
         self, gradient: Gradient, name: str, layout: Layout, tensors: Any, terms: Any, what: str

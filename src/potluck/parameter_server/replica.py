@@ -61,6 +61,7 @@ class Replica:
         self.server = server
         self.servers = servers
         self.copies = copies
+        self.arguments = arguments_of(mode, optimizer, servers, copies)
         self.changed = threading.Condition(threading.RLock())
         self.log = Log()
         self.models: dict[str, Model] = {}
@@ -80,11 +81,6 @@ class Replica:
         self.waits = WaitingCalls(
             self.changed, lambda: self.on_time(), thread="potluck-parameter-server"
         )
-
-    @property
-    def arguments(self) -> dict[str, str]:
-        """The arguments that all workers must give alike."""
-        return arguments_of(self.mode, self.optimizer, self.servers, self.copies)
 
     def look(self) -> None:
         """Something has changed: end the waits that are over."""

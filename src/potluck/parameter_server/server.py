@@ -184,6 +184,7 @@ class ParameterServer(Uncopied):
         The first call counts. Every worker may make it, also a server that goes on from a
         checkpoint: later calls only compare names and shapes (ValueError if they differ).
         ``replace`` takes the new values as the next version, and forgets the optimizer's state.
+        ValueError for complex128 if the server has a ``checkpoint``, which can't hold it.
         """
         arrays = arrays_of(parameters, "parameters")
         for name, array in arrays.items():

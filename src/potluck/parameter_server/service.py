@@ -84,6 +84,8 @@ class PrimaryService:
                 layout = it.layout
             elif len(models) >= MAX_MODELS:
                 raise ValueError(f"a parameter server has at most {MAX_MODELS} models")
+            else:
+                p.check_savable(layout, what)
             if it is not None and (not replace or it.outcome(worker, push) is not None):
                 self._replica.decide(Drop(name, worker, push))
             elif not p.has_staged(staging, name, layout, given, staged, what):

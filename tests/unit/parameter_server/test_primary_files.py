@@ -172,6 +172,19 @@ def test_training_goes_on_while_the_disk_is_full_and_the_last_checkpoint_says_so
     assert version_in(tmp_path) == 1
 
 
+def test_parameters_that_no_checkpoint_can_hold_are_refused_before_they_are_set(
+    tmp_path: Path,
+) -> None:
+    it = Server(tmp_path)
+    tensors = {"w": np.zeros(3), "z": np.zeros(2, np.complex128)}
+    with pytest.raises(ValueError, match="for 'odd' has 'z' of dtype complex128, which a checkp"):
+        it.ask("create", "odd", tensors, plain(layout_of(tensors)), 1, False, {})
+    train(it, 3)
+    assert it.ask("stats") == {"m": {"version": 3, "counted": 3}}
+    it.close()
+    assert version_in(tmp_path) == 3
+
+
 def test_a_push_that_waited_when_the_server_was_started_again_is_dropped(tmp_path: Path) -> None:
     """Its worker asks what became of it, and would ask for ever."""
     it = Server(tmp_path)
