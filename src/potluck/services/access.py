@@ -16,9 +16,9 @@ from potluck.services.channel import Blocks
 from potluck.services.client import Connection, Remote, Remotes
 from potluck.services.definition import services_of
 from potluck.services.server import Server
+from potluck.services.waits import attempts
 
 _PAUSE_S = 0.05
-_LONGEST_PAUSE_S = 0.5
 _ANSWER_S = 2.0
 """Seconds for one rank's reply to the question for its services, before the next rank is asked."""
 
@@ -122,9 +122,8 @@ class Services:
         self, transport: ServiceTransport, name: str, rank: int | None, timeout_s: float
     ) -> str:
         """The worker that serves ``name``: of the ranks in order, the first that does."""
-        deadline, pause_s = time.monotonic() + timeout_s, _PAUSE_S
         seen: dict[str, str] = {}
-        while True:
+        for deadline in attempts(timeout_s, _PAUSE_S):
             group = self._group()
             members = group.members if rank is None else (group.members[rank],)
             for position, member in enumerate(members):
@@ -141,13 +140,8 @@ class Services:
                 if name in names:
                     return member.worker
                 seen[str(member)] = ", ".join(map(repr, names)) or "none"
-            if time.monotonic() + pause_s >= deadline:
-                found = "; ".join(f"{member}: {what}" for member, what in seen.items())
-                raise UnknownService(
-                    f"nobody served {name!r} within {timeout_s:g} s. Services of {found}"
-                )
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        found = "; ".join(f"{member}: {what}" for member, what in seen.items())
+        raise UnknownService(f"nobody served {name!r} within {timeout_s:g} s. Services of {found}")
 
     def _names_at(
         self, transport: ServiceTransport, group: Group, member: Member, deadline: float

@@ -34,6 +34,7 @@ from potluck.services.client import Remote, Remotes
 from potluck.services.definition import Service, services_of
 from potluck.services.own_agent import OwnAgent
 from potluck.services.server import Server
+from potluck.services.waits import attempts
 
 FILE = "service_names.json"
 MAX_NAMES = 4096
@@ -83,7 +84,6 @@ class Holders:
 
 _ASK_S = 5.0
 _PAUSE_S = 0.1
-_LONGEST_PAUSE_S = 1.0
 
 
 class NodeServices:
@@ -265,9 +265,8 @@ class NodeServices:
         """The one service of this ``name`` on ``node``, or else on the node that the name belongs
         to here (``Holders``), as soon as there is one."""
         holder = "" if node else self._holders.of(name)
-        deadline, pause_s = time.monotonic() + timeout_s, _PAUSE_S
         seen = ""
-        while True:
+        for deadline in attempts(timeout_s, _PAUSE_S, self._over.wait):
             self._check_open()
             left = max(0.001, deadline - time.monotonic())
             try:
@@ -275,9 +274,8 @@ class NodeServices:
             except Refused:
                 raise
             except LinkError as error:
-                seen = seen or str(
-                    error
-                )  # keep the earlier reason: the last attempt may only time out
+                # keep the earlier reason: the last attempt may only time out
+                seen = seen or str(error)
             else:
                 found = [each for each in reply.services if _is_on(holder or node, each)]
                 if len(found) > 1:
@@ -294,14 +292,11 @@ class NodeServices:
                         f", but {name!r} belongs to node {holder[:8]}, which served it first; "
                         "another one takes it over if you name that by node=..."
                     )
-            if time.monotonic() + pause_s >= deadline:
-                on = f" on node {node!r}" if node else ""
-                raise UnknownService(
-                    f"nobody served {name!r}{on} within {timeout_s:g} s: {seen}. `potluck "
-                    "services` lists what is served"
-                )
-            self._over.wait(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        on = f" on node {node!r}" if node else ""
+        raise UnknownService(
+            f"nobody served {name!r}{on} within {timeout_s:g} s: {seen}. `potluck services` lists "
+            "what is served"
+        )
 
 
 def _is_on(node: str, info: ServiceInfo) -> bool:

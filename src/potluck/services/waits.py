@@ -1,5 +1,6 @@
-"""Calls of a service that wait for a change: ``WaitingCalls`` at the server, without a thread for
-each, and ``await_reply`` at the caller.
+"""Waits for services, with a deadline: ``attempts`` to find one, and calls of one that wait for a
+change, by ``WaitingCalls`` at the server, without a thread for each, and ``await_reply`` at the
+caller.
 
 A call that waits is answered after ``SLICE_S`` at most, and made again. So the server forgets a
 caller that is gone, and the caller sees that the group has changed.
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -20,6 +21,19 @@ from potluck.errors import HandlerError, ServiceTimeout
 
 SLICE_S = 1.0
 """The longest wait of one call at the server."""
+
+
+def attempts(
+    timeout_s: float, pause_s: float, sleep: Callable[[float], object] = time.sleep
+) -> Iterator[float]:
+    """The deadline of all attempts, once for each: one at once, the others after pauses, which
+    double from ``pause_s`` to ten times that. No attempt begins after the deadline."""
+    deadline, longest_s = time.monotonic() + timeout_s, 10 * pause_s
+    yield deadline
+    while time.monotonic() + pause_s < deadline:
+        sleep(pause_s)
+        pause_s = min(2 * pause_s, longest_s)
+        yield deadline
 
 
 @dataclass(eq=False, slots=True)
