@@ -143,8 +143,8 @@ class _Machine:
 
 
 class _Jobs:
-    """The jobs of this node (``dispatcher``), their record, and the ``relays`` that a job may need
-    for its links."""
+    """The jobs of this node (``dispatcher``), the ``parts`` that they use, their record, and the
+    ``relays`` that a job may need for its links."""
 
     def __init__(
         self, agent: NodeAgent, members: _Members, machine: _Machine, commands: Commands
@@ -153,7 +153,7 @@ class _Jobs:
         ledger = JobLedger(agent.me, None if agent.is_private else settings.home)
         self._vouching = Vouching(agent.me, members.links, ledger, agent.cluster, agent.note)
         self._log = JobLog(settings.home, on_note=agent.note)
-        parts = AgentParts(
+        self.parts = AgentParts(
             me=agent.me,
             port=agent.port,
             bind=agent.bind,
@@ -175,7 +175,7 @@ class _Jobs:
             note=agent.note,
             outer_world=agent.outer_world,
         )
-        self.dispatcher = JobDispatcher(parts, machine.code_store)
+        self.dispatcher = JobDispatcher(self.parts, machine.code_store)
         self.relays = Relays(
             credentials,
             members.links,
@@ -295,17 +295,7 @@ class NodeAgent:
         self.offers, self._code_store = machine.offers, machine.code_store
         self.jobs = jobs.dispatcher
         self.report = Report(
-            self.credentials,
-            self.names,
-            self.links,
-            self.plane,
-            machine.surveyor,
-            self.admissions,
-            self.exchange,
-            self.offers,
-            commands,
-            port=self.port,
-            notes=lambda: self._notes,
+            jobs.parts, self.credentials, self.admissions, self.exchange, lambda: self._notes
         )
         ServiceRegistry(self.me, self.names, self.links, commands)
         self._callers = {CLIENT: commands.greeted, WORKER: self.jobs.greeted}

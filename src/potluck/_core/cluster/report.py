@@ -7,14 +7,10 @@ import os
 from collections.abc import Callable, Collection
 
 from potluck._core.cluster.admission_exchange import AdmissionExchange
-from potluck._core.cluster.control_plane import ControlPlane
-from potluck._core.cluster.links.local import Client, Commands
-from potluck._core.cluster.links.peers import PeerLinks
-from potluck._core.cluster.names import NodeNames
-from potluck._core.cluster.sharing.offers import Offers
+from potluck._core.cluster.jobs.agent_parts import AgentParts
+from potluck._core.cluster.links.local import Client
 from potluck._core.cluster.sharing.rules import who_may
 from potluck._core.cluster.topology.graph import stragglers
-from potluck._core.cluster.topology.surveyor import Surveyor
 from potluck._core.cluster.trust.admission_file import AdmissionFile
 from potluck._core.transport.credentials import Credentials
 from potluck._core.wire import local
@@ -28,30 +24,18 @@ class Report:
 
     def __init__(
         self,
+        agent: AgentParts,
         credentials: Credentials,
-        names: NodeNames,
-        links: PeerLinks,
-        plane: ControlPlane,
-        surveyor: Surveyor,
         admissions: AdmissionFile,
         exchange: AdmissionExchange,
-        offers: Offers,
-        commands: Commands,
-        *,
-        port: int,
         notes: Callable[[], Collection[str]],
     ) -> None:
+        self._agent = agent
         self._credentials = credentials
-        self._names = names
-        self._links = links
-        self._plane = plane
-        self._surveyor = surveyor
         self._admissions = admissions
         self._exchange = exchange
-        self._offers = offers
-        self._port = port
         self._notes = notes
-        commands.on(local.NodesRequest, self._asked)
+        agent.commands.on(local.NodesRequest, self._asked)
 
     async def _asked(self, request: local.NodesRequest, client: Client) -> local.NodesReply:
         return self.status()
@@ -59,24 +43,24 @@ class Report:
     @property
     def limits(self) -> str:
         """What the owner of this machine gives to jobs, in words; empty for all of it."""
-        return self._surveyor.survey.mine.limits
+        return self._agent.surveyor.survey.mine.limits
 
     def status(self) -> local.NodesReply:
         """The cluster as it is seen here now."""
-        protocol = self._plane.protocol
+        protocol = self._agent.plane.protocol
         view = protocol.view
         nodes = self._nodes(view)
-        links = self._surveyor.links({each.node for each in nodes})
+        links = self._agent.surveyor.links({each.node for each in nodes})
         return local.NodesReply(
-            node=self._credentials.node_id,
+            node=self._agent.me,
             pid=os.getpid(),
-            port=self._port,
+            port=self._agent.port,
             namespace=self._credentials.namespace,
             epoch=0 if view is None else view.epoch,
             paused=protocol.paused,
             nodes=nodes,
             links=links,
-            stragglers=stragglers(links, self._names.label),
+            stragglers=stragglers(links, self._agent.names.label),
             banned=self._banned(),
             is_open=self.is_open,
             events=tuple(self._notes()),
@@ -98,22 +82,22 @@ class Report:
     def _nodes(self, view: View | None) -> tuple[local.NodeInfo, ...]:
         """This node, the nodes of ``view``, and all linked nodes; the members first."""
         seats = () if view is None else view.nodes
-        known = {self._credentials.node_id, *seats, *self._links.nodes}
+        known = {self._agent.me, *seats, *self._agent.links.nodes}
         order = sorted(known, key=lambda node: (node not in seats, node))
         return tuple(self._node(node, view) for node in order)
 
     def _node(self, node: str, view: View | None) -> local.NodeInfo:
-        is_me = node == self._credentials.node_id
-        peer = self._plane.protocol.detector.peers.get(node)
-        introduction = self._links.introduction(node)
-        facts = self._surveyor.facts(node) or NodeFacts(node)
-        offer = self._offers.of(node)
+        is_me = node == self._agent.me
+        peer = self._agent.plane.protocol.detector.peers.get(node)
+        introduction = self._agent.links.introduction(node)
+        facts = self._agent.surveyor.facts(node) or NodeFacts(node)
+        offer = self._agent.offers.of(node)
         return local.NodeInfo(
             node=node,
-            name=introduction.name if introduction else self._names.name(node),
+            name=introduction.name if introduction else self._agent.names.name(node),
             role=_role(node, view),
             link="self" if is_me else peer.status.value if peer else "none",
-            host="" if is_me else self._links.address(node),
+            host="" if is_me else self._agent.links.address(node),
             latency_ms=1000 * peer.latency_s if peer else 0.0,
             python=introduction.versions.python if introduction else "",
             torch=introduction.versions.torch if introduction else "",
@@ -125,7 +109,7 @@ class Report:
             engine=facts.engine,
             site=facts.site,
             limits=facts.limits,
-            runs_for=who_may(offer, self._names.label) if offer else "",
+            runs_for=who_may(offer, self._agent.names.label) if offer else "",
             paused=offer is not None and offer.is_paused,
             secret=self._credentials.namespace
             if is_me
