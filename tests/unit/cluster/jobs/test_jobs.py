@@ -423,15 +423,29 @@ def test_a_paused_machine_leaves_the_job_and_comes_back(tmp_path: Path) -> None:
         busy = jobs.NodeReport("job", (jobs.ProcessState(worker, 0, 0, True),))
         all_jobs.received(EVE, busy)
         assert phases(all_jobs)[EVE] == "away"
-        machine.refusals.clear()
+        idle = jobs.NodeReport("job", (jobs.ProcessState(worker, 0, 0, False),))
+        all_jobs.received(EVE, idle)
+        assert phases(all_jobs)[EVE] == "away", "its owner did not give it again"
+        machine.sent.clear()
         all_jobs._offers_changed()
+        assert machine.sent == [], "it leaves once, and is asked for nothing"
+        machine.refusals.clear()
+        machine.sent.clear()
+        all_jobs._offers_changed()
+        asked = [to for to, each in machine.sent if isinstance(each, jobs.Order)]
+        assert asked == [EVE], "for a report"
         all_jobs.received(EVE, busy)
         assert phases(all_jobs)[EVE] == "away", "its old worker is still ending"
+        all_jobs.received(EVE, jobs.NodeReport("job", error="it is paused"))
+        lines = [each.text for _, each in machine.sent if isinstance(each, jobs.JobNote)]
+        assert not any("it is paused" in line for line in lines), "an old report"
         all_jobs.received(EVE, jobs.WorkerEvent("job", jobs.Exited(worker, -15, 0)))
-        all_jobs.received(EVE, jobs.NodeReport("job", (jobs.ProcessState(worker, 0, 0, False),)))
+        all_jobs.received(EVE, idle)
         assert phases(all_jobs) == others | {EVE: "starting"}
         [controller] = all_jobs._controllers.values()
         assert controller.state.worker(worker).restarts == 0, "that was no failure"
+        all_jobs.received(EVE, jobs.WorkerEvent("job", worker_link.Ready(worker, port=1, pid=2)))
+        assert phases(all_jobs)[EVE] == "ready", "its new worker counts again"
 
     play(tmp_path, story)
 

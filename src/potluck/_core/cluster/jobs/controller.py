@@ -29,7 +29,7 @@ from potluck._core.cluster.jobs.journal import Journal, first_line, lost_text
 from potluck._core.cluster.jobs.orders import Endings, Faults, Orders
 from potluck._core.cluster.jobs.output_relay import OutputRelay, RollCall
 from potluck._core.cluster.jobs.permissions import DeferredMessages
-from potluck._core.cluster.jobs.placement import Placement, Withdrawals
+from potluck._core.cluster.jobs.placement import Placement
 from potluck._core.cluster.jobs.summary import Summary, missing_workers, status_of, summarize
 from potluck._core.system import SIGKILL
 from potluck._core.wire import jobs, worker_link
@@ -74,11 +74,9 @@ class JobController:
         )
         self._orders = Orders(spec.job, self.placement, agent.links)
         self._faults = Faults(parse_chaos(spec.chaos), self._orders, self.note)
-        self._withdrawals = Withdrawals(
-            lambda node: agent.offers.refusal(node, spec.starter),
-            leave=self._withdraw,
-            ask=self.order,
-        )
+        self._withdrawn: set[str] = set()
+        """The nodes with workers that their owner took out, until their old workers have exited and
+        the owner has given them again."""
         self.world = world or jobs.WorldSpec(members=names, master_port=spec.master_port)
         self.has_begun = not is_new
         self.num_interrupts = 0
@@ -175,14 +173,24 @@ class JobController:
         if not self.has_begun:
             return
         before = self.placement.places
-        self._withdrawals.look(self.placement.nodes)
+        for node in self.placement.nodes:
+            refusal = self._refusal(node)
+            if refusal and node not in self._withdrawn:
+                self._withdraw(node, refusal)
+            elif not refusal and node in self._withdrawn:
+                self.order(node)  # which it answers by a report
         self._take_in()
         if self.placement.places != before:
             for node in sorted(self._nodes):
                 self.order(node)
 
+    def _refusal(self, node: str) -> str:
+        """The reason why the owner of ``node`` takes it out of the job; empty if it may run it."""
+        return self._agent.offers.refusal(node, self.spec.starter)
+
     def _withdraw(self, node: str, refusal: str) -> None:
         """The owner takes ``node`` out of the job; the node ends its workers by itself."""
+        self._withdrawn.add(node)
         gone, reason = self.placement.at(node), f"{self._agent.names.called(node)}: {refusal}"
         self._groups.away(gone)
         self.note(reason)
@@ -276,8 +284,12 @@ class JobController:
         return any(each.name == worker for each in self.state.workers)
 
     def _report(self, node: str, report: jobs.NodeReport) -> None:
-        if node in self._withdrawals and self._withdrawals.is_out(node, report):
-            return
+        if node in self._withdrawn:
+            # Until its old workers have exited, or their reports would pass for those of new ones.
+            is_busy = report.error or any(each.is_alive for each in report.workers)
+            if is_busy or self._refusal(node):
+                return
+            self._withdrawn.discard(node)
         self.placement.lacks(node, report.error if report.lacks else "")
         if report.error:
             if node not in self.placement.nodes:
@@ -355,7 +367,7 @@ class JobController:
     def _happened(self, event: jobs.Event, node: str) -> None:
         now, worker = time.monotonic(), self.state.worker(event.worker)
         facts = self._journal.facts_of(event.worker)
-        if node in self._withdrawals and not isinstance(event, jobs.Exited | jobs.OutputEnded):
+        if node in self._withdrawn and not isinstance(event, jobs.Exited | jobs.OutputEnded):
             return
         match event:
             case jobs.Started(_, attempt, pid):
@@ -390,7 +402,7 @@ class JobController:
                     return
                 self._groups.ended(name)
                 facts.exit_code = code
-                if node in self._withdrawals:
+                if node in self._withdrawn:
                     self.offers_changed()  # its owner may have given it again already
                 else:
                     self.handle(event)

@@ -8,7 +8,7 @@ from itertools import product
 
 from potluck._core.cluster.names import NodeNames
 from potluck._core.wire.format import Versions
-from potluck._core.wire.jobs import JobSpec, NodeReport, Places, WorkerPlace
+from potluck._core.wire.jobs import JobSpec, Places, WorkerPlace
 from potluck._core.wire.nodes import View
 from potluck._core.wire.peers import Introduction
 
@@ -165,45 +165,6 @@ class Placement:
         if introduction is None:
             return [f"there is no link to {called}"]
         return differences(called, self._spec.versions, introduction.versions)
-
-
-class Withdrawals:
-    """Calls ``leave(node, refusal)`` when the owner of a node with workers took the node out, and
-    ``ask(node)`` for a report when the owner gave it again. ``refusal(node)`` is the owner's word,
-    empty if the job may run."""
-
-    def __init__(
-        self,
-        refusal: Callable[[str], str],
-        *,
-        leave: Callable[[str, str], None],
-        ask: Callable[[str], None],
-    ) -> None:
-        self._refusal = refusal
-        self._leave = leave
-        self._ask = ask
-        self._nodes: set[str] = set()
-
-    def __contains__(self, node: object) -> bool:
-        return node in self._nodes
-
-    def look(self, nodes: Iterable[str]) -> None:
-        """The word of some of ``nodes`` may have changed."""
-        for node in nodes:
-            refusal = self._refusal(node)
-            if refusal and node not in self._nodes:
-                self._nodes.add(node)
-                self._leave(node, refusal)
-            elif not refusal and node in self._nodes:
-                self._ask(node)
-
-    def is_out(self, node: str, report: NodeReport) -> bool:
-        """Whether ``node``, which sent ``report``, is still out. It is out until its old workers
-        have exited, so that their reports are not mistaken for those of new workers."""
-        is_willing = not (report.error or any(each.is_alive for each in report.workers))
-        if is_willing and not self._refusal(node):
-            self._nodes.discard(node)
-        return node in self._nodes
 
 
 def differences(name: str, mine: Versions, theirs: Versions) -> list[str]:
