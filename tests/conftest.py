@@ -211,16 +211,15 @@ def own_environment(
     monkeypatch.setenv("OMPI_MCA_orte_tmpdir_base", str(homes))
     # Else in /dev/shm, where a test beside this one would take it for a leak of its own.
     monkeypatch.setenv("JOBLIB_TEMP_FOLDER", str(homes))
-    if not starts_workers(request.node):
-        monkeypatch.delenv(ZYGOTE, raising=False)
+    if starts_workers(request.node):
+        monkeypatch.setenv(ZYGOTE, str(request.getfixturevalue("zygotes")))
     random.seed(SEED)
     return home
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def forked_workers(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What tests start, and fixtures of a whole file, is forked from a process that has imported
-    torch."""
+    """For fixtures of a whole file: what they start may be forked, as what tests start."""
     with pytest.MonkeyPatch.context() as environment:
         if starts_workers(request.node):
             environment.setenv(ZYGOTE, str(request.getfixturevalue("zygotes")))
