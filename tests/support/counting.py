@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import signal
 from pathlib import Path
 
+from potluck._core.system import SIGKILL
 from support.commands import Command
 from support.machines import Machine
 
@@ -49,6 +49,6 @@ def kill_a_worker(machine: Machine) -> None:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
             if b"/code_store/" in command:
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, SIGKILL)
                 return
     raise AssertionError(f"no worker runs on {machine}")
