@@ -211,15 +211,16 @@ def own_environment(
     monkeypatch.setenv("OMPI_MCA_orte_tmpdir_base", str(homes))
     # Else in /dev/shm, where a test beside this one would take it for a leak of its own.
     monkeypatch.setenv("JOBLIB_TEMP_FOLDER", str(homes))
-    if starts_workers(request.node):
-        monkeypatch.setenv(ZYGOTE, str(request.getfixturevalue("zygotes")))
+    if not starts_workers(request.node):
+        monkeypatch.delenv(ZYGOTE, raising=False)
     random.seed(SEED)
     return home
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def forked_workers(request: pytest.FixtureRequest) -> Iterator[None]:
-    """For fixtures of a whole file: what they start may be forked, as what tests start."""
+    """What tests start, and fixtures of a whole file, is forked from a process that has imported
+    torch."""
     with pytest.MonkeyPatch.context() as environment:
         if starts_workers(request.node):
             environment.setenv(ZYGOTE, str(request.getfixturevalue("zygotes")))
