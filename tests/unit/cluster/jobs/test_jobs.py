@@ -593,6 +593,7 @@ def test_a_starter_that_was_cut_off_at_the_end_of_its_job_hears_that_it_is_over(
         all_jobs.received(LEADER, jobs.NodeReport("job"))
         machine.unreachable.add(LEADER)
         all_jobs.received(LEADER, jobs.WorkerEvent("job", jobs.Exited("0", 0, 0)))
+        all_jobs.received(LEADER, jobs.WorkerEvent("job", jobs.OutputEnded("0", 0)))
         async with asyncio.timeout(20):
             while all_jobs.status():
                 await asyncio.sleep(0)
