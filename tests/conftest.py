@@ -10,6 +10,7 @@ from __future__ import annotations
 import compileall
 import gc
 import importlib.util
+import inspect
 import os
 import random
 import re
@@ -30,6 +31,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import hypothesis
 import pytest
 
+from potluck._core.backends import launchers
 from support.figures import Figures
 from support.jitter import dawdle
 from support.quiet_imports import VARIABLE, ZYGOTE
@@ -50,12 +52,8 @@ hypothesis.settings.load_profile("potluck")
 if SEED != ALWAYS:
     hypothesis.core.global_force_seed = SEED  # type: ignore[assignment]  # as --hypothesis-seed does
 
-_LAUNCHERS = importlib.util.find_spec("potluck._core.backends.launchers")
-assert _LAUNCHERS is not None
-assert _LAUNCHERS.origin is not None
-
 LAUNCHER_VARIABLES = {
-    *re.findall(r'"([A-Z][A-Z0-9_]+)"', Path(_LAUNCHERS.origin).read_text()),
+    *re.findall(r'"([A-Z][A-Z0-9_]+)"', inspect.getsource(launchers)),
     *("NODE_RANK", "TORCHELASTIC_RUN_ID"),
 }
 """All that the product reads of a launcher, and of torchrun's further ones."""
