@@ -607,6 +607,25 @@ def test_a_starter_that_was_cut_off_at_the_end_of_its_job_hears_that_it_is_over(
     play(tmp_path, story)
 
 
+def test_the_end_of_a_job_does_not_wait_for_output_of_a_node_that_leaves(tmp_path: Path) -> None:
+    async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
+        package = await package_of(code_store, tmp_path / "code")
+        install(machine, all_jobs, view(ME, LEADER))
+        one = msgspec.structs.replace(spec(package, LEADER), max_nodes=1)
+        all_jobs.received(LEADER, jobs.Submit(one))
+        all_jobs.received(LEADER, jobs.NodeReport("job"))
+        all_jobs.received(LEADER, jobs.WorkerEvent("job", jobs.Exited("0", 0, 0)))
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert all_jobs.status(), "its last output may come"
+        install(machine, all_jobs, view(ME, epoch=4))
+        async with asyncio.timeout(20):
+            while all_jobs.status():
+                await asyncio.sleep(0)
+
+    play(tmp_path, story)
+
+
 def test_who_leads_no_more_keeps_no_task_for_the_job(tmp_path: Path) -> None:
     async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
         package = await package_of(code_store, tmp_path / "code")

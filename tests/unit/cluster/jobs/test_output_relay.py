@@ -95,7 +95,12 @@ def test_it_does_not_wait_for_a_node_that_leaves_meanwhile() -> None:
     async def story() -> list[str]:
         output, nodes = relay(), {"0"}
         output.exited("0", 0)
-        asyncio.get_running_loop().call_later(0.05, nodes.clear)
+
+        def leave() -> None:
+            nodes.clear()
+            output.nodes_changed()
+
+        asyncio.get_running_loop().call_later(0.05, leave)
         return await unread(output, nodes)
 
     assert asyncio.run(story()) == []

@@ -224,6 +224,7 @@ class JobController:
             elif gone:
                 self.note(reason)
         self._nodes = set(view.nodes)
+        self._output.nodes_changed()
         if self.has_begun:
             self._take_in()
         for node in view.nodes:

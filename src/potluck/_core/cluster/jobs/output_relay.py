@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable
 
 from potluck._core.cluster.jobs.agent_parts import AgentParts
@@ -18,7 +17,6 @@ _MAX_UNSENT = 4 << 20
 _OUTPUT_S = 30.0
 """How long the end of a cluster's job waits for the last output of workers on nodes in the view:
 the agent of a busy machine may stand still for seconds."""
-_LOOK_S = 0.25
 
 
 class OutputRelay:
@@ -35,7 +33,7 @@ class OutputRelay:
         # By worker, the newest attempt.
         self._exited: dict[str, int] = {}
         self._read: dict[str, int] = {}
-        self._was_read = asyncio.Event()
+        self._has_changed = asyncio.Event()
 
     def exited(self, worker: str, attempt: int) -> None:
         """A process ended; its last lines may still be under way."""
@@ -44,7 +42,11 @@ class OutputRelay:
     def ended(self, worker: str, attempt: int) -> None:
         """All that this process wrote has been passed on."""
         self._read[worker] = max(attempt, self._read.get(worker, -1))
-        self._was_read.set()
+        self._has_changed.set()
+
+    def nodes_changed(self) -> None:
+        """There is a new view: nodes may have left."""
+        self._has_changed.set()
 
     def line(self, line: jobs.Output, label: str) -> None:
         """A worker wrote ``line``; people know it by ``label``."""
@@ -83,19 +85,20 @@ class OutputRelay:
         """Return when all output of ended workers was passed on, except that of nodes that have
         left. The workers whose output is still missing after ``_OUTPUT_S`` are returned; on one
         machine, where only a command that reads slowly delays it, the wait has no limit."""
-        deadline = time.monotonic() + _OUTPUT_S
-        while unread := [
-            worker
-            for worker, attempt in self._exited.items()
-            if self._read.get(worker, -1) < attempt and is_here(worker)
-        ]:
-            if not self._spec.is_local and time.monotonic() > deadline:
-                return unread
-            self._was_read.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_LOOK_S):  # its node may leave meanwhile
-                    await self._was_read.wait()
-        return []
+
+        def unread() -> list[str]:
+            return [
+                worker
+                for worker, attempt in self._exited.items()
+                if self._read.get(worker, -1) < attempt and is_here(worker)
+            ]
+
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None if self._spec.is_local else _OUTPUT_S):
+                while unread():
+                    self._has_changed.clear()
+                    await self._has_changed.wait()
+        return unread()
 
 
 class RollCall:
