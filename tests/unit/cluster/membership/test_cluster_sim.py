@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from potluck._core.cluster.membership.outbox import StableStorage
 from potluck._core.cluster.membership.protocol import MembershipProtocol
 from potluck._core.wire.nodes import StableRecord, ViewMember
 from support.cluster_sim.__main__ import main, run_world
-from support.cluster_sim.faults import Fault
+from support.cluster_sim.faults import KINDS, Fault
 from support.cluster_sim.hosts import JOB
 from support.cluster_sim.liars import ALL, Attack, LiarWorld
 from support.cluster_sim.world import BanWorld, Broken, World
@@ -21,9 +22,28 @@ from support.cluster_sim.world import BanWorld, Broken, World
 pytestmark = pytest.mark.costly
 
 SEEDS_PER_TEST = 20
+NUM_SEEDS = 60
+"""Played each time, of each kind of world; others with --long, and 10,000 by the soak."""
 
 
-@pytest.mark.parametrize("first", range(0, 200, SEEDS_PER_TEST))
+def seeds(end: int) -> pytest.MarkDecorator:
+    """The first seeds, those from ``NUM_SEEDS`` to ``end`` with --long."""
+    firsts = range(0, end, SEEDS_PER_TEST)
+    long = [pytest.param(first, marks=pytest.mark.long) for first in firsts if first >= NUM_SEEDS]
+    return pytest.mark.parametrize("first", [*range(0, NUM_SEEDS, SEEDS_PER_TEST), *long])
+
+
+@pytest.mark.parametrize("world", [World, BanWorld, LiarWorld])
+def test_each_fault_occurs_several_times_in_the_seeds_that_are_always_played(
+    world: Callable[[int], World],
+) -> None:
+    found = Counter(fault.kind for seed in range(NUM_SEEDS) for fault in world(seed).plan)
+    own = {"ban"} if world is LiarWorld else set()  # it bans the liar in any case
+    assert found.keys() == KINDS.keys() - own
+    assert min(found.values()) >= 4
+
+
+@seeds(200)
 def test_seeds(first: int) -> None:
     num_commits = 0
     for seed in range(first, first + SEEDS_PER_TEST):
@@ -41,7 +61,7 @@ def test_a_seed_is_the_same_world_every_time() -> None:
     assert worlds[0].lines != World(18).lines
 
 
-@pytest.mark.parametrize("first", range(0, 60, SEEDS_PER_TEST))
+@seeds(60)
 def test_bans_under_cuts_end_in_one_view(first: int) -> None:
     for seed in range(first, first + SEEDS_PER_TEST):
         assert run_world(BanWorld(seed)) == ""
@@ -50,7 +70,7 @@ def test_bans_under_cuts_end_in_one_view(first: int) -> None:
 # ---------------------------------------------------------------- liars
 
 
-@pytest.mark.parametrize("first", range(0, 100, SEEDS_PER_TEST))
+@seeds(100)
 def test_a_liar_breaks_nothing(first: int) -> None:
     """What must hold in spite of a liar: ``support.cluster_sim.liars``."""
     for seed in range(first, first + SEEDS_PER_TEST):
