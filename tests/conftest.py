@@ -209,16 +209,28 @@ def own_environment(
     monkeypatch.setenv("OMPI_MCA_orte_tmpdir_base", str(homes))
     # Else in /dev/shm, where a test beside this one would take it for a leak of its own.
     monkeypatch.setenv("JOBLIB_TEMP_FOLDER", str(homes))
-    if HAS_TORCH and sys.platform == "linux" and starts_workers(request.node):
+    if starts_workers(request.node):
         monkeypatch.setenv(ZYGOTE, str(request.getfixturevalue("zygotes")))
+    else:
+        monkeypatch.delenv(ZYGOTE, raising=False)
     random.seed(SEED)
     return home
 
 
-def starts_workers(test: pytest.Item) -> bool:
-    """Whether what this test starts may be forked from a process that has imported torch."""
-    folder = Path(os.path.relpath(test.path, Path(__file__).parent)).parts[0]
-    return folder in ("net", "process") and not test.get_closest_marker("real_exec")
+@pytest.fixture(scope="module")
+def forked_workers(request: pytest.FixtureRequest) -> Iterator[None]:
+    """For fixtures of a whole file: what they start may be forked, as what tests start."""
+    with pytest.MonkeyPatch.context() as environment:
+        if starts_workers(request.node):
+            environment.setenv(ZYGOTE, str(request.getfixturevalue("zygotes")))
+        yield
+
+
+def starts_workers(tests: pytest.Item | pytest.Module) -> bool:
+    """Whether what these tests start may be forked from a process that has imported torch."""
+    folder = Path(os.path.relpath(tests.path, Path(__file__).parent)).parts[0]
+    may_fork = folder in ("net", "process") and not tests.get_closest_marker("real_exec")
+    return may_fork and HAS_TORCH and sys.platform == "linux"
 
 
 @pytest.fixture

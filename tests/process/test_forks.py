@@ -33,14 +33,15 @@ SCENARIOS = (
     *("idle", "own_context", "load", "amid_a_call", "in_a_handler", "outlived", "processes"),
     "helpers",
 )
+LONG = pytest.mark.long
 NEEDS_TORCH = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason="torch is not installed"
 )
 
-pytestmark = [
-    pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork"),
-    pytest.mark.real_exec,  # processes that have not been forked themselves
-]
+EXECUTED = pytest.mark.real_exec
+"""Ranks that have not been forked themselves; and that fork faster: they have no torch."""
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 
 
 def run_ranks(script: str, scenario: str, folder: Path, variables: dict[str, str]) -> None:
@@ -89,8 +90,9 @@ def run_job(
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@EXECUTED
 @pytest.mark.parametrize("links", LINKS)
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("scenario", [*SCENARIOS, pytest.param("much_load", marks=LONG)])
 def test_a_forked_child_is_refused_and_the_ranks_go_on(
     scenario: str, links: str, tmp_path: Path
 ) -> None:
@@ -100,8 +102,14 @@ def test_a_forked_child_is_refused_and_the_ranks_go_on(
 
 
 @NEEDS_TORCH
-@pytest.mark.parametrize("method", ["env://", "potluck://"])
-@pytest.mark.parametrize("scenario", ["group", "loader", "outlived"])
+@pytest.mark.parametrize(
+    ("scenario", "method"),
+    [
+        pytest.param("group", "env://", marks=EXECUTED),
+        *(("group", "potluck://"), ("loader", "env://"), ("loader", "potluck://")),
+        *(("outlived", "env://"), ("outlived", "potluck://")),
+    ],
+)
 def test_so_it_is_with_process_groups_of_torch_and_with_data_loaders(
     scenario: str, method: str, tmp_path: Path
 ) -> None:
@@ -109,6 +117,7 @@ def test_so_it_is_with_process_groups_of_torch_and_with_data_loaders(
     run_ranks("forking_torch.py", scenario, tmp_path, links | {"FORKING_INIT": method})
 
 
+@EXECUTED
 @pytest.mark.parametrize("links", ["shared memory", "links"])
 @pytest.mark.parametrize("scenario", ["idle", "own_context", "load", "reform"])
 def test_so_it_is_in_a_job(scenario: str, links: str, tmp_path: Path) -> None:

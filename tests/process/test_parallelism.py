@@ -45,7 +45,9 @@ NEEDS = {(2, "a_checkpoint_of_four_ranks_is_loaded_on_two"): (4, "a_checkpoint_i
 
 @pytest.fixture(scope="module")
 def outcomes(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    forked_workers: None,
 ) -> dict[Key, str]:
     """What went wrong in each check that was asked for; empty if nothing did."""
     folder = tmp_path_factory.mktemp("parallelism")

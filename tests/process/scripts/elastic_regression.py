@@ -4,8 +4,8 @@ Linear regression on real sums: each rank's gradient is a function of its sample
 show whether a sample was counted twice or not at all. Notes go to ``NOTES/<pid>``, one line per
 event with the monotonic clock, which all processes of one host share. The training ends, on all
 ranks at the same step, after the file ``NOTES/stop`` has appeared. While there is a file
-``NOTES/slow`` each step takes 50 ms more. With a third argument it keeps checkpoints there, one
-every ten steps.
+``NOTES/slow`` each step takes 50 ms more, and 500 ms more while there is ``NOTES/slower``. With a
+third argument it keeps checkpoints there, one every ten steps.
 """
 
 import hashlib
@@ -70,6 +70,8 @@ for share in job:
         note("step", job.step_number, ctx.rank, ctx.epoch)
         if (notes / "slow").exists():
             time.sleep(0.05)
+        if (notes / "slower").exists():
+            time.sleep(0.5)
         gradient = np.full(width, share.indices.sum() * (share.weight > 0), dtype=np.float64)
         ctx.all_reduce(gradient)
         job.commit(loss=float((notes / "stop").exists()))

@@ -217,8 +217,8 @@ def own_context(ctx: Any) -> None:
     exact(ctx)
 
 
-def load(ctx: Any) -> None:
-    """200 forks while the ranks reduce without a pause, on every rank."""
+def load(ctx: Any, num_forks: int = 30) -> None:
+    """``num_forks`` forks on every rank while the ranks reduce without a pause."""
     is_over = threading.Event()
     failures: list[BaseException] = []
 
@@ -228,7 +228,7 @@ def load(ctx: Any) -> None:
 
     def forks() -> None:
         try:
-            for _ in range(100):
+            for _ in range(num_forks):
                 in_child(tries)
         except BaseException as error:
             failures.append(error)
@@ -252,6 +252,10 @@ def load(ctx: Any) -> None:
     if failures:
         raise failures[0]
     exact(ctx)
+
+
+def much_load(ctx: Any) -> None:
+    load(ctx, 100)
 
 
 def amid_a_call(ctx: Any) -> None:
@@ -433,7 +437,7 @@ def processes(ctx: Any) -> None:
         with multiprocessing.get_context("fork").Pool(2) as pool:
             assert pool.map(forked_work, range(4)) == ["refused"] * 4
         for method in ("spawn", "forkserver"):
-            with multiprocessing.get_context(method).Pool(2) as pool:
+            with multiprocessing.get_context(method).Pool(1) as pool:
                 assert pool.map(fresh_work, range(4)) == ["2"] * 4
     exact(ctx)
 
@@ -484,8 +488,8 @@ def helpers(ctx: Any) -> None:
 
 SCENARIOS = {
     each.__name__: each
-    for each in (idle, own_context, load, amid_a_call, in_a_handler, outlived, reform, processes,
-                 helpers)
+    for each in (idle, own_context, load, much_load, amid_a_call, in_a_handler, outlived, reform,
+                 processes, helpers)
 }  # fmt: skip
 
 if __name__ == "__main__":
