@@ -1,13 +1,17 @@
-"""A machine with two networks whose agent and workers are on one of them."""
+"""Which of a machine's networks its agent and workers use: the named one, never the loopback."""
 
 from __future__ import annotations
 
+import contextlib
+import shutil
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from support.hosts import Network
-from support.machines import Machine, form
+from support.hosts import Host, Network
+from support.machines import Machine, form, machines
 
 pytestmark = pytest.mark.needs_root_netns
 
@@ -67,3 +71,52 @@ def test_an_agent_and_its_workers_listen_on_the_named_interface_only(tmp_path: P
             assert wrong.returncode == 2
             assert "has no interface or address of this name; there are: eth0 (" in wrong.stderr
             assert "wlan0" in wrong.stderr
+
+
+PLAIN = """
+import os, socket
+import torch, torch.distributed as dist
+
+print("own name is", socket.gethostbyname(socket.gethostname()))
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+names = [os.environ[each] for each in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")]
+print("total", total.item(), *names)
+dist.destroy_process_group()
+"""
+
+
+def test_a_plain_gloo_script_finds_the_network_where_own_names_lead_to_the_loopback(
+    tmp_path: Path,
+) -> None:
+    """Debian's /etc/hosts gives the machine's own name the address 127.0.1.1."""
+    script = tmp_path / "code" / "plain.py"
+    script.parent.mkdir()
+    script.write_text(PLAIN)
+    with contextlib.ExitStack() as stack:
+        network = stack.enter_context(Network(2))
+        for host in network:
+            stack.enter_context(own_names(host, f"127.0.1.1 {socket.gethostname()}"))
+        ada, bob = stack.enter_context(machines(network, tmp_path / "homes"))
+        form(ada, bob)
+        with ada.run(script) as run:
+            assert run.finish() == 0, run.text
+            assert len([line for line in run.lines if "own name is 127.0.1.1" in line]) == 2
+            assert len([line for line in run.lines if "total 2.0 eth0 eth0" in line]) == 2
+        with bob.run("--env", "NCCL_SOCKET_IFNAME=lo", script) as run:
+            assert run.finish() == 0, run.text
+            chosen = [line for line in run.lines if "total 2.0 eth0 lo" in line]
+            assert len(chosen) == 2, "what the user has set stays"
+
+
+@contextlib.contextmanager
+def own_names(host: Host, line: str) -> Iterator[None]:
+    """An /etc/hosts of its own, for the programs that start on ``host`` from now on."""
+    folder = Path("/etc/netns") / host.namespace
+    folder.mkdir(parents=True)
+    (folder / "hosts").write_text(f"127.0.0.1 localhost\n{line}\n")
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder)

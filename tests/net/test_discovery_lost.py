@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -92,31 +92,33 @@ def heard(scripts: Sequence[Script]) -> list[dict[str, Any]]:
     return [script.hears() for script in scripts]
 
 
-@pytest.mark.parametrize("lost", [0, 2])
-def test_two_of_three_go_on_without_a_host_that_was_cut_off_and_it_does_not(
-    lost: int, tmp_path: Path
-) -> None:
-    with Network(3) as network, formed(network, tmp_path) as (scripts, said):
-        assert [each["world"] for each in said] == [3, 3, 3]
-        for script in scripts:
-            script.go()
-        scripts[lost].host.link(up=False)
-        rest = [script for rank, script in enumerate(scripts) if rank != lost]
-        assert [(each["rank"], each["world"]) for each in heard(rest)] == [(0, 2), (1, 2)]
-        alone = scripts[lost].hears()
-    assert alone["error"] == "GroupError"
-    assert "1 of 3 members that may still run is not a majority" in alone["text"]
-
-
-def test_of_two_hosts_that_can_t_reach_each_other_rank_0_goes_on(tmp_path: Path) -> None:
-    with Network(2) as network, formed(network, tmp_path) as (scripts, _):
-        for script in scripts:
-            script.go()
-        scripts[1].host.link(up=False)
-        assert scripts[0].hears()["world"] == 1
-        alone = scripts[1].hears()
-    assert alone["error"] == "GroupError"
-    assert "half of them without the most senior" in alone["text"]
+def test_the_side_without_a_majority_ends_and_the_other_goes_on(tmp_path: Path) -> None:
+    """Of three hosts, two without the one that was cut off: the first or the last; of two hosts,
+    rank 0. All at once, as what is cut off waits for half a minute."""
+    cases = [(3, 0), (3, 2), (2, 1)]
+    with ExitStack() as stack:
+        worlds: list[tuple[list[Script], Script]] = []
+        for size, lost in cases:
+            network = stack.enter_context(Network(size))
+            scripts, said = stack.enter_context(formed(network, tmp_path / f"{size}-{lost}"))
+            assert [each["world"] for each in said] == [size] * size
+            worlds.append(([each for each in scripts if each is not scripts[lost]], scripts[lost]))
+        for rest, cut_off in worlds:
+            for script in (*rest, cut_off):
+                script.go()
+            cut_off.host.link(up=False)
+        for (size, lost), (rest, _) in zip(cases, worlds, strict=True):
+            after = [(each["rank"], each["world"]) for each in heard(rest)]
+            assert after == [(rank, size - 1) for rank in range(size - 1)], (size, lost)
+        for (size, lost), (_, cut_off) in zip(cases, worlds, strict=True):
+            alone = cut_off.hears()
+            assert alone["error"] == "GroupError", (size, lost)
+            why = (
+                "1 of 3 members that may still run is not a majority"
+                if size == 3
+                else "half of them without the most senior"
+            )
+            assert why in alone["text"], (size, lost)
 
 
 def test_a_killed_process_on_another_host_is_certain_and_one_is_enough(tmp_path: Path) -> None:
