@@ -6,9 +6,9 @@ would have given them: arguments, environment, directory, standard streams, sess
 signals, limits, and the namespaces of an agent or of ``ip netns exec``. All else is executed.
 
 What differs: the parent is the zygote, /proc shows the zygote's environment, all processes of a
-zygote hash strings alike, and neither ranks above 0 nor commands that start nothing take their
-modules apart at their end (``zygote.end``). Tests about that, and one for each way of starting
-workers, have the mark ``real_exec``.
+zygote hash strings alike, and at its end a process takes apart less of what it has imported, or
+nothing (``zygote.end``). Tests about that, and one for each way of starting workers, have the mark
+``real_exec``.
 """
 
 from __future__ import annotations
