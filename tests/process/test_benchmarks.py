@@ -96,7 +96,7 @@ def test_unlike_workers_are_measured_in_all_three_ways(tmp_path: Path) -> None:
         [
             *(sys.executable, str(BENCHMARKS / "unlike_machines.py"), "--batch", "32"),
             *("--width", "128"),
-            *("--rounds", "1", "--steps", "20", "--limit", "signals", "--json", str(figures)),
+            *("--rounds", "1", "--steps", "12", "--limit", "signals", "--json", str(figures)),
         ],
         capture_output=True,
         text=True,
@@ -109,7 +109,7 @@ def test_unlike_workers_are_measured_in_all_three_ways(tmp_path: Path) -> None:
     assert row["same_parameters"]
     for way in ("equal", "by speed", "ideal"):
         assert sum(row[way]["split"]) == 32
-        assert [len(seconds) for seconds in row[way]["rounds_s"]] == [20]
+        assert [len(seconds) for seconds in row[way]["rounds_s"]] == [12]
     assert row["equal"]["split"] == [16, 16]
 
 

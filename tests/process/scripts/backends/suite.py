@@ -1,4 +1,4 @@
-"""One rank of a world that runs the communicators' suite: ``suite.py SUITE FOLDER``.
+"""One rank of a world that runs the communicators' suite: ``suite.py SUITE FOLDER [OPTION...]``.
 
 Each rank has a folder of its own: pytest clears away what it finds in a common one.
 """
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-suite, folder = sys.argv[1:]
+suite, folder, *more = sys.argv[1:]
 rank = os.environ.get("RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
 options = ["-q", "-p", "no:cacheprovider", "--color=no", f"--basetemp={folder}/{rank}"]
-sys.exit(pytest.main([*options, suite]))
+sys.exit(pytest.main([*options, *more, suite]))
