@@ -257,12 +257,14 @@ def nothing_is_left(own_environment: Path) -> Iterator[None]:
     before = left_over(own_environment)
     yield
     remaining = {}
-    deadline = time.monotonic() + GRACE_S
+    deadline, pause = time.monotonic() + GRACE_S, 0.005
     while remaining := new_since(before, left_over(own_environment)):
-        gc.collect()  # what only a reference cycle keeps is not a leak
         if time.monotonic() > deadline:
             break
-        time.sleep(0.01)
+        time.sleep(pause)
+        pause = min(2 * pause, 0.2)  # each look, and each collection, takes milliseconds
+        if pause > 0.01:
+            gc.collect()  # what only a reference cycle keeps is not a leak
     if remaining:
         put_away(remaining)
         pytest.fail(

@@ -21,6 +21,7 @@ def required() -> set[tuple[str, str]]:
     return {
         (package.partition(".")[0], extra)
         for path in PACKAGE
+        if "require(" in path.read_text()
         for node in nodes(parsed(path))
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)

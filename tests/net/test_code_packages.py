@@ -108,8 +108,8 @@ def test_a_module_runs_as_under_python_m_on_every_machine(tmp_path: Path) -> Non
         (project / path).write_text(text)
 
     def command(machine: Machine, place: Path, *words: object) -> Command:
-        there = ["bash", "-c", 'cd "$0" && exec "$@"', place, *potluck_command(), "run"]
-        return Command(machine.host.command([*there, *words]), env=machine.environment)
+        typed = machine.host.command([*potluck_command(), "run", *map(str, words)])
+        return Command(typed, cwd=place, env=machine.environment)
 
     with cluster_of(2, tmp_path / "homes") as (ada, bob):
         form(ada, bob)
@@ -151,9 +151,9 @@ def test_a_script_finds_the_modules_of_its_project_on_every_machine(tmp_path: Pa
     script = project / "scripts" / "train.py"
     with cluster_of(2, tmp_path / "homes") as (ada, bob):
         form(ada, bob)
-        there = ["bash", "-c", 'cd "$0" && exec "$@"', project, *potluck_command(), "run"]
         for arguments in ([script], ["--root", project, script]):
-            with Command(ada.host.command([*there, *arguments]), env=ada.environment) as run:
+            typed = ada.host.command([*potluck_command(), "run", *arguments])
+            with Command(typed, cwd=project, env=ada.environment) as run:
                 assert run.finish() == 0, run.text
             assert run.text.count("from the root from src beside of 2") == 2
             assert run.text.count("scripts train.py is at its place") == 2

@@ -141,7 +141,7 @@ class Host:
         ):
             if time.monotonic() > deadline:
                 raise HostError(f"{self!r}: its cable is in, but does not come up")
-            time.sleep(0.005)
+            time.sleep(0.02)  # each look is two commands
 
     def _has_carrier(self, namespace: str, interface: str, state: str = "") -> bool:
         shown = _run(["ip", "-n", namespace, "-d", "-j", "link", "show", "dev", interface])
@@ -225,7 +225,7 @@ class Host:
 
     def pids(self) -> list[int]:
         """The processes that run in this host."""
-        return [int(pid) for pid in _run(["ip", "netns", "pids", self.namespace]).stdout.split()]
+        return _pids(self.namespace)
 
     def _ip(self, *arguments: str) -> None:
         _run(["ip", "-n", self.namespace, *arguments])
@@ -269,11 +269,11 @@ class Network(Sequence[Host]):
                 self.ip("link", "add", f"br{number}", "type", "bridge", "mcast_snooping", "0")
                 self.ip("link", "set", f"br{number}", "up")
             orders += [f"link set {host.port} master br{number}" for host in side]
-        self._batch(orders)
+        _batch(self.bridge, orders)
 
     def heal(self) -> None:
         """Join all sides again; returns when packets pass."""
-        self._batch(f"link set {host.port} master br0" for host in self)
+        _batch(self.bridge, (f"link set {host.port} master br0" for host in self))
         for host in self:
             host.wait_until_up()
 
@@ -295,9 +295,6 @@ class Network(Sequence[Host]):
                 if rate is not None:
                     _shape(namespace, device, rate)
 
-    def _batch(self, orders: Iterable[str]) -> None:
-        _run(["ip", "-n", self.bridge, "-batch", "-"], input="\n".join(orders))
-
     def close(self) -> None:
         """Kill what still runs in the hosts and remove them. Idempotent."""
         if self._is_closed:
@@ -309,23 +306,33 @@ class Network(Sequence[Host]):
                 _remove(namespace)
 
     def _make(self, rate: str | None, burst: int | None) -> None:
-        _run(["ip", "netns", "add", self.bridge])
-        self.ip("link", "set", "lo", "up")
-        # Without snooping multicast goes to all ports at once, as through a plain home switch.
-        self.ip("link", "add", "br0", "type", "bridge", "stp_state", "0", "mcast_snooping", "0")
-        self.ip("link", "set", "br0", "up")
-        for host in self._hosts:
-            _run(["ip", "netns", "add", host.namespace])
-            self.ip(
-                *("link", "add", host.port, "type", "veth"),
-                *("peer", "name", INTERFACE, "netns", host.namespace),
+        # A batch is one process in the place of one for each order.
+        names = [self.bridge, *(host.namespace for host in self._hosts)]
+        _batch("", (f"netns add {name}" for name in names))
+        cables = (
+            (
+                f"link add {host.port} type veth peer name {INTERFACE} netns {host.namespace}",
+                f"link set {host.port} master br0 up",
             )
-            self.ip("link", "set", host.port, "master", "br0", "up")
-            host._ip("link", "set", "lo", "up")
-            host._ip("addr", "add", f"{host.address}/24", "brd", "+", "dev", INTERFACE)
-            host._ip("addr", "add", f"{host.address6}/64", "dev", INTERFACE, "nodad")
-            host._ip("link", "set", INTERFACE, "up")
-            host._ip("route", "add", "default", "dev", INTERFACE)  # multicast, too
+            for host in self._hosts
+        )
+        orders = [
+            "link set lo up",
+            # Without snooping multicast goes to all ports at once, as through a plain home switch.
+            "link add br0 type bridge stp_state 0 mcast_snooping 0",
+            "link set br0 up",
+            *(order for cable in cables for order in cable),
+        ]
+        _batch(self.bridge, orders)
+        for host in self._hosts:
+            orders = [
+                "link set lo up",
+                f"addr add {host.address}/24 brd + dev {INTERFACE}",
+                f"addr add {host.address6}/64 dev {INTERFACE} nodad",
+                f"link set {INTERFACE} up",
+                f"route add default dev {INTERFACE}",  # multicast, too
+            ]
+            _batch(host.namespace, orders)
             if rate is not None:
                 host.shape(rate, burst=burst)
         for host in self._hosts:
@@ -379,15 +386,37 @@ def _namespaces() -> Iterator[str]:
     return (path.name for path in folder.iterdir()) if folder.is_dir() else iter(())
 
 
+def _pids(namespace: str) -> list[int]:
+    """The processes in a namespace, as ``ip netns pids`` finds them."""
+    try:
+        wanted = os.stat(f"/run/netns/{namespace}")
+    except FileNotFoundError as error:  # another process may be removing it, too
+        raise HostError(f"there is no namespace {namespace}") from error
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            # It has ended, or is one of the system's own.
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+                if os.path.samestat(os.stat(f"/proc/{entry}/ns/net"), wanted):
+                    found.append(int(entry))
+    return found
+
+
+def _batch(namespace: str, orders: Iterable[str]) -> None:
+    """Orders of ``ip`` in a namespace, or where this process is."""
+    where = ["-n", namespace] if namespace else []
+    _run(["ip", *where, "-batch", "-"], input="\n".join(orders))
+
+
 def _remove(namespace: str) -> None:
     """Kill its processes, wait until they are gone, and delete it."""
     deadline = time.monotonic() + _GONE_S
-    while pids := _run(["ip", "netns", "pids", namespace]).stdout.split():
+    while pids := _pids(namespace):
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), SIGKILL)
+                os.kill(pid, SIGKILL)
         if time.monotonic() > deadline:
-            raise HostError(f"{namespace}: processes {' '.join(pids)} do not end")
+            raise HostError(f"{namespace}: processes {pids} do not end")
         time.sleep(0.005)
     _run(["ip", "netns", "delete", namespace])
 

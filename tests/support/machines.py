@@ -215,10 +215,11 @@ class Machine:
 
     def shows(self, is_it: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         """``status``, once ``is_it`` accepts it: agents tell each other of jobs now and then. Each
-        look is a command."""
+        look is a command, which takes processor time from those that are waited for."""
         deadline = time.monotonic() + WAIT_S
         while not is_it(status := self.status()):
             assert time.monotonic() < deadline, f"{self} still shows {status}"
+            time.sleep(0.1)
         return status
 
     def cluster(self) -> dict[str, Any]:

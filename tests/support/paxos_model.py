@@ -19,8 +19,6 @@ search over all three nodes then works with numbers.
 
 from __future__ import annotations
 
-import gc
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -33,12 +31,16 @@ from potluck._core.wire import nodes as wire
 from potluck._core.wire.nodes import HistoryRecord, StableRecord, View, ViewMember
 from support.paxos_node import HISTORY, Local, Wish, freeze, start, thaw
 
-State = tuple[int, ...]
-"""The number of each node's state, the set of messages sent, the set of views decided."""
+State = int
+"""The number of each node's state, then the sets of the views decided and of the messages sent, as
+one number: a search visits hundreds of thousands, and makes and compares it at once."""
 
+LOCAL_BITS, VIEW_BITS = 20, 64
+"""Of a ``State``: of the number of a node's state, and of the set of views."""
 
-Change = tuple[int, Any, int, int, int]
-"""Which node, by what event, its state after, the messages sent, the views found decided."""
+Change = tuple[int, int, int, Any]
+"""What is added to a ``State``, and the bits that are set in it: of views found decided and of
+messages sent. Then which node did so, by what event."""
 
 OVER: list[Change] = []
 
@@ -88,10 +90,13 @@ class Model:
         self._steps: dict[tuple[int, Any], tuple[int, int, int]] = {}
         self._parents: dict[View, int] = {}
         self._successors: dict[int, int] = {}
-        self._came_from: dict[State, tuple[State, int, Any] | None] = {}
-        self._changes: dict[State, list[Change]] = {}
-        self._deliveries: dict[tuple[int, int], list[Change]] = {}
-        self._inboxes: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._views_at = LOCAL_BITS * len(nodes)
+        self._sent_at = self._views_at + VIEW_BITS
+        self._came_from: dict[State, State] = {}
+        self._own_changes: dict[int, list[Change]] = {}
+        self._deliveries: dict[int, list[Change]] = {}
+        self._mail = [0] * len(nodes)
+        """By receiver, the set of the messages that were ever sent to it."""
 
     # One node.
 
@@ -109,7 +114,9 @@ class Model:
             step = self._execute(self.locals[local], event)
             sent = decided = 0
             for message in step.sent:
-                sent |= 1 << self._number(message, self.messages)
+                bit = 1 << self._number(message, self.messages)
+                sent |= bit
+                self._mail[self.names.index(message[2])] |= bit
             for view in step.decided:
                 number = self._number(view, self.views)
                 decided |= 1 << number
@@ -224,64 +231,74 @@ class Model:
 
     def run(self) -> None:
         """Visit every state. ``Violation`` for the first that breaks an invariant."""
-        gc.disable()  # no state is in a cycle, and looking for one takes a fifth of the time
-        try:
-            self._search()
-        finally:
-            gc.enable()
-
-    def _search(self) -> None:
-        first = (*(self._number(local, self.locals) for local in self.first), 0, 0)
+        first = sum(
+            self._number(local, self.locals) << LOCAL_BITS * index
+            for index, local in enumerate(self.first)
+        )
         came_from = self._came_from
-        came_from[first] = None
-        queue = deque([first])
-        while queue:
-            state = queue.popleft()
-            *nodes, sent, decided = state
-            changes = self._changes.get(state[:-2])
-            if changes is None:
-                changes = self._changes[state[:-2]] = self._own_changes(nodes)
-            if changes is OVER:
-                continue
-            received = [
-                change for i in range(len(nodes)) for change in self._received(i, nodes[i], sent)
-            ]
-            for index, event, local, posted, found in (*changes, *received):
-                nodes_after = (*nodes[:index], local, *nodes[index + 1 :])
-                after = (*nodes_after, sent | posted, decided | found)
+        came_from[first] = first
+        views = (1 << self._sent_at) - (1 << self._views_at)
+        states = [first]
+        for state in states:  # it grows meanwhile
+            for added, bits, _, _ in self._changes(state):
+                after = state + added | bits
                 if after not in came_from:
-                    came_from[after] = (state, index, event)
-                    queue.append(after)
-                    if found & ~decided:
+                    came_from[after] = state
+                    states.append(after)
+                    if (after ^ state) & views:
                         self._check(after)
-        self.num_states = len(came_from)
+        assert len(self.locals) <= 1 << LOCAL_BITS
+        assert len(self.views) <= VIEW_BITS
+        self.num_states = len(states)
+
+    def _changes(self, state: State) -> list[Change]:
+        """All that can happen next."""
+        numbers = state & ((1 << self._views_at) - 1)
+        own = self._own_changes.get(numbers)
+        if own is None:
+            own = self._own_changes[numbers] = self._changes_without_messages(numbers)
+        if own is OVER:
+            return OVER
+        found = own.copy()
+        sent = state >> self._sent_at
+        for index, mail in enumerate(self._mail):
+            local = numbers & ((1 << LOCAL_BITS) - 1)
+            numbers >>= LOCAL_BITS
+            inbox = sent & mail
+            known = self._deliveries.get(inbox << LOCAL_BITS | local)
+            if known is None:
+                known = self._received(index, local, inbox)
+                self._deliveries[inbox << LOCAL_BITS | local] = known
+            found += known
+        return found
 
     def _change(self, index: int, local: int, event: Any) -> Change:
-        return (index, event, *self._step(local, event))
+        after, sent, decided = self._step(local, event)
+        bits = sent << self._sent_at | decided << self._views_at
+        return ((after - local) << LOCAL_BITS * index, bits, index, event)
 
-    def _received(self, index: int, local: int, sent: int) -> list[Change]:
-        """What the messages among ``sent`` can change in a node."""
-        known = self._deliveries.get((local, sent))
-        if known is None:
-            known = self._deliveries[local, sent] = []
-            if self.locals[local].memory is not None:
-                for number in self._inbox(index, sent):
-                    change = self._change(index, local, number)
-                    if change[2] != local or change[3] & ~sent:
-                        known.append(change)
-        return known
+    def _received(self, index: int, local: int, inbox: int) -> list[Change]:
+        """What the messages of ``inbox`` can change in a node, or have it send."""
+        if self.locals[local].memory is None:
+            return []
+        numbers = [number for number in range(inbox.bit_length()) if inbox >> number & 1]
+        changes = [self._change(index, local, number) for number in numbers]
+        return [each for each in changes if each[0] or each[1] >> self._sent_at]
 
-    def _own_changes(self, numbers: list[int]) -> list[Change]:
-        """What else can happen to the nodes. OVER if nothing can be decided any more."""
-        nodes = [self.locals[number] for number in numbers]
+    def _changes_without_messages(self, numbers: int) -> list[Change]:
+        """What else can happen to the nodes, whose numbers are in the bits of ``numbers``. OVER if
+        nothing can be decided any more."""
+        mask = (1 << LOCAL_BITS) - 1
+        places = [numbers >> LOCAL_BITS * index & mask for index in range(len(self.names))]
+        nodes = [self.locals[place] for place in places]
         has_round = any(each.memory and each.memory[5] and each.memory[5][2] for each in nodes)
         if not has_round and sum(each.num_proposals for each in nodes) >= self.num_proposals:
             return OVER
-        return [self._change(i, numbers[i], event) for i, event in self._events(nodes)]
+        return [self._change(i, places[i], event) for i, event in self._events(nodes)]
 
     def _check(self, state: State) -> None:
         """At most one view is decided to follow each view."""
-        views = state[-1]
+        views = state >> self._views_at & ((1 << VIEW_BITS) - 1)
         for parent, successors in self._successors.items():
             both = views & successors
             if both & (both - 1):
@@ -292,8 +309,13 @@ class Model:
     def _story(self, state: State) -> list[str]:
         """How the search came to ``state``, one event a line."""
         lines: list[str] = []
-        while (before := self._came_from[state]) is not None:
-            state, index, event = before
+        while (before := self._came_from[state]) != state:
+            index, event = next(
+                (index, event)
+                for added, bits, index, event in self._changes(before)
+                if before + added | bits == state
+            )
+            state = before
             if isinstance(event, int):
                 sender, incarnation, _, message = self.messages[event]
                 event = f"hears {message} of {sender}, {incarnation}"
@@ -332,19 +354,6 @@ class Model:
             for other in nodes:
                 if other is not local and other.node not in local.barred:
                     yield index, ("bar", other.node)
-
-    def _inbox(self, index: int, sent: int) -> tuple[int, ...]:
-        """The numbers of the messages among ``sent`` that are for a node."""
-        known = self._inboxes.get((index, sent))
-        if known is None:
-            name = self.names[index]
-            known = tuple(
-                number
-                for number in range(sent.bit_length())
-                if sent >> number & 1 and self.messages[number][2] == name
-            )
-            self._inboxes[index, sent] = known
-        return known
 
     def _about(self, index: int, local: Local, other: Local) -> Iterator[tuple[int, Any]]:
         """What ``local`` may find out about ``other``, a member of its view, without a message."""

@@ -57,8 +57,8 @@ FITS: dict[str, Callable[[MortalContext, Any, Any], Any]] = {
 }
 
 
-def moments_of(fit: Callable[[MortalContext], Any]) -> int:
-    """The number of moments at which a worker can die in ``fit``."""
+def undisturbed(world_size: int, fit: Callable[[MortalContext], Any]) -> tuple[Any, int]:
+    """The result of ``fit``, and the number of moments at which a worker can die in it."""
     seen = 0
 
     def count(worker: str, name: str, moment: int) -> bool:
@@ -66,8 +66,7 @@ def moments_of(fit: Callable[[MortalContext], Any]) -> int:
         seen = max(seen, moment + 1)
         return False
 
-    ElasticWorld(3, fit, dies=count).run()
-    return seen
+    return ElasticWorld(world_size, fit, dies=count).run()["0"], seen
 
 
 @pytest.mark.filterwarnings("ignore:Stochastic Optimizer")
@@ -90,8 +89,8 @@ def test_the_others_end_with_the_result_of_an_undisturbed_fit(
         mine = parts[ctx.backend.worker]
         return FITS[name](ctx, X[mine], Y[mine])
 
-    expected = ElasticWorld(3, fit).run()["0"]
-    for fatal in np.random.default_rng(seed).permutation(moments_of(fit))[:5]:
+    expected, num_moments = undisturbed(3, fit)
+    for fatal in np.random.default_rng(seed).permutation(num_moments)[:5]:
         loops.clear()
         results = ElasticWorld(
             3, fit, dies=lambda worker, _, moment, fatal=fatal: (worker, moment) == ("2", fatal)
@@ -127,8 +126,8 @@ def test_an_exact_forest_is_the_same_bit_by_bit_for_a_newcomer_in_its_middle() -
         forest.fit(X[mine], Y[mine])
         return [each.tree_.__getstate__() for each in forest.estimators_], ctx.world_size
 
-    expected, _ = ElasticWorld(2, fit).run()["0"]
-    middle = moments_of(fit) // 2
+    (expected, _), num_moments = undisturbed(2, fit)
+    middle = num_moments // 2
 
     def invite(worker: str, name: str, moment: int) -> bool:
         if (worker, moment) == ("0", middle):

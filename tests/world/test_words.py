@@ -309,17 +309,26 @@ def test_text_for_a_number(call: Callable[[], Any], error: str) -> None:
         call()
 
 
-@pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("name", ["rank", "world_size", "is_master", "local_rank", "epoch"])
-def test_a_property_that_is_called_gets_a_line(name: str, inside: bool, tmp_path: Path) -> None:
+def test_a_property_that_is_called_is_named(name: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"print(ctx.{name}())\n")
+    with potluck.init("local") as ctx, pytest.raises(TypeError) as caught:
+        exec(compile(script.read_text(), str(script), "exec"), {"ctx": ctx})
+    told = f"{name} is a property: write it without parentheses"
+    assert hints.of_end(caught.value) == told
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_property_that_is_called_gets_a_line(inside: bool, tmp_path: Path) -> None:
     start = (
         "with potluck.init('local') as ctx:\n    " if inside else "ctx = potluck.init('local')\n"
     )
     script = tmp_path / "script.py"
-    script.write_text(f"import potluck\n{start}print(ctx.{name}())\n")
+    script.write_text(f"import potluck\n{start}print(ctx.world_size())\n")
     run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
     assert run.returncode == 1
-    told = f"potluck: {name} is a property: write it without parentheses\n"
+    told = "potluck: world_size is a property: write it without parentheses\n"
     assert run.stderr.count(told) == 1, run.stderr
 
 

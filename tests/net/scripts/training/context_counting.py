@@ -20,6 +20,6 @@ with potluck.init() as ctx:
             new = folder / "new"
             new.write_text(str(step))
             new.replace(checkpoint)
-            if step % 10 == 0:
+            if step % 2 == 0:
                 print("step", step, flush=True)
-        pace.wait(0.01)
+        pace.wait(0.05)

@@ -31,7 +31,7 @@ while True:
         new = folder / "new"
         new.write_text(str(step))
         new.replace(checkpoint)
-        if step % 10 == 0:
+        if step % 2 == 0:
             print("step", step, flush=True)
-    pace.wait(0.01)
+    pace.wait(0.05)
 dist.destroy_process_group()

@@ -42,7 +42,7 @@ job = pt.ElasticLoop(
 )  # fmt: skip
 for x, y in job:
     with job.step():
-        computing.wait(0.02)
+        computing.wait(0.05)
         optimizer.zero_grad()
         loss = ((model(x)[:, 0] - y) ** 2).mean()
         loss.backward()

@@ -104,7 +104,6 @@ def parse_psk(text: str) -> bytes:
     return bytes.fromhex(digits)
 
 
-@functools.lru_cache(maxsize=4)  # a process asks several times
 def derive_psk(passphrase: str, cluster: str) -> bytes:
     """The 32-byte secret derived from a passphrase with scrypt, in about half a second and 128 MiB.
 
@@ -126,6 +125,11 @@ def derive_psk(passphrase: str, cluster: str) -> bytes:
             "POTLUCK_PASSPHRASE needs POTLUCK_CLUSTER beside it: any name of your own, the same on "
             "all machines of the cluster"
         )
+    return _scrypt(words, name)
+
+
+@functools.lru_cache(maxsize=4)  # a process asks several times
+def _scrypt(words: str, name: str) -> bytes:
     return hashlib.scrypt(
         words.encode(),
         salt=_SCRYPT_LABEL + name.encode(),
@@ -137,6 +141,7 @@ def derive_psk(passphrase: str, cluster: str) -> bytes:
     )
 
 
+@functools.lru_cache(maxsize=4)
 def _strength(words: str) -> float:
     """The bits of a passphrase, as a guesser with word lists would count them. Of a long one the
     first 72 characters count, which is what the estimator takes."""
