@@ -23,8 +23,8 @@ def potluck_command() -> list[str]:
 
 class Command:
     """A running command whose output can be waited for. Use it as a context manager: whatever is
-    left of it at the end, its process group included, is killed. With ``orders`` it reads lines
-    (``order``); else its stdin is empty."""
+    left of it at the end, its process group included, is killed, and what it wrote is printed when
+    the test fails. With ``orders`` it reads lines (``order``); else its stdin is empty."""
 
     def __init__(
         self,
@@ -152,6 +152,8 @@ class Command:
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 pipe.close()
+        if error is not None:
+            print(self.text)
 
     def _read(self) -> None:
         assert self.process.stdout is not None
