@@ -29,10 +29,8 @@ LINKS = {
     "links": {"POTLUCK_USE_SHARED_MEMORY": "no"},
     "python links": {"POTLUCK_USE_SHARED_MEMORY": "no", "POTLUCK_NATIVE": "0"},
 }
-SCENARIOS = (
-    *("idle", "own_context", "load", "amid_a_call", "in_a_handler", "outlived", "processes"),
-    "helpers",
-)
+TOGETHER = "idle,own_context,amid_a_call,in_a_handler,helpers,load,processes"
+"""What one world answers: to start its ranks takes longer than most of these."""
 LONG = pytest.mark.long
 NEEDS_TORCH = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason="torch is not installed"
@@ -44,7 +42,7 @@ EXECUTED = pytest.mark.real_exec
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 
 
-def run_ranks(script: str, scenario: str, folder: Path, variables: dict[str, str]) -> None:
+def run_ranks(script: str, scenarios: str, folder: Path, variables: dict[str, str]) -> None:
     """Two ranks by their variables; all end right, but for rank 0 where it is killed."""
     with reserved_ports(1) as [port]:
         pass
@@ -55,7 +53,7 @@ def run_ranks(script: str, scenario: str, folder: Path, variables: dict[str, str
         with open(folder / f"output-{rank}", "wb") as output:
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, str(SCRIPTS / script), scenario, str(folder)],
+                    [sys.executable, str(SCRIPTS / script), scenarios, str(folder)],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
@@ -71,15 +69,15 @@ def run_ranks(script: str, scenario: str, folder: Path, variables: dict[str, str
                 os.killpg(process.pid, SIGKILL)
             process.wait()
     output = "\n".join((folder / f"output-{rank}").read_text() for rank in range(2))
-    assert codes == [-signal.SIGKILL if scenario == "outlived" else 0, 0], output
+    assert codes == [-signal.SIGKILL if scenarios == "outlived" else 0, 0], output
 
 
 def run_job(
-    script: str, scenario: str, folder: Path, workers: int, variables: dict[str, str]
+    script: str, scenarios: str, folder: Path, workers: int, variables: dict[str, str]
 ) -> None:
     """The same as a job of ``potluck run``."""
     program = Path(sys.executable).with_name("potluck")
-    command = [str(program), "run", "--workers", str(workers), str(SCRIPTS / script), scenario]
+    command = [str(program), "run", "--workers", str(workers), str(SCRIPTS / script), scenarios]
     done = subprocess.run(
         [*command, str(folder)],
         capture_output=True,
@@ -92,37 +90,47 @@ def run_job(
 
 @EXECUTED
 @pytest.mark.parametrize("links", LINKS)
-@pytest.mark.parametrize("scenario", [*SCENARIOS, pytest.param("much_load", marks=LONG)])
+@pytest.mark.parametrize(
+    "scenarios",
+    [
+        pytest.param(TOGETHER, id="ranks that live"),
+        "outlived",
+        pytest.param("much_load", marks=LONG),
+    ],
+)
 def test_a_forked_child_is_refused_and_the_ranks_go_on(
-    scenario: str, links: str, tmp_path: Path
+    scenarios: str, links: str, tmp_path: Path
 ) -> None:
     if links != "links" and not native.available:
         pytest.skip("without the native core all of these are the same")
-    run_ranks("forking.py", scenario, tmp_path, LINKS[links])
+    run_ranks("forking.py", scenarios, tmp_path, LINKS[links])
 
 
 @NEEDS_TORCH
 @pytest.mark.parametrize(
-    ("scenario", "method"),
+    ("scenarios", "method", "links"),
     [
-        pytest.param("group", "env://", marks=EXECUTED),
-        *(("group", "potluck://"), ("loader", "env://"), ("loader", "potluck://")),
-        *(("outlived", "env://"), ("outlived", "potluck://")),
+        pytest.param("group,loader,spawned_loader", "env://", "shared memory", marks=EXECUTED),
+        ("group,loader", "potluck://", "links"),
+        ("outlived", "env://", "shared memory"),
+        ("outlived", "potluck://", "shared memory"),
     ],
 )
 def test_so_it_is_with_process_groups_of_torch_and_with_data_loaders(
-    scenario: str, method: str, tmp_path: Path
+    scenarios: str, method: str, links: str, tmp_path: Path
 ) -> None:
-    links = LINKS["links" if (scenario, method) == ("loader", "potluck://") else "shared memory"]
-    run_ranks("forking_torch.py", scenario, tmp_path, links | {"FORKING_INIT": method})
+    run_ranks("forking_torch.py", scenarios, tmp_path, LINKS[links] | {"FORKING_INIT": method})
 
 
 @EXECUTED
 @pytest.mark.parametrize("links", ["shared memory", "links"])
-@pytest.mark.parametrize("scenario", ["idle", "own_context", "load", "reform"])
-def test_so_it_is_in_a_job(scenario: str, links: str, tmp_path: Path) -> None:
-    workers = 3 if scenario == "reform" else 2
-    run_job("forking.py", scenario, tmp_path, workers, LINKS[links])
+@pytest.mark.parametrize(
+    ("scenarios", "workers"),
+    [("idle,own_context,load", 2), ("reform", 3)],
+    ids=["lives", "reforms"],
+)
+def test_so_it_is_in_a_job(scenarios: str, workers: int, links: str, tmp_path: Path) -> None:
+    run_job("forking.py", scenarios, tmp_path, workers, LINKS[links])
 
 
 @NEEDS_TORCH

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from support.quiet_imports import ZYGOTE
+
 SCRIPTS = Path(__file__).parent / "scripts"
 STORE = """
 import torch.distributed as dist
@@ -39,27 +41,43 @@ def test_many_groups_one_after_the_other_leave_nothing_behind(
     run_pair("many_groups.py", str(tmp_path), rounds, links, tmp_path)
 
 
-@pytest.mark.real_exec  # measures the memory of its processes
-@kinds_of_links
+@pytest.mark.parametrize(
+    ("links", "kinds"),
+    [
+        ({}, ["yes", "no"]),
+        pytest.param({"POTLUCK_NATIVE": "0"}, ["yes"], marks=pytest.mark.long),
+    ],
+    ids=["shared memory, native links", "python links"],
+)
 @pytest.mark.parametrize("rounds", [2000, pytest.param(10_000, marks=pytest.mark.long)])
 def test_many_sub_groups_cost_nothing_when_they_are_destroyed(
-    links: dict[str, str], rounds: int, tmp_path: Path
+    links: dict[str, str],
+    kinds: list[str],
+    rounds: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", STORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as store:
         assert store.stdout is not None
-        run_pair("many_subgroups.py", store.stdout.readline().strip(), rounds, links, tmp_path)
+        port = store.stdout.readline().strip()
+        monkeypatch.delenv(ZYGOTE, raising=False)  # they measure their memory: they are executed
+        said = run_pair("many_subgroups.py", port, rounds, links, tmp_path, *kinds)
         store.communicate("", timeout=60)
+    for text in said:
+        assert text.count("nothing is left over") == len(kinds), said
 
 
-def run_pair(script: str, meeting: str, rounds: int, links: dict[str, str], tmp_path: Path) -> None:
-    """Run two ranks of ``script``, which meet at ``meeting``."""
+def run_pair(
+    script: str, meeting: str, rounds: int, links: dict[str, str], tmp_path: Path, *more: str
+) -> list[str]:
+    """Run two ranks of ``script``, which meet at ``meeting``; what each said."""
     variables = {"POTLUCK_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", str(SCRIPTS / script)]
     ranks = [
         subprocess.Popen(
-            [*command, str(rank), meeting, str(rounds)],
+            [*command, str(rank), meeting, str(rounds), *more],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -73,3 +91,4 @@ def run_pair(script: str, meeting: str, rounds: int, links: dict[str, str], tmp_
         for rank in ranks:
             rank.kill()
     assert all("nothing is left over" in text for text in said), said
+    return said

@@ -1,8 +1,9 @@
 """Two ranks, of which rank 0 forks: what its children may not do, and that the ranks go on right.
 
-    forking.py SCENARIO FOLDER
+    forking.py SCENARIO,... FOLDER
 
-Ends with code 0 if all was right. ``FOLDER`` is for notes between the ranks.
+The scenarios one after the other, in one world. Ends with code 0 if all was right. ``FOLDER`` is
+for notes between the ranks.
 """
 
 from __future__ import annotations
@@ -494,4 +495,5 @@ SCENARIOS = {
 
 if __name__ == "__main__":
     with potluck.init(timeout_s=30) as context:
-        SCENARIOS[sys.argv[1]](context)
+        for scenario in sys.argv[1].split(","):
+            SCENARIOS[scenario](context)

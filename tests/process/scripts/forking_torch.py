@@ -1,6 +1,6 @@
 """The same for torch: two ranks of a process group, whose children and DataLoader workers fork.
 
-forking_torch.py SCENARIO FOLDER
+forking_torch.py SCENARIO,... FOLDER
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def group() -> None:
 
 
 def loader() -> None:
-    """Workers that only load, workers that call a collective, and workers by spawn."""
+    """Workers that only load, and workers that call a collective."""
     loads = DataLoader(Samples(), batch_size=4, num_workers=4, persistent_workers=True)
     calls = DataLoader(Samples(add_thousand), batch_size=4, num_workers=4)
     expected = float(sum(range(NUM_SAMPLES)))
@@ -127,9 +127,13 @@ def loader() -> None:
         else:
             raise AssertionError("a worker's collective was not refused")
         exact()
-    if dist.get_rank() == 0:  # its worker imports torch
-        spawned = DataLoader(Samples(), 4, num_workers=1, multiprocessing_context="spawn")
-        assert sum(float(batch.sum()) for batch in spawned) == expected
+
+
+def spawned_loader() -> None:
+    """A worker by spawn: a process of its own, which imports torch."""
+    if dist.get_rank() == 0:
+        loads = DataLoader(Samples(), 4, num_workers=1, multiprocessing_context="spawn")
+        assert sum(float(batch.sum()) for batch in loads) == float(sum(range(NUM_SAMPLES)))
     exact()
 
 
@@ -156,12 +160,13 @@ def outlived() -> None:
     assert time.monotonic() - began < 10
 
 
-SCENARIOS = {each.__name__: each for each in (group, loader, outlived)}
+SCENARIOS = {each.__name__: each for each in (group, loader, spawned_loader, outlived)}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     method = os.environ.get("FORKING_INIT", "env://")
     dist.init_process_group("potluck", init_method=method, timeout=timedelta(seconds=30))
-    SCENARIOS[sys.argv[1]]()
+    for scenario in sys.argv[1].split(","):
+        SCENARIOS[scenario]()
     if sys.argv[1] != "outlived":
         dist.destroy_process_group()

@@ -1,6 +1,8 @@
 """One rank of two: makes sub-groups, uses each for one all_reduce, and destroys it; nothing grows.
 
-many_subgroups.py RANK PORT ROUNDS
+many_subgroups.py RANK PORT ROUNDS SHARED_MEMORY...
+
+Once for each value of POTLUCK_USE_SHARED_MEMORY, one after the other: importing takes the longest.
 """
 
 from __future__ import annotations
@@ -23,7 +25,18 @@ WARM_UP = 300
 def main() -> None:
     rank, port, rounds = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("potluck", store=store, rank=rank, world_size=2)
+    for number, kind in enumerate(sys.argv[4:]):
+        os.environ["POTLUCK_USE_SHARED_MEMORY"] = kind
+        own = dist.PrefixStore(f"{number}", store)
+        dist.init_process_group("potluck", store=own, rank=rank, world_size=2)
+        grown = measure(rank, rounds)
+        dist.barrier()
+        dist.destroy_process_group()
+        print(f"nothing is left over with {kind} ({grown:.0f} bytes a group)")
+
+
+def measure(rank: int, rounds: int) -> float:
+    """By how many bytes this process grows for each group; fails if that is too much."""
     gone = [one(rank, number) for number in range(WARM_UP)]
     gc.collect()
     assert not any(group() for group in gone), "something keeps a group that was destroyed"
@@ -32,6 +45,7 @@ def main() -> None:
     gc.disable()  # nothing waits for the garbage collector
     for number in range(rounds):
         one(rank, number)
+    gc.enable()
     grown = (resident_bytes() - resident) / rounds
     assert held() == before, (held(), before)
     assert grown < 350, f"{grown:.0f} bytes a group"  # 9,000 to 20,000 when groups were kept
@@ -40,9 +54,7 @@ def main() -> None:
     resources = world.communicator._shared
     assert not resources.keyed
     assert len(resources.sequences) <= WARM_UP + rounds, "a number for each name"
-    dist.barrier()
-    dist.destroy_process_group()
-    print(f"nothing is left over ({grown:.0f} bytes a group)")
+    return grown
 
 
 def one(rank: int, number: int) -> weakref.ref[dist.ProcessGroup]:
