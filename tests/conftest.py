@@ -14,14 +14,16 @@ import inspect
 import os
 import random
 import re
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 # Before NumPy is imported, here and in the processes of tests. Ranks are threads and processes that
 # share the processors; the threads that BLAS would add for each of them mostly wait busily for each
@@ -35,6 +37,9 @@ from potluck._core.backends import launchers
 from support.figures import Figures
 from support.jitter import dawdle
 from support.quiet_imports import VARIABLE, ZYGOTE
+
+if TYPE_CHECKING:
+    from support.zygote import Zygote
 
 pytest_plugins = ("support.outcomes",)
 
@@ -180,19 +185,44 @@ def homes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def zygotes(homes: Path) -> Iterator[Path]:
-    """The folder with the sockets of the processes from which those are forked that tests start."""
+def zygotes(homes: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """The folder with the sockets of the processes from which those are forked that tests start.
+    Those of several processes of pytest-xdist are forked from one, but for the rare kind."""
     from support import forked
-    from support.zygote import LIBRARIES, Zygote
+    from support.zygote import LATER, LIBRARIES, Zygote
 
     forked.install(is_pytest=True)
-    started = [Zygote(homes / kind, kind) for kind in LIBRARIES]
+    started = [Zygote(homes / LATER, LATER, is_later=True)]
+    with pytest.MonkeyPatch.context() as environment:
+        if hasattr(request.config, "workerinput"):
+            environment.setenv(ZYGOTE, request.config.workerinput["zygotes"])
+        started += [Zygote(homes / kind, kind) for kind in LIBRARIES if kind != LATER]
     _zygotes.update(each.pid for each in started)
     for each in started:
         each.wait_until_ready()
     yield homes
     for each in started:
         each.close()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """In the controller of pytest-xdist, for each of its processes."""
+    if HAS_TORCH and sys.platform == "linux":
+        from support.zygote import LATER, LIBRARIES, Zygote
+
+        if not _shared:
+            folder = Path(tempfile.mkdtemp(prefix="potluck-zygotes-"))
+            kinds = [kind for kind in LIBRARIES if kind != LATER]
+            _shared.extend(Zygote(folder / kind, kind, is_later=True) for kind in kinds)
+        node.workerinput["zygotes"] = str(_shared[0].path.parent)
+
+
+def pytest_unconfigure() -> None:
+    for each in _shared:
+        each.close()
+    if _shared:
+        shutil.rmtree(_shared[0].path.parent)
 
 
 @pytest.fixture(autouse=True)
@@ -279,6 +309,7 @@ def nothing_is_left(own_environment: Path) -> Iterator[None]:
 _spawned = False
 _began = 0.0
 _zygotes: set[int] = set()
+_shared: list[Zygote] = []
 _others: set[tuple[str, int]] = set()
 """Shared memory of other processes, by path and inode."""
 _TICKS = os.sysconf("SC_CLK_TCK")

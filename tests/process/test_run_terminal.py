@@ -59,6 +59,7 @@ def test_a_training_shows_how_far_it_is_and_never_goes_back(tmp_path: Path, chao
         assert re.search(r"committed samples +320 of 320", terminal.drawn)
 
 
+@pytest.mark.real_exec
 def test_a_script_that_reports_no_samples_shows_none(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import potluck\nctx = potluck.init()\nctx.report(step=7)\nctx.close()\n")

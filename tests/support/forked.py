@@ -3,7 +3,8 @@
 pytest, and each process of a test that has the variable ``ZYGOTE`` (``quiet_imports.py``), start
 programs by it. It forks commands that run this interpreter (``program_of``), with what an execution
 would have given them: arguments, environment, directory, standard streams, session, ignored
-signals, limits, and the namespaces of an agent or of ``ip netns exec``. All else is executed.
+signals, limits, terminal, and the namespaces of an agent or of ``ip netns exec``. All else is
+executed.
 
 What differs: the parent is the zygote, /proc shows the zygote's environment, all processes of a
 zygote hash strings alike, and at its end a process takes apart less of what it has imported, or
@@ -36,7 +37,6 @@ _PARAMETERS = _CODE.co_varnames[1 : _CODE.co_argcount]
 _IN_HOST = ["ip", "netns", "exec"]
 _THEN = ' && exec "$@"'
 _UNUSUAL = {
-    "preexec_fn": None,
     "pass_fds": (),
     "shell": False,
     "gid": None,
@@ -53,10 +53,12 @@ _READ_AT_START = frozenset({"PYTHONPATH", "PYTHONUNBUFFERED", STACKS, ZYGOTE})
 _READ_BY_LIBRARIES = (
     *("LD_", "ATEN_", "MKL_", "ONEDNN_", "DNNL_", "OPENBLAS_", "NPY_", "TORCH_"),
     *("PYTORCH_", "CUDA_", "POTLUCK_BROKER", "POTLUCK_NATIVE", "LANG", "LC_"),
-    *("HF_", "TRANSFORMERS_", "ACCELERATE_", "SKLEARN_", "SCIPY_", "JOBLIB_MULTI"),
+    *("SKLEARN_", "SCIPY_", "JOBLIB_MULTI"),
 )
 """Variables that libraries, and potluck, read while they are loaded. Not those of malloc: they
 change no result."""
+
+_READ_BY_FRONT_ENDS = ("HF_", "TRANSFORMERS_", "ACCELERATE_")
 
 LIMITS = tuple(name for name in dir(resource) if name.startswith("RLIMIT_"))
 _POTLUCK = "from potluck.cli.main import app; app()"
@@ -64,13 +66,16 @@ _FRONT_END = re.compile(r"^ *(?:from|import) (?:accelerate|lightning|transformer
 NAMESPACES = ("mnt", "net", "uts", "ipc")
 
 
-def library_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Those of ``environment`` by which processes differ from the moment they have imported torch;
-    not those of NCCL, which torchrun sets."""
+def library_variables(environment: Mapping[str, str], kind: str) -> dict[str, str]:
+    """Those of ``environment`` by which processes differ from the moment they have imported what a
+    zygote of this kind has; not those of NCCL, which torchrun sets, nor one thread for BLAS, which
+    the zygote has by OMP_NUM_THREADS."""
+    read = _READ_BY_LIBRARIES + (_READ_BY_FRONT_ENDS if kind == "front_ends" else ())
     return {
         name: value
         for name, value in sorted(environment.items())
-        if name.startswith(_READ_BY_LIBRARIES) and not name.startswith("TORCH_NCCL_")
+        if name.startswith(read) and not name.startswith("TORCH_NCCL_")
+        if (name, value) != ("OPENBLAS_NUM_THREADS", "1")
     }
 
 
@@ -93,6 +98,8 @@ def program_of(command: Sequence[str]) -> list[str] | None:
 
 def kind_of(program: Sequence[str]) -> str:
     """The kind of zygote (``zygote.LIBRARIES``) that forks this program."""
+    if program[:2] == ["-m", "support.zygote"]:
+        return program[2]
     if Path(program[0]).name == "potluck" or program[1:2] == [_POTLUCK]:
         return "commands"
     script = next((word for word in program if word not in ("-P", "-u")), "")
@@ -206,6 +213,9 @@ def _request_of(given: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     if any(given.get(name, usual) != usual for name, usual in _UNUSUAL.items()):
         return None
+    takes_terminal = getattr(given["preexec_fn"], "__name__", "") == "take_terminal"
+    if given["preexec_fn"] is not None and not takes_terminal:
+        return None
     words = [os.fspath(word) for word in command]
     environment = dict(os.environ if given["env"] is None else given["env"])
     host, before, is_worker = "", list[str](), False
@@ -231,7 +241,7 @@ def _request_of(given: Mapping[str, Any]) -> dict[str, Any] | None:
     paths = environment.get("PYTHONPATH", "").split(os.pathsep)
     if any(Path(path, "sitecustomize.py").exists() for path in paths):
         return None
-    if changed - _READ_AT_START or library_variables(environment) != known:
+    if changed - _READ_AT_START or library_variables(environment, kind) != known:
         return None
     ignored = {n for n in signal.valid_signals() if signal.getsignal(n) is signal.SIG_IGN}
     if is_worker:
@@ -239,6 +249,7 @@ def _request_of(given: Mapping[str, Any]) -> dict[str, Any] | None:
     return {
         "parent": os.getpid(),
         "ends_with_parent": is_worker or not given["start_new_session"],
+        "takes_terminal": takes_terminal,
         "namespaces": {name: os.readlink(f"/proc/self/ns/{name}") for name in NAMESPACES},
         "host": host,
         "before": before,

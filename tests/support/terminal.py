@@ -16,7 +16,6 @@ import tempfile
 import termios
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from support.quiet_imports import STACKS
@@ -24,6 +23,12 @@ from support.quiet_imports import STACKS
 assert sys.platform != "win32"  # which has no such terminals
 
 DEADLINE_S = 200.0
+
+
+def take_terminal() -> None:
+    """As ``preexec_fn`` of a process with a session of its own: the terminal at its stdin becomes
+    that of the session. ``forked.Popen`` knows it by name."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 class Terminal:
@@ -42,7 +47,7 @@ class Terminal:
             env=os.environ
             | {"TERM": "xterm", "COLUMNS": "100", "LINES": "40", STACKS: self._stacks.name},
             start_new_session=True,
-            preexec_fn=partial(fcntl.ioctl, 0, termios.TIOCSCTTY, 0),
+            preexec_fn=take_terminal,
         )
         os.close(slave)
 

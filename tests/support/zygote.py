@@ -33,6 +33,8 @@ from types import ModuleType
 from typing import Any
 
 from support import forked, quiet_imports
+from support.quiet_imports import ZYGOTE
+from support.terminal import take_terminal
 
 assert sys.platform == "linux", "it forks, into namespaces"
 
@@ -52,10 +54,12 @@ LIBRARIES = {
     ),
 }
 """What each kind of zygote has imported, of what is installed. Commands and agents of potluck run
-without torch. Few tests need ``LATER``, which imports when it is first asked."""
+without torch. Few tests need ``LATER``."""
 
 LATER = "front_ends"
 LIBRARIES[LATER] = (*LIBRARIES["scripts"], *LIBRARIES[LATER])
+
+_PROGRAM = ["-m", "support.zygote"]
 
 _NAME_BYTES = 4096
 """How much of a command line /proc shows of a forked process."""
@@ -66,30 +70,28 @@ _MS_BIND, _MS_REC, _MS_SLAVE, _MNT_DETACH = 1 << 12, 1 << 14, 1 << 19, 2
 
 
 class Zygote:
-    """A zygote of a kind of ``LIBRARIES``, started; ``path`` is its socket."""
+    """A zygote of a kind of ``LIBRARIES``, started; ``path`` is its socket. With ``is_later`` it
+    imports when it is first asked. Forked, where there is a zygote already."""
 
-    def __init__(self, path: Path, kind: str) -> None:
+    def __init__(self, path: Path, kind: str, *, is_later: bool = False) -> None:
         self.path = path
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(path))
         self._listener.listen(64)
         variables = {k: v for k, v in os.environ.items() if not k.startswith("POTLUCK_")}
+        variables.pop(ZYGOTE, None)
         if kind == LATER:
             variables["HF_HUB_OFFLINE"] = "1"
-        known = forked.library_variables(variables)
+        known = forked.library_variables(variables, kind)
         path.with_suffix(".json").write_text(json.dumps(known))
         self._ready, tell = os.pipe()
-        numbers = [self._listener.fileno(), tell]
+        when = "later" if is_later else "now"
         self._popen = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "support.zygote", kind, *map(str, numbers)),
-                " " * _NAME_BYTES,
-            ],
+            [sys.executable, *_PROGRAM, kind, when, " " * _NAME_BYTES],
             cwd=Path(__file__).parents[1],
             env=variables,
-            stdin=subprocess.DEVNULL,
-            pass_fds=numbers,
-            start_new_session=True,
+            stdin=self._listener.fileno(),
+            stdout=tell,
         )
         self._listener.close()
         os.close(tell)
@@ -202,6 +204,8 @@ def become(request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
     os.closerange(3, 1024)
+    if request["takes_terminal"]:
+        take_terminal()
     enter(request["parent"], request["namespaces"], request["host"])
     if request["before"]:
         subprocess.run(request["before"], check=True)
@@ -368,23 +372,31 @@ _others: list[str] = []
 
 
 def main() -> None:
+    os.setsid()  # Ctrl-C is for pytest
     end_with_parent()
     atexit.register(end)  # the first, and so the last to be called
-    listener = socket.socket(fileno=int(sys.argv[2]))
-    if sys.argv[1] == LATER:
-        os.close(int(sys.argv[3]))
+    kind, when = sys.argv[1:3]
+    listener = socket.socket(fileno=os.dup(0))
+    if when == "later":
+        tell_ready()
         select.select([listener], [], [])
     gc.disable()
-    for name in LIBRARIES[sys.argv[1]]:
+    for name in LIBRARIES[kind]:
         if find_spec(name.partition(".")[0]):
             importlib.import_module(name)
     own = {*sys.stdlib_module_names, "__main__", "potluck", "support"}
     _others.extend(name for name in sys.modules if name.partition(".")[0] not in own)
     gc.freeze()
     gc.enable()
-    if sys.argv[1] != LATER:
-        os.close(int(sys.argv[3]))
+    tell_ready()
     become_and_run(*serve(listener))
+
+
+def tell_ready() -> None:
+    """Whoever reads what this process writes to stdout finds its end."""
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 1)
+    os.close(null)
 
 
 def is_short_command(command: Sequence[str]) -> bool:
@@ -395,6 +407,10 @@ def is_short_command(command: Sequence[str]) -> bool:
 def become_and_run(request: dict[str, Any], descriptors: list[int]) -> None:
     global _is_interrupted, _exit_code
     become(request, descriptors)
+    if request["command"][:2] == _PROGRAM:
+        tell_ready()
+        become_and_run(*serve(socket.socket(fileno=os.dup(0))))
+        return
     is_first = os.environ.get("RANK", "0") == "0" and not is_short_command(request["command"])
     try:
         run(request["command"])
