@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
+from potluck._core.cluster.jobs.group_agreement import holders
 from potluck._core.cluster.membership import events
 from potluck._core.cluster.membership.failure_detector import Timing
 from potluck._core.cluster.membership.protocol import MembershipProtocol
@@ -282,10 +283,9 @@ class Host:
         if group is not None:
             self._want(node.view, group)
 
-    def _holds_state(self, member: Member, group: JobGroup) -> bool:
+    def _has_settled(self, member: Member, group: JobGroup) -> bool:
         _, worker, settled = self._ready.get(member.node, (0.0, "", 0))
-        has_settled = worker == member.worker and settled == group.epoch
-        return member.worker not in group.entering or has_settled
+        return worker == member.worker and settled == group.epoch
 
     def _has_ended(self, member: Member) -> bool:
         return self._ready.get(member.node, (0.0, "", 0))[1] > member.worker
@@ -307,16 +307,18 @@ class Host:
         members = (*staying, *new)
         if not members:
             return False
-        names: tuple[str, ...] = ()
-        fresh = False
+        settled = {m.worker for m in staying if group is not None and self._has_settled(m, group)}
+        names, fresh = holders(
+            group,
+            members,
+            joined=[member.worker for member in new],
+            heard=settled,
+            ended=[member.worker for member in before if self._has_ended(member)],
+        )
         if group is not None:
-            names = tuple(m.worker for m in staying if self._holds_state(m, group))
-            fresh = not names and all(
-                self._has_ended(m) or (m in staying and m.worker in group.entering) for m in before
-            )
             is_stuck = any(member.node not in view.nodes for member in before)
-            has_settled = bool(group.entering) and len(names) == len(before)
-            if members == before and not is_stuck and not has_settled:
+            have_settled = bool(group.entering) and settled.issuperset(group.entering)
+            if members == before and not is_stuck and not have_settled:
                 return False
         self.handle(events.WantGroup(JOB, members, names, "workers change", fresh))
         return True

@@ -69,6 +69,11 @@ def members(names: str) -> tuple[Member, ...]:
         ("abc", "bc", "b", "", "", "a", "", False),  # c may have got it from a
         ("a", "", "a", "a", "", "", "", False),  # a was started again, or so it seems
         ("a", "", "a", "a", "", "a", "", True),  # it was
+        ("abc", "abc", "bc", "", "", "", "bc", False),  # of a first group none had entered
+        ("abc", "abc", "bc", "", "b", "", "bc", False),  # some had
+        ("abc", "abc", "bc", "c", "", "", "b", False),  # and c was started again
+        ("abc", "abc", "bc", "bc", "", "", "", False),  # a may have got the votes of both
+        ("abc", "abc", "bc", "bc", "", "abc", "", True),  # all were started again
     ],
 )
 def test_who_holds_the_state(

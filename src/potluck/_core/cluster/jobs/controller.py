@@ -118,16 +118,17 @@ class JobController:
         reason, me = names.readable(view.reason), names.called(self._agent.me)
         self.note(f"{reason}; {me} leads the job from now on")
         journal, now = self._journal, time.monotonic()
-        for member in () if before is None else before.members:
-            if member.node not in view.nodes:
-                journal.lost(member.worker, f"worker {member.worker} lost ({reason})", now)
         group = self._groups.group
+        members = () if group is None else tuple(member.worker for member in group.members)
+        for member in () if before is None else before.members:
+            if member.node not in view.nodes and member.worker not in members:
+                journal.lost(member.worker, f"worker {member.worker} lost ({reason})", now)
         if group is not None:
-            members = tuple(member.worker for member in group.members)
             journal.announced(group.epoch, members, ())
+        # The view keeps a group whole of which no worker that is left is known to hold the state.
         places = self.placement.places
         gone = tuple(each.worker for each in places if each.node not in view.nodes)
-        if self.world.is_fixed and gone:
+        if gone:
             self.handle(events.Away(gone, reason))
 
     def close(self) -> None:

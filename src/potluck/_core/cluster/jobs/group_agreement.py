@@ -23,6 +23,8 @@ class GroupAgreement:
         self.group = group
         self._job = job
         self._announced: list[Announce] = []
+        self._joining: set[str] = set()
+        """The announced workers whose present processes have been in no agreed group yet."""
         self._holders: set[str] = set()
         self._ended: set[str] = set()
 
@@ -31,6 +33,8 @@ class GroupAgreement:
     def take(self, event: jobs.Event, joined: int) -> bool:
         """Take ``event`` of a worker that has been a member since epoch ``joined``. Returns
         whether it is the first to show that this worker holds the job's state."""
+        if isinstance(event, worker_link.Entered):
+            self._joining.discard(event.worker)  # its node was away; it had not left its group
         if not self._shows_state(event, joined) or event.worker in self._holders:
             return False
         self._holders.add(event.worker)
@@ -64,6 +68,7 @@ class GroupAgreement:
         """Membership announced a group; returns what to ask of the nodes. ``dead`` are nodes whose
         workers are known to have ended."""
         self._announced.append(action)
+        self._joining |= set(action.joined) - set(action.back)
         if action.world is not None:
             # A fixed world's members hold what they need: the state of the world before is in the
             # script's checkpoint, and no member waits for workers that had it.
@@ -74,7 +79,7 @@ class GroupAgreement:
             kept, fresh = holders(
                 self.group,
                 action.members,
-                joined=action.joined,
+                joined=self._joining,
                 heard=self._holders,
                 ended=self._ended | gone,
             )
@@ -118,16 +123,18 @@ class GroupAgreement:
             if (action.members, action.cut) == (group.members, group.cut):
                 self._announced = before[position + 1 :]
                 self._ended -= set(action.joined)
+                self._joining.difference_update(names)
                 return [Agreed(group.epoch, names, action.epoch)], action.joined
         self._announced = []
-        void = [NotAgreed(action.epoch, group.epoch, reason) for action in before]
+        void = [NotAgreed(each.epoch, group.epoch, reason, each.reason) for each in before]
         return [*void, Agreed(group.epoch, names, 0, reason)], ()
 
     def refused(self, floor: int, reason: str) -> NotAgreed | None:
         """The nodes don't agree on what was announced last; None if nothing was."""
         if not self._announced:
             return None
-        return NotAgreed(self._announced.pop().epoch, floor, reason)
+        action = self._announced.pop()
+        return NotAgreed(action.epoch, floor, reason, action.reason)
 
 
 def holders(
@@ -141,12 +148,17 @@ def holders(
     """Which of ``members``, announced to follow ``group``, hold the job's state; and whether the
     job may begin afresh: none of them does, and all that did are known to have ended.
 
-    ``joined`` are new in it, ``heard`` were heard to hold the state, ``ended`` have ended.
+    ``joined`` are new in it, ``heard`` were heard to hold the state, ``ended`` have ended. Of a
+    first group every member counts as a holder: they begin with the same state, and a step needs
+    the votes of all. So a member that has left the group knows all that was committed in it, also
+    if it had never entered it.
     """
     if group is None:
         return (), False
     staying = {member.worker for member in members} - set(joined)
-    known = set(heard) | {m.worker for m in group.members if m.worker not in group.entering}
+    is_first = len(group.entering) == len(group.members)
+    entering = () if is_first else group.entering
+    known = set(heard) | {m.worker for m in group.members if m.worker not in entering}
     kept = tuple(m.worker for m in group.members if m.worker in staying & known)
     may_go_on = {m.worker for m in group.members} - set(ended)
     return kept, not kept and may_go_on <= staying & set(group.entering)

@@ -64,9 +64,11 @@ def objection_to(want: WantGroup, view: View) -> str:
         return ""
     before = {member.worker for member in group.members if member.node in view.nodes}
     if not before & set(want.kept):
+        may_hold = [m for m in group.members if m.worker not in group.entering] or group.members
+        names = [f"worker {member.worker} on {member.node}" for member in may_hold]
         return (
             f"no worker of its group of epoch {group.epoch} is left to say what was committed; "
-            "their nodes may still go on"
+            f"their nodes may still go on: {', '.join(names[:8])}"
         )
     return ""
 

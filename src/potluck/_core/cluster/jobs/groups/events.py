@@ -44,12 +44,13 @@ class Agreed:
 
 @dataclass(frozen=True, slots=True)
 class NotAgreed:
-    """The nodes did not agree on the group that was announced as ``announced``. A later one needs
-    an epoch above ``floor``."""
+    """The nodes did not agree on the group that was announced as ``announced`` because of
+    ``cause``. A later one needs an epoch above ``floor``."""
 
     announced: int
     floor: int
     reason: str
+    cause: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +102,10 @@ Event = (
 @dataclass(frozen=True, slots=True)
 class Announce:
     """Have the nodes agree on the group of these ``members`` (in rank order), of which the
-    ``joined`` were not in the group before. ``epoch`` is provisional: it names this announcement
-    until ``Agreed`` gives the group's real epoch. ``world`` is the number of the fixed world that
-    the members form, None if they are elastic. ``cut``: the pairs of them that can't reach each
-    other."""
+    ``joined`` were not in the group before; of these, ``back`` have been in an earlier group with
+    their present process. ``epoch`` is provisional: it names this announcement until ``Agreed``
+    gives the group's real epoch. ``world`` is the number of the fixed world that the members form,
+    None if they are elastic. ``cut``: the pairs of them that can't reach each other."""
 
     epoch: int
     members: tuple[Member, ...]
@@ -112,6 +113,7 @@ class Announce:
     reason: str
     world: int | None = None
     cut: tuple[tuple[str, str], ...] = ()
+    back: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from potluck._core.wire.worker_link import Lost, ProbeReply
 def lost(turn: Turn, event: Lost) -> None:
     worker = turn.state.worker(event.worker)
     if worker.member is not None and worker.phase in (Phase.EVICTED, Phase.AWAY):
-        turn.update(worker.name, phase=Phase.READY)
+        turn.update(worker.name, phase=Phase.READY, after=event.epoch)
     group = turn.state.group(event.epoch)
     if worker.phase is not Phase.MEMBER or group is None:
         return

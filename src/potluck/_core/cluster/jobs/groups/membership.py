@@ -192,12 +192,22 @@ class _Turn(Turn):
         if worker.phase is Phase.EVICTED and event.after_epoch < worker.entered:
             return  # repeated by its node; since then it has asked for nothing
         if worker.phase in (Phase.STARTING, Phase.READY, Phase.EVICTED, Phase.AWAY):
-            self.update(worker.name, phase=Phase.READY, member=event.member)
+            self.asks(event)
             if self.state.ready_since is None and not self.state.groups:
                 self.change(ready_since=self.now)
+        elif worker.phase is Phase.MEMBER and _is_another_process(worker, event):
+            # Its group was agreed on under a leader that was lost after it had it started again.
+            reason = f"worker {worker.name} was started again"
+            self.remove({worker.name}, Phase.READY, certain=True, reason=reason)
+            self.asks(event)
         elif worker.phase is Phase.MEMBER and event.after_epoch >= self.state.epoch:
             asked = Lost(worker.name, event.after_epoch, certain=True, cause="asked for a group")
             inquiry.lost(self, asked)
+
+    def asks(self, event: Ready) -> None:
+        """A worker that is in no group asks for one."""
+        phase, after = Phase.READY, event.after_epoch
+        self.update(event.worker, phase=phase, member=event.member, after=after)
 
     def finished(self, worker: WorkerState) -> None:
         if worker.alive and worker.phase is not Phase.STOPPING:
@@ -277,6 +287,7 @@ class _Turn(Turn):
 
     def agreed(self, event: Agreed) -> None:
         """The nodes' view has the group, maybe in another epoch, maybe without some workers."""
+        self.change(num_refused=0)
         state = self.state
         if event.announced:
             for worker in state.workers:
@@ -301,14 +312,24 @@ class _Turn(Turn):
             self.change(epoch=max(state.epoch, event.epoch), groups=groups, broken="")
 
     def not_agreed(self, event: NotAgreed) -> None:
-        """Announce again, after a moment: whatever is in the way may take its time."""
+        """Announce again, after a moment: whatever is in the way may take its time, but not for
+        ever."""
         newest = self.state.newest_group
         groups = tuple(group for group in self.state.groups if group.epoch != event.announced)
         self.change(groups=groups, epoch=max(self.state.epoch, event.floor))
         if newest is not None and newest.epoch == event.announced:
-            again = self.now + self.state.policy.agree_again_s
-            self.change(broken=event.reason, not_before=again)
-            self.actions.append(Note(f"epoch {event.announced} is void: {event.reason}"))
+            policy, num_refused = self.state.policy, self.state.num_refused + 1
+            self.change(
+                broken=event.cause or event.reason,
+                not_before=self.now + policy.agree_again_s,
+                num_refused=num_refused,
+            )
+            if num_refused == 1:
+                self.actions.append(Note(f"epoch {event.announced} is void: {event.reason}"))
+            elif num_refused >= policy.max_refused:
+                seconds, names = num_refused * policy.agree_again_s, ", ".join(newest.members)
+                text = f"the machines agreed on no group of worker {names} for {seconds:g} s"
+                self.fail(JobFailure("", f"{text}: {event.reason}"))
 
     def away(self, names: Iterable[str], reason: str) -> None:
         """Nothing is heard of these till their nodes are back. A job that ends waits for none."""
@@ -408,7 +429,8 @@ class _Turn(Turn):
         groups = self.state.groups[-1:] if self.all_entered() else self.state.groups
         self.change(epoch=epoch, groups=(*groups, group), broken="", mended="", ready_since=None)
         joined = tuple(worker.name for worker in joining)
-        self.actions.append(Announce(epoch, places, joined, reason, cut=cut))
+        back = tuple(worker.name for worker in joining if worker.after)
+        self.actions.append(Announce(epoch, places, joined, reason, cut=cut, back=back))
 
     def all_entered(self) -> bool:
         """Whether every member of the newest group has reported that it entered it."""
@@ -416,3 +438,9 @@ class _Turn(Turn):
         return newest is not None and all(
             worker.entered >= newest.epoch for worker in self.state.having(Phase.MEMBER)
         )
+
+
+def _is_another_process(worker: WorkerState, event: Ready) -> bool:
+    """Whether ``event`` is of a process of a member that is in no group, not even an earlier one,
+    and listens elsewhere than the member."""
+    return event.after_epoch == 0 and worker.member is not None and event.port != worker.member.port

@@ -19,6 +19,8 @@ _CAUSE_S = 4.0
 """A worker may fail this long before the nodes know that another's machine is lost: 3 s, and some
 time on the way."""
 _CAUSE_S_LOCAL = 1.0
+_LEAST_AGREE_S = 10.0
+"""A new leader's first groups may be refused: it has not heard of all workers yet."""
 
 
 Pairs = frozenset[tuple[str, str]]
@@ -90,6 +92,12 @@ class JobPolicy:
             cause_s=_CAUSE_S_LOCAL if spec.is_local else _CAUSE_S,
         )
 
+    @property
+    def max_refused(self) -> int:
+        """How many groups in a row the nodes may disagree on until the job fails: as many as are
+        tried in ``wait_s``, and in 10 s at least."""
+        return int(max(self.wait_s, _LEAST_AGREE_S) / self.agree_again_s)
+
     def restart_delay_s(self, in_vain: int) -> float:
         """How long a restart waits after ``in_vain`` starts in a row that led into no group."""
         if in_vain <= 1:
@@ -104,8 +112,9 @@ class WorkerState:
     ``joined`` is the epoch of the first group of its present membership (0: none yet), ``entered``
     the newest epoch that it reported to have entered, ``in_vain`` how often in a row it died before
     it had entered one, ``attempt`` how often its process was started again, whatever for (-1: never
-    started). ``finished``: it left a group because it was done. ``failed``: it reported that its
-    code raised. ``again``: it waits for the next group of its fixed world."""
+    started). ``after`` is the epoch of the group that its process had left when it asked for one
+    (0: it had been in none). ``finished``: it left a group because it was done. ``failed``: it
+    reported that its code raised. ``again``: it waits for the next group of its fixed world."""
 
     name: str
     phase: Phase = Phase.STARTING
@@ -116,6 +125,7 @@ class WorkerState:
     in_vain: int = 0
     attempt: int = 0
     restart_at: float = 0.0
+    after: int = 0
     finished: bool = False
     failed: bool = False
     again: bool = False
@@ -204,12 +214,13 @@ class State:
     """All that membership knows.
 
     ``groups`` are live, oldest first; the last is the newest. ``broken`` is why the newest
-    group has to be replaced, ``not_before`` when at the earliest (0: at once). ``casualty`` is the
-    last worker that was killed and not replaced. ``ring`` are nodes in the order of the ring that
-    avoids slow links. ``ready_since``: when the first worker was ready for a group while there was
-    none. ``world`` is what the workers were started for. ``cut`` are workers that can't reach each
-    other, ``mended`` is why a new group has more links, ``severed`` are those whose agents can't
-    reach each other either.
+    group has to be replaced, ``not_before`` when at the earliest (0: at once); ``num_refused``: how
+    many groups in a row the nodes did not agree on. ``casualty`` is the last worker that was killed
+    and not replaced. ``ring`` are nodes in the order of the ring that avoids slow links.
+    ``ready_since``: when the first worker was ready for a group while there was none. ``world`` is
+    what the workers were started for. ``cut`` are workers that can't reach each other, ``mended``
+    is why a new group has more links, ``severed`` are those whose agents can't reach each other
+    either.
     """
 
     policy: JobPolicy
@@ -220,6 +231,7 @@ class State:
     num_probes: int = 0
     broken: str = ""
     not_before: float = 0.0
+    num_refused: int = 0
     stopping: str = ""
     interrupted: int = 0
     failure: JobFailure | None = None

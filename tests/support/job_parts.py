@@ -1,0 +1,197 @@
+"""The parts of an agent that its jobs use, for tests that drive the dispatcher of one node: what
+they would do is written down, and the messages of the other nodes are written by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from potluck._core.cluster.code_store.job_folders import JobFolder
+from potluck._core.cluster.code_store.store import CodeStore
+from potluck._core.cluster.code_store.transfer import T
+from potluck._core.cluster.jobs.agent_parts import AgentParts
+from potluck._core.cluster.jobs.dispatcher import JobDispatcher
+from potluck._core.cluster.membership import events
+from potluck._core.cluster.names import NodeNames
+from potluck._core.cluster.sharing.confinement import Confinement
+from potluck._core.cluster.sharing.limits import Limits
+from potluck._core.cluster.topology.hardware import own_versions
+from potluck._core.types import MeasuredPath
+from potluck._core.wire import jobs, peers
+from potluck._core.wire.nodes import JobGroup, View, ViewMember
+from potluck.errors import LinkError
+
+ME, LEADER, EVE = "me", "leader", "eve"
+
+
+class Machine:
+    """The parts of an agent that its jobs use (``AgentParts``): what they would do is written."""
+
+    stands_still, is_banned = "", False
+
+    def __init__(self) -> None:
+        self.view: View | None = None
+        self.sent: list[tuple[str, peers.PeerMessage | peers.RequestContent]] = []
+        self.events: list[events.Event] = []
+        self.notes: list[str] = []
+        self.on_linked: list[object] = []
+        self.on_gone: list[object] = []
+        self.listeners: list[object] = []
+        self.launched: list[str] = []
+        self.over_here: list[tuple[str, bool]] = []
+        self.unreachable: set[str] = set()
+        self.refusals: dict[str, str] = {}
+        self.names = NodeNames(ME, ME)
+        for node in (LEADER, EVE):
+            self.names.met(node, node)
+
+    def parts(self) -> AgentParts:
+        me: Any = self
+        return AgentParts(
+            me=ME,
+            port=1,
+            bind="127.0.0.1",
+            names=self.names,
+            launcher=self.launcher,
+            links=me,
+            plane=me,
+            surveyor=me,
+            offers=me,
+            vouching=me,
+            confinement=Confinement(Limits()),
+            sign=lambda spec: spec,
+            worker_homes=me,
+            broker=me,
+            commands=me,
+            log=me,
+            note=self.note,
+        )
+
+    def on(self, messages: object, take: object) -> None:
+        """Tests call what registers here by themselves."""
+
+    def make(self, job: str) -> Path:
+        return Path(job)
+
+    def remove(self, folder: Path) -> None:
+        """Nothing was made."""
+
+    def send(self, node: str, message: peers.PeerMessage) -> bool:
+        self.sent.append((node, message))
+        return node not in self.unreachable
+
+    async def ask(
+        self, node: str, request: peers.RequestContent, kind: type[T], *, timeout_s: float | None
+    ) -> T:
+        """No node answers."""
+        self.sent.append((node, request))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await asyncio.Event().wait()
+        raise LinkError(f"node {node} did not answer")
+
+    def to_leader(self, message: jobs.ToLeader) -> bool:
+        return self.view is not None and self.send(self.view.leader, message)
+
+    def handle(self, event: events.Event) -> None:
+        self.events.append(event)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def write(self, job: str, line: str) -> None:
+        self.notes.append(line)
+
+    async def written(self) -> None:
+        """The notes are the log."""
+
+    def last_address(self, node: str) -> str:
+        return node
+
+    def introduction(self, node: str) -> peers.Introduction:
+        return peers.Introduction(1, node, bytes(32), 1, own_versions())
+
+    def refusal(self, node: str, starter: str) -> str:
+        return self.refusals.get(node, "")
+
+    objection = refusal
+
+    def refuses(self, spec: jobs.JobSpec) -> str:
+        return self.refusals.get(ME, "")
+
+    async def start_own(self, spec: jobs.JobSpec) -> jobs.JobSpec:
+        return spec
+
+    async def confirm(self, spec: jobs.JobSpec) -> None:
+        """All jobs run."""
+
+    def over(self, spec: jobs.JobSpec, *, has_run: bool = True) -> None:
+        self.over_here.append((spec.job, has_run))
+
+    def listed(self, names: set[str]) -> None:
+        """Nothing ran before."""
+
+    def unsent(self, node: str) -> int:
+        return 0
+
+    def is_dead(self, node: str) -> bool:
+        return False
+
+    def ring(self, nodes: tuple[str, ...]) -> tuple[str, ...]:
+        return ()
+
+    def relayed(self, nodes: tuple[str, ...]) -> frozenset[tuple[str, str]]:
+        return frozenset()
+
+    def paths(self, nodes: set[str]) -> tuple[MeasuredPath, ...]:
+        return ()
+
+    def launcher(
+        self, spec: jobs.JobSpec, folder: JobFolder, worker_home: Path, **how: object
+    ) -> Any:
+        self.launched.append(spec.job)
+        return self
+
+
+def spec(package: bytes, starter: str) -> jobs.JobSpec:
+    return jobs.JobSpec(
+        job="job", script="train.py", package=package, starter=starter, versions=own_versions()
+    )
+
+
+def view(*nodes: str, epoch: int = 3, groups: tuple[JobGroup, ...] = ()) -> View:
+    members = tuple(ViewMember(node, 1, number) for number, node in enumerate(nodes, 1))
+    return View("L", epoch, members, groups)
+
+
+def play(tmp_path: Path, story: Callable[[Machine, JobDispatcher, CodeStore], object]) -> Machine:
+    async def run() -> Machine:
+        machine = Machine()
+        code_store = CodeStore(tmp_path / "home", ME, machine.ask)
+        all_jobs = JobDispatcher(machine.parts(), code_store)
+        try:
+            await story(machine, all_jobs, code_store)  # type: ignore[misc]
+        finally:
+            await all_jobs.close()
+        return machine
+
+    return asyncio.run(run())
+
+
+def install(machine: Machine, all_jobs: JobDispatcher, new: View) -> None:
+    machine.view = new
+    all_jobs.act(events.Install(new, ""))
+
+
+async def package_of(code_store: CodeStore, folder: Path) -> bytes:
+    folder.mkdir()
+    (folder / "train.py").write_text("print('hello')")
+    package, _ = await code_store.take_in(folder, "train.py", ())
+    return package
+
+
+def reports(machine: Machine) -> list[str]:
+    return [to for to, message in machine.sent if isinstance(message, jobs.NodeReport)]
