@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from potluck._core import waiting
 from potluck._core.cluster.code_store.job_folders import KEPT_JOBS, Record
 from potluck._core.cluster.code_store.store import CodeStore
 from potluck._core.cluster.jobs.dispatcher import JobDispatcher
@@ -465,7 +466,7 @@ def test_who_leads_no_more_keeps_no_task_for_the_job(tmp_path: Path) -> None:
         install(machine, all_jobs, view(ME, LEADER))
         before = len(asyncio.all_tasks())
         all_jobs.received(LEADER, jobs.Submit(spec(package, LEADER)))
-        assert len(asyncio.all_tasks()) == before + 1
+        assert len(asyncio.all_tasks()) == before + 2, "the end of the job, and the roll call"
         install(machine, all_jobs, view(LEADER, ME, epoch=4))
         async with asyncio.timeout(20):
             while len(asyncio.all_tasks()) > before:
@@ -583,5 +584,81 @@ def test_a_leader_writes_nothing_over_what_jobs_that_are_over_left(tmp_path: Pat
         for number in range(300):
             all_jobs.received(LEADER, ended(f"train-{number:08x}", 1))
         assert code_store.started.all() == kept
+
+    play(tmp_path, story)
+
+
+def notes_to(machine: Machine, node: str) -> list[str]:
+    return [each.text for to, each in machine.sent if to == node and isinstance(each, jobs.JobNote)]
+
+
+def test_a_job_names_the_machines_and_workers_that_its_beginning_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "FIRST_S", 0.05)
+    monkeypatch.setattr(waiting, "EVERY_S", 0.05)
+
+    async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
+        async def says(part: str) -> None:
+            machine.sent.clear()
+            async with asyncio.timeout(20):
+                while not any(part in text for text in notes_to(machine, LEADER)):
+                    await asyncio.sleep(0)
+
+        package = await package_of(code_store, tmp_path / "code")
+        install(machine, all_jobs, view(ME, LEADER, EVE))
+        all_jobs.received(LEADER, jobs.Submit(spec(package, LEADER)))
+        await says("waiting for leader (leader), me (me), eve (eve) to get ready for the job (")
+        all_jobs.received(ME, jobs.NodeReport("job"))
+        await says("waiting for leader (leader), eve (eve) to get ready for the job (")
+        for node in (LEADER, EVE):
+            all_jobs.received(node, jobs.NodeReport("job"))
+        on = {place.node: place.worker for place in all_jobs._controllers["job"].placement.places}
+        for node in (ME, LEADER):
+            all_jobs.received(node, jobs.WorkerEvent("job", jobs.Started(on[node], 0, 7)))
+        missing = f"worker {on[EVE]} on eve (its process has not started yet)"
+        await says(f"ready: 0 of 3 workers; still waiting for {missing} (")
+        all_jobs.received(EVE, jobs.WorkerEvent("job", jobs.Started(on[EVE], 0, 7)))
+        for node in (ME, LEADER):
+            ready = worker_link.Ready(on[node], port=1, pid=7)
+            all_jobs.received(node, jobs.WorkerEvent("job", ready))
+        missing = f"worker {on[EVE]} on eve (its process 7 runs and has not called potluck.init()"
+        await says(f"ready: 2 of 3 workers; still waiting for {missing}")
+
+    play(tmp_path, story)
+
+
+def test_a_job_begins_without_a_machine_that_leaves_before_it_is_ready(tmp_path: Path) -> None:
+    async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
+        package = await package_of(code_store, tmp_path / "code")
+        install(machine, all_jobs, view(ME, LEADER, EVE))
+        all_jobs.received(LEADER, jobs.Submit(spec(package, LEADER)))
+        for node in (ME, LEADER):
+            all_jobs.received(node, jobs.NodeReport("job"))
+        assert not all_jobs.status(), "eve may get ready"
+        install(machine, all_jobs, view(ME, LEADER, epoch=4))
+        assert phases(all_jobs) == {LEADER: "starting", ME: "starting"}
+        install(machine, all_jobs, view(ME, LEADER, EVE, epoch=5))
+        all_jobs.received(EVE, jobs.NodeReport("job"))
+        assert phases(all_jobs) == {LEADER: "starting", ME: "starting", EVE: "starting"}
+
+    play(tmp_path, story)
+
+
+def test_a_job_is_refused_when_too_few_machines_are_left_before_it_has_begun(
+    tmp_path: Path,
+) -> None:
+    async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
+        package = await package_of(code_store, tmp_path / "code")
+        install(machine, all_jobs, view(ME, LEADER, EVE))
+        three = msgspec.structs.replace(spec(package, LEADER), min_nodes=3)
+        all_jobs.received(LEADER, jobs.Submit(three))
+        machine.sent.clear()
+        install(machine, all_jobs, view(ME, LEADER, epoch=4))
+        [answer] = [each for _, each in machine.sent if isinstance(each, jobs.Submitted)]
+        assert answer.error.startswith("2 of at least 3 machines can run this job")
+        async with asyncio.timeout(20):
+            while all_jobs._controllers:
+                await asyncio.sleep(0)
 
     play(tmp_path, story)

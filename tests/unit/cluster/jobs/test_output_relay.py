@@ -23,6 +23,10 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "EVERY_S", 0.05)
 
 
+def breaks(error: BaseException) -> None:
+    raise error
+
+
 def test_the_missing_are_named_again_until_all_are_there_and_then_a_next_time() -> None:
     async def story() -> list[str]:
         missing, lines, said = ["1", "2"], list[str](), asyncio.Event()
@@ -31,7 +35,9 @@ def test_the_missing_are_named_again_until_all_are_there_and_then_a_next_time() 
             lines.append(line.partition(" (")[0])
             said.set()
 
-        call = RollCall(lambda: f"waiting for {' '.join(missing)}" if missing else "", say)
+        call = RollCall(
+            lambda: f"waiting for {' '.join(missing)}" if missing else "", say, on_broken=breaks
+        )
         for _ in range(2):
             call.begin()
             call.begin()
@@ -52,16 +58,37 @@ def test_the_missing_are_named_again_until_all_are_there_and_then_a_next_time() 
 def test_a_closed_call_says_nothing() -> None:
     async def story() -> None:
         lines: list[str] = []
-        call = RollCall(lambda: "waiting for 1", lines.append)
+        call = RollCall(lambda: "waiting for 1", lines.append, on_broken=breaks)
         call.begin()
         call.close()
         other = asyncio.Event()
-        RollCall(lambda: "waiting for 1", lambda _: other.set()).begin()
+        RollCall(lambda: "waiting for 1", lambda _: other.set(), on_broken=breaks).begin()
         async with asyncio.timeout(WAIT_S):
             await other.wait()
         assert lines == []
 
     asyncio.run(story())
+
+
+def test_a_roll_call_that_breaks_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    def describe() -> str:
+        raise KeyError("no such worker")
+
+    async def story() -> list[BaseException]:
+        errors, reported = list[BaseException](), asyncio.Event()
+
+        def broken(error: BaseException) -> None:
+            errors.append(error)
+            reported.set()
+
+        RollCall(describe, lambda _: None, on_broken=broken).begin()
+        async with asyncio.timeout(WAIT_S):
+            await reported.wait()
+        return errors
+
+    [error] = asyncio.run(story())
+    assert isinstance(error, KeyError)
+    assert "the task roll call broke" in caplog.text
 
 
 SPEC = jobs.JobSpec(

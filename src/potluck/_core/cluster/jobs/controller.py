@@ -81,7 +81,7 @@ class JobController:
         self.has_begun = not is_new
         self.num_interrupts = 0
         self.over = asyncio.Event()
-        self.crash: Exception | None = None
+        self.crash: BaseException | None = None
         self._agent = agent
         self._nodes = set(view.nodes)
         self._reported: set[str] = set()
@@ -91,9 +91,7 @@ class JobController:
         self._journal = Journal(names, time.monotonic())
         self._output = OutputRelay(agent, spec, lambda: spec.starter in self._nodes)
         self._endings = Endings(self._orders, lambda worker: self.state.worker(worker), self.note)
-        self._roll_call = RollCall(
-            lambda: missing_workers(self.state, self._journal, self.placement.label), self.note
-        )
+        self._roll_call = RollCall(self._awaited, self.note, on_broken=self._broke)
         self.state: State
         self._began_at = view.epoch
         self._events: deque[events.Event] = deque()
@@ -149,14 +147,18 @@ class JobController:
                 event = self._events.popleft()
                 self.state, actions = membership.handle(self.state, event, time.monotonic())
                 self._act(actions)
-        except Exception as error:  # not the caller's fault: raised where the end is waited for
-            self.crash = error
-            self.over.set()
+        except Exception as error:  # not the caller's fault
+            self._broke(error)
         finally:
             self._is_handling = False
         self._alarm.set(None if self._is_closed else self.state.next_wakeup())
         if self.state.over:
             self.over.set()
+
+    def _broke(self, error: BaseException) -> None:
+        """End the job by ``error``, which is raised where the end is waited for."""
+        self.crash = error
+        self.over.set()
 
     # The nodes.
 
@@ -167,6 +169,7 @@ class JobController:
 
     def order(self, node: str) -> None:
         """Send ``node`` the job and its places, maybe not for the first time."""
+        self._roll_call.begin()
         self._agent.links.send(node, jobs.Order(self.spec, self.placement.places, self.world))
 
     def offers_changed(self) -> None:
@@ -215,7 +218,9 @@ class JobController:
         group = view.group(self.spec.job)
         if group is not None:
             self._group_installed(group, self._agent.names.readable(view.reason))
-        for node in sorted(self._nodes - set(view.nodes)):
+        left = sorted(self._nodes - set(view.nodes))
+        self._nodes = set(view.nodes)
+        for node in left:
             self._reported.discard(node)
             reason = f"node {self._agent.names.called(node)} left the cluster's view"
             gone = self.placement.at(node)
@@ -224,7 +229,7 @@ class JobController:
                 self.handle(events.Away(tuple(filter(self._knows, gone)), reason))
             elif gone:
                 self.note(reason)
-        self._nodes = set(view.nodes)
+                self._leave_out(node)
         self._output.nodes_changed()
         if self.has_begun:
             self._take_in()
@@ -315,7 +320,7 @@ class JobController:
             self._compare(name, name in alive)
 
     def _leave_out(self, node: str) -> None:
-        """``node``, on which nothing runs yet, lacks something: begin without it."""
+        """``node``, on which nothing runs yet, lacks something or has left: begin without it."""
         self.placement.leave_out(node)
         view = self._agent.plane.view
         objection = "" if view is None else self.placement.objection(view)
@@ -389,8 +394,7 @@ class JobController:
                 facts.pid = pid
                 self._follow_ring()
                 self.handle(msgspec.structs.replace(event, node=node))
-                if not self.state.having(Phase.MEMBER):
-                    self._roll_call.begin()
+                self._roll_call.begin()
             case worker_link.Entered(name, epoch):
                 if self._journal.entered(name, epoch, now) and self.state.world.is_fixed:
                     self._output.note(self._journal.world_formed(now))
@@ -508,6 +512,14 @@ class JobController:
         self._orders.send(action.to, over)
 
     # For people.
+
+    def _awaited(self) -> str:
+        """What the job waits for until its first group has formed, in words; empty if nothing."""
+        if self.has_begun:
+            return missing_workers(self.state, self._journal, self.placement.label)
+        silent = [node for node in self.placement.nodes if node not in self._reported]
+        names = ", ".join(map(self._agent.names.called, silent))
+        return f"waiting for {names} to get ready for the job" if silent else ""
 
     def note(self, text: str) -> None:
         """Show a line to people, and keep it for the summary."""

@@ -1,7 +1,7 @@
 """Lines of a job for people, on their way from the leader to the command that started the job.
 
-``OutputRelay`` passes on the output of the workers; ``RollCall`` names the workers that the first
-group waits for."""
+``OutputRelay`` passes on the output of the workers; ``RollCall`` names the machines and workers
+that the first group waits for."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
+from potluck._core.background import OnBroken, start_task
 from potluck._core.cluster.jobs.agent_parts import AgentParts
 from potluck._core.waiting import Reminder
 from potluck._core.wire import jobs, worker_link
@@ -102,18 +103,21 @@ class OutputRelay:
 
 
 class RollCall:
-    """Runs in the event loop. ``describe()`` names the missing workers; an empty answer ends the
-    roll call. ``note`` gets the lines."""
+    """Runs in the event loop. ``describe()`` names the missing machines or workers; an empty answer
+    ends the roll call. ``note`` gets the lines. ``on_broken(error)``: the roll call broke."""
 
-    def __init__(self, describe: Callable[[], str], note: Callable[[str], None]) -> None:
+    def __init__(
+        self, describe: Callable[[], str], note: Callable[[str], None], *, on_broken: OnBroken
+    ) -> None:
         self._describe = describe
         self._note = note
+        self._on_broken = on_broken
         self._calling: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
-        """Begin, unless it has begun: some worker waits from now on."""
+        """Begin, unless it has begun: the job waits from now on."""
         if self._calling is None or self._calling.done():
-            self._calling = asyncio.create_task(self._call())
+            self._calling = start_task(self._call, name="roll call", on_broken=self._on_broken)
 
     def close(self) -> None:
         """Write no more lines."""

@@ -243,22 +243,26 @@ def status_of(
 
 
 def missing_workers(state: State, journal: Journal, called: Callable[[str], str]) -> str:
-    """The workers that the first group waits for, in words; empty if the group has formed, or no
-    worker is ready."""
-    ready, missing = state.having(Phase.READY), state.having(*EXPECTED)
-    if not ready or not missing or state.having(Phase.MEMBER) or state.stopping:
+    """The workers that the first group waits for, in words; empty if the group has formed. While no
+    worker is ready, those whose processes have not started: a script may never call potluck."""
+    ready, expected = state.having(Phase.READY), state.having(*EXPECTED)
+    starting = (w for w in state.having(Phase.STARTING) if not journal.facts_of(w.name).pid)
+    missing = expected if ready else tuple(starting)
+    if not missing or state.having(Phase.MEMBER) or state.stopping:
         return ""
     call = "init_process_group" if state.world.is_fixed else "potluck.init()"
     found = ", ".join(
         _whereabouts(each, journal.facts_of(each.name).pid, called(each.name), call)
         for each in missing
     )
-    return f"ready: {len(ready)} of {len(ready) + len(missing)} workers; still waiting for {found}"
+    count = f"{len(ready)} of {len(ready) + len(expected)} workers"
+    return f"ready: {count}; still waiting for {found}"
 
 
 def _whereabouts(worker: WorkerState, pid: int, node: str, call: str) -> str:
     where = f" on {node}" if node else ""
     if worker.phase is Phase.WAITING:
         return f"worker {worker.name}{where} (it ended, and is started again)"
-    process = f"its process {pid} runs and" if pid else "it"
-    return f"worker {worker.name}{where} ({process} has not called {call} yet)"
+    if not pid:
+        return f"worker {worker.name}{where} (its process has not started yet)"
+    return f"worker {worker.name}{where} (its process {pid} runs and has not called {call} yet)"
