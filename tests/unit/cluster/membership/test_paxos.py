@@ -105,6 +105,25 @@ def test_one_that_stays_and_does_not_answer_holds_it_up() -> None:
     assert table.members["a"].proposer.expire(1.0).failed == "no answer from c"
 
 
+def test_a_ballot_is_promised_once() -> None:
+    """A number comes again only if a message was doubled, or its proposer forgot that it had used
+    it. A second promise would say less of this member than the first: whom it has promised to since
+    it accepted the proposal of that very ballot."""
+    member, ballot = PaxosInstance("b", View("L", 5, MEMBERS)), (6, "a")
+    prepare = Prepare("L", 5, ballot)
+    (first,) = member.prepare("a", prepare).actions
+    assert first.message == Promise(ballot, None, ("a",))  # type: ignore[union-attr]
+    refusal = Rejected(ballot, ballot, "I promised a newer one")
+    (again,) = member.prepare("a", prepare).actions
+    assert again.message == refusal  # type: ignore[union-attr]
+    proposal = Proposal(ballot, 5, successor("ab", 6))
+    assert member.proposed("a", proposal, "").accept == proposal
+    assert member.acceptor.accept(proposal)
+    (late,) = member.prepare("a", prepare).actions
+    assert late.message == refusal  # type: ignore[union-attr]
+    assert member.acceptor.promised_to == frozenset(), "of none since it accepted"
+
+
 def test_a_minority_decides_nothing() -> None:
     table = Table()
     table.propose("c", "c")
