@@ -29,6 +29,14 @@ def facts_of(labels: Array) -> dict[str, Any]:
     return {"classes": np.unique(labels).tolist(), "label_dtype": labels.dtype.str}
 
 
+def targets_of(y: Any, dtype: Any, *, is_classifier: bool) -> tuple[Array, dict[str, Any]]:
+    """What the samples are trained on: labels, with their facts, or values of this ``dtype``."""
+    if not is_classifier:
+        return column_or_1d(y, warn=True).astype(dtype), {}
+    labels = checked_labels(y)
+    return labels, facts_of(labels)
+
+
 def union(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The sorted classes of all shards, and their dtype, as entries of a fit's state. ValueError if
     they have no order."""

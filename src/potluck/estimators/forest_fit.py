@@ -8,12 +8,10 @@ from typing import Any
 import numpy as np
 from sklearn import ensemble
 from sklearn.base import is_classifier
-from sklearn.utils import column_or_1d
-from sklearn.utils.validation import validate_data
 
 from potluck.estimators import classes, trees
 from potluck.estimators.rounds import DONE, Stage, State, refused
-from potluck.estimators.shards import Array, Shard, column_names, seed_of, weights_of
+from potluck.estimators.shards import Array, Shard, seed_of, weights_of
 from potluck.training.transfer import broadcast_state
 
 
@@ -87,23 +85,13 @@ class ForestFit(classes.ClassFit):
 
     def make_shard(self, X: Any, y: Any, weights: Any) -> Shard:
         model = self.model
-        model._validate_params()
         finite = "allow-nan" if model.__sklearn_tags__().input_tags.allow_nan else True
-        X, y = validate_data(
-            *(model, X, y),
-            dtype=np.float32,
-            ensure_all_finite=finite,
-            ensure_min_samples=0,
-            y_numeric=not self.is_classifier,
+        X, y = self.checked(
+            *(X, y), dtype=np.float32, ensure_all_finite=finite, y_numeric=not self.is_classifier
         )
-        facts = {"names": column_names(model), "nodes": trees.node_format()}
-        if self.is_classifier:
-            y = classes.checked_labels(y)
-            facts |= classes.facts_of(y)
-        else:
-            y = column_or_1d(y, warn=True).astype(np.float64)
+        y, facts = classes.targets_of(y, np.float64, is_classifier=self.is_classifier)
         own = None if weights is None else weights_of(weights, X).astype(np.float64)
-        shard = Shard(X, y, own, facts)
+        shard = Shard(X, y, own, facts | {"nodes": trees.node_format()})
         self.refuse(shard)
         return shard
 

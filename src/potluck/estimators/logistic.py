@@ -10,7 +10,7 @@ import numpy as np
 from scipy.special import expit, log_softmax, softmax
 from sklearn import linear_model
 from sklearn.exceptions import ConvergenceWarning
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import check_is_fitted
 
 from potluck._core.context import DistributedContext
 from potluck.estimators import classes, lbfgs
@@ -19,7 +19,6 @@ from potluck.estimators.shards import (
     Array,
     OnShards,
     Shard,
-    column_names,
     common_dtype,
     weights_of,
 )
@@ -169,11 +168,6 @@ class _Fit(classes.ClassFit):
         return np.concatenate([[loss], gradient.ravel()])
 
     def make_shard(self, X: Any, y: Any, weights: Any) -> Shard:
-        model = self.model
-        model._validate_params()
-        X, y = validate_data(
-            model, X, y, dtype=[np.float64, np.float32], order="C", ensure_min_samples=0
-        )
+        X, y = self.checked(X, y, order="C")
         labels = classes.checked_labels(y)
-        facts = {"names": column_names(model), **classes.facts_of(labels)}
-        return Shard(X, labels, weights_of(weights, X), facts)
+        return Shard(X, labels, weights_of(weights, X), classes.facts_of(labels))

@@ -12,9 +12,8 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.neural_network._base import ACTIVATIONS, DERIVATIVES
 from sklearn.neural_network._stochastic_optimizers import AdamOptimizer, SGDOptimizer
 from sklearn.preprocessing import LabelBinarizer
-from sklearn.utils import column_or_1d, shuffle
+from sklearn.utils import shuffle
 from sklearn.utils._param_validation import StrOptions
-from sklearn.utils.validation import validate_data
 
 from potluck._core import hints
 from potluck._core.context import DistributedContext
@@ -25,7 +24,6 @@ from potluck.estimators.shards import (
     Array,
     OnShards,
     Shard,
-    column_names,
     common_dtype,
     place_of,
     random_of,
@@ -257,21 +255,10 @@ class _Fit(Fit):
 
     def make_shard(self, X: Any, y: Any, weights: Any) -> Shard:
         model = self.model
-        model._validate_params()
+        X, y = self.checked(X, y, dtype=(np.float64, np.float32), y_numeric=not self.is_classifier)
         if np.any(np.atleast_1d(model.hidden_layer_sizes) <= 0):
             raise ValueError(f"hidden_layer_sizes must be > 0, got {model.hidden_layer_sizes}.")
-        X, y = validate_data(
-            *(model, X, y),
-            dtype=(np.float64, np.float32),
-            ensure_min_samples=0,
-            y_numeric=not self.is_classifier,
-        )
-        facts: dict[str, Any] = {"names": column_names(model)}
-        if self.is_classifier:
-            y = classes.checked_labels(y)
-            facts |= classes.facts_of(y)
-        else:
-            y = column_or_1d(y, warn=True).astype(X.dtype)
+        y, facts = classes.targets_of(y, X.dtype, is_classifier=self.is_classifier)
         return Shard(X, y, facts=facts)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from sklearn import decomposition
 from sklearn.utils._param_validation import Interval, StrOptions
-from sklearn.utils.validation import validate_data
 
 from potluck._core.context import DistributedContext
 from potluck.estimators.rounds import DONE, Fit, Stage, State, context_of, from_first
@@ -17,7 +16,6 @@ from potluck.estimators.shards import (
     OnShards,
     Shard,
     blocks,
-    column_names,
     common_dtype,
     merge,
     moments,
@@ -132,10 +130,8 @@ class _Fit(Fit):
         return after
 
     def make_shard(self, X: Any, y: Any, weights: Any) -> Shard:
-        self.model._validate_params()
-        X = validate_data(self.model, X, dtype=[np.float64, np.float32], ensure_min_samples=0)
-        facts = {"moments": moments(X).packed(), "names": column_names(self.model)}
-        return Shard(X, facts=facts)
+        X = self.checked(X)
+        return Shard(X, facts={"moments": moments(X).packed()})
 
 
 def _with_signs(vectors: Array) -> Array:

@@ -20,6 +20,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
+from sklearn.utils.validation import validate_data
 
 from potluck._core.context import DistributedContext
 from potluck._core.context.start import present
@@ -167,6 +168,13 @@ class Fit:
     ) -> None:
         self.model, self.ctx, self.name = model, ctx, type(model).__name__
         self._shard, self._facts = check(ctx, model, lambda: self.make_shard(X, y, weights))
+
+    def checked(self, X: Any, y: Any = "no_validation", **options: Any) -> Any:
+        """The samples, with ``y`` if it is given, after scikit-learn's checks of the model's
+        parameters and of both; ``options`` are those of ``validate_data``."""
+        self.model._validate_params()
+        options = {"dtype": [np.float64, np.float32], "ensure_min_samples": 0, **options}
+        return validate_data(self.model, X, y, **options)
 
     def make_shard(self, X: Any, y: Any, weights: Any) -> Shard:
         """This rank's shard, checked. ValueError or TypeError for what does not fit."""

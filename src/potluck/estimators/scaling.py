@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 from sklearn import preprocessing
-from sklearn.utils.validation import validate_data
 
 from potluck._core.context import DistributedContext
 from potluck.estimators.rounds import DONE, Fit, State, context_of
@@ -15,7 +14,6 @@ from potluck.estimators.shards import (
     Moments,
     OnShards,
     Shard,
-    column_names,
     merge,
     weights_of,
 )
@@ -88,21 +86,16 @@ class _Fit(Fit):
         return {"stage": DONE, "seen": whole.packed(), "weighted": not counts}
 
     def make_shard(self, X: Any, y: Any, weights: Any) -> Shard:
-        model = self.model
-        model._validate_params()
-        X = validate_data(
-            model,
+        X = self.checked(
             X,
             dtype=(np.float64, np.float32, np.float16),
             ensure_all_finite="allow-nan",
-            ensure_min_samples=0,
-            reset=not hasattr(model, "n_samples_seen_"),
+            reset=not hasattr(self.model, "n_samples_seen_"),
         )
         own = None if weights is None else weights_of(weights, X)
         facts = {
             "moments": moments_without_nan(X, own).packed(),
             "counts_samples": own is None,
-            "names": column_names(model),
         }
         return Shard(X, weights=own, facts=facts)
 

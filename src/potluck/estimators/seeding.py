@@ -9,11 +9,10 @@ import numpy as np
 from sklearn import cluster
 from sklearn.cluster import kmeans_plusplus
 from sklearn.utils._openmp_helpers import _openmp_effective_n_threads
-from sklearn.utils.validation import validate_data
 
 from potluck.estimators.assigning import assign, distances
 from potluck.estimators.rounds import Fit
-from potluck.estimators.shards import Array, Shard, column_names, moments, totals_of, weights_of
+from potluck.estimators.shards import Array, Shard, moments, totals_of, weights_of
 from potluck.training.transfer import gather_states
 
 if TYPE_CHECKING:
@@ -45,23 +44,13 @@ class ClusterFit(Fit):
 
     def make_shard(self, X: Any, y: Any, weights: Any) -> Shard:
         model = self.model
-        model._validate_params()
+        X = self.checked(X, order="C", reset=self.is_first)
         model._n_threads = _openmp_effective_n_threads()
-        X = validate_data(
-            model,
-            X,
-            dtype=[np.float64, np.float32],
-            order="C",
-            ensure_min_samples=0,
-            reset=self.is_first,
-        )
         weights = weights_of(weights, X)
         found, wanted = np.shape(model.init), (model.n_clusters, X.shape[1])
         if not isinstance(model.init, str) and found != wanted:
             raise ValueError(f"init has shape {found}; for these samples it must be {wanted}")
-        facts: dict[str, Any] = {"names": column_names(model)}
-        if self.needs_moments:
-            facts["moments"] = moments(X).packed()
+        facts = {"moments": moments(X).packed()} if self.needs_moments else {}
         return Shard(X, weights=weights, facts=facts)
 
     def check_enough(self, rows: list[dict[str, Any]]) -> None:

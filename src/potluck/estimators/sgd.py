@@ -12,7 +12,6 @@ from scipy.special import expit
 from sklearn import linear_model
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils._param_validation import Interval, StrOptions
-from sklearn.utils.validation import validate_data
 
 from potluck._core.context import DistributedContext
 from potluck._core.portable_math import power
@@ -23,7 +22,6 @@ from potluck.estimators.shards import (
     OnShards,
     Place,
     Shard,
-    column_names,
     common_dtype,
     place_of,
     seed_of,
@@ -324,16 +322,9 @@ class _Fit(classes.ClassFit):
 
     def make_shard(self, X: Any, y: Any, weights: Any) -> Shard:
         model, known = self.model, self.known
-        model._validate_params()
-        model._more_validate_params()
         is_first = not hasattr(model, "classes_")
-        X, y = validate_data(
-            *(model, X, y),
-            dtype=[np.float64, np.float32],
-            order="C",
-            ensure_min_samples=0,
-            reset=is_first,
-        )
+        X, y = self.checked(X, y, order="C", reset=is_first)
+        model._more_validate_params()
         labels = classes.checked_labels(y)
         facts = classes.facts_of(labels)
         if self.is_partial:
@@ -355,4 +346,4 @@ class _Fit(classes.ClassFit):
             if len(unknown):
                 raise ValueError(f"y has labels that are not in classes: {unknown.tolist()}")
             facts = classes.facts_of(wanted)
-        return Shard(X, labels, weights_of(weights, X), facts | {"names": column_names(model)})
+        return Shard(X, labels, weights_of(weights, X), facts)

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from sklearn.utils import check_array, check_random_state, gen_batches
 
 from potluck._core.context import DistributedContext
-from potluck.training.own_samples import holding_of, warn_of_equal_samples
-from potluck.training.sampler import Holding
+from potluck.training.sampler import Holding, holding_of, warn_of_equal_samples
 from potluck.training.transfer import gather_states
 
 Array = NDArray[Any]
@@ -112,8 +111,15 @@ def check(
         "weight": float(num if shard.weights is None else shard.weights.sum()),
         "parameters": parameters,
         "held": holding_of(num, columns).row if warns else None,
+        "names": _column_names(model),
         **shard.facts,
     }
+
+
+def _column_names(estimator: Any) -> list[str] | None:
+    """The names of the features that scikit-learn's checks found in a data frame."""
+    names = getattr(estimator, "feature_names_in_", None)
+    return None if names is None else [str(name) for name in names]
 
 
 def _check_values(model: Any) -> None:
@@ -241,12 +247,6 @@ def _difference(ctx: DistributedContext, rows: list[dict[str, Any]]) -> Exceptio
                     f"{other[:100]})"
                 )
     return None
-
-
-def column_names(estimator: Any) -> list[str] | None:
-    """The names of the features that scikit-learn's checks found in a data frame."""
-    names = getattr(estimator, "feature_names_in_", None)
-    return None if names is None else [str(name) for name in names]
 
 
 BLOCK = 1 << 16
