@@ -388,7 +388,6 @@ ELSEWHERE = {
     "cli/bench/crew.py": "its own child's lines",
     "cli/bench/placement.py": "facts of a benchmark's ranks",
     "cluster/code_store/job_folders.py": OWN,
-    "cluster/code_store/results.py": OWN,
     "cluster/code_store/store.py": OWN,
     "cluster/home/node_state.py": OWN,
     "cluster/jobs/dispatcher.py": "`wire.format.decoded`",

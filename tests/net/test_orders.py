@@ -63,7 +63,7 @@ async def order(self, node, spec, view):
         change["starter"] = node_id_of(key.public_key())
         spec = signed(msgspec.structs.replace(spec, **change), key)
         if hasattr(self._agent, "vouching"):
-            self._agent.vouching._ledger.begin(spec)
+            self._agent.vouching.ledger.begin(spec)
     elif what == "again":
         spec = next(iter(seen.values()))
     else:

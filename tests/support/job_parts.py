@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from potluck._core.cluster.code_store.job_folders import JobFolder
+from potluck._core.cluster.code_store.package import T
 from potluck._core.cluster.code_store.store import CodeStore
-from potluck._core.cluster.code_store.transfer import T
 from potluck._core.cluster.jobs.agent_parts import AgentParts
 from potluck._core.cluster.jobs.dispatcher import JobDispatcher
 from potluck._core.cluster.membership import events

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from potluck._core.cluster.code_store.transfer import Ask
+from potluck._core.cluster.code_store.package import Ask
 from potluck._core.wire import peers
 from potluck.errors import LinkError, PotluckError
 

@@ -1,5 +1,5 @@
 // A connection: the framing layer over one link. Frames in, frames out, no policy. The twin of
-// engine/loop/connection.py.
+// engine/loop/connections.py.
 //
 // A connection keeps the state of half-done transfers: a header or payload half read, a frame half
 // written, the free slots of link memory. It never blocks: `read` and `write` go on until the link

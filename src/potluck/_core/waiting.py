@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass
 
 from potluck._core.background import start_thread
 from potluck._core.printable import plain
@@ -25,6 +26,7 @@ def to_stderr(text: str) -> None:
         print(f"potluck: {plain(text)}", file=sys.stderr, flush=True)
 
 
+@dataclass(eq=False, repr=False)
 class Reminder:
     """The reminders of one wait.
 
@@ -33,41 +35,36 @@ class Reminder:
     machine writes it. ``deadline`` is in the time of ``clock``; None: the wait has no deadline.
     """
 
-    def __init__(
-        self,
-        describe: Callable[[], str],
-        deadline: float | None = None,
-        *,
-        say: Callable[[str], None] = to_stderr,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._describe = describe
-        self._deadline = deadline
-        self._say = say
-        self._clock = clock
-        self._began = clock()
+    describe: Callable[[], str]
+    deadline: float | None = None
+    _: KW_ONLY
+    say: Callable[[str], None] = to_stderr
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._began = self.clock()
         self._due = self._began + FIRST_S
 
     def patience(self) -> float:
         """The seconds until a line is due or the deadline passes; at least 0."""
-        until = self._due if self._deadline is None else min(self._due, self._deadline)
-        return max(0.0, until - self._clock())
+        until = self._due if self.deadline is None else min(self._due, self.deadline)
+        return max(0.0, until - self.clock())
 
     @property
     def is_overdue(self) -> bool:
         """Whether the deadline has passed."""
-        return self._deadline is not None and self._clock() >= self._deadline
+        return self.deadline is not None and self.clock() >= self.deadline
 
     def tick(self) -> None:
         """Write a line if it is due."""
-        now = self._clock()
+        now = self.clock()
         if now < self._due or self.is_overdue:
             return
         self._due = now + EVERY_S
-        text = self._describe()
+        text = self.describe()
         if text:
-            left = "" if self._deadline is None else f", {self._deadline - now:.0f} s left"
-            self._say(f"{text} ({now - self._began:.0f} s so far{left})")
+            left = "" if self.deadline is None else f", {self.deadline - now:.0f} s left"
+            self.say(f"{text} ({now - self._began:.0f} s so far{left})")
 
 
 @contextlib.contextmanager

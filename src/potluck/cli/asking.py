@@ -8,6 +8,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import typer
@@ -85,27 +86,23 @@ class Undecided(Protocol):
         """The owner's answer."""
 
 
+@dataclass(eq=False, repr=False)
 class Questions:
     """Asks about one node at a time. ``look`` when there may be new ones, ``remind`` after each
     line of others, so that an open question is the last line, ``answer`` with each line of the
     owner; ``say`` prints."""
 
-    def __init__(
-        self,
-        offers: Undecided,
-        called: Callable[[str], str],
-        user: str,
-        say: Callable[[str], None],
-    ) -> None:
-        self._offers = offers
-        self._called = called
-        self._user = user
-        self._say = say
+    offers: Undecided
+    called: Callable[[str], str]
+    user: str
+    say: Callable[[str], None]
+
+    def __post_init__(self) -> None:
         self._asked = ""
 
     def look(self) -> None:
         """Ask about the first node that is undecided, unless it was asked about last."""
-        waiting = self._offers.undecided()
+        waiting = self.offers.undecided()
         if self._asked in waiting:
             return
         self._asked = waiting[0] if waiting else ""
@@ -114,7 +111,7 @@ class Questions:
 
     def remind(self) -> None:
         """Another line was printed: ask again below it."""
-        if self._asked in self._offers.undecided():
+        if self._asked in self.offers.undecided():
             self._ask()
 
     async def answer(self, line: str) -> None:
@@ -127,13 +124,13 @@ class Questions:
             return
         self._asked = ""
         try:
-            await self._offers.decide(node, is_allowed=word.startswith("y"))
+            await self.offers.decide(node, is_allowed=word.startswith("y"))
         except PotluckError as error:  # it could not be kept, so nothing is decided
-            self._say(str(error))
+            self.say(str(error))
 
     def _ask(self) -> None:
-        name = self._called(self._asked)
-        self._say(f"may scripts of {name} run on this machine, as {self._user}? y or n, then Enter")
+        name = self.called(self._asked)
+        self.say(f"may scripts of {name} run on this machine, as {self.user}? y or n, then Enter")
 
 
 def read_answers(take: Callable[[str], Coroutine[Any, Any, None]]) -> None:

@@ -100,9 +100,8 @@ def init(
 def _make_codes(settings: Settings, count: int, show: Callable[[Sequence[str], int], None]) -> bool:
     """Make ``count`` recovery codes for this home's cluster, and ``show`` them before they count,
     so that none count that nobody has seen. Whether other machines are in the cluster."""
-    from potluck._core.cluster.trust.admissions import new_founding
+    from potluck._core.cluster.trust.admissions import make_codes, new_founding
     from potluck._core.cluster.trust.credentials import load_admissions, load_or_create_identity
-    from potluck._core.cluster.trust.recovery import make_codes
 
     file, me = load_admissions(settings), load_or_create_identity(settings.home)
     admissions, others = file.load(), set[bytes]()

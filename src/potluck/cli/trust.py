@@ -206,7 +206,7 @@ def rotate() -> None:
 
 async def _ask_for_codes(file: AdmissionFile) -> Ed25519PrivateKey:
     """The key that is senior to the founder, of the codes that the person types."""
-    from potluck._core.cluster.trust.recovery import Code, parse_code, recovery_key
+    from potluck._core.cluster.trust.admissions import Code, parse_code, recovery_key
     from potluck.cli.asking import Asker
 
     admissions = file.load()

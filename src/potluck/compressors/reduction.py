@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
@@ -93,6 +94,7 @@ class Residuals:
         return set(self._loose)
 
 
+@dataclass(eq=False, repr=False)
 class Sums:
     """The sums over all ranks of what one step has made, an array at a time.
 
@@ -101,20 +103,14 @@ class Sums:
     ``numbered``: a matrix draws its first random numbers by its place in the step, not by its key.
     """
 
-    def __init__(
-        self,
-        comm: Collectives,
-        residuals: Residuals,
-        step: int,
-        *,
-        error_feedback: bool,
-        numbered: bool = False,
-    ) -> None:
-        self._comm = comm
-        self._residuals = residuals
-        self._step = step
-        self._error_feedback = error_feedback
-        self._numbered = numbered
+    comm: Collectives
+    residuals: Residuals
+    step: int
+    _: KW_ONLY
+    error_feedback: bool
+    numbered: bool = False
+
+    def __post_init__(self) -> None:
         self._matrices: dict[tuple[Compressor, np.dtype[Any]], LowRankSum] = {}
         self._ends: list[Callable[[], object]] = []
 
@@ -132,18 +128,18 @@ class Sums:
         training. ``finish()``, called when the sum is there, gives the result. None if the ``end``
         sums it."""
         residual = None
-        if self._error_feedback:
+        if self.error_feedback:
             sizes = {key: math.prod(shape) for key, shape in shapes.items()}
-            residual = self._residuals.flat(group, sizes, array.dtype)
+            residual = self.residuals.flat(group, sizes, array.dtype)
         if not compressor.needs_matrices:
-            return compressor.exchange(self._comm, array, residual, call).then(lambda _: finish())
+            return compressor.exchange(self.comm, array, residual, call).then(lambda _: finish())
         if residual is not None:
             with np.errstate(over="ignore", invalid="ignore"):
                 residual += array
         key = compressor, array.dtype
         if key not in self._matrices:
-            self._matrices[key] = compressor.matrices(self._residuals.qs, self._step)
-        self._matrices[key].add_all(array, residual, shapes, numbered=self._numbered)
+            self._matrices[key] = compressor.matrices(self.residuals.qs, self.step)
+        self._matrices[key].add_all(array, residual, shapes, numbered=self.numbered)
         self._ends.append(finish)
         return None
 
@@ -155,20 +151,20 @@ class Sums:
         starts.
         """
         every = list(self._matrices.values())
-        first = [self._comm.all_reduce(each.begin()) for each in every]
+        first = [self.comm.all_reduce(each.begin()) for each in every]
 
         def finish() -> None:
             second = []
             for each, pending in zip(every, first, strict=True):
                 pending.wait()
-                second.append(self._comm.all_reduce(each.turn()))
+                second.append(self.comm.all_reduce(each.turn()))
             for each in every:
                 each.lose_all()
             for pending in second:
                 pending.wait()
             for each in every:
-                self._residuals.qs = self._residuals.qs | each.qs()
-                each.decode_all(self._comm)
+                self.residuals.qs = self.residuals.qs | each.qs()
+                each.decode_all(self.comm)
             for follow in self._ends:
                 follow()
 

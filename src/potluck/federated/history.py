@@ -89,35 +89,31 @@ def as_plain(report: RoundReport) -> dict[str, Any]:
     return found
 
 
+@dataclass(eq=False, repr=False)
 class Kept:
     """The rounds of one run in the directory ``directory``: parameters, reports, and the state of
     the aggregation, deadlines, limits and privacy loss. An aggregation with a state of its own has
     ``state_dict()`` and ``load_state_dict(state)``, of arrays, numbers and text."""
 
-    def __init__(
-        self,
-        directory: Path | str,
-        aggregation: Aggregation,
-        deadlines: Deadlines,
-        limits: Range | None,
-        loss: PrivacyLoss,
-    ) -> None:
-        self._store = CheckpointStore(directory, keep=2)
-        self._aggregation = aggregation
-        self._deadlines = deadlines
-        self._limits = limits
-        self._loss = loss
+    directory: Path | str
+    aggregation: Aggregation
+    deadlines: Deadlines
+    limits: Range | None
+    loss: PrivacyLoss
+
+    def __post_init__(self) -> None:
+        self._store = CheckpointStore(self.directory, keep=2)
 
     def save(self, parameters: Parameters, reports: Sequence[RoundReport]) -> None:
         """After a round. CheckpointError if it can't be written."""
         state = {
-            "aggregation": type(self._aggregation).__name__,
+            "aggregation": type(self.aggregation).__name__,
             "parameters": parameters,
             "reports": [as_plain(each) for each in reports],
-            "own": getattr(self._aggregation, "state_dict", dict)(),
-            "seconds": list(self._deadlines.seconds),
-            "limits": None if self._limits is None else self._limits.state_dict(),
-            "loss": self._loss.state_dict(),
+            "own": getattr(self.aggregation, "state_dict", dict)(),
+            "seconds": list(self.deadlines.seconds),
+            "limits": None if self.limits is None else self.limits.state_dict(),
+            "loss": self.loss.state_dict(),
         }
         self._store.save(state, len(reports))
 
@@ -136,7 +132,7 @@ class Kept:
             ) from error
 
     def _restored(self, state: Any, initial: Parameters) -> tuple[Parameters, list[RoundReport]]:
-        name = type(self._aggregation).__name__
+        name = type(self.aggregation).__name__
         if state["aggregation"] != name:
             raise ValueError(f"its aggregation is {state['aggregation']}, not {name}")
         parameters = checked(state["parameters"], "its parameters")
@@ -144,12 +140,12 @@ class Kept:
         if why:
             raise ValueError(f"its parameters do not fit the initial ones: {why}")
         reports = [_report(each) for each in state["reports"]]
-        if hasattr(self._aggregation, "load_state_dict"):
-            self._aggregation.load_state_dict(state["own"])
-        self._deadlines.seconds.extend(map(float, state["seconds"]))
-        if self._limits is not None and state["limits"] is not None:
-            self._limits.load_state_dict(state["limits"])
-        self._loss.load_state_dict(state["loss"])
+        if hasattr(self.aggregation, "load_state_dict"):
+            self.aggregation.load_state_dict(state["own"])
+        self.deadlines.seconds.extend(map(float, state["seconds"]))
+        if self.limits is not None and state["limits"] is not None:
+            self.limits.load_state_dict(state["limits"])
+        self.loss.load_state_dict(state["loss"])
         return fitted(parameters, initial), reports
 
 

@@ -18,6 +18,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from potluck.checkpoint.state import SUPPORTED
@@ -34,25 +35,23 @@ _COMMIT_S = 1.0
 _log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, repr=False)
 class Primary:
     """For any number of threads; a call holds the lock of all models. It answers while this server
-    is the primary: from ``lead`` until ``step_down``, or until it joins another primary."""
+    is the primary: from ``lead`` until ``step_down``, or until it joins another primary.
 
-    def __init__(
-        self,
-        replica: Replica,
-        *,
-        checkpoints: Checkpoints | None,
-        save_every: int,
-        worker_timeout_s: float,
-    ) -> None:
-        """A worker's lease ends ``worker_timeout_s`` after its last pull, or when it is lost.
-        CheckpointError if this server is alone, has checkpoints, and none is intact."""
-        self.replica = replica
-        self.worker_timeout_s = worker_timeout_s
-        self._changed = replica.changed
-        self._checkpoints = checkpoints
-        self._save_every = save_every
+    A worker's lease ends ``worker_timeout_s`` after its last pull, or when it is lost.
+    CheckpointError if this server is alone, has checkpoints, and none is intact.
+    """
+
+    replica: Replica
+    _: KW_ONLY
+    checkpoints: Checkpoints | None
+    save_every: int
+    worker_timeout_s: float
+
+    def __post_init__(self) -> None:
+        self._changed = self.replica.changed
         self.present: tuple[str, ...] = ()
         """The live servers. Empty while another one is the primary."""
         self._led: int | None = None
@@ -61,8 +60,8 @@ class Primary:
         """By model: the live servers with tensors of it."""
         self._error: PotluckError | None = None
         self._is_save_due = False
-        replica.on_time = self._on_time
-        if len(replica.servers) == 1:
+        self.replica.on_time = self._on_time
+        if len(self.replica.servers) == 1:
             self._start_alone()
 
     # -- the term of this server
@@ -92,8 +91,8 @@ class Primary:
             self._led, self.present, self._where = term, present, {}
             if self._is_alone:
                 self.replica.log.commit(self.replica.log.last)
-                if self._checkpoints is not None:
-                    self._checkpoints.commit(self.replica.checkpoint)
+                if self.checkpoints is not None:
+                    self.checkpoints.commit(self.replica.checkpoint)
             self._look({})
             self._changed.notify_all()
 
@@ -103,8 +102,8 @@ class Primary:
             if self._led is None:
                 return
             self._led, self.present, self._is_save_due = None, (), False
-            if self._checkpoints is not None:
-                self._checkpoints.give_up()
+            if self.checkpoints is not None:
+                self.checkpoints.give_up()
             self.replica.look()
 
     def commit(self, position: Position) -> None:
@@ -164,7 +163,7 @@ class Primary:
     def check_savable(self, layout: Layout, what: str) -> None:
         """ValueError, which begins with ``what``, for a dtype that no checkpoint can hold."""
         for name, (_, dtype) in layout.items():
-            if self._checkpoints is not None and dtype not in SUPPORTED:
+            if self.checkpoints is not None and dtype not in SUPPORTED:
                 raise ValueError(
                     f"{what} has {name!r} of dtype {dtype}, which a checkpoint can't hold: take "
                     "another dtype, or leave out checkpoint="
@@ -251,25 +250,25 @@ class Primary:
     def save(self) -> None:
         """Write a checkpoint now, and wait for it. CheckpointError if it can't be written,
         ValueError without a directory."""
-        if self._checkpoints is None:
+        if self.checkpoints is None:
             raise ValueError("there is no directory for checkpoints: pass checkpoint=DIRECTORY")
         with self._changed:
-            self._checkpoints.await_others(self.worker_timeout_s)  # the checkpoint before
+            self.checkpoints.await_others(self.worker_timeout_s)  # the checkpoint before
             self.begin_save()
-            self._checkpoints.await_others(self.worker_timeout_s)
-            self._checkpoints.await_written()  # held: else a push begins a second write
+            self.checkpoints.await_others(self.worker_timeout_s)
+            self.checkpoints.await_written()  # held: else a push begins a second write
 
     def begin_save(self) -> None:
         """Have all servers write all models; waits until the write before has ended."""
-        if self._checkpoints is None:
+        if self.checkpoints is None:
             self._is_save_due = False
             return
-        self._is_save_due = self._checkpoints.is_under_way
+        self._is_save_due = self.checkpoints.is_under_way
         if not self._is_save_due:
             number = self.replica.checkpoint + 1
             self.replica.decide(Save(number))
             state = self.replica.state(self.replica.log.last.term)
-            self._checkpoints.begin(number, state, is_alone=self._is_alone)
+            self.checkpoints.begin(number, state, is_alone=self._is_alone)
 
     def await_others(self, worker: str, deadline: float) -> list[str]:
         """Wait until the other workers have left or are silent; the names of the others."""
@@ -283,7 +282,7 @@ class Primary:
         """Write the last checkpoint, and wait for it; end the other servers, and wait for them.
         CheckpointError if it can't be written."""
         try:
-            if self._checkpoints is not None and self.replica.models and self.is_open:
+            if self.checkpoints is not None and self.replica.models and self.is_open:
                 self.save()
         finally:
             with self._changed:
@@ -322,7 +321,7 @@ class Primary:
                 break
         for name, model in models.items():
             known = before.get(name, model.version)
-            self._is_save_due |= model.version // self._save_every > known // self._save_every
+            self._is_save_due |= model.version // self.save_every > known // self.save_every
         if self._is_save_due:
             self.begin_save()
 
@@ -347,7 +346,7 @@ class Primary:
                 )
 
     def _start_alone(self) -> None:
-        found = None if self._checkpoints is None else self._checkpoints.load_latest()
+        found = None if self.checkpoints is None else self.checkpoints.load_latest()
         number, state = found or (0, {})
         with self._changed:
             self.replica.restore(state)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from potluck.errors import ProtocolError
@@ -42,26 +43,20 @@ def arguments_of(
     }
 
 
+@dataclass(eq=False, repr=False)
 class Replica:
     """All is changed with the lock ``changed`` held. ``server``, one of ``servers``, is this one;
     each tensor lies on ``copies`` of them. ``presence`` knows the workers."""
 
-    def __init__(
-        self,
-        mode: Mode,
-        optimizer: Optimizer,
-        presence: Presence,
-        server: str = "0",
-        servers: tuple[str, ...] = ("0",),
-        copies: int = 1,
-    ) -> None:
-        self.mode = mode
-        self.optimizer = optimizer
-        self.presence = presence
-        self.server = server
-        self.servers = servers
-        self.copies = copies
-        self.arguments = arguments_of(mode, optimizer, servers, copies)
+    mode: Mode
+    optimizer: Optimizer
+    presence: Presence
+    server: str = "0"
+    servers: tuple[str, ...] = ("0",)
+    copies: int = 1
+
+    def __post_init__(self) -> None:
+        self.arguments = arguments_of(self.mode, self.optimizer, self.servers, self.copies)
         self.changed = threading.Condition(threading.RLock())
         self.log = Log()
         self.models: dict[str, Model] = {}

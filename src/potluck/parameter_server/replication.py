@@ -7,6 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from potluck._core.background import start_thread
@@ -37,6 +38,7 @@ _AWAY = (ServiceLost, ServiceTimeout, UnknownService)
 _log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, repr=False)
 class Replication:
     """From ``start`` until ``is_over()``.
 
@@ -51,23 +53,18 @@ class Replication:
     version. Other servers get a copy. ``replicas`` servers may be without the newest state, since
     each tensor lies on so many others. If more are, all must be live, and go on from the newest
     checkpoint of which the same holds; or from none, if the first of all has none.
+
+    ``remotes`` are the thread's own; ``group()`` is the present group.
     """
 
-    def __init__(
-        self,
-        primary: Primary,
-        checkpoints: Checkpoints | None,
-        remotes: Remotes,
-        group: Callable[[], Group],
-        is_over: Callable[[], bool],
-    ) -> None:
-        """``remotes`` are the thread's own; ``group()`` is the present group."""
-        self._replica = primary.replica
-        self._primary = primary
-        self._checkpoints = checkpoints
-        self._remotes = remotes
-        self._group = group
-        self._is_over = is_over
+    primary: Primary
+    checkpoints: Checkpoints | None
+    remotes: Remotes
+    group: Callable[[], Group]
+    is_over: Callable[[], bool]
+
+    def __post_init__(self) -> None:
+        self._replica = self.primary.replica
         self._num_attempts = 0
         self._epoch = 0
         self._asks = False
@@ -80,7 +77,7 @@ class Replication:
     # -- inside
 
     def _run(self) -> None:
-        while not self._is_over():
+        while not self.is_over():
             try:
                 self.step()
             except _AWAY as error:
@@ -90,31 +87,31 @@ class Replication:
                 if error.type != "StaleTerm":
                     raise
                 _log.info("the servers agree anew: %s", error)
-                self._primary.step_down()
+                self.primary.step_down()
                 time.sleep(_PAUSE_S)
             except CheckpointError as error:
-                self._primary.fail(error)
+                self.primary.fail(error)
                 return
 
     def step(self) -> None:
         """One round: an agreement on a state, or new entries to the other servers. Waits if neither
         is due."""
-        group = self._group()
+        group = self.group()
         if group.epoch != self._epoch:  # a server may have been started again
             self._epoch, self._asks = group.epoch, True
         present = self._present(group)
         if present[:1] != (self._replica.server,):
-            self._primary.step_down()
+            self.primary.step_down()
             time.sleep(_POLL_S)
             return
-        term = self._primary.led
-        if term is not None and present != self._primary.present:
-            if set(present) < set(self._primary.present) and self._are_enough(present):
+        term = self.primary.led
+        if term is not None and present != self.primary.present:
+            if set(present) < set(self.primary.present) and self._are_enough(present):
                 self._lead(term, present)  # the others go on
             else:
                 term = None
         if term is None:
-            self._primary.step_down()
+            self.primary.step_down()
             term = self._next_term(group.epoch)
             self._agree(term, present)
             self._lead(term, present)
@@ -122,7 +119,7 @@ class Replication:
             self._replicate(term)
 
     def _lead(self, term: int, present: tuple[str, ...]) -> None:
-        self._primary.lead(term, present)
+        self.primary.lead(term, present)
         away = [server for server in self._replica.servers if server not in present]
         if away:
             _log.warning(
@@ -148,28 +145,28 @@ class Replication:
     def _replicate(self, term: int) -> None:
         """Append the uncommitted entries on all other servers, and commit them."""
         log, changed = self._replica.log, self._replica.changed
-        others = self._primary.present[1:]
+        others = self.primary.present[1:]
         with changed:
             if not others or not (log.entries or self._asks):
                 changed.wait(_POLL_S)
             committed, last, entries = log.committed, log.last, list(log.entries)
-        is_saving = self._checkpoints is not None and self._checkpoints.is_under_way
+        is_saving = self.checkpoints is not None and self.checkpoints.is_under_way
         if not others or not (entries or self._asks or is_saving):
             return
         replies = self._each(others, "append", term, [*committed], [*last], encode(entries))
         self._asks = False
         if not all(reply["in_step"] for reply in replies.values()):
-            self._primary.step_down()  # and agree anew
+            self.primary.step_down()  # and agree anew
             return
-        self._primary.commit(last)
-        if self._checkpoints is None:
+        self.primary.commit(last)
+        if self.checkpoints is None:
             return
         with changed:
             for server, reply in replies.items():
                 if reply["failure"]:
-                    self._checkpoints.fail(f"on worker {server}: {reply['failure']}")
+                    self.checkpoints.fail(f"on worker {server}: {reply['failure']}")
             # The primary's own is written last: it makes the checkpoint valid.
-            self._checkpoints.commit(min(int(reply["saved"]) for reply in replies.values()))
+            self.checkpoints.commit(min(int(reply["saved"]) for reply in replies.values()))
 
     # -- agreement
 
@@ -259,7 +256,7 @@ class Replication:
 
     def _each(self, servers: Iterable[str], method: str, *args: Any) -> dict[str, Any]:
         """The replies of these servers, called at once."""
-        replies, errors = self._remotes.call_each(
+        replies, errors = self.remotes.call_each(
             method, dict.fromkeys(servers, args), connect_s=CONNECT_S
         )
         if errors:
@@ -268,7 +265,7 @@ class Replication:
 
     def _broken(self, error: BaseException) -> None:
         text = f"the parameter server broke down: {error}"
-        self._primary.fail(error if isinstance(error, PotluckError) else PotluckError(text))
+        self.primary.fail(error if isinstance(error, PotluckError) else PotluckError(text))
 
 
 def _batches(names: Iterable[str], layout: Layout) -> Iterable[list[str]]:

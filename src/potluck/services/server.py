@@ -193,33 +193,27 @@ class _Queue:
             return None
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class Server:
-    """Serves the calls of one process's services."""
+    """Serves the calls of one process's services.
 
-    def __init__(
-        self,
-        *,
-        rank_of: Callable[[str], int],
-        max_bytes: int,
-        memory: Blocks,
-        num_threads: int = NUM_THREADS,
-        max_clients: int = MAX_CLIENTS,
-        stall_s: float = STALL_S,
-        objects_to: Callable[[str], str | None] = lambda node: None,
-    ) -> None:
-        """``rank_of(worker)`` is the worker's present rank, -1 if it has none. ``max_bytes``: the
-        arrays of one call, and of all calls under way together. A client that stops in the middle
-        of a request or reply for ``stall_s`` is dropped. ``objects_to(node)`` is the reason to drop
-        the clients of a node, or None; it is called every second, and at each call."""
-        self._objects_to = objects_to
-        self._rank_of = rank_of
-        self._max_bytes = max_bytes
-        self._memory = memory
-        self._num_threads = num_threads
-        self._max_clients = max_clients
-        self._stall_s = stall_s
+    ``rank_of(worker)`` is the worker's present rank, -1 if it has none. ``max_bytes``: the
+    arrays of one call, and of all calls under way together. A client that stops in the middle
+    of a request or reply for ``stall_s`` is dropped. ``objects_to(node)`` is the reason to drop
+    the clients of a node, or None; it is called every second, and at each call.
+    """
+
+    rank_of: Callable[[str], int]
+    max_bytes: int
+    memory: Blocks
+    num_threads: int = NUM_THREADS
+    max_clients: int = MAX_CLIENTS
+    stall_s: float = STALL_S
+    objects_to: Callable[[str], str | None] = lambda node: None
+
+    def __post_init__(self) -> None:
         self._queues: dict[str, _Queue] = {}
-        self._budget: Budget[_Client] = Budget(max_bytes)
+        self._budget: Budget[_Client] = Budget(self.max_bytes)
         self._lock = threading.Lock()
         self._parking = threading.Lock()
         self._parked: dict[int, _Client] = {}
@@ -268,16 +262,16 @@ class Server:
             return "this process ends"
         with self._lock:
             num, nodes = len(self._clients), [each.caller.node for each in self._clients]
-        if num >= self._max_clients:
-            return f"{self._max_clients} clients are connected to this process, as many as it takes"
-        of_one_node = max(1, self._max_clients // 2)  # which leaves the rest to others
+        if num >= self.max_clients:
+            return f"{self.max_clients} clients are connected to this process, as many as it takes"
+        of_one_node = max(1, self.max_clients // 2)  # which leaves the rest to others
         if caller.node and nodes.count(caller.node) >= of_one_node:
             return f"{of_one_node} clients of this node are connected, as many as one node may have"
         return None
 
     def take(self, link: BulkLink, caller: Caller) -> None:
         """Serve a connection whose greeting has ended."""
-        client = _Client(Channel(link, Request, self._max_bytes, self._memory), caller)
+        client = _Client(Channel(link, Request, self.max_bytes, self.memory), caller)
         try:
             with self._lock:
                 if self._is_closed:
@@ -321,7 +315,7 @@ class Server:
         """With the first service or connection: most contexts have neither."""
         if not self._threads:
             self._poller = poller()
-        while len(self._threads) < self._num_threads:
+        while len(self._threads) < self.num_threads:
             name = f"potluck-service-{len(self._threads)}"
             self._threads.append(start_thread(self._run, name=name, on_broken=lambda error: None))
 
@@ -391,7 +385,7 @@ class Server:
     def _objection_to(self, node: str) -> str | None:
         """Why the clients of ``node`` must be dropped; also if the list of bans can't be read."""
         try:
-            return self._objects_to(node)
+            return self.objects_to(node)
         except Exception as error:
             _log.exception("can't find out whether machine %s is banned", node)
             return f"can't find out whether machine {node} is banned: {error}"
@@ -401,9 +395,9 @@ class Server:
         if objection is not None:
             return SecurityError(objection)
         is_in_a_call = client.is_replying or client.channel.is_receiving
-        if is_in_a_call and now - client.moved_at > self._stall_s:
+        if is_in_a_call and now - client.moved_at > self.stall_s:
             doing = "reading its reply" if client.is_replying else "sending its request"
-            return ProtocolError(f"it stopped {doing} for {self._stall_s:g} s")
+            return ProtocolError(f"it stopped {doing} for {self.stall_s:g} s")
         return None
 
     def _park(self, client: _Client) -> None:
@@ -514,7 +508,7 @@ class Server:
         client.channel.value = None
         caller = client.caller
         try:
-            rank = self._rank_of(caller.worker)
+            rank = self.rank_of(caller.worker)
             call = Call(caller.node, caller.worker, rank, head.service, head.method, head.timeout_s)
             self._share()
             self._check_banned(client)
@@ -539,7 +533,7 @@ class Server:
     def _check_banned(self, client: _Client) -> None:
         """SecurityError if the client's node was banned since it connected."""
         client.checked_at = time.monotonic()
-        if reason := self._objects_to(client.caller.node):
+        if reason := self.objects_to(client.caller.node):
             raise SecurityError(reason)
 
     def _reply(self, client: _Client, answer: Answer) -> None:
@@ -547,9 +541,9 @@ class Server:
             self._check_banned(client)
         try:
             packed = pack(answer.result, "result")
-            if packed.nbytes > self._max_bytes:
+            if packed.nbytes > self.max_bytes:
                 raise ValueError(
-                    f"the arrays of the result take {packed.nbytes} bytes, above {self._max_bytes} "
+                    f"the arrays of the result take {packed.nbytes} bytes, above {self.max_bytes} "
                     "(POTLUCK_MAX_CALL_BYTES)"
                 )
             failure = answer.failure

@@ -22,8 +22,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from potluck.data.reader import ShardReader
 from potluck.data.shards import Samples, ShardedDataset, one_by_one
-from potluck.training.own_samples import OwnSchedule, hashed, holding_of
-from potluck.training.sampler import Holding, Schedule, Share
+from potluck.training.sampler import Holding, OwnSchedule, Schedule, Share, hashed, holding_of
 from potluck.training.shard_order import ShardOrder
 
 Collate = Callable[[list[Any]], Any]

@@ -15,6 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -35,12 +36,11 @@ from potluck.errors import (
 from potluck.training import saving
 from potluck.training.alignment import Alignment
 from potluck.training.noise import NoiseEstimate
-from potluck.training.own_samples import describe_change, warn_of_equal_samples
 from potluck.training.pace import Pace
 from potluck.training.policy import Policy
 from potluck.training.progress import Progress
 from potluck.training.replica import Replica
-from potluck.training.sampler import Holding
+from potluck.training.sampler import Holding, describe_change, warn_of_equal_samples
 from potluck.training.transfer import Expected, broadcast_state, gather_numbers, gather_states
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ def abort_on_error(ctx: DistributedContext) -> Iterator[None]:
         raise
 
 
+@dataclass(eq=False, repr=False)
 class Training:
     """The committed state, the agreement of the group, and what is due between two steps.
 
@@ -87,23 +88,18 @@ class Training:
     no member knows it.
     """
 
-    def __init__(
-        self,
-        ctx: DistributedContext,
-        progress: Progress,
-        replica: Replica,
-        store: CheckpointStore | None,
-        policy: Policy,
-        *,
-        in_rounds: bool = False,
-    ) -> None:
-        self.ctx = ctx
-        self.progress = progress
-        self.policy = policy
-        self.in_rounds = in_rounds
-        self.pace = Pace(policy)
+    ctx: DistributedContext
+    progress: Progress
+    replica: Replica
+    store: CheckpointStore | None
+    policy: Policy
+    _: KW_ONLY
+    in_rounds: bool = False
+
+    def __post_init__(self) -> None:
+        self.pace = Pace(self.policy)
         self.interrupt = Interrupt()
-        self.alignment = Alignment(ctx, progress, replica, policy)
+        self.alignment = Alignment(self.ctx, self.progress, self.replica, self.policy)
         self.has_state = False
         self.history = 0
         self.cause: GroupError | None = None
@@ -120,8 +116,6 @@ class Training:
         self.valid_deals: dict[int, int] = {}
         self.is_restored = self.is_afresh = False
         self.longest_s = 0.0
-        self._replica = replica
-        self._store = store
         self._resolution: Resolution | None = None
         self._agreed = False
         self._tried_at = self._saved_at = -1
@@ -130,7 +124,7 @@ class Training:
     @property
     def has_store(self) -> bool:
         """Whether checkpoints can be written."""
-        return self._store is not None
+        return self.store is not None
 
     @property
     def is_lost(self) -> bool:
@@ -145,7 +139,7 @@ class Training:
         is_aligned = not self.in_rounds and self.alignment.is_unlike
         if is_aligned or not (self.hash_due or due):
             return 0
-        return 1 + int(self._replica.fingerprint()[:15], 16)
+        return 1 + int(self.replica.fingerprint()[:15], 16)
 
     def voted(self, outcome: Commit) -> None:
         """All members of the present group have committed a step or a round."""
@@ -202,15 +196,15 @@ class Training:
         reformed = self.cause is not None or self.newcomers
         if reformed:
             self._agreed = False
-            if self._store is not None and self.cause is not None:
-                self._store.give_up()
+            if self.store is not None and self.cause is not None:
+                self.store.give_up()
             if self.in_rounds:
                 self.ctx.begin_step(-1)
             self.ctx.reform(self.cause)
             self.cause, self.newcomers = None, False
         progress = self.progress
         noise, holding = progress.noise, progress.schedule.holding
-        structure = self._replica.structure()
+        structure = self.replica.structure()
         mine = {
             "standing": (progress.round if self.has_state else -1, self.history, pending),
             "loss": self.last_loss,
@@ -282,7 +276,7 @@ class Training:
                     _log.info("joined at step %d", self.progress.step)
         mine = self._own[ctx.rank :: ctx.world_size]
         if mine:
-            self._replica.restore_own(mine)
+            self.replica.restore_own(mine)
         self._own = []
         self.is_afresh = afresh
         if afresh:
@@ -311,14 +305,14 @@ class Training:
         step = self.progress.step
         is_asked = self.save_due and step != self._saved_at
         is_due = self.is_save_due and step not in (0, self._tried_at)
-        if self._store is None or not (is_asked or is_due):
+        if self.store is None or not (is_asked or is_due):
             self.save_due = False
             return None
         failed: CheckpointError | None = None
         try:
-            own = gather_states(self.ctx, self._replica.capture_own())
+            own = gather_states(self.ctx, self.replica.capture_own())
             state = self.capture() | {"own": own}
-            elsewhere = saving.save(self.ctx, self._store, state, step)
+            elsewhere = saving.save(self.ctx, self.store, state, step)
             failed = CheckpointError(elsewhere) if elsewhere else None
         except CheckpointError as error:
             self._report(error)  # an error of another rank is reported by that rank
@@ -330,16 +324,16 @@ class Training:
 
     def finish_saving(self) -> None:
         """Wait until an asynchronous save has ended; log its error."""
-        if self._store is None:
+        if self.store is None:
             return
         try:
-            self._store.wait()
+            self.store.wait()
         except CheckpointError as error:
             self._report(error)
 
     def compare_at_the_end(self) -> None:
         """Wait for all ranks at the end of the training. Diverged if their parameters differ."""
-        mine = np.frombuffer(bytes.fromhex(self._replica.fingerprint()), np.uint8)
+        mine = np.frombuffer(bytes.fromhex(self.replica.fingerprint()), np.uint8)
         hashes = self.ctx.all_gather(mine.copy()).reshape(-1, len(mine))
         different = [str(rank) for rank, other in enumerate(hashes) if (other != hashes[0]).any()]
         if different:
@@ -351,7 +345,7 @@ class Training:
 
     def capture(self) -> dict[str, Any]:
         """The part of the training's state that is equal on all ranks."""
-        return self.progress.capture() | {"replica": self._replica.capture()}
+        return self.progress.capture() | {"replica": self.replica.capture()}
 
     # ------------------------------------------------------------ inside
 
@@ -377,7 +371,7 @@ class Training:
     def _start_afresh(self) -> int:
         """Choose the rank with the newest checkpoint, which loads it, as no rank has a state.
         Returns that rank."""
-        found = self._store.load_latest() if self._store is not None else None
+        found = self.store.load_latest() if self.store is not None else None
         mine = np.array([found.step if found else -1], np.int64)
         source = int(np.argmax(self.ctx.all_gather(mine).reshape(-1)))
         if found is not None and self.ctx.rank == source:
@@ -395,8 +389,8 @@ class Training:
 
     def _expected(self) -> Expected:
         return Expected(
-            own={"replica": self._replica.capture()},
-            fixed={"replica": self._replica.fixed()},
+            own={"replica": self.replica.capture()},
+            fixed={"replica": self.replica.fixed()},
             max_bytes=self.policy.max_state_bytes,
         )
 
@@ -405,7 +399,7 @@ class Training:
             raise CheckpointError("not the state of an elastic loop")
         self.progress.restore(state)
         try:
-            self._replica.restore(state["replica"])
+            self.replica.restore(state["replica"])
         except (KeyError, TypeError) as error:
             raise CheckpointError(f"not the state of this training: {error!r}") from error
         self._own = state["own"]

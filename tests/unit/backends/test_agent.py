@@ -381,7 +381,7 @@ def test_a_worker_that_can_hear_its_agent_no_more_fails_at_once(
         raise MemoryError("no room")
 
     monkeypatch.setattr(agent_link, "_ORPHAN_S", 600.0)
-    backend._talk._take = broken
+    backend._talk.take = broken
     agent.say(worker_link.Probe(1))  # on its way to the old one
     agent.hear(worker_link.ProbeReply)
     agent.say(worker_link.Probe(2))

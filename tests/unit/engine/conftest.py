@@ -14,9 +14,8 @@ import pytest
 from potluck._core import native
 from potluck._core.engine.arrays.layout import Buffers
 from potluck._core.engine.failures.group_errors import GroupState
-from potluck._core.engine.loop import connection, connections, flow_control, mailbox, plans, running
-from potluck._core.engine.loop.compiled import CompiledPlan
-from potluck._core.engine.loop.running import as_bytes
+from potluck._core.engine.loop import connections, flow_control, mailbox, plans, running
+from potluck._core.engine.loop.running import CompiledPlan, as_bytes
 from potluck._core.engine.work import Work
 from potluck._core.metrics import LinkMeter
 from potluck._core.transport.link import Link
@@ -92,10 +91,10 @@ class _PythonConnections:
         return getattr(self._all, name)
 
     def move(self, route: Any, source: Any) -> None:
-        def routed(link: connection.Connection, frame: Frame) -> connection.Sink:
+        def routed(link: connections.Connection, frame: Frame) -> connections.Sink:
             if frame.kind is Kind.CLOSE:
                 link.has_closed = True
-            return connection.Sink(*route(link.rank, frame))
+            return connections.Sink(*route(link.rank, frame))
 
         self._all.move(routed, lambda link: source(link.rank))
 
@@ -216,8 +215,8 @@ def _python() -> SimpleNamespace:
         receiving=receiving,
         sending=sending,
         add_sending=add_sending,
-        Connection=connection.Connection,
-        BUDGET=connection.BUDGET,
+        Connection=connections.Connection,
+        BUDGET=connections.BUDGET,
         Connections=_PythonConnections,
     )
 

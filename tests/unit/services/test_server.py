@@ -408,7 +408,7 @@ def test_an_idle_connection_keeps_no_array_of_the_call_before(method: str) -> No
 
     memory = Watched()
     with offering(size) as offer:
-        offer.server._memory = memory
+        offer.server.memory = memory
         client = offer.client()
         client.call(Request("s", method, 20.0), arguments(np.zeros(100_000)), soon())
         assert len(memory.taken) == 1

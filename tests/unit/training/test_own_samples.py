@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from potluck.errors import ConfigurationError
-from potluck.training.own_samples import OwnSchedule, describe_change
-from potluck.training.sampler import Batch, Holding, Schedule
+from potluck.training.sampler import Batch, Holding, OwnSchedule, Schedule, describe_change
 
 
 def world(sizes: list[int], batch_size: int, epochs: int = 1) -> list[OwnSchedule]:

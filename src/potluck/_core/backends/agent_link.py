@@ -20,6 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterable
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from potluck._core.background import Tasks, start_task, start_thread, stop, why
@@ -164,25 +165,26 @@ class UnsentFacts:
             )
 
 
+@dataclass(eq=False, repr=False)
 class AgentLink:
-    """The thread that exchanges messages with the agent. Only its loop uses the link."""
+    """The thread that exchanges messages with the agent. Only its loop uses the link.
 
-    def __init__(
-        self,
-        credentials: Credentials,
-        *,
-        take: Callable[[worker_link.FromAgent], worker_link.FromWorker | None],
-        ongoing: Callable[[], tuple[int, Iterable[Hashable]]],
-        on_lost: Callable[[AgentLost], None],
-    ) -> None:
-        """Connect to the agent at POTLUCK_AGENT, as worker POTLUCK_WORKER of POTLUCK_JOB.
-        LinkError, Refused or a SecurityError if that fails.
+    Made, it is connected to the agent at POTLUCK_AGENT, as worker POTLUCK_WORKER of POTLUCK_JOB.
+    LinkError, Refused or a SecurityError if that fails.
 
-        The functions are called on the link's thread: ``take(message)`` for each message of the
-        agent, it may return an answer; ``ongoing()`` every ``LOOK_EVERY_S``, it returns the epoch
-        of the present group and its unfinished operations; ``on_lost(error)`` if the link ends
-        before ``end``.
-        """
+    The functions are called on the link's thread: ``take(message)`` for each message of the
+    agent, it may return an answer; ``ongoing()`` every ``LOOK_EVERY_S``, it returns the epoch
+    of the present group and its unfinished operations; ``on_lost(error)`` if the link ends
+    before ``end``.
+    """
+
+    credentials: Credentials
+    _: KW_ONLY
+    take: Callable[[worker_link.FromAgent], worker_link.FromWorker | None]
+    ongoing: Callable[[], tuple[int, Iterable[Hashable]]]
+    on_lost: Callable[[AgentLost], None]
+
+    def __post_init__(self) -> None:
         self._host, self._port = agent_address()
         job, worker = (os.environ.get(f"POTLUCK_{name}", "") for name in ("JOB", "WORKER"))
         self._hello = Hello(WORKER, job=job, worker=worker)
@@ -191,10 +193,6 @@ class AgentLink:
         self.owner = Owner("this worker's link to its agent")
         self.me = _me()
         _links.add(self)
-        self._take = take
-        self._ongoing = ongoing
-        self._on_lost = on_lost
-        self._credentials = credentials
         self._connected = threading.Event()
         self._failure: Exception | None = None
         self._loop = asyncio.new_event_loop()
@@ -209,7 +207,7 @@ class AgentLink:
         self._thread = start_thread(
             self._run,
             name="potluck-agent-link",
-            on_broken=lambda error: on_lost(_agent_lost(_broke(error))),
+            on_broken=lambda error: self.on_lost(_agent_lost(_broke(error))),
         )
         self._connected.wait()
         if self._failure is not None:
@@ -274,7 +272,7 @@ class AgentLink:
         self._done = asyncio.Event()
         try:
             reader, writer, _ = await aio.connect(
-                self._host, self._port, self._hello, self._credentials
+                self._host, self._port, self._hello, self.credentials
             )
         except (PotluckError, TimeoutError) as error:
             failure = LinkError(f"the agent at {self._host}:{self._port} can't be reached: {error}")
@@ -299,7 +297,7 @@ class AgentLink:
     async def _listen(self, link: _Link) -> None:
         try:
             while True:
-                answer = self._take(await link.receive())
+                answer = self.take(await link.receive())
                 if answer is not None:
                     link.send(answer)
         except PotluckError as error:
@@ -315,12 +313,12 @@ class AgentLink:
         waits = LongWaits()
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            epoch, operations = self._ongoing()
+            epoch, operations = self.ongoing()
             if waits.is_long(operations, time.monotonic()):
                 link.send(worker_link.Waiting(self.worker, epoch))
 
     def _lost(self, cause: str) -> None:
-        self._on_lost(_agent_lost(cause))
+        self.on_lost(_agent_lost(cause))
         self._loop.call_later(_ORPHAN_S, _end_orphan)
 
     def _begin_end(self) -> None:

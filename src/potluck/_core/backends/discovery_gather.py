@@ -19,7 +19,7 @@ import contextlib
 import ipaddress
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from potluck._core.backends.discovery_rules import FirstGroup, NextGroup, in_order, named, rounds
@@ -256,23 +256,20 @@ _GRACE_S = 5.0
 process takes at its own deadline."""
 
 
+@dataclass(eq=False, repr=False)
 class Gathering:
-    """The part of one process in forming a group."""
+    """The part of one process in forming a group.
 
-    def __init__(
-        self,
-        me: Participant,
-        world_size: int,
-        credentials: Credentials,
-        rendezvous: Rendezvous[Joining],
-        search: Search,
-    ) -> None:
-        """``world_size`` is as in HELLO; 0: all processes that are found."""
-        self._me = me
-        self._world_size = world_size
-        self._credentials = credentials
-        self._rendezvous = rendezvous
-        self._search = search
+    ``world_size`` is as in HELLO; 0: all processes that are found.
+    """
+
+    me: Participant
+    world_size: int
+    credentials: Credentials
+    rendezvous: Rendezvous[Joining]
+    search: Search
+
+    def __post_init__(self) -> None:
         self.attempts: list[Attempt] = []
         """The groups that this process agreed to since the last group that it saw complete."""
 
@@ -383,7 +380,7 @@ class Gathering:
 
         ``used`` is the highest epoch that this process knows.
         """
-        if formed.rank_of(self._me.instance) < 0:
+        if formed.rank_of(self.me.instance) < 0:
             raise LinkError(f"{host} formed a group without this process")
         if formed.epoch <= used:
             raise LinkError(f"{host} formed epoch {formed.epoch}; this process is past {used}")
@@ -402,10 +399,10 @@ class Gathering:
         is_after_loss = situation.last.epoch > 0
         probe_at = time.monotonic() + (_FIRST_PROBE_S if is_after_loss else _PROBE_S)
         reminder = Reminder(lambda: self._missing(situation), deadline)
-        self._rendezvous.open()
+        self.rendezvous.open()
         try:
             while True:
-                arrivals = self._rendezvous.arrivals()
+                arrivals = self.rendezvous.arrivals()
                 for arrival in arrivals.values():
                     situation.learn(arrival)
                 joined = list(arrivals)
@@ -425,10 +422,10 @@ class Gathering:
                     self._probe_absent(situation, situation.absent(joined))
                     probe_at = time.monotonic() + _PROBE_S
                 reminder.tick()
-                self._rendezvous.wait(_LOOK_S)
-            return self._form(situation, self._rendezvous.take(situation.chosen(joined)), deadline)
+                self.rendezvous.wait(_LOOK_S)
+            return self._form(situation, self.rendezvous.take(situation.chosen(joined)), deadline)
         finally:
-            self._rendezvous.take(())
+            self.rendezvous.take(())
 
     def _probe_absent(self, situation: Situation, absent: list[str]) -> None:
         for instance in absent:
@@ -440,7 +437,7 @@ class Gathering:
                     situation.refused(participant, error)
 
     def _missing(self, situation: Situation) -> str:
-        joined = list(self._rendezvous.arrivals())
+        joined = list(self.rendezvous.arrivals())
         absent = []
         for instance in situation.absent(joined):
             with contextlib.suppress(KeyError):
@@ -457,7 +454,7 @@ class Gathering:
         them."""
         last = situation.last
         participants = [
-            self._me,
+            self.me,
             *(Participant(each.member.worker, each.member) for each in arrivals),
         ]
         paths = last.paths
@@ -482,7 +479,7 @@ class Gathering:
     def _measure(self, participant: Participant, gatherer: str) -> Reading:
         host = gatherer if _is_there(participant.member.host) else participant.member.host
         try:
-            return self._search.run(_read(participant, host, self._credentials), _READING_S)
+            return self.search.run(_read(participant, host, self.credentials), _READING_S)
         except LinkError:
             return Reading()
 
@@ -491,14 +488,14 @@ class Gathering:
         member = participant.member
         hello = Hello(
             kind,
-            worker=self._me.instance,
-            port=self._me.member.port,
-            world_size=self._world_size,
-            engine=self._me.member.engine,
-            site=self._me.member.site,
+            worker=self.me.instance,
+            port=self.me.member.port,
+            world_size=self.world_size,
+            engine=self.me.member.engine,
+            site=self.me.member.site,
         )
         link, _ = connect(
-            member.host, member.port, hello, self._credentials, deadline=deadline, max_retries=0
+            member.host, member.port, hello, self.credentials, deadline=deadline, max_retries=0
         )
         return link
 

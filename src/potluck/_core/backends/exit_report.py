@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from traceback import print_exception, walk_tb
 from types import TracebackType
@@ -32,6 +33,7 @@ _SIGNS_OF_A_LOSS = (
 """Parts of the texts of RuntimeErrors by which other libraries report a lost connection."""
 
 
+@dataclass(eq=False, repr=False)
 class ExitReport:
     """Reports the end of this worker's script to the agent, from an exception hook and at exit.
 
@@ -40,22 +42,16 @@ class ExitReport:
     loss. ``on_failure(error)`` is called after the report of an error that is no such consequence.
     """
 
-    def __init__(
-        self,
-        talk: AgentLink,
-        *,
-        describe: Callable[[], str],
-        follows: Callable[[BaseException], bool],
-        gives_up: Callable[[BaseException], bool] = lambda _: False,
-        on_failure: Callable[[BaseException], None] = lambda _: None,
-    ) -> None:
+    talk: AgentLink
+    _: KW_ONLY
+    describe: Callable[[], str]
+    follows: Callable[[BaseException], bool]
+    gives_up: Callable[[BaseException], bool] = lambda _: False
+    on_failure: Callable[[BaseException], None] = lambda _: None
+
+    def __post_init__(self) -> None:
         self.has_failed = False
         """Whether a failure was reported. May be set by the owner; then no report follows."""
-        self._talk = talk
-        self._describe = describe
-        self._follows = follows
-        self._gives_up = gives_up
-        self._on_failure = on_failure
         self._previous_hook: Hook = sys.excepthook
         sys.excepthook = self._uncaught
 
@@ -68,27 +64,27 @@ class ExitReport:
             print_exception(kind, error, traceback, limit=limit, chain=False)
         else:
             self._previous_hook(kind, error, traceback)
-        if not self._talk.owner.is_here:  # the script of a forked child raised
+        if not self.talk.owner.is_here:  # the script of a forked child raised
             return
         if isinstance(error, KeyboardInterrupt | AgentLost) or self.has_failed:
             return
         self.has_failed = True
-        secondary = self._follows(error)
-        text = f"{self._describe()} failed: {why(error)}"
-        gave_up = secondary and self._gives_up(error)
-        self._talk.say(
-            worker_link.Failed(self._talk.worker, worker_link.clip(text), secondary, gave_up)
+        secondary = self.follows(error)
+        text = f"{self.describe()} failed: {why(error)}"
+        gave_up = secondary and self.gives_up(error)
+        self.talk.say(
+            worker_link.Failed(self.talk.worker, worker_link.clip(text), secondary, gave_up)
         )
-        self._talk.flush(GOODBYE_S)
+        self.talk.flush(GOODBYE_S)
         if not secondary:
-            self._on_failure(error)
+            self.on_failure(error)
 
     def end(self, *, is_finished: bool) -> None:
         """Report that this worker has finished, if ``is_finished``, and end the link to the
         agent."""
         if is_finished and not self.has_failed:
-            self._talk.finish()
-        self._talk.end()
+            self.talk.finish()
+        self.talk.end()
         if sys.excepthook == self._uncaught:
             sys.excepthook = self._previous_hook
 

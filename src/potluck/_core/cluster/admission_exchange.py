@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection
+from dataclasses import KW_ONLY, dataclass
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -41,6 +42,7 @@ _MAX_QUEUED = 64
 _OPEN = bytes(8)
 
 
+@dataclass(eq=False, repr=False)
 class AdmissionExchange:
     """The exchange of records with linked agents, and the watch over the file.
 
@@ -48,31 +50,21 @@ class AdmissionExchange:
     new)`` is called with all nodes that may not take part, and the new ones, whenever that changes.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        key: Ed25519PrivateKey,
-        file: AdmissionFile,
-        credentials: Credentials,
-        links: PeerLinks,
-        *,
-        watched: Callable[[], Collection[str]],
-        on_barred: Callable[[frozenset[str], frozenset[str]], None],
-        on_note: Callable[[str], None],
-        on_broken: OnBroken,
-    ) -> None:
+    settings: Settings
+    key: Ed25519PrivateKey
+    file: AdmissionFile
+    credentials: Credentials
+    links: PeerLinks
+    _: KW_ONLY
+    watched: Callable[[], Collection[str]]
+    on_barred: Callable[[frozenset[str], frozenset[str]], None]
+    on_note: Callable[[str], None]
+    on_broken: OnBroken
+
+    def __post_init__(self) -> None:
         self.namespaces: dict[str, str] = {}
         """The namespace of the secret that each linked node has."""
-        self._settings = settings
-        self._key = key
-        self._file = file
-        self._credentials = credentials
-        self._links = links
-        self._watched = watched
-        self._on_barred = on_barred
-        self._on_note = on_note
-        self._complain = Complaint(on_note)
-        self._on_broken = on_broken
+        self._complain = Complaint(self.on_note)
         self._known: tuple[bytes, ...] = ()
         self._digest: bytes | None = None
         self._namespace = ""
@@ -83,16 +75,16 @@ class AdmissionExchange:
             _MAX_QUEUED
         )
         self._tasks: list[asyncio.Task[None]] = []
-        links.on(wire.AdmissionMessage, self._received)
-        links.on_linked.append(self._linked)
-        links.on_ended.append(self._ended)
+        self.links.on(wire.AdmissionMessage, self._received)
+        self.links.on_linked.append(self._linked)
+        self.links.on_ended.append(self._ended)
 
     def start(self) -> None:
         """Take part from now on."""
         self._look()
         self._tasks = [
-            start_task(self._watch, name="watching admissions", on_broken=self._on_broken),
-            start_task(self._take, name="taking records", on_broken=self._on_broken),
+            start_task(self._watch, name="watching admissions", on_broken=self.on_broken),
+            start_task(self._take, name="taking records", on_broken=self.on_broken),
         ]
 
     async def close(self) -> None:
@@ -111,7 +103,7 @@ class AdmissionExchange:
 
     def _end_expired(self) -> None:
         try:
-            end_expired(self._file, self._key)
+            end_expired(self.file, self.key)
         except PotluckError as error:
             self._complain(str(error))
 
@@ -122,14 +114,14 @@ class AdmissionExchange:
             self._digest = admissions.digest
             self._known = admissions.fingerprints
             self._told_at = -DIGEST_S
-        if self._credentials.namespace != self._namespace:
-            self._namespace = self._credentials.namespace
+        if self.credentials.namespace != self._namespace:
+            self._namespace = self.credentials.namespace
             self._told_at = -DIGEST_S  # `potluck rotate` waits until all have told it
         self._bar(admissions)
         now = _now()
         if now - self._told_at >= DIGEST_S:
             self._told_at = now
-            for node in self._links.nodes:
+            for node in self.links.nodes:
                 self._tell(node)
         self._want_secret(admissions, now)
 
@@ -138,37 +130,37 @@ class AdmissionExchange:
         if admissions is None:
             return
         roster, at = admissions.roster, now_of(time.time(), admissions.roster)
-        nodes = {*roster.entries, *self._watched(), *self._links.nodes}
+        nodes = {*roster.entries, *self.watched(), *self.links.nodes}
         barred = frozenset(node for node in nodes if not roster.is_admitted(node, at))
         if barred == self._barred:
             return
         words = _parts(admissions, admissions.records)
-        for node in barred & set(self._links.nodes):
+        for node in barred & set(self.links.nodes):
             # So that an honest machine knows why, and stops its part of the work.
-            self._links.drop(node, self._file.objects_to(node) or "it is out", words)
+            self.links.drop(node, self.file.objects_to(node) or "it is out", words)
         new = barred - self._barred
         self._barred = barred
-        self._on_barred(barred, new)
+        self.on_barred(barred, new)
 
     def _want_secret(self, admissions: Admissions | None, now: float) -> None:
         if admissions is None or now - self._wanted_at < ASK_S:
             return
         wanted = admissions.roster.namespace
-        if not wanted or wanted == self._credentials.namespace:
+        if not wanted or wanted == self.credentials.namespace:
             return
         self._wanted_at = now
-        if is_secret_given(self._settings):
+        if is_secret_given(self.settings):
             self._complain(
                 "the cluster's secret was changed; this machine's comes from a variable: change "
                 "POTLUCK_PSK or POTLUCK_PASSPHRASE there"
             )
             return
-        for node in self._links.nodes:
-            self._links.send(node, wire.SecretWanted(wanted, admissions.digest))
+        for node in self.links.nodes:
+            self.links.send(node, wire.SecretWanted(wanted, admissions.digest))
 
     def _load(self) -> Admissions | None:
         try:
-            return self._file.load()
+            return self.file.load()
         except PotluckError as error:
             self._complain(str(error))
             return None
@@ -184,14 +176,14 @@ class AdmissionExchange:
 
     def _tell(self, node: str) -> None:
         digest = _OPEN if self._digest is None else self._digest
-        self._links.send(node, wire.RecordsDigest(digest, self._credentials.namespace))
+        self.links.send(node, wire.RecordsDigest(digest, self.credentials.namespace))
 
     def _received(self, node: str, message: wire.AdmissionMessage) -> None:
         match message:
             case wire.RecordsDigest(digest, namespace):
                 self.namespaces[node] = namespace
                 if digest not in (_OPEN, self._digest) and self._may_ask(node, digest):
-                    self._links.send(node, wire.RecordsWanted(self._known))
+                    self.links.send(node, wire.RecordsWanted(self._known))
             case wire.RecordsWanted(known):
                 self._answer(node, known)
             case wire.SecretWanted(namespace, digest):
@@ -200,7 +192,7 @@ class AdmissionExchange:
                 try:
                     self._queue.put_nowait((node, message))
                 except asyncio.QueueFull:
-                    self._links.drop(node, "it sends records faster than they can be checked")
+                    self.links.drop(node, "it sends records faster than they can be checked")
 
     def _may_ask(self, node: str, digest: bytes) -> bool:
         """At once for a list that this node has not asked for, else now and then."""
@@ -215,12 +207,12 @@ class AdmissionExchange:
         admissions = self._load()
         if admissions is not None:
             for part in _parts(admissions, admissions.missing(known)):
-                self._links.send(node, part)
+                self.links.send(node, part)
 
     def _give_secret(self, node: str, namespace: str, digest: bytes) -> None:
         """Only to a node with the same list. So each holder of a secret also knows all bans that
         its maker knew, and gives it to none of the banned, in whatever order records travel."""
-        if self._file.objects_to(node) is not None or namespace != self._credentials.namespace:
+        if self.file.objects_to(node) is not None or namespace != self.credentials.namespace:
             return
         admissions = self._load()
         if (
@@ -228,7 +220,7 @@ class AdmissionExchange:
             and admissions.roster.namespace == namespace
             and admissions.digest == digest
         ):
-            self._links.send(node, wire.Secret(load_secret(self._settings)))
+            self.links.send(node, wire.Secret(load_secret(self.settings)))
 
     async def _take(self) -> None:
         while True:
@@ -236,35 +228,35 @@ class AdmissionExchange:
             try:
                 await asyncio.to_thread(self._store, message)
             except SecurityError as error:
-                self._on_note(f"cut off {node}: {error}")
-                self._links.drop(node, str(error))
+                self.on_note(f"cut off {node}: {error}")
+                self.links.drop(node, str(error))
             except PotluckError as error:
                 self._complain(str(error))
             self._look()
 
     def _store(self, message: wire.Records | wire.Secret) -> None:
         if isinstance(message, wire.Secret):
-            with self._file.changing() as now:  # no command changes the secret meanwhile
+            with self.file.changing() as now:  # no command changes the secret meanwhile
                 wanted = "" if now is None else now.roster.namespace
-                if namespace_of(message.psk) == wanted and not is_secret_given(self._settings):
-                    change_secret(self._settings.home, message.psk)
+                if namespace_of(message.psk) == wanted and not is_secret_given(self.settings):
+                    change_secret(self.settings.home, message.psk)
             return
-        admissions = self._file.load()
+        admissions = self.file.load()
         if admissions is None:
             # An open cluster was locked. A list without this node is of no use to it.
             locked = Admissions(message.founding, message.records)
-            if locked.roster.is_admitted(self._credentials.node_id, 0.0):
-                self._file.create(message.founding, message.records)
+            if locked.roster.is_admitted(self.credentials.node_id, 0.0):
+                self.file.create(message.founding, message.records)
         elif admissions.founding.cluster == message.founding.cluster:
             recovery = message.founding.recovery
             if recovery is not None and recovery != admissions.founding.recovery:
-                self._file.set_recovery(lambda known: recovery)
-            self._file.add(message.records)
+                self.file.set_recovery(lambda known: recovery)
+            self.file.add(message.records)
         else:
             raise SecurityError(
                 "it has the list of another cluster under the same secret. If the cluster was "
                 "locked on two machines at once, remove the list of one side there: "
-                f"{self._file.path.name} in ~/.potluck"
+                f"{self.file.path.name} in ~/.potluck"
             )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 
 from potluck._core.background import Alarm, OnBroken, start_task, stop
 from potluck._core.cluster.home.node_state import NodeState, PrivateState
@@ -21,38 +22,35 @@ from potluck._core.wire.nodes import NodeMessage, View
 from potluck._core.wire.peers import Introduction
 
 
+@dataclass(eq=False, repr=False)
 class ControlPlane:
     """One node's part in the cluster. ``view`` is the one in use, which is on disk; ``protocol``
-    may be ahead of it."""
+    may be ahead of it.
 
-    def __init__(
-        self,
-        protocol: MembershipProtocol,
-        links: PeerLinks,
-        state: NodeState | PrivateState,
-        *,
-        on_note: Callable[[str], None],
-        on_broken: OnBroken,
-    ) -> None:
-        """``on_broken(error)``: this node takes no part any more."""
-        self.protocol = protocol
+    ``on_broken(error)``: this node takes no part any more.
+    """
+
+    protocol: MembershipProtocol
+    links: PeerLinks
+    state: NodeState | PrivateState
+    _: KW_ONLY
+    on_note: Callable[[str], None]
+    on_broken: OnBroken
+
+    def __post_init__(self) -> None:
         self.view: View | None = None
         self.listeners: list[Callable[[events.Action], None]] = []
-        self._links = links
-        self._state = state
-        self._on_note = on_note
-        self._on_broken = on_broken
         self._saves: asyncio.Queue[events.Save] = asyncio.Queue()
         self._alarm = Alarm(self._tick)
         self._tasks: list[asyncio.Task[None]] = []
-        links.on(NodeMessage, self._received)
-        links.on_linked.append(self._linked)
-        links.on_unreachable.append(self._unreachable)
+        self.links.on(NodeMessage, self._received)
+        self.links.on_linked.append(self._linked)
+        self.links.on_unreachable.append(self._unreachable)
 
     def start(self) -> None:
         """Take part from now on."""
         self._tasks = [
-            start_task(self._save, name="keeping the view", on_broken=self._on_broken),
+            start_task(self._save, name="keeping the view", on_broken=self.on_broken),
         ]
         self._tick()
 
@@ -85,7 +83,7 @@ class ControlPlane:
 
     def to_leader(self, message: ToLeader) -> bool:
         """Send to the leader of the view; False without one."""
-        return self.view is not None and self._links.send(self.view.leader, message)
+        return self.view is not None and self.links.send(self.view.leader, message)
 
     def bar(self, nodes: frozenset[str]) -> None:
         """``nodes`` may not take part, and no others are kept out."""
@@ -102,7 +100,7 @@ class ControlPlane:
             for action in self.protocol.handle(event, asyncio.get_running_loop().time()):
                 self._act(action)
         except Exception as error:
-            self._on_broken(error)
+            self.on_broken(error)
 
     # What happens.
 
@@ -110,7 +108,7 @@ class ControlPlane:
         self.handle(events.Linked(node, introduction.incarnation))
 
     def _received(self, node: str, message: NodeMessage) -> None:
-        said = self._links.introduction(node)
+        said = self.links.introduction(node)
         assert said is not None, "a message came over a link that is not there"
         self.handle(events.Received(node, said.incarnation, message))
 
@@ -122,12 +120,12 @@ class ControlPlane:
         try:
             self._alarm.set(self.protocol.next_wakeup())
         except Exception as error:  # no tick, no heartbeat
-            self._on_broken(error)
+            self.on_broken(error)
 
     async def _save(self) -> None:
         while True:
             save = await self._saves.get()
-            await asyncio.to_thread(self._state.write, save.record)
+            await asyncio.to_thread(self.state.write, save.record)
             self.handle(events.Saved(save.number))
 
     # What was decided.
@@ -135,18 +133,18 @@ class ControlPlane:
     def _act(self, action: events.Action) -> None:
         match action:
             case events.Send(node, message) if node != self.protocol.me:
-                self._links.send(node, message)
+                self.links.send(node, message)
             case events.Save():
                 self._saves.put_nowait(action)
             case events.Install(view, reason):
-                self._on_note(reason)
+                self.on_note(reason)
                 self.view = view
             case events.Leave():
-                self._on_note(action.reason)
+                self.on_note(action.reason)
                 self.view = None
             case events.Pause(reason) | events.Resume(reason) | events.Note(reason):
-                self._on_note(reason)
+                self.on_note(reason)
             case events.GroupRefused(job, _, reason):
-                self._on_note(f"job {job}: {reason}")
+                self.on_note(f"job {job}: {reason}")
         for listen in self.listeners:
             listen(action)

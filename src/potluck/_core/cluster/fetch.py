@@ -23,12 +23,13 @@ from potluck._core.cluster.code_store.job_folders import (
     CODE,
     OUTPUT,
     JobFolders,
+    ResultsClient,
+    ResultsServer,
+    StartedJobs,
     is_result,
     keeping_of,
 )
-from potluck._core.cluster.code_store.package import PackageFile, PackageManifest
-from potluck._core.cluster.code_store.results import ResultsClient, ResultsServer, StartedJobs
-from potluck._core.cluster.code_store.transfer import Ask
+from potluck._core.cluster.code_store.package import Ask, PackageFile, PackageManifest
 from potluck._core.cluster.code_store.wording import size_in_words
 from potluck._core.cluster.home.node_state import find_agent
 from potluck._core.cluster.links.local import call_agent

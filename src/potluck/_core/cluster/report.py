@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 from potluck._core.cluster.admission_exchange import AdmissionExchange
 from potluck._core.cluster.jobs.agent_parts import AgentParts
@@ -19,23 +20,18 @@ from potluck._core.wire.nodes import View
 from potluck.errors import PotluckError
 
 
+@dataclass(eq=False, repr=False)
 class Report:
     """What is known of the nodes; ``notes`` are the newest lines for people."""
 
-    def __init__(
-        self,
-        agent: AgentParts,
-        credentials: Credentials,
-        admissions: AdmissionFile,
-        exchange: AdmissionExchange,
-        notes: Callable[[], Collection[str]],
-    ) -> None:
-        self._agent = agent
-        self._credentials = credentials
-        self._admissions = admissions
-        self._exchange = exchange
-        self._notes = notes
-        agent.commands.on(local.NodesRequest, self._asked)
+    agent: AgentParts
+    credentials: Credentials
+    admissions: AdmissionFile
+    exchange: AdmissionExchange
+    notes: Callable[[], Collection[str]]
+
+    def __post_init__(self) -> None:
+        self.agent.commands.on(local.NodesRequest, self._asked)
 
     async def _asked(self, request: local.NodesRequest, client: Client) -> local.NodesReply:
         return self.status()
@@ -43,32 +39,32 @@ class Report:
     @property
     def limits(self) -> str:
         """What the owner of this machine gives to jobs, in words; empty for all of it."""
-        return self._agent.surveyor.survey.mine.limits
+        return self.agent.surveyor.survey.mine.limits
 
     def status(self) -> local.NodesReply:
         """The cluster as it is seen here now."""
-        protocol = self._agent.plane.protocol
+        protocol = self.agent.plane.protocol
         view = protocol.view
         nodes = self._nodes(view)
-        links = self._agent.surveyor.links({each.node for each in nodes})
+        links = self.agent.surveyor.links({each.node for each in nodes})
         return local.NodesReply(
-            node=self._agent.me,
+            node=self.agent.me,
             pid=os.getpid(),
-            port=self._agent.port,
-            namespace=self._credentials.namespace,
+            port=self.agent.port,
+            namespace=self.credentials.namespace,
             epoch=0 if view is None else view.epoch,
             paused=protocol.paused,
             nodes=nodes,
             links=links,
-            stragglers=stragglers(links, self._agent.names.label),
+            stragglers=stragglers(links, self.agent.names.label),
             banned=self._banned(),
             is_open=self.is_open,
-            events=tuple(self._notes()),
+            events=tuple(self.notes()),
         )
 
     def _banned(self) -> tuple[str, ...]:
         with contextlib.suppress(PotluckError):  # a list that can't be read: nobody is admitted
-            entries = self._admissions.roster.entries
+            entries = self.admissions.roster.entries
             return tuple(sorted(node for node, each in entries.items() if each.role == "revoked"))
         return ()
 
@@ -76,28 +72,28 @@ class Report:
     def is_open(self) -> bool:
         """Whether every holder of the secret is in the cluster."""
         with contextlib.suppress(PotluckError):
-            return self._admissions.load() is None
+            return self.admissions.load() is None
         return False
 
     def _nodes(self, view: View | None) -> tuple[local.NodeInfo, ...]:
         """This node, the nodes of ``view``, and all linked nodes; the members first."""
         seats = () if view is None else view.nodes
-        known = {self._agent.me, *seats, *self._agent.links.nodes}
+        known = {self.agent.me, *seats, *self.agent.links.nodes}
         order = sorted(known, key=lambda node: (node not in seats, node))
         return tuple(self._node(node, view) for node in order)
 
     def _node(self, node: str, view: View | None) -> local.NodeInfo:
-        is_me = node == self._agent.me
-        peer = self._agent.plane.protocol.detector.peers.get(node)
-        introduction = self._agent.links.introduction(node)
-        facts = self._agent.surveyor.facts(node) or NodeFacts(node)
-        offer = self._agent.offers.of(node)
+        is_me = node == self.agent.me
+        peer = self.agent.plane.protocol.detector.peers.get(node)
+        introduction = self.agent.links.introduction(node)
+        facts = self.agent.surveyor.facts(node) or NodeFacts(node)
+        offer = self.agent.offers.of(node)
         return local.NodeInfo(
             node=node,
-            name=introduction.name if introduction else self._agent.names.name(node),
+            name=introduction.name if introduction else self.agent.names.name(node),
             role=_role(node, view),
             link="self" if is_me else peer.status.value if peer else "none",
-            host="" if is_me else self._agent.links.address(node),
+            host="" if is_me else self.agent.links.address(node),
             latency_ms=1000 * peer.latency_s if peer else 0.0,
             python=introduction.versions.python if introduction else "",
             torch=introduction.versions.torch if introduction else "",
@@ -109,11 +105,9 @@ class Report:
             engine=facts.engine,
             site=facts.site,
             limits=facts.limits,
-            runs_for=who_may(offer, self._agent.names.label) if offer else "",
+            runs_for=who_may(offer, self.agent.names.label) if offer else "",
             paused=offer is not None and offer.is_paused,
-            secret=self._credentials.namespace
-            if is_me
-            else self._exchange.namespaces.get(node, ""),
+            secret=self.credentials.namespace if is_me else self.exchange.namespaces.get(node, ""),
         )
 
 

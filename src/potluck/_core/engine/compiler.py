@@ -16,7 +16,7 @@ from potluck._core.collectives.spanning_tree import cut_of
 from potluck._core.engine.arrays import reduction
 from potluck._core.engine.arrays.layout import lay_out
 from potluck._core.engine.call import Call
-from potluck._core.engine.loop.compiled import CompiledPlan
+from potluck._core.engine.loop.running import CompiledPlan
 from potluck._core.engine.request import Request, check, part_of_call
 from potluck._core.types import Group, ReduceOp
 

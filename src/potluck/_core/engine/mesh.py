@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 
 from potluck._core.background import start_thread, why
@@ -119,24 +120,21 @@ class Switchboard:
         return mesh.admit(hello, node)
 
 
+@dataclass(eq=False, repr=False)
 class Mesh:
-    """The Connector of one group over TCP."""
+    """The Connector of one group over TCP.
 
-    def __init__(
-        self,
-        group: Group,
-        switchboard: Switchboard,
-        *,
-        connect_s: float,
-        max_retries: int | None,
-        memory: tuple[int, int] | None,
-    ) -> None:
-        """``connect_s``: how long to try for a link before its rank counts as lost."""
-        self.group = group
-        self._switchboard = switchboard
-        self._connect_s = connect_s
-        self._max_retries = max_retries
-        self._memory = memory
+    ``connect_s``: how long to try for a link before its rank counts as lost.
+    """
+
+    group: Group
+    switchboard: Switchboard
+    _: KW_ONLY
+    connect_s: float
+    max_retries: int | None
+    memory: tuple[int, int] | None
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._calling: set[int] = set()
@@ -152,11 +150,11 @@ class Mesh:
     @property
     def is_native(self) -> bool:
         """Whether its links are the native core's."""
-        return self._switchboard.credentials.is_native
+        return self.switchboard.credentials.is_native
 
     def start(self, deliver: Deliver, fail: Fail) -> None:
         self._deliver, self._fail = deliver, fail
-        self._switchboard.connect_mesh(self)
+        self.switchboard.connect_mesh(self)
 
     def request(self, rank: int) -> None:
         with self._lock:
@@ -186,7 +184,7 @@ class Mesh:
 
     def close(self, error: BaseException) -> None:
         self._refusal = refusal_of(self.group, error)
-        self._switchboard.disconnect_mesh(self, self._refusal)
+        self.switchboard.disconnect_mesh(self, self._refusal)
         self._gives_up_at = time.monotonic() + _PART_S
         with self._lock:
             self._note_silent()
@@ -236,7 +234,7 @@ class Mesh:
     def _call(self, rank: int) -> None:
         """Connect to ``rank``, unless its own call arrives first."""
         error: Exception
-        deadline = time.monotonic() + self._connect_s
+        deadline = time.monotonic() + self.connect_s
         while True:
             try:
                 link = self._connect(rank, deadline)
@@ -290,10 +288,10 @@ class Mesh:
             member.host,
             member.port,
             hello,
-            self._switchboard.credentials,
+            self.switchboard.credentials,
             deadline=deadline,
-            max_retries=self._max_retries,
-            memory=self._memory,
+            max_retries=self.max_retries,
+            memory=self.memory,
             cancelled=self._has_given_up,
         )
         check_node_of(group, rank, link)

@@ -14,9 +14,9 @@ from hashlib import blake2b
 from typing import Any, TypeVar
 
 from potluck._core.engine.call import Call
-from potluck._core.engine.loop.compiled import CompiledPlan
 from potluck._core.engine.loop.native import NativeLoop, engine_of
 from potluck._core.engine.loop.progress import ProgressLoop
+from potluck._core.engine.loop.running import CompiledPlan
 from potluck._core.engine.shm.channel import ChannelMemory
 from potluck._core.engine.shm.group import GroupMemory
 from potluck._core.forks import Owner

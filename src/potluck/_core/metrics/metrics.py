@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Real
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -36,30 +37,26 @@ Row = tuple[list[int], list[int], float, int]
 bytes, sum of seconds, sum of bytes."""
 
 
+@dataclass(eq=False, repr=False)
 class SharedMemoryCounts:
     """Calls through shared memory: the native core's counters of one channel, read on demand.
-    ``rows()`` returns a row for each of ``operations``."""
+    ``rows()`` returns a row for each of ``operations``.
 
-    def __init__(
-        self,
-        algorithm: str,
-        operations: Sequence[str],
-        rows: Callable[[], list[Row]],
-        waited_s: Callable[[], float],
-    ) -> None:
-        """``waited_s()`` returns the seconds that callers were blocked in calls."""
-        self._algorithm = algorithm
-        self._operations = operations
-        self._rows = rows
-        self.waited_s = waited_s
+    ``waited_s()`` returns the seconds that callers were blocked in calls.
+    """
+
+    algorithm: str
+    operations: Sequence[str]
+    rows: Callable[[], list[Row]]
+    waited_s: Callable[[], float]
 
     def add_to(self, collectives: _Collectives) -> None:
         """Add the calls of each operation that was called."""
-        for operation, row in zip(self._operations, self._rows(), strict=True):
+        for operation, row in zip(self.operations, self.rows(), strict=True):
             seconds_buckets, bytes_buckets, seconds, nbytes = row
             if not any(seconds_buckets):
                 continue
-            key = str(operation), self._algorithm
+            key = str(operation), self.algorithm
             times = Histogram.of(SECONDS_BOUNDS, seconds_buckets, seconds)
             sizes = Histogram.of(BYTES_BOUNDS, bytes_buckets, float(nbytes))
             before = collectives.get(key)

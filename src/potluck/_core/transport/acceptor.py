@@ -15,7 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, TypeVar
 
 from potluck._core import forks
@@ -331,30 +331,27 @@ REFUSAL_S = 60.0
 """Between lines about machines that are refused: a banned machine calls again every second."""
 
 
+@dataclass(eq=False, repr=False)
 class RateLimitedLog:
     """Writes at most one line per ``interval_s``; the next line counts those left out."""
 
-    def __init__(
-        self,
-        logger: logging.Logger,
-        *,
-        interval_s: float = 1.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._logger = logger
-        self._interval_s = interval_s
-        self._clock = clock
+    logger: logging.Logger
+    _: KW_ONLY
+    interval_s: float = 1.0
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._next = float("-inf")
         self._left_out = 0
 
     def warning(self, text: str) -> None:
         with self._lock:
-            now = self._clock()
+            now = self.clock()
             if now < self._next:
                 self._left_out += 1
                 return
-            self._next = now + self._interval_s
+            self._next = now + self.interval_s
             left_out, self._left_out = self._left_out, 0
         more = f" (and {left_out} more since the last line)" if left_out else ""
-        self._logger.warning("%s%s", plain(text), more)
+        self.logger.warning("%s%s", plain(text), more)

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import socket
 from collections.abc import Awaitable, Callable
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -287,6 +288,7 @@ async def end(writer: asyncio.StreamWriter) -> None:
         await writer.wait_closed()
 
 
+@dataclass(eq=False, repr=False)
 class MessageLink(Generic[Received, Sent]):
     """Messages in both directions over a greeted connection; ``received`` and ``sent`` are the
     formats of those that the other side and this side may send.
@@ -295,22 +297,16 @@ class MessageLink(Generic[Received, Sent]):
     wait to be sent.
     """
 
-    def __init__(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        *,
-        received: MessageFormat[Received],
-        sent: MessageFormat[Sent],
-        max_unsent: int = 4 << 20,
-    ) -> None:
-        self.writer = writer
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    _: KW_ONLY
+    received: MessageFormat[Received]
+    sent: MessageFormat[Sent]
+    max_unsent: int = 4 << 20
+
+    def __post_init__(self) -> None:
         self.reason = ""
         """Why this side ended the link; empty if it did not."""
-        self._reader = reader
-        self._received = received
-        self._sent = sent
-        self._max_unsent = max_unsent
 
     @property
     def unsent(self) -> int:
@@ -321,7 +317,7 @@ class MessageLink(Generic[Received, Sent]):
         """The next message. LinkError when the link has ended, ProtocolError for bytes that are no
         message. No deadline."""
         try:
-            return await receive(self._reader, self._received)
+            return await receive(self.reader, self.received)
         except (asyncio.IncompleteReadError, OSError) as error:
             raise LinkError(self.reason or "the other side ended the link") from error
 
@@ -329,8 +325,8 @@ class MessageLink(Generic[Received, Sent]):
         """Send ``message``, without blocking; False, and dropped, if the link has ended."""
         if self.writer.transport.is_closing():
             return False
-        self.writer.write(self._sent.encode(message))
-        if self.unsent > self._max_unsent:
+        self.writer.write(self.sent.encode(message))
+        if self.unsent > self.max_unsent:
             self.abort("it does not read what it is sent")
         return True
 

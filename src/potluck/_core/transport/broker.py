@@ -17,18 +17,7 @@ from pathlib import Path
 
 from potluck._core import forks
 from potluck._core.system import need_posix
-from potluck._core.wire.broker import (
-    MAX_PACKET,
-    Answer,
-    Denied,
-    Dial,
-    Granted,
-    Listen,
-    Request,
-    Unheard,
-    decode_answer,
-    encode,
-)
+from potluck._core.wire import broker as wire
 from potluck.errors import ConfigurationError, ProtocolError, WrongSecret
 
 Dialling = Generator[int, None, socket.socket]
@@ -49,7 +38,7 @@ def dialling(host: str, port: int) -> Iterator[tuple[socket.socket, Dialling]]:
     """A connection to the broker, and the steps that wait on it for a non-blocking socket connected
     to ``host:port``, where the broker has knocked. OSError as if this process had connected,
     WrongSecret as if it had knocked."""
-    asking = _asked(Dial(host, port))
+    asking = _asked(wire.Dial(host, port))
     try:
         yield asking, _dialled(asking)
     finally:
@@ -63,7 +52,7 @@ def _dialled(asking: socket.socket) -> Dialling:
         except BlockingIOError:
             yield selectors.EVENT_READ
             continue
-        if isinstance(answer, Unheard):
+        if isinstance(answer, wire.Unheard):
             raise WrongSecret(answer.reason)
         if sock is None:
             raise OSError(*_why(answer))
@@ -78,13 +67,13 @@ class BrokeredSocket:
     def __init__(self, port: int) -> None:
         """ConfigurationError if the port can't be had."""
         try:
-            self._asking = _asked(Listen(port))
+            self._asking = _asked(wire.Listen(port))
         except OSError as error:
             raise ConfigurationError(str(error)) from error
         try:
             self._asking.settimeout(_ANSWER_S)
             answer, _ = _received(self._asking)
-            if not isinstance(answer, Granted):
+            if not isinstance(answer, wire.Granted):
                 raise OSError(*_why(answer))
         except OSError as error:
             self._asking.close()
@@ -120,7 +109,7 @@ class BrokeredSocket:
         self._asking.close()
 
 
-def _asked(request: Request) -> socket.socket:
+def _asked(request: wire.Request) -> socket.socket:
     """A non-blocking connection to the broker, with ``request`` sent."""
     need_posix("a socket broker")
     with forks.opening() as mine:
@@ -129,7 +118,7 @@ def _asked(request: Request) -> socket.socket:
         asking.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _CONNECT_S, 0))
         with short_path(Path(os.environ[VARIABLE])) as path:
             asking.connect(path)
-        asking.send(encode(request))
+        asking.send(wire.encode(request))
         asking.setblocking(False)
     except OSError as error:
         asking.close()
@@ -139,22 +128,22 @@ def _asked(request: Request) -> socket.socket:
     return asking
 
 
-def _received(asking: socket.socket) -> tuple[Answer | None, socket.socket | None]:
+def _received(asking: socket.socket) -> tuple[wire.Answer | None, socket.socket | None]:
     """The broker's next answer and the socket that came with it; None at the end."""
     need_posix("a socket broker")
     with forks.opening() as mine:
-        packet, fds, _, _ = socket.recv_fds(asking, MAX_PACKET, 1)
+        packet, fds, _, _ = socket.recv_fds(asking, wire.MAX_PACKET, 1)
         sock = mine(socket.socket(fileno=fds[0])) if fds else None
     try:
-        return decode_answer(packet) if packet else None, sock
+        return wire.decode_answer(packet) if packet else None, sock
     except ProtocolError:
         if sock is not None:
             sock.close()
         raise
 
 
-def _why(answer: Answer | None) -> tuple[int, str]:
-    if isinstance(answer, Denied):
+def _why(answer: wire.Answer | None) -> tuple[int, str]:
+    if isinstance(answer, wire.Denied):
         return answer.errno, answer.reason
     # Not ECONNABORTED: for an acceptor that is a caller who hung up.
     return errno.ECONNRESET, "the agent that started this worker is gone"

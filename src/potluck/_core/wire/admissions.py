@@ -18,7 +18,7 @@ MAX_RECORDS = 4096
 """Records in one cluster, about 300 bytes each."""
 MAX_IN_MESSAGE = 1024
 MAX_CODES = 9
-"""Recovery codes of one cluster (``cluster.trust.recovery``)."""
+"""Recovery codes of one cluster (``cluster.trust.admissions``)."""
 
 _CLUSTER_LABEL = b"potluck cluster v1"
 _RECORD_LABEL = b"potluck admission v1"

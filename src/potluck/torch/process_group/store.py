@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -239,39 +240,36 @@ def _size(key: str, value: bytes) -> int:
     return KEY_OVERHEAD + len(key.encode()) + len(value)
 
 
+@dataclass(eq=False, repr=False)
 class KeyWaits:
     """Lines on stderr that name the keys for which ranks wait. ``is_set(key)``: whether the key
     has a value. Not thread-safe."""
 
-    def __init__(
-        self,
-        is_set: Callable[[str], bool],
-        *,
-        say: Callable[[str], None] = to_stderr,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._is_set = is_set
-        self._say = say
-        self._clock = clock
+    is_set: Callable[[str], bool]
+    _: KW_ONLY
+    say: Callable[[str], None] = to_stderr
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._waits: dict[tuple[int, tuple[str, ...]], tuple[float, float]] = {}
         """By rank and keys: the times of its first and last call for them."""
         self._reminder: Reminder | None = None
 
     def note(self, rank: int, keys: Sequence[str]) -> None:
         """``rank`` calls for ``keys``, of which one or more have no value."""
-        wait, now = (rank, tuple(keys)), self._clock()
+        wait, now = (rank, tuple(keys)), self.clock()
         since, _ = self._waits.get(wait, (now, now))
         self._waits[wait] = since, now
         if self._reminder is None:
-            self._reminder = Reminder(self._describe, say=self._say, clock=self._clock)
+            self._reminder = Reminder(self._describe, say=self.say, clock=self.clock)
 
     def tick(self) -> None:
         """Write a line with the waiting ranks if it is due."""
-        now = self._clock()
+        now = self.clock()
         self._waits = {
             wait: (since, last)
             for wait, (since, last) in self._waits.items()
-            if now - last < _FORGET_S and not all(map(self._is_set, wait[1]))
+            if now - last < _FORGET_S and not all(map(self.is_set, wait[1]))
         }
         if not self._waits:
             self._reminder = None
@@ -280,11 +278,11 @@ class KeyWaits:
 
     def _describe(self) -> str:
         """The keys for which ranks have waited for several seconds, in words; empty without any."""
-        now = self._clock()
+        now = self.clock()
         by_key: dict[str, list[int]] = {}
         for (rank, keys), (since, _) in self._waits.items():
             for key in keys if now - since >= FIRST_S else ():
-                if not self._is_set(key) and rank not in by_key.setdefault(key, []):
+                if not self.is_set(key) and rank not in by_key.setdefault(key, []):
                     by_key[key].append(rank)
         if not by_key:
             return ""

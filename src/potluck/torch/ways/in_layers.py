@@ -19,8 +19,7 @@ from potluck.torch.pipeline import Layer, Node, plan_stages
 from potluck.torch.structure import SAME_MODEL, broadcast_tensors, device_of
 from potluck.torch.ways.way import EpochEnd, Part, Recipe, TrainCall, TrainerSamples, Way
 from potluck.training.callbacks import Callbacks
-from potluck.training.own_samples import warn_of_equal_samples
-from potluck.training.sampler import Batch, Holding, Schedule
+from potluck.training.sampler import Batch, Holding, Schedule, warn_of_equal_samples
 from potluck.training.training import abort_on_error
 from potluck.training.transfer import gather_states
 

@@ -15,12 +15,13 @@ from potluck._core.cluster.code_store.package import (
     PackageFile,
     PackageFiles,
     PackageManifest,
+    PackageServer,
     decode_manifest,
     encode_manifest,
+    fetch_package,
     objection_to_path,
     unpacked_manifest,
 )
-from potluck._core.cluster.code_store.transfer import PackageServer, fetch_package
 from potluck._core.cluster.jobs.placement import differences
 from potluck._core.cluster.topology.hardware import own_versions
 from potluck._core.wire import peers

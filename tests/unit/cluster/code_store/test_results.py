@@ -11,15 +11,20 @@ from typing import Any
 
 import pytest
 
-from potluck._core.cluster.code_store.job_folders import JobFolders, Record
-from potluck._core.cluster.code_store.package import PackageFile, PackageManifest, encode_manifest
-from potluck._core.cluster.code_store.results import (
+from potluck._core.cluster.code_store.job_folders import (
+    JobFolders,
+    Record,
     ResultsClient,
     ResultsServer,
     StartedJobs,
     is_wanted,
 )
-from potluck._core.cluster.code_store.transfer import fetch_whole
+from potluck._core.cluster.code_store.package import (
+    PackageFile,
+    PackageManifest,
+    encode_manifest,
+    fetch_whole,
+)
 from potluck._core.cluster.fetch import (
     Found,
     Holding,

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from potluck._core.cluster.code_store.job_folders import Record
+from potluck._core.cluster.code_store.package import Ask
 from potluck._core.cluster.code_store.store import CodeStore
-from potluck._core.cluster.code_store.transfer import Ask
 from potluck.errors import ConfigurationError
 from support.requests import asking, nobody
 

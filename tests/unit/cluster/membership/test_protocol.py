@@ -365,7 +365,7 @@ def test_a_group_that_is_not_agreed_on_is_announced_again_after_a_moment() -> No
     wakeup = job.state.next_wakeup()
     assert wakeup == 0.5
     job.now = wakeup
-    (announce,) = job.tell(membership.Tick())
+    (announce,) = job.tell(events.Tick())
     assert isinstance(announce, Announce)
     assert announce.epoch == 10
     assert announce.reason == "another node leads"

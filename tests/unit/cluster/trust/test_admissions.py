@@ -223,7 +223,7 @@ def test_records_of_strangers_take_bounded_memory(monkeypatch: pytest.MonkeyPatc
 def test_more_records_than_the_bound_are_refused_before_they_are_stored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rules, "MAX_RECORDS", 3)
+    monkeypatch.setattr(rules.wire, "MAX_RECORDS", 3)
     found = Admissions(FOUNDING, [says(FOUNDER, 1, "member", each) for each in KEYS[1:4]])
     with pytest.raises(IdentityError, match="at most 3 records"):
         found.add([says(FOUNDER, 2, "member", DORA)])
@@ -279,7 +279,7 @@ def test_a_signer_may_have_many_names_on_the_list_and_the_rest_is_sent() -> None
 def test_an_admin_that_fills_the_list_by_second_keys_leaves_it_with_the_founders_word(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rules, "MAX_RECORDS", 6)
+    monkeypatch.setattr(rules.wire, "MAX_RECORDS", 6)
     tree = [says(FOUNDER, 1, "admin", ANN), says(ANN, 2, "admin", THIEF)]
     full = [says(THIEF, 3, "admin", EVE), says(THIEF, 4, "member", BOB)]
     full += [says(EVE, 5, "member", DORA), says(EVE, 6, "member", CARL)]

@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck._core.cluster.trust import admissions, operator, recovery
+from potluck._core.cluster.trust import admissions, operator
 from potluck._core.cluster.trust.admission_file import AdmissionFile
 from potluck._core.cluster.trust.admissions import Admissions, new_founding, sign
 from potluck._core.transport.credentials import node_id_of
@@ -32,11 +32,13 @@ def public(key: Ed25519PrivateKey) -> bytes:
 
 def key_of(codes: list[str], changed: Admissions) -> Ed25519PrivateKey:
     founding = changed.founding
-    return recovery.recovery_key([recovery.parse_code(each, founding) for each in codes], founding)
+    return admissions.recovery_key(
+        [admissions.parse_code(each, founding) for each in codes], founding
+    )
 
 
 EMPTY = Admissions(new_founding(FIRST))
-RECOVERY, CODES = recovery.make_codes(EMPTY, FIRST, 3)
+RECOVERY, CODES = admissions.make_codes(EMPTY, FIRST, 3)
 CHANGED = EMPTY.copy()
 CHANGED.set_recovery(RECOVERY)
 FOUNDING = CHANGED.founding
@@ -56,7 +58,7 @@ def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Cluster:
     file.found(FIRST)
 
     def make(known: Admissions) -> Recovery:
-        made, texts = recovery.make_codes(known, FIRST, 3)
+        made, texts = admissions.make_codes(known, FIRST, 3)
         codes[:] = texts
         return made
 
@@ -93,25 +95,25 @@ def test_a_strict_majority_of_the_codes_makes_the_key_and_fewer_do_not(
     count: int, needed: int
 ) -> None:
     changed = Admissions(new_founding(FIRST))
-    made, texts = recovery.make_codes(changed, FIRST, count)
+    made, texts = admissions.make_codes(changed, FIRST, count)
     changed.set_recovery(made)
     assert changed.founding.codes_needed == needed
     assert changed.roster.entries[FIRSTS].role == "admin"
-    codes = [recovery.parse_code(each, changed.founding) for each in texts]
+    codes = [admissions.parse_code(each, changed.founding) for each in texts]
     for chosen in itertools.combinations(codes, needed):
-        assert public(recovery.recovery_key(chosen, changed.founding)) == changed.founding.root
+        assert public(admissions.recovery_key(chosen, changed.founding)) == changed.founding.root
     with pytest.raises(ConfigurationError, match=f"{needed} different recovery codes"):
-        recovery.recovery_key([codes[0]] * (needed - 1), changed.founding)
+        admissions.recovery_key([codes[0]] * (needed - 1), changed.founding)
 
 
 def test_codes_are_made_once_and_by_the_founder(cluster: Cluster) -> None:
     known = loaded(cluster.file)
     with pytest.raises(ConfigurationError, match="has recovery codes already"):
-        recovery.make_codes(known, FIRST, 3)
+        admissions.make_codes(known, FIRST, 3)
     with pytest.raises(ConfigurationError, match=f"run the command on node {FIRSTS[:12]}"):
-        recovery.make_codes(EMPTY, ANN, 3)
+        admissions.make_codes(EMPTY, ANN, 3)
     with pytest.raises(ConfigurationError, match="make 1 to 9"):
-        recovery.make_codes(EMPTY, FIRST, 10)
+        admissions.make_codes(EMPTY, FIRST, 10)
 
 
 @pytest.mark.parametrize("number", [1, 2, 1000, MAX_NUMBER])
@@ -158,21 +160,21 @@ def test_a_mistyped_code_is_found(place: int, letter: str) -> None:
     letters[place] = letter
     if other:
         with pytest.raises(ConfigurationError, match="no recovery code of this cluster"):
-            recovery.parse_code("".join(letters), FOUNDING)
+            admissions.parse_code("".join(letters), FOUNDING)
     else:
-        assert recovery.parse_code(" ".join(letters).upper(), FOUNDING).at == 1
+        assert admissions.parse_code(" ".join(letters).upper(), FOUNDING).at == 1
 
 
 @pytest.mark.parametrize("text", ["", "abcd", "\u00e4" * 64, "a" * 64, "a" * 10_000, "1" * 64])
 def test_what_is_no_code_is_refused(text: str) -> None:
     with pytest.raises(ConfigurationError, match="no recovery code of this cluster"):
-        recovery.parse_code(text, FOUNDING)
+        admissions.parse_code(text, FOUNDING)
 
 
 def test_a_code_of_another_cluster_is_refused() -> None:
-    _, codes = recovery.make_codes(EMPTY, FIRST, 3)
+    _, codes = admissions.make_codes(EMPTY, FIRST, 3)
     with pytest.raises(ConfigurationError, match="no recovery code of this cluster"):
-        recovery.parse_code(codes[0], FOUNDING)
+        admissions.parse_code(codes[0], FOUNDING)
 
 
 def test_the_first_machine_is_banned_by_codes_alone(cluster: Cluster) -> None:
@@ -210,7 +212,7 @@ def test_a_thief_that_fills_the_list_with_second_keys_is_banned_all_the_same(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, root = cluster.file, cluster.root
-    monkeypatch.setattr(admissions, "MAX_RECORDS", 11)
+    monkeypatch.setattr(admissions.wire, "MAX_RECORDS", 11)
     monkeypatch.setattr(operator, "MAX_KEPT", 8)
     second = Ed25519PrivateKey.from_private_bytes(b"2" * 32)
     operator.admit(file, FIRST, public(second), verdict="admin")

@@ -13,10 +13,9 @@ from potluck._core.collectives.plan import Action, Algorithm, Operation, Plan, S
 from potluck._core.engine import call as engine_call
 from potluck._core.engine.arrays.layout import Buffers, Layout
 from potluck._core.engine.loop import mailbox
-from potluck._core.engine.loop.compiled import CompiledPlan
 from potluck._core.engine.loop.native import NativeLoop, is_available
 from potluck._core.engine.loop.progress import ProgressLoop
-from potluck._core.engine.loop.running import as_bytes
+from potluck._core.engine.loop.running import CompiledPlan, as_bytes
 from potluck._core.engine.work import Work, deadline_after
 from potluck._core.metrics import LinkMeter
 from potluck._core.transport.link import Link

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from potluck._core.engine.loop.connection import Connection, Outgoing, Sink
+from potluck._core.engine.loop.connections import Connection, Outgoing, Sink
 from potluck._core.metrics import LinkMeter
 from potluck._core.wire import frames
 from potluck._core.wire.frames import FRAME_BYTES, IN_LINK_MEMORY, Frame, Kind

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from potluck._core.engine.loop.connection import Outgoing, Sink
+from potluck._core.engine.loop.connections import Outgoing, Sink
 from potluck._core.wire import frames
 from potluck._core.wire.frames import FRAME_BYTES, Frame, Kind
 from potluck.errors import LinkError

@@ -16,9 +16,9 @@ import pytest
 from potluck._core.collectives.plan import Action, Algorithm, Operation, Plan, Step
 from potluck._core.engine.arrays.layout import lay_out
 from potluck._core.engine.call import Call
-from potluck._core.engine.loop.compiled import CompiledPlan
 from potluck._core.engine.loop.native import NativeLoop, is_available
 from potluck._core.engine.loop.progress import ProgressLoop
+from potluck._core.engine.loop.running import CompiledPlan
 from potluck._core.engine.work import Work, deadline_after
 from potluck._core.metrics import LinkMeter
 from potluck._core.transport.inproc import inproc_pair

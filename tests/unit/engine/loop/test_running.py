@@ -11,8 +11,7 @@ import pytest
 from potluck._core.collectives.plan import Action, Algorithm, Operation, Plan, Step
 from potluck._core.engine.arrays.layout import Buffers, Chunks, Layout
 from potluck._core.engine.call import Call
-from potluck._core.engine.loop.compiled import CompiledPlan
-from potluck._core.engine.loop.running import as_bytes, from_bytes
+from potluck._core.engine.loop.running import CompiledPlan, as_bytes, from_bytes
 from potluck._core.types import ReduceOp
 
 SEND, COPY, REDUCE = Action.SEND, Action.COPY, Action.REDUCE

@@ -23,18 +23,21 @@ from potluck._core.cluster.code_store.job_folders import (
     JobFolders,
     Keeping,
     Record,
+    ResultsServer,
+    StartedJobs,
     newest,
 )
 from potluck._core.cluster.code_store.package import (
+    Ask,
     PackageFiles,
+    PackageServer,
     encode_manifest,
+    fetch_package,
     manifest_of,
     read_part,
     unpacked_manifest,
 )
-from potluck._core.cluster.code_store.results import ResultsServer, StartedJobs
 from potluck._core.cluster.code_store.selection import Selection, check_script, readable, select
-from potluck._core.cluster.code_store.transfer import Ask, PackageServer, fetch_package
 from potluck._core.cluster.home.keyfile import replace_private
 from potluck._core.wire import peers
 from potluck.errors import ConfigurationError, ProtocolError

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -148,44 +149,40 @@ _PAUSE_S = 0.05
 """A link may end, and another one begin, while the answer is on its way."""
 
 
+@dataclass(eq=False, repr=False)
 class Vouching:
     """What node ``me`` vouches for, and asks others. ``cluster()`` is the id of the cluster; empty
     if it is open."""
 
-    def __init__(
-        self,
-        me: str,
-        links: PeerLinks,
-        ledger: JobLedger,
-        cluster: Callable[[], bytes],
-        on_note: Callable[[str], None],
-    ) -> None:
-        self._me = me
-        self._ledger = ledger
-        self._complain = Complaint(on_note)
+    me: str
+    links: PeerLinks
+    ledger: JobLedger
+    cluster: Callable[[], bytes]
+    on_note: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        self._complain = Complaint(self.on_note)
         self._saving = Tasks()
-        self._links = links
-        self._cluster = cluster
-        links.on_request(jobs.JobRunsRequest, self._requested)
+        self.links.on_request(jobs.JobRunsRequest, self._requested)
 
     async def start_own(self, spec: jobs.JobSpec) -> jobs.JobSpec:
         """``spec`` of this node, to be signed: for this cluster, and for one run."""
-        spec = msgspec.structs.replace(spec, cluster=self._cluster())
-        spec = self._ledger.begin_own(spec)
-        await self._ledger.save()
+        spec = msgspec.structs.replace(spec, cluster=self.cluster())
+        spec = self.ledger.begin_own(spec)
+        await self.ledger.save()
         return spec
 
     async def confirm(self, spec: jobs.JobSpec) -> None:
         """Return if the job of ``spec`` is one that runs now. ConfigurationError if it is of
         another cluster, over, or not its starter's any more; LinkError if the starter, which is
         linked, does not answer for 10 s."""
-        cluster = self._cluster()
+        cluster = self.cluster()
         if cluster and spec.cluster != cluster:
             raise ConfigurationError("it was started in another cluster")
-        ledger, starter = self._ledger, spec.starter
+        ledger, starter = self.ledger, spec.starter
         if ledger.runs(starter, spec.number):
             return
-        if ledger.is_over(spec) or starter == self._me:
+        if ledger.is_over(spec) or starter == self.me:
             raise ConfigurationError("it is over here: a job runs once, whoever orders it again")
         if not await self._ask(starter, spec.number):
             raise ConfigurationError("the node that started it says that it does not run any more")
@@ -197,14 +194,14 @@ class Vouching:
         its starter is asked once more when it is ordered again: the leader may have been lost while
         it gave its first orders."""
         if has_run:
-            self._ledger.over(spec)
+            self.ledger.over(spec)
         else:
-            self._ledger.forget(spec)
+            self.ledger.forget(spec)
         self._saving.start(self._save())
 
     def listed(self, names: Collection[str]) -> None:
         """Only the jobs ``names`` run in the cluster, or are about to."""
-        if self._ledger.listed(names):
+        if self.ledger.listed(names):
             self._saving.start(self._save())
 
     async def close(self) -> None:
@@ -213,7 +210,7 @@ class Vouching:
 
     async def _save(self) -> None:
         try:
-            await self._ledger.save()
+            await self.ledger.save()
         except PotluckError as error:
             self._complain(str(error))
 
@@ -221,9 +218,9 @@ class Vouching:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + _ANSWER_S
         request = jobs.JobRunsRequest(number)
-        while starter in self._links.nodes:
+        while starter in self.links.nodes:
             try:
-                answer = await self._links.ask(
+                answer = await self.links.ask(
                     starter, request, jobs.JobRuns, timeout_s=_ASK_AGAIN_S
                 )
                 return answer.runs
@@ -236,4 +233,4 @@ class Vouching:
         return True
 
     def _requested(self, node: str, request: jobs.JobRunsRequest) -> jobs.JobRuns:
-        return jobs.JobRuns(self._ledger.runs(self._me, request.number))
+        return jobs.JobRuns(self.ledger.runs(self.me, request.number))

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from potluck._core.background import Tasks
 from potluck._core.cluster.jobs.chaos import ChaosPlan
@@ -47,35 +48,32 @@ class Orders:
             self._links.send(node, jobs.SignalWorkers(self._job, names, number))
 
 
+@dataclass(eq=False, repr=False)
 class Endings:
     """Ends workers of one job by ``orders``. ``state_of`` is the state of a worker in membership;
     ``note`` shows a line to people."""
 
-    def __init__(
-        self,
-        orders: Orders,
-        state_of: Callable[[str], WorkerState],
-        note: Callable[[str], None],
-    ) -> None:
-        self._orders = orders
-        self._state_of = state_of
-        self._note = note
+    orders: Orders
+    state_of: Callable[[str], WorkerState]
+    note: Callable[[str], None]
+
+    def __post_init__(self) -> None:
         self._tasks = Tasks()
 
     def terminate(self, workers: Names) -> None:
         """End ``workers`` by SIGTERM, then by SIGKILL."""
-        self._orders.signal(workers, signal.SIGTERM)
+        self.orders.signal(workers, signal.SIGTERM)
         self._later(workers, _STOP_GRACE_S, SIGKILL)
 
     def interrupt(self, workers: Names, number: int) -> None:
         """Pass on the operator's signal, then end ``workers`` by SIGKILL."""
         # The command got SIGPIPE because its output is not read. Python workers ignore that signal.
-        self._orders.signal(workers, signal.SIGTERM if number == SIGPIPE else number)
+        self.orders.signal(workers, signal.SIGTERM if number == SIGPIPE else number)
         self._later(workers, _INTERRUPT_GRACE_S, SIGKILL)
 
     def stop(self, names: Names, reason: str) -> None:
         """Ask the workers ``names`` to end, then end them by SIGTERM, then by SIGKILL."""
-        self._orders.send(names, worker_link.Stop(worker_link.clip(reason)))
+        self.orders.send(names, worker_link.Stop(worker_link.clip(reason)))
         self._later(names, _STOP_GRACE_S, signal.SIGTERM)
         self._later(names, 2 * _STOP_GRACE_S, SIGKILL)
 
@@ -87,14 +85,14 @@ class Endings:
         self._tasks.start(self._signal_later(workers, delay_s, number))
 
     async def _signal_later(self, workers: Names, delay_s: float, number: int) -> None:
-        attempts = {name: self._state_of(name).attempt for name in workers}
+        attempts = {name: self.state_of(name).attempt for name in workers}
         await asyncio.sleep(delay_s)
-        states = map(self._state_of, workers)
+        states = map(self.state_of, workers)
         alive = tuple(w.name for w in states if w.alive and w.attempt == attempts[w.name])
         if alive:
             word = signal.Signals(number).name
-            self._note(f"worker {', '.join(alive)} did not end in {delay_s:g} s: {word}")
-            self._orders.signal(alive, number)
+            self.note(f"worker {', '.join(alive)} did not end in {delay_s:g} s: {word}")
+            self.orders.signal(alive, number)
 
 
 class Faults:

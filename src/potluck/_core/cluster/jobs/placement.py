@@ -4,6 +4,7 @@ out. Pure."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import product
 
 from potluck._core.cluster.names import NodeNames
@@ -40,25 +41,20 @@ def place(
     )
 
 
+@dataclass(eq=False, repr=False)
 class Placement:
     """The ``places`` of the workers of the job of ``spec``. ``introduction(node)`` is that of a
     node with a link; ``unwilling(node)`` is why a node runs no jobs of this starter, and is empty
     if it does."""
 
-    def __init__(
-        self,
-        spec: JobSpec,
-        places: Places,
-        names: NodeNames,
-        introduction: Callable[[str], Introduction | None],
-        unwilling: Callable[[str], str],
-    ) -> None:
-        self.places = places
-        self._names = names
-        self._introduction = introduction
-        self._spec = spec
-        self._node_of = {each.worker: each.node for each in places}
-        self._unwilling = unwilling
+    spec: JobSpec
+    places: Places
+    names: NodeNames
+    introduction: Callable[[str], Introduction | None]
+    unwilling: Callable[[str], str]
+
+    def __post_init__(self) -> None:
+        self._node_of = {each.worker: each.node for each in self.places}
         self._unfit: dict[str, str] = {}
         self._lacks: dict[str, str] = {}
 
@@ -92,20 +88,20 @@ class Placement:
     def label(self, worker: str) -> str:
         """What people call the node of ``worker``; empty where there is only one."""
         node = self.node_of(worker)
-        return "" if node is None or self._spec.is_local else self._names.label(node)
+        return "" if node is None or self.spec.is_local else self.names.label(node)
 
     def prefix(self, worker: str, node: str) -> str:
         """The prefix of a line of ``node`` for people, about ``worker`` or no worker."""
-        if not self._spec.is_local:
-            return f"{self._names.label(node)}: "
+        if not self.spec.is_local:
+            return f"{self.names.label(node)}: "
         return f"worker {worker}: " if worker else ""
 
     def objection(self, view: View) -> str:
         """Why the job can't be begun in ``view``; empty if it can."""
-        if self._spec.starter not in view.nodes:
+        if self.spec.starter not in view.nodes:
             return "the node it was started on is not in the cluster's view"
-        num, least = len(self.nodes), self._spec.min_nodes
-        if num and (num >= least or self._spec.is_local):
+        num, least = len(self.nodes), self.spec.min_nodes
+        if num and (num >= least or self.spec.is_local):
             return ""
         count = f"{num} of at least {least} machines" if num else "no machine"
         notes: list[str] = []
@@ -128,7 +124,7 @@ class Placement:
         for node in nodes:
             if node in taken or self._is_fit(node, note):
                 fitting.append(node)
-        added = place(self._spec, fitting, self.places)
+        added = place(self.spec, fitting, self.places)
         self.places += added
         self._node_of |= {each.worker: each.node for each in added}
 
@@ -145,26 +141,26 @@ class Placement:
 
     def _is_fit(self, node: str, note: Callable[[str], None]) -> bool:
         """Whether ``node`` can take part; ``note`` gets the reason if not, once."""
-        text, unwilling = "; ".join(self._differences(node)), self._unwilling(node)
+        text, unwilling = "; ".join(self._differences(node)), self.unwilling(node)
         lacks = self._lacks.get(node)
-        if self._spec.only and node not in self._spec.only:
+        if self.spec.only and node not in self.spec.only:
             text = ""  # nobody asked for it
         elif text:
             text = f"a node can't take part: {text}"
         elif lacks:
-            text = f"a node can't take part: {self._names.called(node)} {lacks}"
+            text = f"a node can't take part: {self.names.called(node)} {lacks}"
         elif unwilling:
-            text = f"{self._names.called(node)} takes no part: {unwilling}"
+            text = f"{self.names.called(node)} takes no part: {unwilling}"
         if text and text != self._unfit.get(node):
             note(text)
         self._unfit[node] = text
         return not text
 
     def _differences(self, node: str) -> list[str]:
-        called, introduction = self._names.called(node), self._introduction(node)
+        called, introduction = self.names.called(node), self.introduction(node)
         if introduction is None:
             return [f"there is no link to {called}"]
-        return differences(called, self._spec.versions, introduction.versions)
+        return differences(called, self.spec.versions, introduction.versions)
 
 
 def differences(name: str, mine: Versions, theirs: Versions) -> list[str]:

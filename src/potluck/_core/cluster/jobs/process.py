@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
 from signal import SIGINT
@@ -240,58 +241,55 @@ def _pieces(line: bytes) -> list[str]:
     return [line[start : start + MAX_LINE].decode(errors="replace") for start in starts]
 
 
+@dataclass(eq=False, repr=False)
 class PipeReader:
-    """Reads one pipe of a worker into ``sink(line, end)``, line by line, from the event loop."""
+    """Reads one pipe of a worker into ``sink(line, end)``, line by line, from the event loop.
 
-    def __init__(
-        self,
-        descriptor: int,
-        loop: asyncio.AbstractEventLoop,
-        sink: Callable[[str, End], None],
-        is_behind: Callable[[], bool],
-        *,
-        shows_prompts: bool = False,
-    ) -> None:
-        """While ``is_behind()``, nothing is read. With ``shows_prompts`` a line that is not ended
-        goes to the sink after a moment."""
-        self._descriptor = descriptor
-        self._loop = loop
-        self._sink = sink
-        self._is_behind = is_behind
-        self._shows_prompts = shows_prompts
+    While ``is_behind()``, nothing is read. With ``shows_prompts`` a line that is not ended
+    goes to the sink after a moment.
+    """
+
+    descriptor: int
+    loop: asyncio.AbstractEventLoop
+    sink: Callable[[str, End], None]
+    is_behind: Callable[[], bool]
+    _: KW_ONLY
+    shows_prompts: bool = False
+
+    def __post_init__(self) -> None:
         self._pause: asyncio.TimerHandle | None = None
         self._open: asyncio.TimerHandle | None = None
         self._splitter = LineSplitter()
         self.ended = asyncio.Event()
         need_posix("reading the output of workers")
-        os.set_blocking(descriptor, False)
+        os.set_blocking(self.descriptor, False)
         self._resume()
 
     def _resume(self) -> None:
         self._pause = None
-        self._loop.add_reader(self._descriptor, self._read)
+        self.loop.add_reader(self.descriptor, self._read)
 
     def _read(self) -> None:
-        if self._is_behind():
-            self._loop.remove_reader(self._descriptor)
-            self._pause = self._loop.call_later(_PAUSE_S, self._resume)
+        if self.is_behind():
+            self.loop.remove_reader(self.descriptor)
+            self._pause = self.loop.call_later(_PAUSE_S, self._resume)
             return
         if not self._take():
             return
-        if self._open is None and (self._splitter.is_progress or self._shows_prompts):
-            self._open = self._loop.call_later(_OPEN_S, self._show_open)
+        if self._open is None and (self._splitter.is_progress or self.shows_prompts):
+            self._open = self.loop.call_later(_OPEN_S, self._show_open)
 
     def _take(self) -> bool:
         """Take from the pipe what one read gives; False if it is empty, or has ended."""
         try:
-            data = os.read(self._descriptor, _READ)
+            data = os.read(self.descriptor, _READ)
         except BlockingIOError:
             return False
         if not data:
             self.close()
             return False
         for line in self._splitter.feed(data):
-            self._sink(line, "\n")
+            self.sink(line, "\n")
         return True
 
     def read_rest(self) -> None:
@@ -306,20 +304,20 @@ class PipeReader:
         if not (text := self._splitter.open):
             return
         if self._splitter.is_progress:
-            self._sink(text, "\r")
+            self.sink(text, "\r")
         else:
             self._splitter = LineSplitter()  # the line goes on behind what is typed
-            self._sink(text, "")
+            self.sink(text, "")
 
     def close(self) -> None:
         """Stop reading. Idempotent."""
         if not self.ended.is_set():
-            self._loop.remove_reader(self._descriptor)
+            self.loop.remove_reader(self.descriptor)
             for timer in (self._pause, self._open):
                 if timer is not None:
                     timer.cancel()
             for line in self._splitter.finish():
-                self._sink(line, "\n")
+                self.sink(line, "\n")
             self.ended.set()
 
 

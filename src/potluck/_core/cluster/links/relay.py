@@ -14,6 +14,7 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from itertools import product
 
 from potluck._core.background import OnBroken, Tasks, start_task, stop
@@ -79,34 +80,28 @@ def _goes_on(group: JobGroup, a: str, b: str, is_elastic: Callable[[str], bool])
     return is_elastic(group.job) and bool(spared(cut, [m.worker for m in group.members]))
 
 
+@dataclass(eq=False, repr=False)
 class Relays:
     """Calls nodes by way of others, and copies bytes for others, from construction to ``close``, in
     the agent's event loop. ``view()`` is the view in use, ``banned()`` are nodes that may not take
     part; ``is_elastic(job)``: whether the workers of a job go on in another group;
     ``on_broken(error)``: the task that looks for nodes to call broke."""
 
-    def __init__(
-        self,
-        credentials: Credentials,
-        links: PeerLinks,
-        detector: FailureDetector,
-        view: Callable[[], View | None],
-        banned: Callable[[], Collection[str]],
-        is_elastic: Callable[[str], bool],
-        on_broken: OnBroken,
-    ) -> None:
-        self._credentials = credentials
-        self._links = links
-        self._detector = detector
-        self._view = view
-        self._banned = banned
-        self._is_elastic = is_elastic
+    credentials: Credentials
+    links: PeerLinks
+    detector: FailureDetector
+    view: Callable[[], View | None]
+    banned: Callable[[], Collection[str]]
+    is_elastic: Callable[[str], bool]
+    on_broken: OnBroken
+
+    def __post_init__(self) -> None:
         self._tasks = Tasks()
         self._relayed: list[tuple[str, str, asyncio.StreamWriter]] = []
         self._num_calls: dict[str, int] = {}
         self._calling: set[str] = set()
         self._in_the_way: dict[str, float] = {}  # by node: since when its link is, to a job
-        self._looking = start_task(self._run, name="relaying links", on_broken=on_broken)
+        self._looking = start_task(self._run, name="relaying links", on_broken=self.on_broken)
 
     async def close(self) -> None:
         """End all relayed connections."""
@@ -118,12 +113,12 @@ class Relays:
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(_LOOK_S)
-            view, me, banned = self._view(), self._credentials.node_id, self._banned()
+            view, me, banned = self.view(), self.credentials.node_id, self.banned()
             self._end_those_of(banned)
             if view is None:
                 continue
             self._end_those_in_the_way(view)
-            detours = wanted_detours(me, view, self._detector, banned, self._is_elastic)
+            detours = wanted_detours(me, view, self.detector, banned, self.is_elastic)
             for node, ways in detours.items():
                 if node not in self._calling:
                     number = self._num_calls[node] = self._num_calls.get(node, -1) + 1
@@ -134,42 +129,42 @@ class Relays:
         for node, target, writer in self._relayed:
             if node in banned or target in banned:
                 writer.transport.abort()
-        for node in self._links.nodes:
-            if self._links.via(node) in banned:
-                self._links.drop(node, "the node that relays it is banned")
+        for node in self.links.nodes:
+            if self.links.via(node) in banned:
+                self.links.drop(node, "the node that relays it is banned")
 
     def _end_those_in_the_way(self, view: View) -> None:
         """End relayed links of nodes on which a job has begun that needs a link between the two: as
         when the network is cut while it runs, one of them leaves the view, and the job goes on."""
-        me, now, known = self._credentials.node_id, time.monotonic(), self._in_the_way
+        me, now, known = self.credentials.node_id, time.monotonic(), self._in_the_way
         self._in_the_way = {
             node: known.get(node, now)
-            for node in self._links.nodes
-            if self._links.via(node) and is_in_the_way(view, me, node, self._is_elastic)
+            for node in self.links.nodes
+            if self.links.via(node) and is_in_the_way(view, me, node, self.is_elastic)
         }
         for node, since in self._in_the_way.items():
             if now - since > _IN_THE_WAY_S:
-                self._links.drop(node, "a job needs a link between the workers of the two nodes")
+                self.links.drop(node, "a job needs a link between the workers of the two nodes")
 
     async def _call(self, node: str, via: str) -> None:
         """Make the link to ``node`` by way of ``via``, and carry it to its end."""
-        introduction = self._links.introduction(via)
+        introduction = self.links.introduction(via)
         try:
-            if introduction is None or self._links.via(via):
+            if introduction is None or self.links.via(via):
                 return
             reader, writer, _ = await aio.connect(
-                self._links.address(via),
+                self.links.address(via),
                 introduction.port,
                 Hello(KIND, target=node),
-                self._credentials,
+                self.credentials,
                 timeout_s=_CALL_S,
-                bind=self._links.bind,
+                bind=self.links.bind,
                 wanted=lambda found: found == via,
             )
             near, far = socket.socketpair()
             near.setblocking(False)
             copying = self._tasks.start(_copy(reader, writer, far))
-            if not await self._links.call_by(via, node, near):
+            if not await self.links.call_by(via, node, near):
                 copying.cancel()
         except (PotluckError, aio.Unwanted, TimeoutError, OSError):
             pass  # tried again as long as it is wanted, by way of the next one
@@ -182,7 +177,7 @@ class Relays:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hello: Hello, node: str
     ) -> None:
         """``node`` wants to reach ``hello.target``: call that, and copy bytes until one ends."""
-        target, links = hello.target, self._links
+        target, links = hello.target, self.links
         introduction = links.introduction(target)
         if not {node, target} <= set(links.nodes) or introduction is None or links.via(target):
             text = f"this node has no link of its own with node {target[:12]!r}"
@@ -216,7 +211,7 @@ class Relays:
         """PotluckError if not ``target`` answers there: nodes name their ports themselves, and two
         that work together could reach any port of a host by way of this one."""
         found: list[str] = []
-        host, bind = self._links.address(target), self._links.bind
+        host, bind = self.links.address(target), self.links.bind
 
         def note(node: str) -> bool:
             found.append(node)
@@ -227,7 +222,7 @@ class Relays:
                 host,
                 port,
                 Hello(KIND),
-                self._credentials,
+                self.credentials,
                 bind=bind,
                 timeout_s=_CALL_S,
                 wanted=note,

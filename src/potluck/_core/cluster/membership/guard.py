@@ -25,14 +25,6 @@ from potluck._core.cluster.membership.outbox import StableStorage
 from potluck._core.cluster.membership.paxos import quorum
 from potluck._core.cluster.membership.view import by_seniority
 from potluck._core.wire import nodes as wire
-from potluck._core.wire.nodes import (
-    MAX_EPOCH,
-    MAX_VIEW_BYTES,
-    HistoryRecord,
-    NodeMessage,
-    Proposal,
-    View,
-)
 
 MAX_STEP = 1 << 20
 """How far the epochs of nodes that meet may be apart: two years of a view each minute."""
@@ -96,7 +88,7 @@ class Guard:
         self._accepted: dict[str, bytes] = {}
         # What each member lately reported to have accepted, and this node accepted: ballot, digest.
         self._votes: dict[str, deque[tuple[wire.Ballot, bytes]]] = {}
-        self._own: Proposal | None = None
+        self._own: wire.Proposal | None = None
 
     def view_installed(self, now: float) -> None:
         """This node uses another view."""
@@ -105,7 +97,7 @@ class Guard:
         self._votes.clear()
 
     def refusal(
-        self, node: str, incarnation: int, message: NodeMessage, now: float
+        self, node: str, incarnation: int, message: wire.NodeMessage, now: float
     ) -> Refusal | None:
         """Why ``message`` of ``node`` is dropped; None if the protocol is to see it."""
         sender = self._sender(node, incarnation)
@@ -180,7 +172,7 @@ class Guard:
             return Refusal("its ballot has the name of another node", True)
         return _false(self._number(ballot[0], now))
 
-    def _proposal(self, proposal: Proposal, now: float) -> str:
+    def _proposal(self, proposal: wire.Proposal, now: float) -> str:
         """Why ``proposal`` can't follow this node's view; empty if it can, or is about another."""
         view = self._agreement.view
         assert view is not None, "a member sent it"
@@ -200,7 +192,7 @@ class Guard:
         if (ballot, digest) not in votes:
             votes.append((ballot, digest))
 
-    def _is_chosen(self, view: View, new: View) -> bool:
+    def _is_chosen(self, view: wire.View, new: wire.View) -> bool:
         """Whether all members that stay, this node among them, have reported that they accepted
         ``new`` in one and the same ballot: then no honest member proposes anything else after
         it."""
@@ -214,7 +206,7 @@ class Guard:
 
     # Views that other nodes report as decided.
 
-    def _decided(self, new: View, sender: Sender, node: str) -> Refusal | None:
+    def _decided(self, new: wire.View, sender: Sender, node: str) -> Refusal | None:
         malformed = objection_to_form(new)
         if malformed:
             return Refusal(f"a view that can't be: {malformed}", True)
@@ -256,7 +248,7 @@ class Guard:
             return Refusal("a view without this node, from a node outside of its view")
         return None
 
-    def _have_not_accepted(self, view: View, proposal: Proposal) -> list[str]:
+    def _have_not_accepted(self, view: wire.View, proposal: wire.Proposal) -> list[str]:
         """The members whose acceptance of ``proposal`` this node has not heard of."""
         agreement, peers = self._agreement, self._detector.peers
         digest = claims.digest_of(proposal.view)
@@ -270,7 +262,7 @@ class Guard:
                 missing.append(node)
         return missing
 
-    def _hears_a_member(self, view: View) -> bool:
+    def _hears_a_member(self, view: wire.View) -> bool:
         """Whether another member is there, or may be: it is not known to be silent or ended."""
         others = (node for node in view.nodes if node != self._agreement.me)
         gone = (Status.SILENT, Status.DEAD)
@@ -293,7 +285,7 @@ class Guard:
         return None
 
     def _report(
-        self, history: str, found: HistoryRecord, sender: Sender, node: str, now: float
+        self, history: str, found: wire.HistoryRecord, sender: Sender, node: str, now: float
     ) -> Refusal | None:
         view = self._agreement.view
         if view is None or history != view.history:
@@ -309,13 +301,13 @@ class Guard:
         return _false(self._proposal(found.accepted, now))
 
 
-def objection_to_form(view: View) -> str:
+def objection_to_form(view: wire.View) -> str:
     """Why ``view`` is no view that an honest node makes; empty if it may be one."""
     if len(set(view.nodes)) < len(view.members):
         return "a node is in it twice"
     if by_seniority(view.members) != view.members:
         return "its members are not in order of seniority"
-    if view.epoch > MAX_EPOCH or any(member.joined > view.epoch for member in view.members):
+    if view.epoch > wire.MAX_EPOCH or any(member.joined > view.epoch for member in view.members):
         return "its epochs are out of order"
     if len({group.job for group in view.groups}) < len(view.groups):
         return "a job is in it twice"
@@ -324,12 +316,12 @@ def objection_to_form(view: View) -> str:
     if any(len({m.worker for m in g.members}) < len(g.members) for g in view.groups):
         return "a worker is in a group twice"
     size = len(msgspec.msgpack.encode(view))
-    if size > MAX_VIEW_BYTES:
-        return f"it has {size} bytes; at most {MAX_VIEW_BYTES} are allowed"
+    if size > wire.MAX_VIEW_BYTES:
+        return f"it has {size} bytes; at most {wire.MAX_VIEW_BYTES} are allowed"
     return ""
 
 
-def objection_to_successor(view: View, new: View) -> str:
+def objection_to_successor(view: wire.View, new: wire.View) -> str:
     """Why ``new`` can't follow ``view``; empty if it can. Members keep their seniority, newcomers
     have the least: else a proposer could make itself the leader."""
     if new.epoch <= view.epoch or new.fork_of != view.fork_of:
@@ -340,7 +332,7 @@ def objection_to_successor(view: View, new: View) -> str:
     return objection_to_form(new)
 
 
-def _follows(proposal: Proposal, view: View) -> bool:
+def _follows(proposal: wire.Proposal, view: wire.View) -> bool:
     """Whether ``proposal`` is about the successor of ``view``."""
     return proposal.view.history == view.history and proposal.parent == view.epoch
 

@@ -18,16 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from potluck._core.cluster.membership.events import Action, Send
 from potluck._core.cluster.membership.view import explain_minority, has_majority
-from potluck._core.wire.nodes import (
-    Accepted,
-    Ballot,
-    Prepare,
-    Promise,
-    Proposal,
-    Propose,
-    Rejected,
-    View,
-)
+from potluck._core.wire import nodes as wire
 
 
 class PaxosAcceptor:
@@ -39,30 +30,30 @@ class PaxosAcceptor:
     ``promised_to`` are the proposers that have got a promise since ``accepted`` changed.
     """
 
-    def __init__(self, view: View) -> None:
-        self.promised: Ballot = (view.epoch, "")
-        self.accepted: Proposal | None = None
+    def __init__(self, view: wire.View) -> None:
+        self.promised: wire.Ballot = (view.epoch, "")
+        self.accepted: wire.Proposal | None = None
         self.promised_to: frozenset[str] = frozenset()
 
-    def promise(self, proposer: str, ballot: Ballot) -> Promise | Rejected:
+    def promise(self, proposer: str, ballot: wire.Ballot) -> wire.Promise | wire.Rejected:
         """Phase 1: refuse everything older than ``ballot`` from now on, unless it is old itself."""
         if ballot <= self.promised:
-            return Rejected(ballot, self.promised, "I promised a newer one")
+            return wire.Rejected(ballot, self.promised, "I promised a newer one")
         self.promised = ballot
         self.promised_to |= {proposer}
-        return Promise(ballot, self.accepted, tuple(sorted(self.promised_to)))
+        return wire.Promise(ballot, self.accepted, tuple(sorted(self.promised_to)))
 
-    def refusal(self, proposal: Proposal, objection: str) -> Rejected | None:
+    def refusal(self, proposal: wire.Proposal, objection: str) -> wire.Rejected | None:
         """Phase 2: why ``proposal`` is refused, None if it may be accepted. ``objection`` is why
         this member does not want that view; empty if it does."""
         if proposal.ballot < self.promised:
             objection = "I promised a newer one"
         if objection:
-            return Rejected(proposal.ballot, self.promised, objection)
+            return wire.Rejected(proposal.ballot, self.promised, objection)
         self.promised = proposal.ballot
         return None
 
-    def accept(self, proposal: Proposal) -> bool:
+    def accept(self, proposal: wire.Proposal) -> bool:
         """Accept ``proposal``, unless a newer ballot was promised meanwhile. The vote may be sent
         only after it is on disk."""
         if proposal.ballot < self.promised:
@@ -82,10 +73,10 @@ class Evidence:
     """
 
     me: str
-    view: View
-    promises: dict[str, Proposal | None] = field(default_factory=dict)
+    view: wire.View
+    promises: dict[str, wire.Proposal | None] = field(default_factory=dict)
     promised_to: dict[str, frozenset[str]] = field(default_factory=dict)
-    reports: Mapping[str, Proposal | None] = field(default_factory=dict)
+    reports: Mapping[str, wire.Proposal | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +85,7 @@ class Recovered:
     proposer is free; ``is_decided``: it was decided already; ``blocked``: why neither is known, and
     ``awaited``: the members that know."""
 
-    value: View | None = None
+    value: wire.View | None = None
     is_decided: bool = False
     blocked: str = ""
     awaited: frozenset[str] = frozenset()
@@ -103,7 +94,7 @@ class Recovered:
 FREE = Recovered()
 
 
-def quorum(parent: View, view: View, subtracted: Collection[str]) -> set[str]:
+def quorum(parent: wire.View, view: wire.View, subtracted: Collection[str]) -> set[str]:
     """The members of ``parent`` that have to accept ``view`` as its successor: all that stay, less
     the certainly dead ones. They must be a majority of ``parent`` as well."""
     return {m.node for m in parent.members if m in view.members and m.node not in subtracted}
@@ -142,7 +133,7 @@ def _blocked(awaited: set[str], verb: str) -> Recovered:
     return Recovered(blocked=reason, awaited=frozenset(awaited))
 
 
-def _is_void(proposal: Proposal, evidence: Evidence) -> bool:
+def _is_void(proposal: wire.Proposal, evidence: Evidence) -> bool:
     """Whether ``proposal`` was not decided and never will be, whichever nodes have accepted it.
 
     Two kinds of nodes can find out that all of its quorum accepted it:
@@ -168,7 +159,9 @@ def _is_void(proposal: Proposal, evidence: Evidence) -> bool:
     )
 
 
-def _may_be_decided(proposal: Proposal, evidence: Evidence, subtracted: Collection[str]) -> bool:
+def _may_be_decided(
+    proposal: wire.Proposal, evidence: Evidence, subtracted: Collection[str]
+) -> bool:
     """Whether a quorum may have accepted ``proposal``, now or before."""
     promises = evidence.promises
     voters = quorum(evidence.view, proposal.view, ())
@@ -192,7 +185,7 @@ def _may_be_decided(proposal: Proposal, evidence: Evidence, subtracted: Collecti
     return has_majority(evidence.view.members, acceptors, members - promises.keys() - acceptors)
 
 
-Build = Callable[[int], View]
+Build = Callable[[int], wire.View]
 """Makes the view that a proposer wants, with the epoch it is given."""
 
 
@@ -202,8 +195,8 @@ class Effects:
     decided view; why an attempt failed, and the members without whose record it can't succeed."""
 
     actions: tuple[Action, ...] = ()
-    accept: Proposal | None = None
-    decided: View | None = None
+    accept: wire.Proposal | None = None
+    decided: wire.View | None = None
     failed: str = ""
     awaited: frozenset[str] = frozenset()
 
@@ -216,13 +209,13 @@ class Round:
     """One attempt. ``asked`` are the members that stay, which all have to answer; ``ended`` those
     known to have ended; ``proposal`` is what is offered once all ``asked`` have promised."""
 
-    ballot: Ballot
+    ballot: wire.Ballot
     asked: frozenset[str]
     ended: frozenset[str]
     build: Build
     ends_at: float
     evidence: Evidence
-    proposal: Proposal | None = None
+    proposal: wire.Proposal | None = None
     accepted: set[str] = field(default_factory=set)
 
 
@@ -230,12 +223,12 @@ class Proposer:
     """Attempts of ``me`` to decide the successor of ``view``. ``highest`` is the newest number that
     any ballot was seen to have; ``reports`` what was found on the disks of members that ended."""
 
-    def __init__(self, me: str, view: View) -> None:
+    def __init__(self, me: str, view: wire.View) -> None:
         self.me = me
         self.view = view
         self.highest = view.epoch
         self.round: Round | None = None
-        self.reports: dict[str, Proposal | None] = {}
+        self.reports: dict[str, wire.Proposal | None] = {}
 
     def begin(
         self,
@@ -245,15 +238,15 @@ class Proposer:
         floor: int,
         ended: Collection[str],
         ends_at: float,
-    ) -> Prepare:
+    ) -> wire.Prepare:
         """Start a round whose number is above ``floor`` and all numbers seen."""
         self.highest = max(self.highest, floor) + 1
         ballot = (self.highest, self.me)
         evidence = Evidence(self.me, self.view, reports=self.reports)
         self.round = Round(ballot, frozenset(asked), frozenset(ended), build, ends_at, evidence)
-        return Prepare(self.view.history, self.view.epoch, ballot)
+        return wire.Prepare(self.view.history, self.view.epoch, ballot)
 
-    def promised(self, node: str, message: Promise, subtracted: Collection[str]) -> Effects:
+    def promised(self, node: str, message: wire.Promise, subtracted: Collection[str]) -> Effects:
         """``node`` promised. When all have: offer the view that may have been decided, or mine."""
         round_ = self._current(message.ballot)
         if round_ is None or node not in round_.asked:
@@ -273,10 +266,10 @@ class Proposer:
         view = recovered.value or round_.build(round_.ballot[0])
         ended = tuple(sorted(round_.ended & set(self.view.nodes)))
         is_fresh = recovered.value is None
-        round_.proposal = Proposal(round_.ballot, self.view.epoch, view, ended, is_fresh)
+        round_.proposal = wire.Proposal(round_.ballot, self.view.epoch, view, ended, is_fresh)
         return Effects(accept=round_.proposal)
 
-    def accepted(self, node: str, ballot: Ballot, subtracted: Collection[str]) -> Effects:
+    def accepted(self, node: str, ballot: wire.Ballot, subtracted: Collection[str]) -> Effects:
         """``node`` accepted, and has it on disk. When all that stay have: it is decided."""
         round_ = self._current(ballot)
         if round_ is None or round_.proposal is None:
@@ -290,7 +283,7 @@ class Proposer:
         self.round = None
         return Effects(decided=view)
 
-    def rejected(self, node: str, message: Rejected) -> Effects:
+    def rejected(self, node: str, message: wire.Rejected) -> Effects:
         """``node`` refused."""
         self.highest = max(self.highest, message.promised[0])
         if self._current(message.ballot) is None:
@@ -311,7 +304,7 @@ class Proposer:
         answered = round_.accepted if round_.proposal else round_.evidence.promises.keys()
         return self._fail(f"no answer from {', '.join(sorted(round_.asked - answered))}")
 
-    def _current(self, ballot: Ballot) -> Round | None:
+    def _current(self, ballot: wire.Ballot) -> Round | None:
         """The round that an answer to ``ballot`` belongs to, None if it is over."""
         return self.round if self.round is not None and self.round.ballot == ballot else None
 
@@ -323,7 +316,7 @@ class Proposer:
 class PaxosInstance:
     """One member's part in deciding the successor of ``view``."""
 
-    def __init__(self, me: str, view: View) -> None:
+    def __init__(self, me: str, view: wire.View) -> None:
         self.me = me
         self.view = view
         self.acceptor = PaxosAcceptor(view)
@@ -346,49 +339,49 @@ class PaxosInstance:
         prepare = self.proposer.begin(asked, build, floor=floor, ended=ended, ends_at=ends_at)
         sends = tuple(Send(node, prepare) for node in sorted(asked) if node != self.me)
         mine = self.acceptor.promise(self.me, prepare.ballot)
-        assert isinstance(mine, Promise), "the ballot is the newest I know"
+        assert isinstance(mine, wire.Promise), "the ballot is the newest I know"
         effects = self.proposer.promised(self.me, mine, subtracted)
         return replace(effects, actions=sends)
 
-    def prepare(self, node: str, message: Prepare) -> Effects:
+    def prepare(self, node: str, message: wire.Prepare) -> Effects:
         """``node`` asks for a promise. A promise ends my own attempt, which is older."""
         self._saw(message.ballot)
         answer = self.acceptor.promise(node, message.ballot)
-        if isinstance(answer, Promise):
+        if isinstance(answer, wire.Promise):
             self.proposer.round = None
         return Effects((Send(node, answer),))
 
-    def promised_by(self, node: str, message: Promise, subtracted: Collection[str]) -> Effects:
+    def promised_by(self, node: str, message: wire.Promise, subtracted: Collection[str]) -> Effects:
         """``node`` promised."""
         return self.proposer.promised(node, message, subtracted)
 
-    def proposed(self, node: str, proposal: Proposal, objection: str) -> Effects:
+    def proposed(self, node: str, proposal: wire.Proposal, objection: str) -> Effects:
         """``node`` proposes; ``objection`` is why I would rather not, empty if I agree."""
         self._saw(proposal.ballot)
         refusal = self.acceptor.refusal(proposal, objection)
         return Effects(accept=proposal) if refusal is None else Effects((Send(node, refusal),))
 
-    def saved(self, proposal: Proposal, subtracted: Collection[str]) -> Effects:
+    def saved(self, proposal: wire.Proposal, subtracted: Collection[str]) -> Effects:
         """What I accepted is on disk: tell its proposer or, if I am the proposer, ask the others.
         My own acceptance comes first: others that accepted can be sure that I have as well."""
         proposer = proposal.ballot[1]
         if proposer != self.me:
-            return Effects((Send(proposer, Accepted(proposal.ballot)),))
+            return Effects((Send(proposer, wire.Accepted(proposal.ballot)),))
         round_ = self.proposer.round
         if round_ is None or round_.ballot != proposal.ballot:
             return NO_EFFECTS
         voters = quorum(self.view, proposal.view, subtracted) - {self.me}
-        sends = tuple(Send(node, Propose(proposal)) for node in sorted(voters))
+        sends = tuple(Send(node, wire.Propose(proposal)) for node in sorted(voters))
         effects = self.accepted_by(self.me, proposal.ballot, subtracted)
         return replace(effects, actions=sends)
 
-    def accepted_by(self, node: str, ballot: Ballot, subtracted: Collection[str]) -> Effects:
+    def accepted_by(self, node: str, ballot: wire.Ballot, subtracted: Collection[str]) -> Effects:
         """``node`` accepted, and has it on disk."""
         return self.proposer.accepted(node, ballot, subtracted)
 
-    def rejected_by(self, node: str, message: Rejected) -> Effects:
+    def rejected_by(self, node: str, message: wire.Rejected) -> Effects:
         """``node`` refused."""
         return self.proposer.rejected(node, message)
 
-    def _saw(self, ballot: Ballot) -> None:
+    def _saw(self, ballot: wire.Ballot) -> None:
         self.proposer.highest = max(self.proposer.highest, ballot[0])

@@ -11,27 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import assert_never
 
-from potluck._core.cluster.membership import merge
+from potluck._core.cluster.membership import events, merge
 from potluck._core.cluster.membership.agreement import ViewAgreement
 from potluck._core.cluster.membership.claims import digest_of
-from potluck._core.cluster.membership.events import (
-    Action,
-    Barred,
-    ConnectionRefused,
-    ContinueAlone,
-    Event,
-    FoundHistory,
-    GroupRefused,
-    JobOver,
-    Linked,
-    Note,
-    Pause,
-    Received,
-    Resume,
-    Saved,
-    Tick,
-    WantGroup,
-)
 from potluck._core.cluster.membership.failure_detector import (
     MAX_PEERS,
     Changed,
@@ -123,32 +105,32 @@ class MembershipProtocol:
         """When a Tick is due."""
         return self._due
 
-    def handle(self, event: Event, now: float) -> list[Action]:
+    def handle(self, event: events.Event, now: float) -> list[events.Action]:
         """What is to be done about ``event``, in this order. Never raises for one that comes late,
         twice, or from a node that is out."""
         match event:
-            case Tick():
+            case events.Tick():
                 self._tick(now)
-            case Received(node, incarnation, message):
+            case events.Received(node, incarnation, message):
                 self._received(node, incarnation, message, now)
-            case Linked(node, incarnation):
+            case events.Linked(node, incarnation):
                 self.detector.meet(node, incarnation)
-            case ConnectionRefused(node, incarnation):
+            case events.ConnectionRefused(node, incarnation):
                 self._findings(self.detector.refused(node, incarnation, now), now)
-            case Saved(number):
+            case events.Saved(number):
                 self._agreement.written(number, now)
                 self._agreement.tell_acceptance()
                 self._renew(now)
-            case WantGroup():
+            case events.WantGroup():
                 self._want(event, now)
-            case JobOver(job):
+            case events.JobOver(job):
                 self._pending.end(job)
                 self._renew(now)
-            case Barred(nodes):
+            case events.Barred(nodes):
                 self._bar(nodes, now)
-            case ContinueAlone():
+            case events.ContinueAlone():
                 self._continue_alone(now)
-            case FoundHistory():
+            case events.FoundHistory():
                 if self.view is None:
                     self._found(now, "ordered")
             case _:
@@ -215,7 +197,7 @@ class MembershipProtocol:
             if refusal.is_false and node not in self._named and len(self._named) < MAX_PEERS:
                 self._named.add(node)
                 what = f"a message ({type(message).__name__}) of {node} is ignored"
-                self._outbox.act(Note(f"{what}: {refusal.reason}"))
+                self._outbox.act(events.Note(f"{what}: {refusal.reason}"))
             return
         match message:
             case wire.Heartbeat():
@@ -288,7 +270,7 @@ class MembershipProtocol:
             return False
         return now - self.detector.peers[member.node].heard_at <= 2.5 * self.timing.beat_s
 
-    def _installed(self, view: View, now: float) -> tuple[Action, ...]:
+    def _installed(self, view: View, now: float) -> tuple[events.Action, ...]:
         self._installed_at = now
         if view.history != self._history:
             self._history, self._history_since = view.history, now
@@ -299,7 +281,7 @@ class MembershipProtocol:
         if not self.paused:
             return ()
         self.paused = ""
-        return (Resume(f"this node is in {describe(view)}"),)
+        return (events.Resume(f"this node is in {describe(view)}"),)
 
     def _left(self, now: float) -> None:
         self.paused = ""
@@ -361,13 +343,15 @@ class MembershipProtocol:
         if reachability.majority:
             if self.paused:
                 self.paused = ""
-                self._outbox.act(Resume("a majority can be reached again"))
+                self._outbox.act(events.Resume("a majority can be reached again"))
             return
         names = [member.node for member in reachability.kept]
         reached = [n for n in names if n == self.me or self.detector.status(n) is Status.UP]
         reason = explain_minority(view.members, reached, self._agreement.subtracted_nodes())
         if not self.paused:
-            self._outbox.act(Pause(f"paused: {reason}; {'; '.join(reachability.out.values())}"))
+            self._outbox.act(
+                events.Pause(f"paused: {reason}; {'; '.join(reachability.out.values())}")
+            )
         self.paused = reason
 
     def _withhold_leases(
@@ -386,7 +370,7 @@ class MembershipProtocol:
         new = nodes - self.banned
         self._agreement.barred = nodes
         if new:
-            self._outbox.act(Note(f"banned: {', '.join(sorted(new))}"))
+            self._outbox.act(events.Note(f"banned: {', '.join(sorted(new))}"))
         if self.me in new:
             self._agreement.leave(now, _BANNED)
             return
@@ -399,7 +383,7 @@ class MembershipProtocol:
                     for node in via:
                         self._outbox.send(node, wire.IndirectProbe(target))
                 case Changed(node, status, reason):
-                    self._outbox.act(Note(reason))
+                    self._outbox.act(events.Note(reason))
                     peer = self.detector.peers[node]
                     if status is Status.DEAD and peer.leased_death:
                         self._agreement.subtract(node, peer.incarnation)
@@ -478,7 +462,7 @@ class MembershipProtocol:
     def _continue_alone(self, now: float) -> None:
         view = self.view
         if view is None or not self.paused:
-            self._outbox.act(Note("this node is not paused: there is nothing to override"))
+            self._outbox.act(events.Note("this node is not paused: there is nothing to override"))
             return
         self._fork(view, now, f"the operator ordered {self.me} to continue alone: a fork")
 
@@ -487,11 +471,13 @@ class MembershipProtocol:
         self._agreement.leave(now, reason, resync=False)
         self._agreement.install(fork, now, is_known=False)
 
-    def _want(self, want: WantGroup, now: float) -> None:
+    def _want(self, want: events.WantGroup, now: float) -> None:
         view = self.view
         if view is None or view.leader != self.me:
             floor = self.record.installed
-            self._outbox.act(GroupRefused(want.job, floor, "this node does not lead the cluster"))
+            self._outbox.act(
+                events.GroupRefused(want.job, floor, "this node does not lead the cluster")
+            )
             return
         self._pending.want(want)
         self._renew(now)

@@ -15,6 +15,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 from potluck._core.background import OnBroken, Tasks, start_task, stop
@@ -53,33 +54,30 @@ MayDial = Callable[[str, int], bool]
 """``may_dial(host, port)``: whether the workers of a job may connect there."""
 
 
+@dataclass(eq=False, repr=False)
 class Broker:
     """The broker of one job's workers, at the Unix socket ``path``, from construction to ``close``.
-    Runs in the event loop. OSError if the socket can't be made."""
+    Runs in the event loop. OSError if the socket can't be made.
 
-    def __init__(
-        self,
-        path: Path,
-        may_dial: MayDial,
-        *,
-        eras: Callable[[], Sequence[Era]],
-        bind: str,
-        on_broken: OnBroken,
-    ) -> None:
-        """``eras`` and ``bind`` are the agent's: whose knocks are right, and where workers
-        listen."""
-        self._may_dial = may_dial
-        self._eras = eras
-        self._bind = bind
-        self._on_broken = on_broken
+    ``eras`` and ``bind`` are the agent's: whose knocks are right, and where workers listen.
+    """
+
+    path: Path
+    may_dial: MayDial
+    _: KW_ONLY
+    eras: Callable[[], Sequence[Era]]
+    bind: str
+    on_broken: OnBroken
+
+    def __post_init__(self) -> None:
         self._complain = RateLimitedLog(_log)
         self._serving = Tasks()
         self._free = asyncio.Semaphore(MAX_REQUESTS)
         self._num_ports = 0
         self._strangers: Unauthenticated = {}
         """Callers at all ports that have not knocked yet: together as many as at one."""
-        self._sock = _listening_at(path)
-        self._accepting = start_task(self._accept, name="socket broker", on_broken=on_broken)
+        self._sock = _listening_at(self.path)
+        self._accepting = start_task(self._accept, name="socket broker", on_broken=self.on_broken)
 
     async def close(self) -> None:
         """Stop listening for the workers, and for their callers. Sockets that workers have stay
@@ -119,7 +117,7 @@ class Broker:
 
     async def _dial(self, asking: socket.socket, request: wire.Dial) -> None:
         where = f"{request.host}:{request.port}"
-        if not self._may_dial(request.host, request.port):
+        if not self.may_dial(request.host, request.port):
             reason = f"{where} belongs to no worker of this group, and a sandbox reaches no other"
             _send(asking, wire.Denied(errno.EACCES, reason))
             return
@@ -127,7 +125,7 @@ class Broker:
             async with asyncio.timeout(_DIAL_S):
                 sock = await aio.dial(request.host, request.port)
                 try:
-                    await finish(knock(sock, self._eras()), sock)
+                    await finish(knock(sock, self.eras()), sock)
                 except BaseException:
                     sock.close()
                     raise
@@ -149,7 +147,7 @@ class Broker:
             _send(asking, wire.Denied(errno.EACCES, reason))
             return
         try:
-            port = listening_socket(self._bind, request.port)
+            port = listening_socket(self.bind, request.port)
         except ConfigurationError as error:
             cause = error.__cause__
             number = _number(cause, errno.EINVAL) if isinstance(cause, OSError) else errno.EINVAL
@@ -160,13 +158,13 @@ class Broker:
             return
 
         async def knocked(caller: Caller) -> None:
-            await finish(hear_knock(caller.sock, self._eras()), caller.sock)
+            await finish(hear_knock(caller.sock, self.eras()), caller.sock)
             caller.authenticated()
             _send(asking, wire.Granted(port.port), caller.sock)
 
         acceptor = Acceptor(port, knocked, LIMITS, awaits="a knock", crowd=self._strangers)
         self._num_ports += 1
-        accepting = start_task(acceptor.run, name="a sandbox's port", on_broken=self._on_broken)
+        accepting = start_task(acceptor.run, name="a sandbox's port", on_broken=self.on_broken)
         try:
             _send(asking, wire.Granted(port.port))
             await ready(asking)  # no more data: this is its end

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 import msgspec
@@ -57,36 +58,32 @@ class SharingStore:
 _MAX_KEPT = 1024
 
 
+@dataclass(eq=False, repr=False)
 class Offers:
-    """``listeners`` are called after each change of an offer, this machine's or another's."""
+    """``listeners`` are called after each change of an offer, this machine's or another's.
 
-    def __init__(
-        self,
-        me: str,
-        names: NodeNames,
-        links: PeerLinks,
-        commands: Commands,
-        *,
-        store: SharingStore | None,
-        objects_to: Callable[[str], str | None],
-        on_note: Callable[[str], None],
-    ) -> None:
-        """Without a ``store``, as for a private agent, only this machine's own jobs run, and
-        nothing can change that. ``objects_to(node)`` is why ``node`` is not in the cluster, by
-        this machine's own list; None if it is."""
+    Without a ``store``, as for a private agent, only this machine's own jobs run, and
+    nothing can change that. ``objects_to(node)`` is why ``node`` is not in the cluster, by
+    this machine's own list; None if it is.
+    """
+
+    me: str
+    names: NodeNames
+    links: PeerLinks
+    commands: Commands
+    _: KW_ONLY
+    store: SharingStore | None
+    objects_to: Callable[[str], str | None]
+    on_note: Callable[[str], None]
+
+    def __post_init__(self) -> None:
         self.listeners: list[Callable[[], None]] = []
-        self._me = me
-        self._names = names
-        self._links = links
-        self._store = store
-        self._objects_to = objects_to
-        self._on_note = on_note
-        self._kept = rules.Kept("none") if store is None else store.read()
+        self._kept = rules.Kept("none") if self.store is None else self.store.read()
         self._theirs: dict[str, Offer] = {}
         self._changing = asyncio.Lock()
-        links.on(Offer, self._received)
-        links.on_linked.append(self._linked)
-        commands.on(local.ShareRequest, self._asked)
+        self.links.on(Offer, self._received)
+        self.links.on_linked.append(self._linked)
+        self.commands.on(local.ShareRequest, self._asked)
 
     # What is asked.
 
@@ -97,7 +94,7 @@ class Offers:
 
     def of(self, node: str) -> Offer | None:
         """The offer of ``node``; None before it has sent one."""
-        return self.mine if node == self._me else self._theirs.get(node)
+        return self.mine if node == self.me else self._theirs.get(node)
 
     def refusal(self, node: str, starter: str) -> str:
         """Why ``node`` runs no job of ``starter``, by the offer of ``node``; empty if it does, or
@@ -105,7 +102,7 @@ class Offers:
         offer = self.of(node)
         if offer is None:
             return ""
-        called = self._names.called
+        called = self.names.called
         return rules.objection(offer, is_own=node == starter, starter=starter, called=called)
 
     def objection(self, node: str, starter: str) -> str:
@@ -117,15 +114,15 @@ class Offers:
     def refuses(self, spec: JobSpec) -> str:
         """Why this machine does not run the job of ``spec``, and what to do; empty if it does."""
         if not is_by_starter(spec):
-            starter = self._names.called(spec.starter)
+            starter = self.names.called(spec.starter)
             return f"it is said to be started by {starter}, but has no signature of that node"
-        if spec.starter != self._me and (out := self._objects_to(spec.starter)):
+        if spec.starter != self.me and (out := self.objects_to(spec.starter)):
             return out
-        return self.refusal(self._me, spec.starter)
+        return self.refusal(self.me, spec.starter)
 
     def undecided(self) -> tuple[str, ...]:
         """The linked nodes about which the owner is to be asked."""
-        return rules.undecided(self.mine, self._links.nodes)
+        return rules.undecided(self.mine, self.links.nodes)
 
     # What the owner decides.
 
@@ -133,12 +130,12 @@ class Offers:
         """The owner allows or denies jobs of ``node``."""
         await self._change(lambda kept: rules.decided(kept, node, is_allowed=is_allowed))
         word = "run here from now on" if is_allowed else "don't run here any more"
-        self._on_note(f"jobs of {self._names.called(node)} {word}")
+        self.on_note(f"jobs of {self.names.called(node)} {word}")
 
     async def pause(self, is_paused: bool) -> None:
         """The owner takes the machine back, or gives it again."""
         await self._change(lambda kept: msgspec.structs.replace(kept, is_paused=is_paused))
-        self._on_note(
+        self.on_note(
             "paused: this machine runs no workers until `potluck resume`"
             if is_paused
             else "resumed: this machine takes part in jobs again"
@@ -147,22 +144,22 @@ class Offers:
     async def barred(self, nodes: Collection[str]) -> None:
         """``nodes`` are out of the cluster: what the owner allowed them is over, also if they come
         back. Under the rule `all` they are denied then, under `ask` the owner is asked."""
-        if self._store is None or rules.forgotten(self._kept, nodes) == self._kept:
+        if self.store is None or rules.forgotten(self._kept, nodes) == self._kept:
             return
         try:
             await self._change(lambda kept: rules.forgotten(kept, nodes))
         except PotluckError as error:
-            self._on_note(f"what this machine's owner allowed banned nodes is still kept: {error}")
+            self.on_note(f"what this machine's owner allowed banned nodes is still kept: {error}")
 
     async def _change(self, changed: Callable[[rules.Kept], rules.Kept]) -> None:
         """A change holds once it is on disk; several are made one after the other."""
-        assert self._store is not None, "a private agent has no owner's rules"
+        assert self.store is not None, "a private agent has no owner's rules"
         async with self._changing:
             kept = changed(self._kept)
-            await asyncio.to_thread(self._store.write, kept)
+            await asyncio.to_thread(self.store.write, kept)
             self._kept = kept
-        for node in self._links.nodes:
-            self._links.send(node, self.mine)
+        for node in self.links.nodes:
+            self.links.send(node, self.mine)
         self._tell()
 
     async def _asked(self, request: local.ShareRequest, client: Client) -> local.CommandResult:
@@ -174,18 +171,18 @@ class Offers:
                 is_allowed = request.change == "allow"
                 await self.decide(request.node, is_allowed=is_allowed)
                 word = "allowed" if is_allowed else "denied"
-                text = f"jobs of {self._names.called(request.node)} are {word} here"
+                text = f"jobs of {self.names.called(request.node)} are {word} here"
         return local.CommandResult(True, text)
 
     # Other nodes.
 
     def _linked(self, node: str, introduction: Introduction) -> None:
-        self._links.send(node, self.mine)
+        self.links.send(node, self.mine)
         self._tell()
 
     def _received(self, node: str, offer: Offer) -> None:
         if len(self._theirs) >= _MAX_KEPT:
-            here = set(self._links.nodes)
+            here = set(self.links.nodes)
             self._theirs = {each: it for each, it in self._theirs.items() if each in here}
         self._theirs[node] = offer
         self._tell()

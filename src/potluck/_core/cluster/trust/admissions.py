@@ -19,10 +19,20 @@ The result depends on the set of records alone, not on the order in which they a
   have come near. So an admin that jumps ahead can't use up the numbers: each of its seniors has
   ``MAX_AHEAD`` numbers above all of its own. (Records that jump can't be refused when they arrive:
   two nodes that heard the numbers between in another order would keep different lists.)
+
+Recovery codes are a key that is senior to the founder, cut into codes for people to keep. The
+founder signs once that this key is senior to its own, and nobody keeps the key: more than half
+of the codes make it again (Shamir's secret sharing), fewer say nothing about it. So a stolen
+founder is banned like any other admin, by the word of a key that the thief has never had, and no
+word of the thief's changes who holds a code. For a cluster's machines the first such word counts
+for good: which of two was first no set of signed records can tell (a thief dates its own back), so
+each machine keeps the one that it heard first.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
 import heapq
 import secrets
@@ -35,23 +45,16 @@ import msgspec
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
+from potluck._core.shamir import SECRET_BYTES, SHORT, join, split
 from potluck._core.transport.credentials import node_id_of_bytes
-from potluck._core.wire.admissions import (
-    MAX_NUMBER,
-    MAX_RECORDS,
-    Admission,
-    Founding,
-    Record,
-    Recovery,
-    SecretChange,
-)
-from potluck.errors import IdentityError, SecurityError
+from potluck._core.wire import admissions as wire
+from potluck.errors import ConfigurationError, IdentityError, SecurityError
 
 MAX_ADMINS = 64
 MAX_WAITING = 256
 MAX_AHEAD = 1 << 20
 """More words than the admins of a cluster say while its founder says none."""
-MAX_OF_SIGNER = MAX_RECORDS // 4
+MAX_OF_SIGNER = wire.MAX_RECORDS // 4
 """An admin that fills the list leaves room for the word that bans it."""
 
 _Place = tuple[bytes, bytes]
@@ -66,7 +69,7 @@ class Entry:
     key: bytes
     role: str
     """``founder``, ``admin``, ``member`` or ``revoked``."""
-    word: Admission | None = None
+    word: wire.Admission | None = None
 
     @property
     def node(self) -> str:
@@ -119,14 +122,18 @@ class Admissions:
     replaces its older word."""
 
     def __init__(
-        self, founding: Founding, records: Iterable[Record] = (), *, is_trusted: bool = False
+        self,
+        founding: wire.Founding,
+        records: Iterable[wire.Record] = (),
+        *,
+        is_trusted: bool = False,
     ) -> None:
         """SecurityError if a record or the founding is not genuine, or of another cluster; those
         that are ``is_trusted`` are not checked again."""
         if not is_trusted:
             _check_recovery(founding)
         self.founding = founding
-        self.records: tuple[Record, ...] = ()
+        self.records: tuple[wire.Record, ...] = ()
         """In the order of their numbers, so that whoever has the first of them knows everything
         that their signers knew."""
         self.fingerprints: tuple[bytes, ...] = ()
@@ -134,21 +141,21 @@ class Admissions:
         self.digest = _digest(founding, ())
         """Eight bytes, equal for equal sets of records."""
         self.roster = evaluate(founding, ())
-        self._kept: dict[_Place, Record] = {}
-        self._waiting: dict[_Place, Record] = {}
+        self._kept: dict[_Place, wire.Record] = {}
+        self._waiting: dict[_Place, wire.Record] = {}
         if is_trusted:
             self._take({_place(each): each for each in records})
         else:
             self.add(records)
 
-    def add(self, records: Iterable[Record]) -> tuple[Record, ...]:
+    def add(self, records: Iterable[wire.Record]) -> tuple[wire.Record, ...]:
         """Take ``records``; those that are new and of an admin.
 
         A record of a key that is no admin waits (in memory, at most ``MAX_WAITING``) for that key's
         admission. SecurityError for a forged record and one of another cluster, IdentityError for
         records beyond ``MAX_RECORDS``; then none of ``records`` is taken.
         """
-        new: dict[_Place, Record] = {}
+        new: dict[_Place, wire.Record] = {}
         for record in records:
             place = _place(record)
             known = new.get(place) or self._kept.get(place) or self._waiting.get(place)
@@ -165,7 +172,7 @@ class Admissions:
         """The same list, to be changed apart from this one."""
         return Admissions(self.founding, self.records, is_trusted=True)
 
-    def set_recovery(self, recovery: Recovery) -> bool:
+    def set_recovery(self, recovery: wire.Recovery) -> bool:
         """Take the founder's word who is senior to it; False if it is known. The first that comes
         counts for good: what a thief of the founder's key signs after it is refused, whatever
         number it has. SecurityError for another than the known one, and for a forged one."""
@@ -183,21 +190,21 @@ class Admissions:
         self._take({})
         return True
 
-    def missing(self, known: Iterable[bytes]) -> tuple[Record, ...]:
+    def missing(self, known: Iterable[bytes]) -> tuple[wire.Record, ...]:
         """The records whose fingerprints are not among ``known``, in the order of their numbers."""
         seen = set(known)
         pairs = zip(self.records, self.fingerprints, strict=True)
         return tuple(each for each, fingerprint in pairs if fingerprint not in seen)
 
-    def _take(self, new: dict[_Place, Record]) -> tuple[Record, ...]:
+    def _take(self, new: dict[_Place, wire.Record]) -> tuple[wire.Record, ...]:
         """Keep records of admins, of those that are revoked too, and let the others wait."""
         every = {**self._kept, **self._waiting, **new}
         signers = _named_admins(self.founding, every.values())
         kept = {place: each for place, each in every.items() if each.signer in signers}
         most = max(Counter(each.signer for each in kept.values()).values(), default=0)
-        if len(kept) > MAX_RECORDS or most > MAX_OF_SIGNER:
+        if len(kept) > wire.MAX_RECORDS or most > MAX_OF_SIGNER:
             raise IdentityError(
-                f"the list of admitted keys is full: it has at most {MAX_RECORDS} records, "
+                f"the list of admitted keys is full: it has at most {wire.MAX_RECORDS} records, "
                 f"{MAX_OF_SIGNER} of one admin. Ban the admin that filled it, if one did "
                 "(`potluck nodes`), or found a new cluster"
             )
@@ -212,17 +219,17 @@ class Admissions:
         return tuple(each for each in self.records if before.get(_place(each)) != each)
 
 
-def evaluate(founding: Founding, records: Sequence[Record]) -> Roster:
+def evaluate(founding: wire.Founding, records: Sequence[wire.Record]) -> Roster:
     """What ``records`` (genuine, one word for each signer and key) say."""
-    by_signer: dict[bytes, list[Record]] = {}
+    by_signer: dict[bytes, list[wire.Record]] = {}
     for record in records:
         by_signer.setdefault(record.signer, []).append(record)
-    words: dict[bytes, list[Admission]] = {}
-    changes: list[SecretChange] = []
+    words: dict[bytes, list[wire.Admission]] = {}
+    changes: list[wire.SecretChange] = []
     root, at = founding.root, 0
     base = number = founding.recovery.number if founding.recovery else 0
     base = max((each.number for each in by_signer.get(root, ())), default=base)
-    admins: dict[bytes, Admission | None] = {}
+    admins: dict[bytes, wire.Admission | None] = {}
     limits: dict[bytes, int] = {}
     # An admin waits here with its place in the tree of admissions; seniors come first.
     path: tuple[tuple[int, bytes], ...] = ()
@@ -236,14 +243,14 @@ def evaluate(founding: Founding, records: Sequence[Record]) -> Roster:
         if not is_implied and (own is None or own.verdict != "admin"):
             continue
         ahead = MAX_AHEAD * (MAX_ADMINS - len(admins))
-        limits[key] = base + ahead if admins else MAX_NUMBER
+        limits[key] = base + ahead if admins else wire.MAX_NUMBER
         admins[key] = own
         since = 0 if own is None else own.number
         for record in by_signer.get(key, ()):
             if not since < record.number <= limits[key]:
                 continue
             at, number = max(at, record.at), max(number, record.number)
-            if isinstance(record, SecretChange):
+            if isinstance(record, wire.SecretChange):
                 changes.append(record)
             elif record.key not in (key, root):
                 words.setdefault(record.key, []).append(record)
@@ -263,12 +270,12 @@ def evaluate(founding: Founding, records: Sequence[Record]) -> Roster:
     return Roster(by_node, namespace, at, number, limits)
 
 
-def new_founding(key: Ed25519PrivateKey) -> Founding:
+def new_founding(key: Ed25519PrivateKey) -> wire.Founding:
     """The founding of a new cluster by ``key``."""
-    return Founding(key.public_key().public_bytes_raw(), secrets.token_bytes(16))
+    return wire.Founding(key.public_key().public_bytes_raw(), secrets.token_bytes(16))
 
 
-R = TypeVar("R", Admission, SecretChange)
+R = TypeVar("R", wire.Admission, wire.SecretChange)
 
 
 def sign(record: R, key: Ed25519PrivateKey) -> R:
@@ -277,7 +284,7 @@ def sign(record: R, key: Ed25519PrivateKey) -> R:
     return msgspec.structs.replace(record, signature=key.sign(record.signed_bytes))
 
 
-def is_genuine(record: Record) -> bool:
+def is_genuine(record: wire.Record) -> bool:
     """Whether the signature is the signer's. Takes about 0.1 ms."""
     return _is_signed(record.signer, record.signature, record.signed_bytes)
 
@@ -297,7 +304,7 @@ def now_of(clock: float, roster: Roster) -> float:
     return max(clock, roster.at)
 
 
-def _check_recovery(founding: Founding) -> None:
+def _check_recovery(founding: wire.Founding) -> None:
     recovery = founding.recovery
     if recovery is not None and not _is_signed(
         founding.key, recovery.signature, founding.recovery_bytes
@@ -305,12 +312,12 @@ def _check_recovery(founding: Founding) -> None:
         raise SecurityError("recovery codes whose signature is not the founder's")
 
 
-def _named_admins(founding: Founding, records: Iterable[Record]) -> set[bytes]:
+def _named_admins(founding: wire.Founding, records: Iterable[wire.Record]) -> set[bytes]:
     """The root, the founder, and all keys that such a key called an admin. Their records are kept
     also while another admin's word revokes them, so that the order of arrival does not matter: that
     word may lose its force. The root's can't, so keys that are no admins by it are left out, and an
     admin that filled the list, with second keys as well, leaves it with the root's word."""
-    words = [each for each in records if isinstance(each, Admission)]
+    words = [each for each in records if isinstance(each, wire.Admission)]
     final = {
         each.key: _rank(each)
         for each in words
@@ -330,21 +337,109 @@ def _named_admins(founding: Founding, records: Iterable[Record]) -> set[bytes]:
     return found
 
 
-def _digest(founding: Founding, fingerprints: Iterable[bytes]) -> bytes:
+def _digest(founding: wire.Founding, fingerprints: Iterable[bytes]) -> bytes:
     start = founding.cluster + founding.recovery_bytes
     digest = hashlib.sha3_256(start + b"".join(sorted(fingerprints)))
     return digest.digest()[:8]
 
 
-def _winner(words: Iterable[Admission]) -> Admission | None:
+def _winner(words: Iterable[wire.Admission]) -> wire.Admission | None:
     return max(words, key=_rank, default=None)
 
 
-def _rank(record: Record) -> tuple[int, bool, bytes]:
-    is_revocation = isinstance(record, Admission) and record.verdict == "revoked"
+def _rank(record: wire.Record) -> tuple[int, bool, bytes]:
+    is_revocation = isinstance(record, wire.Admission) and record.verdict == "revoked"
     return (record.number, is_revocation, record.signature)
 
 
-def _place(record: Record) -> _Place:
+def _place(record: wire.Record) -> _Place:
     """The signer and the key in question (empty for a change of the secret)."""
-    return (record.signer, record.key if isinstance(record, Admission) else b"")
+    return (record.signer, record.key if isinstance(record, wire.Admission) else b"")
+
+
+_CHECK = 7
+_LABEL = b"potluck recovery code v1"
+_GROUP = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """One share of the key: the polynomial's value at ``at`` (1 to ``MAX_CODES``), 32 bytes."""
+
+    at: int
+    share: bytes = field(repr=False)
+
+    def spoken(self, key: bytes) -> str:
+        """The code as people write it down: 64 letters and digits in groups. Secret."""
+        raw = bytes([self.at]) + self.share + _check(key, self.at, self.share)
+        text = base64.b32encode(raw).decode().lower()
+        return "-".join(text[at : at + _GROUP] for at in range(0, len(text), _GROUP))
+
+
+def make_codes(
+    admissions: Admissions, founder: Ed25519PrivateKey, count: int
+) -> tuple[wire.Recovery, list[str]]:
+    """``count`` codes for the cluster of ``admissions``, and the founder's word about their key.
+    ConfigurationError unless 1 <= ``count`` <= ``MAX_CODES`` and ``founder`` founded the cluster,
+    which has no codes."""
+    founding = admissions.founding
+    if not 1 <= count <= wire.MAX_CODES:
+        raise ConfigurationError(f"{count} recovery codes: make 1 to {wire.MAX_CODES}; 3 are usual")
+    if founding.codes_needed:
+        raise ConfigurationError(
+            f"this cluster has recovery codes already, of which {founding.codes_needed} are "
+            "needed. They are made once: nothing but the codes can replace them. If they are "
+            "lost, found a new cluster: remove ~/.potluck on a machine that you trust, run "
+            "`potluck init --recovery-codes 3` there, and pair anew"
+        )
+    if founder.public_key().public_bytes_raw() != founding.key:
+        raise ConfigurationError(
+            "only the machine that founded the cluster makes recovery codes: run the command on "
+            f"node {node_id_of_bytes(founding.key)[:12]} (`potluck nodes`)"
+        )
+    seed = secrets.token_bytes(SECRET_BYTES)
+    key = Ed25519PrivateKey.from_private_bytes(seed).public_key().public_bytes_raw()
+    needed = count // 2 + 1
+    recovery = wire.Recovery(key, needed, admissions.roster.number + 1)
+    changed = msgspec.structs.replace(founding, recovery=recovery)
+    signature = founder.sign(changed.recovery_bytes)
+    shares = split(seed, range(1, count + 1), needed, SHORT)
+    return (
+        msgspec.structs.replace(recovery, signature=signature),
+        [Code(at, share).spoken(key) for at, share in shares.items()],
+    )
+
+
+def parse_code(text: str, founding: wire.Founding) -> Code:
+    """The code in a typed text, with any blanks and dashes; ConfigurationError if it is none of
+    the cluster of ``founding``."""
+    letters = "".join(each for each in text if each not in " -\u2013\u2014.\t").upper()
+    try:
+        raw = base64.b32decode(letters)
+    except (binascii.Error, ValueError):
+        raw = b""
+    at, share, check = raw[:1], raw[1 : 1 + SECRET_BYTES], raw[1 + SECRET_BYTES :]
+    is_whole = len(raw) == 1 + SECRET_BYTES + _CHECK and 1 <= raw[0] <= wire.MAX_CODES
+    if not is_whole or check != _check(founding.root, at[0], share):
+        raise ConfigurationError(
+            "this is no recovery code of this cluster. A code has 64 letters and digits (a to z, "
+            "2 to 7), as `potluck init --recovery-codes` showed it: look for a mistyped one"
+        )
+    return Code(at[0], share)
+
+
+def recovery_key(codes: Sequence[Code], founding: wire.Founding) -> Ed25519PrivateKey:
+    """The key that ``codes`` make. ConfigurationError if they are too few."""
+    shares = {each.at: each.share for each in codes}
+    if len(shares) < founding.codes_needed:
+        raise ConfigurationError(
+            f"{founding.codes_needed} different recovery codes are needed, and {len(shares)} given"
+        )
+    key = Ed25519PrivateKey.from_private_bytes(join(shares, SHORT))
+    if key.public_key().public_bytes_raw() != founding.root:
+        raise ConfigurationError("these recovery codes do not make the key of this cluster's codes")
+    return key
+
+
+def _check(key: bytes, at: int, share: bytes) -> bytes:
+    return hashlib.sha3_256(_LABEL + key + bytes([at]) + share).digest()[:_CHECK]

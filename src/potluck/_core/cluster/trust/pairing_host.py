@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from potluck._core.background import start_task, stop, why
@@ -82,31 +83,27 @@ async def hand_over(
         await waiting.close()
 
 
+@dataclass(eq=False, repr=False)
 class _Host:
     """The host of a pairing; ``outcome`` is the machine that has proved the code."""
 
-    def __init__(
-        self,
-        code: Code,
-        admit: Callable[[wire.Newcomer], Awaitable[wire.Handover]],
-        confirm: Confirm,
-        sock: ListeningSocket,
-    ) -> None:
-        self.port = sock.port
+    code: Code
+    admit: Callable[[wire.Newcomer], Awaitable[wire.Handover]]
+    confirm: Confirm
+    sock: ListeningSocket
+
+    def __post_init__(self) -> None:
+        self.port = self.sock.port
         self.outcome: asyncio.Future[wire.Newcomer] = asyncio.get_running_loop().create_future()
         self.begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """A machine has proved the code."""
-        self._sock = sock
-        self._code = code
-        self._admit = admit
-        self._confirm = confirm
         self.is_used = False
-        acceptor = Acceptor(sock, self._answer, LIMITS, awaits="a pairing opening")
+        acceptor = Acceptor(self.sock, self._answer, LIMITS, awaits="a pairing opening")
         self._accepting = start_task(acceptor.run, name="pairing", on_broken=self._broke)
 
     async def close(self) -> None:
         await stop(self._accepting)
-        self._sock.close()  # the task closes it, unless it was cancelled before it began
+        self.sock.close()  # the task closes it, unless it was cancelled before it began
         if self.outcome.done() and not self.outcome.cancelled():
             self.outcome.exception()  # so that asyncio does not report an unretrieved exception
 
@@ -118,7 +115,7 @@ class _Host:
                 writer.write(wire.encode(wire.BUSY))
                 await writer.drain()
                 return
-            exchange = Exchange(self._code, is_host=True)
+            exchange = Exchange(self.code, is_host=True)
             sealing = exchange.agree(opening)
             self.is_used = True
             caller.authenticated()
@@ -143,7 +140,7 @@ class _Host:
             node = node_id_of_bytes(newcomer.key)
             words = sealing.words(newcomer.key)
             async with asyncio.timeout(CONFIRM_S):
-                question = self._own(self._confirm(words, newcomer.name, node))
+                question = self._own(self.confirm(words, newcomer.name, node))
                 said = await agreed(question, receive(reader, wire.YES))
             if said is None:
                 self._settle(WrongCode("not admitted: the code is void now"))
@@ -151,7 +148,7 @@ class _Host:
             sealing.check_yes(said)
             if reader.at_eof():
                 raise LinkError("the joining machine left after its yes")
-            handover = await self._own(self._admit(newcomer))
+            handover = await self._own(self.admit(newcomer))
             reached = _ADMITTED
             async with asyncio.timeout(CONFIRM_S):
                 writer.write(wire.encode(wire.HANDOVER, sealing.seal(handover)))

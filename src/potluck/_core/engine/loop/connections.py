@@ -1,6 +1,11 @@
 """The connections of one rank in one group: readiness, I/O, and the accounting of flow control.
 
-Runs on the progress loop. What a frame means is decided in ``plans.py`` and ``messages.py``.
+A connection is the framing layer over one link: frames in, frames out, no policy. It keeps the
+state of half-done transfers: a header or payload half read, a frame half written, the free slots of
+link memory. It never blocks: ``read`` and ``write`` go on until the link would block, or until
+``BUDGET`` bytes have moved, so that no link starves the others.
+
+All runs on the progress loop. What a frame means is decided in ``plans.py`` and ``messages.py``.
 """
 
 from __future__ import annotations
@@ -8,15 +13,243 @@ from __future__ import annotations
 import selectors
 from collections import deque
 from collections.abc import Callable, Iterable, Set
-from typing import Protocol
+from dataclasses import KW_ONLY, dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
 
 from potluck._core.engine.failures.group_errors import Awaiting, GroupState, peer_lost
-from potluck._core.engine.loop.connection import Connection, Outgoing, Sink
 from potluck._core.engine.loop.flow_control import FlowControl
 from potluck._core.metrics import LinkMeter
 from potluck._core.transport.link import Connector, Link
-from potluck._core.wire.frames import Frame, Kind
+from potluck._core.wire import frames
+from potluck._core.wire.frames import FRAME_BYTES, IN_LINK_MEMORY, Frame, Kind
 from potluck.errors import LinkError, ProtocolError
+
+BUDGET = 8 * 1024 * 1024
+"""Bytes that one call of ``read`` or ``write`` moves at most, about. Tuned for this loop; the
+native loop's is 2 MiB (docs/dev/found-out.md)."""
+
+_MERGE_BYTES = 8 * 1024
+"""Payloads up to this size are copied behind their header, so that both take one write."""
+
+_LINK_MEMORY_BYTES = 4 * 1024
+"""Payloads from this size on travel through link memory, where there is any."""
+
+
+class Outgoing(NamedTuple):
+    """A frame to write. The payload is not copied: its memory must stay unchanged until ``sent`` is
+    called."""
+
+    frame: Frame
+    payload: memoryview
+    sent: Callable[[], None] | None = None
+
+
+class Sink(NamedTuple):
+    """Where a payload goes, and what to do once it is there.
+
+    ``buffer`` None means: ``complete`` reads the payload where it already lies.
+    """
+
+    buffer: memoryview | None
+    complete: Callable[[memoryview], None]
+
+
+class Connection:
+    """This rank's end of the link to rank ``rank``."""
+
+    def __init__(self, rank: int, link: Link, meter: LinkMeter) -> None:
+        self.rank = rank
+        self.link = link
+        self.meter = meter
+        self.control: deque[Outgoing] = deque()
+        """Frames that go before any that ``write`` asks for."""
+        self.has_closed = False
+        """The peer will send nothing more."""
+        self.is_acknowledged = False
+        """The peer has read all that this side sent before its own CLOSE."""
+        self.is_blocked = False
+        """The link took less than offered; wait until it is writable."""
+        self.has_aborted = False
+        """ABORT was received, or is not to be waited for."""
+        memory = link.memory
+        self._slots: deque[int] = deque(range(memory.num_slots) if memory else ())
+        self._unreleased: set[int] = set()
+        self._writing: deque[memoryview] = deque()
+        self._sent: Callable[[], None] | None = None
+        self._header = memoryview(bytearray(FRAME_BYTES))
+        self._part = self._header  # what is being read: a header or a payload
+        self._filled = 0
+        self._sink: Sink | None = None
+        self._target = memoryview(b"")
+        self._small = memoryview(bytearray(frames.MAX_CONTROL))
+        self._scratch = memoryview(b"")
+
+    # -- outgoing
+
+    @property
+    def is_writing(self) -> bool:
+        return bool(self._writing or self.control)
+
+    def uses_link_memory(self, nbytes: int) -> bool:
+        """Whether the payload of a DATA or PIECE frame would travel through link memory."""
+        memory = self.link.memory
+        return memory is not None and _LINK_MEMORY_BYTES <= nbytes <= memory.slot_bytes
+
+    def can_start(self, nbytes: int) -> bool:
+        """Whether a payload of this size could start now (link memory may be out of slots)."""
+        return not self._writing and (not self.uses_link_memory(nbytes) or bool(self._slots))
+
+    def write(self, next_outgoing: Callable[[Connection], Outgoing | None]) -> bool:
+        """Write ``control``, then the frames that ``next_outgoing`` gives, until the link would
+        block, there are no more, or the budget is spent.
+
+        Returns True if there may be more to write at once.
+        """
+        budget = BUDGET
+        self.is_blocked = False
+        while budget > 0:
+            if not self._writing:
+                outgoing = self.control.popleft() if self.control else next_outgoing(self)
+                if outgoing is None:
+                    return False
+                budget -= self._start(outgoing)
+            while self._writing:
+                data = self._writing[0]
+                taken = self.link.send(data)
+                if taken == 0:
+                    self.is_blocked = True
+                    return False
+                self.meter.bytes_sent += taken
+                budget -= taken
+                if taken == len(data):
+                    self._writing.popleft()
+                else:
+                    self._writing[0] = data[taken:]
+            sent, self._sent = self._sent, None
+            if sent is not None:
+                sent()
+        return True
+
+    def _start(self, outgoing: Outgoing) -> int:
+        """Begin to write a frame; returns the bytes that went through link memory."""
+        frame, payload, sent = outgoing
+        self.meter.messages_sent += 1
+        nbytes = len(payload)
+        memory = self.link.memory
+        if (
+            memory is not None
+            and frame.kind in frames.LINK_MEMORY_KINDS
+            and self.uses_link_memory(nbytes)
+            and self._slots
+        ):
+            slot = self._slots.popleft()
+            # The frame that follows over the socket orders these stores: the receiver reads the
+            # slot only after that frame, and the locks of the kernel's socket make the send happen
+            # before the receive. So the slots need no locks.
+            _copy(memory.outgoing(slot)[:nbytes], payload)
+            self.meter.bytes_sent += nbytes
+            self.meter.bytes_in_shared_memory += nbytes
+            frame = frame._replace(flags=frame.flags | IN_LINK_MEMORY, tag=slot)
+            self._writing.append(memoryview(frames.encode(frame)))
+            if sent is not None:
+                sent()  # the payload has been copied: its memory is free
+            return nbytes
+        if nbytes <= _MERGE_BYTES:
+            self._writing.append(memoryview(b"".join((frames.encode(frame), payload))))
+        else:
+            self._writing.append(memoryview(frames.encode(frame)))
+            self._writing.append(payload)
+        self._sent = sent
+        return 0
+
+    # -- incoming
+
+    def scratch(self, nbytes: int) -> memoryview:
+        """Memory for one payload that is combined rather than stored, valid until its end."""
+        if len(self._scratch) < nbytes:
+            self._scratch = memoryview(bytearray(nbytes))
+        return self._scratch[:nbytes]
+
+    def read(self, route: Callable[[Connection, Frame], Sink]) -> bool:
+        """Read frames until the link would block or the budget is spent; ``route`` gives the sink
+        of each payload.
+
+        Returns True if there may be more to read at once.
+        """
+        budget = BUDGET
+        while budget > 0:
+            taken = self.link.recv_into(self._part[self._filled :])
+            if taken == 0:
+                return False
+            budget -= taken
+            self.meter.bytes_received += taken
+            self._filled += taken
+            if self._filled < len(self._part):
+                continue
+            self._filled = 0
+            if self._part is self._header:
+                self._begin(frames.decode(self._header), route)
+            else:
+                self._end()
+        return True
+
+    def _begin(self, frame: Frame, route: Callable[[Connection, Frame], Sink]) -> None:
+        self.meter.messages_received += 1
+        if frame.kind is Kind.SLOT_FREE:
+            self._free_slot(frame.tag)
+            return
+        if frame.flags & IN_LINK_MEMORY:
+            memory = self.link.memory
+            if memory is None or frame.length > memory.slot_bytes:
+                raise ProtocolError(
+                    "a frame points to a link-memory slot that this link does not have"
+                )
+            payload = memory.incoming(frame.tag)[: frame.length]
+            slot = frame.tag
+            if slot in self._unreleased:
+                raise ProtocolError(f"link-memory slot {slot} was used again before it was free")
+            self.meter.bytes_received += frame.length
+            sink = route(self, frame)
+            if sink.buffer is not None:
+                _copy(sink.buffer, payload)
+                payload = sink.buffer
+            sink.complete(payload)
+            # The slot is the peer's again once SLOT_FREE has been sent. A peer that names the slot
+            # before has not waited for SLOT_FREE, and may have overwritten the payload while it was
+            # read here.
+            self._unreleased.add(slot)
+            free = Frame(Kind.SLOT_FREE, frame.epoch, tag=slot)
+            self.control.append(
+                Outgoing(free, memoryview(b""), lambda: self._unreleased.discard(slot))
+            )
+            return
+        sink = route(self, frame)
+        self._sink = sink
+        self._target = self._small[: frame.length] if sink.buffer is None else sink.buffer
+        assert len(self._target) == frame.length
+        self._part = self._target
+        if not frame.length:
+            self._end()
+
+    def _end(self) -> None:
+        sink = self._sink
+        assert sink is not None
+        self._sink, self._part = None, self._header
+        sink.complete(self._target)
+
+    def _free_slot(self, slot: int) -> None:
+        memory = self.link.memory
+        if memory is None or not 0 <= slot < memory.num_slots or slot in self._slots:
+            raise ProtocolError(f"link-memory slot {slot} was freed, which is not in use")
+        self._slots.append(slot)
+
+
+def _copy(target: memoryview, source: memoryview) -> None:
+    """Copy bytes without holding the interpreter lock (a slice assignment would)."""
+    np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
+
 
 NOTHING = memoryview(b"")
 
@@ -28,20 +261,20 @@ class Pending(Awaiting, Protocol):
         """The rank without which it can't end, if that has departed."""
 
 
+@dataclass(eq=False, repr=False)
 class Connections:
     """The connections of one group, by rank."""
 
-    def __init__(
-        self,
-        state: GroupState,
-        connector: Connector,
-        *,
-        max_early_bytes: int,
-        meter: Callable[[str], LinkMeter],
-        pending: Callable[[], Iterable[Pending]],
-        on_hold: Callable[[int], None],
-        wake: Callable[[int], None],
-    ) -> None:
+    state: GroupState
+    connector: Connector
+    _: KW_ONLY
+    max_early_bytes: int
+    meter: Callable[[str], LinkMeter]
+    pending: Callable[[], Iterable[Pending]]
+    on_hold: Callable[[int], None]
+    wake: Callable[[int], None]
+
+    def __post_init__(self) -> None:
         self.by_rank: dict[int, Connection] = {}
         self.departed: set[int] = set()
         self.dirty: set[int] = set()
@@ -51,14 +284,7 @@ class Connections:
         self.paused: set[int] = set()
         """Ranks whose links pause for a blocked link (``Plans._must_wait``)."""
         self.selector = selectors.DefaultSelector()
-        self._state = state
-        self._group = state.group
-        self._connector = connector
-        self._max_early_bytes = max_early_bytes
-        self._meter = meter
-        self._pending = pending
-        self._on_hold = on_hold
-        self._wake = wake
+        self._group = self.state.group
         self._watched: dict[int, int] = {}
         self._unsent: dict[int, deque[Outgoing]] = {}
         self._flows: dict[int, FlowControl] = {}
@@ -71,21 +297,21 @@ class Connections:
             link.close()
             return
         connection = Connection(
-            rank, link, self._meter(f"worker {self._group.members[rank].worker}")
+            rank, link, self.meter(f"worker {self._group.members[rank].worker}")
         )
         self.by_rank[rank] = connection
         connection.control.extend(self._unsent.pop(rank, ()))
         if link.fileno() >= 0:
             self.watch(connection)
         else:
-            link.bind(lambda: self._wake(rank))
+            link.bind(lambda: self.wake(rank))
         self.ready.add(rank)
 
     def need(self, ranks: Iterable[int]) -> None:
         """Request links to these ranks, where there are none."""
         for rank in ranks:
             if rank not in self.by_rank and rank not in self.departed:
-                self._connector.request(rank)
+                self.connector.request(rank)
 
     def drop(self, connection: Connection) -> None:
         """Close a link at once."""
@@ -119,7 +345,7 @@ class Connections:
         """Send a frame before all data frames; a link is requested if there is none."""
         connection = self.by_rank.get(peer)
         if connection is None:
-            self._connector.request(peer)
+            self.connector.request(peer)
             self._unsent.setdefault(peer, deque()).append(outgoing)
             return
         connection.control.append(outgoing)
@@ -197,7 +423,7 @@ class Connections:
         """The flow control of the link to ``rank``."""
         flow = self._flows.get(rank)
         if flow is None:
-            flow = self._flows[rank] = FlowControl(self._max_early_bytes)
+            flow = self._flows[rank] = FlowControl(self.max_early_bytes)
         return flow
 
     def forget(self, channel: int) -> None:
@@ -215,7 +441,7 @@ class Connections:
     def hold(self, rank: int, nbytes: int) -> None:
         """A frame of ``rank`` must be kept: no operation here takes it yet."""
         self.flow(rank).hold(nbytes)
-        self._on_hold(rank)
+        self.on_hold(rank)
 
     def release(self, rank: int, nbytes: int) -> None:
         """A frame of ``rank`` that was kept has been used."""
@@ -238,8 +464,8 @@ class Connections:
 
     def lose(self, rank: int, error: Exception) -> None:
         """The link to ``rank`` is lost, or can't be had: end the group."""
-        current = next(iter(self._pending()), None)
-        self._state.fail(peer_lost(self._group, rank, error, current))
+        current = next(iter(self.pending()), None)
+        self.state.fail(peer_lost(self._group, rank, error, current))
 
     def _ended(self, connection: Connection, error: LinkError) -> None:
         self.drop(connection)
@@ -247,7 +473,7 @@ class Connections:
             self.lose(connection.rank, error)
             return
         self.departed.add(connection.rank)
-        for item in list(self._pending()):
+        for item in list(self.pending()):
             self.check_departed(item)
 
     def check_departed(self, item: Pending) -> None:
@@ -255,4 +481,4 @@ class Connections:
         gone = item.missing(self.departed)
         if gone is not None:
             left = LinkError("it left the group (its context was closed)")
-            self._state.fail(peer_lost(self._group, gone, left, item))
+            self.state.fail(peer_lost(self._group, gone, left, item))

@@ -10,8 +10,7 @@ from collections.abc import Iterable
 from functools import partial
 
 from potluck._core.engine.failures.group_errors import GroupState, message_mismatch, overdue
-from potluck._core.engine.loop.connection import Connection, Outgoing, Sink
-from potluck._core.engine.loop.connections import NOTHING, Connections
+from potluck._core.engine.loop.connections import NOTHING, Connection, Connections, Outgoing, Sink
 from potluck._core.engine.loop.mailbox import Arrived, Mailbox, Receiving, Sending, fits
 from potluck._core.wire import frames
 from potluck._core.wire.frames import EAGER_BYTES, Frame, Kind

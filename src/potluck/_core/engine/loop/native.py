@@ -32,10 +32,10 @@ from potluck._core.engine.failures.group_errors import (
     overdue,
     peer_lost,
 )
-from potluck._core.engine.loop.close import reject
-from potluck._core.engine.loop.compiled import CompiledPlan
 from potluck._core.engine.loop.mailbox import Receiving, Sending
 from potluck._core.engine.loop.plans import OnOperation
+from potluck._core.engine.loop.progress import reject
+from potluck._core.engine.loop.running import CompiledPlan
 from potluck._core.engine.work import Work
 from potluck._core.forks import Owner
 from potluck._core.metrics import LinkMeter

@@ -32,10 +32,8 @@ from functools import partial
 
 from potluck._core.engine.call import Call
 from potluck._core.engine.failures.group_errors import GroupState, desync, overdue
-from potluck._core.engine.loop.compiled import CompiledPlan
-from potluck._core.engine.loop.connection import Connection, Outgoing, Sink
-from potluck._core.engine.loop.connections import NOTHING, Connections
-from potluck._core.engine.loop.running import RunningPlan, Segment, as_bytes
+from potluck._core.engine.loop.connections import NOTHING, Connection, Connections, Outgoing, Sink
+from potluck._core.engine.loop.running import CompiledPlan, RunningPlan, Segment, as_bytes
 from potluck._core.wire.dtypes import code_of
 from potluck._core.wire.frames import IN_LINK_MEMORY, Frame, Kind
 from potluck.errors import ProtocolError

@@ -1,27 +1,168 @@
-"""A plan under way: which segment each link may move next. Decides only; moves no bytes.
+"""A plan, compiled and under way: which segment each link may move next. Decides only; moves no
+bytes.
 
-This is where the three rules of ``collectives.plan`` live. Per link and direction there is a queue
-of steps (rule 2). A segment of a step may move once the step before it on the same chunk has
-finished that segment (rule 1). Segments of a step move in order, so one counter a step is enough.
-What stays the same from call to call is in ``compiled.py``.
+Training makes the same calls over and over. What was asked is compiled once (``CompiledPlan``): the
+plan, the text and fingerprint by which ranks compare it, where its chunks lie in the caller's
+arrays, how they are cut into segments, and the order of the steps. A call adds its arrays, its
+sequence number and its deadline (``RunningPlan`` and ``native/core/loop/plan.hpp``, which both read
+it).
+
+``RunningPlan`` is where the three rules of ``collectives.plan`` live. Per link and direction there
+is a queue of steps (rule 2). A segment of a step may move once the step before it on the same chunk
+has finished that segment (rule 1). Segments of a step move in order, so one counter a step is
+enough.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Set
-from typing import Any, NamedTuple
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from potluck._core import native
+from potluck._core.codecs import Codec
 from potluck._core.codecs.codec import saturating_sum
-from potluck._core.collectives.plan import Action
+from potluck._core.collectives.plan import Action, Algorithm, Operation, Plan
 from potluck._core.engine.arrays import kernels, reduction
-from potluck._core.engine.arrays.coding import Coding
-from potluck._core.engine.arrays.layout import Array, Buffers
-from potluck._core.engine.loop.compiled import CompiledPlan
+from potluck._core.engine.arrays.coding import Coding, coded_steps, residual_places, takers_of
+from potluck._core.engine.arrays.layout import Array, Buffers, Layout
+from potluck._core.engine.call import Call
 from potluck._core.engine.work import Work
 from potluck._core.types import ReduceOp
+from potluck._core.wire.dtypes import code_of
+
+if TYPE_CHECKING:
+    from potluck._core._native import CompiledPlan as NativePlan
+
+
+@dataclass(eq=False, repr=False)
+class CompiledPlan:
+    """One rank's part in one kind of call on one channel. Immutable; calls share it.
+
+    ``peers`` maps the plan's ranks to those of the whole group, ``nodes`` to their nodes
+    (a codec in a hierarchical plan needs them). ``num_result`` and ``num_residual`` are the
+    elements of these arrays, None where there is none.
+    """
+
+    plan: Plan
+    call: Call
+    layout: Layout
+    _: KW_ONLY
+    channel: int
+    peers: tuple[int, ...]
+    dtype: np.dtype[Any]
+    num_result: int | None = None
+    codec: Codec | None = None
+    nodes: tuple[int, ...] = ()
+    num_residual: int | None = None
+
+    def __post_init__(self) -> None:
+        self.is_widened = self.call.op is ReduceOp.MEAN and self.call.dtype != str(self.dtype)
+        """Whether the mean of float16 arrays is computed in float32."""
+        world, is_mean = self.plan.world_size, self.call.op is ReduceOp.MEAN
+        self.scale = reduction.scale_of(self.dtype, world) if self.layout.scaled else 1.0
+        """What contributions to a mean are divided by, so that no sum overflows."""
+        is_late = is_mean and self.codec is not None and not self.codec.keeps_range
+        is_late = is_late and self.plan.operation is Operation.ALL_REDUCE
+        is_late = is_late and (self.plan.algorithm is Algorithm.DIRECT or len(set(self.nodes)) > 1)
+        self.late_scale = reduction.scale_of(self.dtype, world) if is_late else 1.0
+        """What sums are divided by before their owner encodes them, where contributions are not."""
+        self.divisor = world / (self.scale * self.late_scale) if is_mean else 1.0
+        """Of the result, in the end."""
+        self.nbytes = prod(self.call.shape) * self.dtype.itemsize
+        """Of one rank's part, for the metrics."""
+        self.segment_elements = max(1, self.call.segment_bytes // self.dtype.itemsize)
+        self.num_segments = {
+            chunk: max(1, -(-place.size // self.segment_elements))
+            for chunk, place in self.layout.places.items()
+        }
+        self.sends: dict[int, tuple[int, ...]] = {}
+        """By peer: the steps of its queue (rule 2), as indices into the plan's steps."""
+        self.receives: dict[int, tuple[int, ...]] = {}
+        self.previous: list[int] = []
+        """By step: the one before it on the same chunk (rule 1), -1 for none."""
+        latest: dict[int, int] = {}
+        for index, step in enumerate(self.plan.steps):
+            queues = self.sends if step.action == Action.SEND else self.receives
+            peer = self.peers[step.peer]
+            queues[peer] = (*queues.get(peer, ()), index)
+            self.previous.append(latest.get(step.chunk, -1))
+            latest[step.chunk] = index
+        self.coded = None if self.codec is None else coded_steps(self.plan, self.nodes)
+        """By step: whether its bytes are encoded; None without a codec."""
+        self.takers = {} if self.coded is None else takers_of(self.plan, self.coded)
+        """As ``takers_of`` says."""
+
+    def buffers(self, source: Array | None, result: Array | None) -> Buffers:
+        """The buffers of one call on these arrays, ready for the plan's first step."""
+        with np.errstate(all="ignore"):
+            if not self.is_widened:
+                buffers = self.layout.buffers(source, result)
+            else:
+                wide = None if source is None else source.astype(self.dtype)
+                into = (
+                    wide
+                    if source is result or result is None
+                    else np.empty(result.shape, self.dtype)
+                )
+                into = None if result is None else into
+                buffers = self.layout.buffers(wide, into)._replace(narrowed=result)
+            for place in self.layout.scaled if self.scale != 1 else ():
+                kernels.divide(buffers.at(place), self.scale)
+        return buffers
+
+    @property
+    def is_computed_by_all(self) -> bool:
+        """Whether each rank computes the result itself, so that they may have different NaNs."""
+        return self.plan.algorithm is Algorithm.DOUBLING
+
+    def num_segments_of(self, step: int) -> int:
+        """How many segments step number ``step`` moves."""
+        return self.num_segments[self.plan.steps[step].chunk]
+
+    @cached_property
+    def native(self) -> NativePlan:
+        """The same for the native loop."""
+        plan, places = self.plan, self.layout.places
+        index_of = {chunk: index for index, chunk in enumerate(places)}
+        is_concluded = self.divisor != 1 or self.is_computed_by_all
+        residuals = {} if self.num_residual is None else residual_places(plan, self.num_residual)
+        return native.core.CompiledPlan(
+            call=str(self.call),
+            fingerprint=self.call.fingerprint,
+            channel=self.channel,
+            dtype=code_of(self.dtype),
+            op=self.call.op or ReduceOp.SUM,
+            segment_bytes=self.call.segment_bytes,
+            ranks=self.peers,
+            chunks=[
+                (
+                    chunk,
+                    *place,
+                    residuals[chunk][0] if chunk in residuals else -1,
+                    self.takers.get(chunk, 0),
+                )
+                for chunk, place in places.items()
+            ],
+            steps=[
+                (step.action, step.peer, index_of[step.chunk], is_coded)
+                for step, is_coded in zip(
+                    plan.steps, self.coded or [False] * len(plan.steps), strict=True
+                )
+            ],
+            num_concluded=(self.num_result or 0) if is_concluded else 0,
+            divisor=self.divisor,
+            scale=self.scale,
+            late_scale=self.late_scale,
+            is_computed_by_all=self.is_computed_by_all,
+            codec=0 if self.codec is None else self.codec.code,
+        )
+
 
 _BYTES = np.dtype(np.uint8)
 

@@ -29,23 +29,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import assert_never
 
-from potluck._core.cluster.jobs.groups import cut_links, inquiry, worlds
-from potluck._core.cluster.jobs.groups.events import (
-    Action,
-    Agreed,
-    Announce,
-    Away,
-    EndGroup,
-    Event,
-    Interrupted,
-    Kill,
-    NotAgreed,
-    Note,
-    Placed,
-    Severed,
-    Start,
-    Tick,
-)
+from potluck._core.cluster.jobs.groups import cut_links, events, inquiry, worlds
 from potluck._core.cluster.jobs.groups.roster import (
     EXPECTED,
     JobFailure,
@@ -76,12 +60,12 @@ from potluck._core.wire.worker_link import (
 
 def begin(
     names: Iterable[str], policy: JobPolicy, epoch: int = 0
-) -> tuple[State, tuple[Action, ...]]:
+) -> tuple[State, tuple[events.Action, ...]]:
     """A new job of workers ``names``; ``epoch`` is the highest one ever used for it."""
     workers = tuple(WorkerState(name) for name in names)
     world = WorldState(tuple(worker.name for worker in workers))
     state = State(policy, workers, epoch=epoch, world=world)
-    return state, tuple(Start(worker.name, 0, "the job begins") for worker in state.workers)
+    return state, tuple(events.Start(worker.name, 0, "the job begins") for worker in state.workers)
 
 
 def take_over(
@@ -118,7 +102,9 @@ def take_over(
     )
 
 
-def handle(state: State, event: Event, now: float) -> tuple[State, tuple[Action, ...]]:
+def handle(
+    state: State, event: events.Event, now: float
+) -> tuple[State, tuple[events.Action, ...]]:
     """The state after ``event``, and the actions to carry out in this order. Never raises for an
     event that comes late, twice or from a worker that is out."""
     turn = _Turn(state, now)
@@ -130,7 +116,7 @@ def handle(state: State, event: Event, now: float) -> tuple[State, tuple[Action,
 class _Turn(Turn):
     """What each event means, and what follows."""
 
-    def take(self, event: Event) -> None:
+    def take(self, event: events.Event) -> None:
         if isinstance(event, Exited) and event.attempt >= 0:
             if event.attempt < self.state.worker(event.worker).attempt:
                 return
@@ -164,21 +150,21 @@ class _Turn(Turn):
                 self.disconnected(self.state.worker(name))
             case Exited(name, code, _, why):
                 self.exited(self.state.worker(name), code, why)
-            case Interrupted(number):
+            case events.Interrupted(number):
                 self.interrupted(number)
-            case Agreed():
+            case events.Agreed():
                 self.agreed(event)
-            case NotAgreed():
+            case events.NotAgreed():
                 self.not_agreed(event)
-            case Away(names, reason):
+            case events.Away(names, reason):
                 self.away(names, reason)
-            case Placed(name):
+            case events.Placed(name):
                 self.placed(name)
-            case Severed():
+            case events.Severed():
                 cut_links.severed(self, event)
             case ProcessState():
                 worlds.seen(self, event)
-            case Tick():
+            case events.Tick():
                 pass
             case _:
                 assert_never(event)
@@ -217,7 +203,7 @@ class _Turn(Turn):
         if worker.phase in (Phase.READY, Phase.MEMBER, Phase.EVICTED):
             reason = f"worker {worker.name} closed its link to the agent without finishing"
             self.remove({worker.name}, Phase.EVICTED, certain=False, reason=reason)
-            self.actions.append(Kill((worker.name,), reason))
+            self.actions.append(events.Kill((worker.name,), reason))
 
     def exited(self, worker: WorkerState, code: int, why: str) -> None:
         if not worker.alive:
@@ -240,7 +226,7 @@ class _Turn(Turn):
             return
         self.update(worker.name, phase=phase)
         if code != 0 and worker.phase is not Phase.STOPPING:
-            self.actions.append(Note(reason))
+            self.actions.append(events.Note(reason))
 
     def judge_exit_of_stopped(self, worker: WorkerState, code: int, reason: str, why: str) -> None:
         """An exit that was asked for is no news, unless it is the cause of the failure."""
@@ -280,12 +266,12 @@ class _Turn(Turn):
     def interrupted(self, number: int) -> None:
         if self.state.interrupted:
             alive = tuple(each.name for each in self.state.workers if each.alive)
-            self.actions.append(Kill(alive, "interrupted twice"))
+            self.actions.append(events.Kill(alive, "interrupted twice"))
             return
         self.change(interrupted=number)
         self.stop(f"interrupted by {signal.Signals(number).name}", number)
 
-    def agreed(self, event: Agreed) -> None:
+    def agreed(self, event: events.Agreed) -> None:
         """The nodes' view has the group, maybe in another epoch, maybe without some workers."""
         self.change(num_refused=0)
         state = self.state
@@ -303,7 +289,7 @@ class _Turn(Turn):
             if to and state.group(event.announced) is None and not state.stopping:
                 # It was ended by the number that it was announced with, before it had this one.
                 reason = "another group was announced while the nodes agreed on this one"
-                self.actions.append(EndGroup(event.epoch, "", True, to, reason))
+                self.actions.append(events.EndGroup(event.epoch, "", True, to, reason))
         elif all(event.epoch > group.epoch for group in state.groups):
             gone = {worker.name for worker in state.having(Phase.MEMBER)} - set(event.members)
             self.remove(gone, Phase.AWAY, certain=False, reason=event.reason)
@@ -311,7 +297,7 @@ class _Turn(Turn):
             groups = (*self.state.groups, group)
             self.change(epoch=max(state.epoch, event.epoch), groups=groups, broken="")
 
-    def not_agreed(self, event: NotAgreed) -> None:
+    def not_agreed(self, event: events.NotAgreed) -> None:
         """Announce again, after a moment: whatever is in the way may take its time, but not for
         ever."""
         newest = self.state.newest_group
@@ -325,7 +311,7 @@ class _Turn(Turn):
                 num_refused=num_refused,
             )
             if num_refused == 1:
-                self.actions.append(Note(f"epoch {event.announced} is void: {event.reason}"))
+                self.actions.append(events.Note(f"epoch {event.announced} is void: {event.reason}"))
             elif num_refused >= policy.max_refused:
                 seconds, names = num_refused * policy.agree_again_s, ", ".join(newest.members)
                 text = f"the machines agreed on no group of worker {names} for {seconds:g} s"
@@ -404,7 +390,7 @@ class _Turn(Turn):
                     f"beginning with {len(ready)} workers: worker {late} is not ready after "
                     f"{state.policy.wait_s:g} s and comes in later"
                 )
-                self.actions.append(Note(reason))
+                self.actions.append(events.Note(reason))
                 self.announce(ready, ready, reason)
         elif state.broken:
             if not state.not_before:
@@ -430,7 +416,7 @@ class _Turn(Turn):
         self.change(epoch=epoch, groups=(*groups, group), broken="", mended="", ready_since=None)
         joined = tuple(worker.name for worker in joining)
         back = tuple(worker.name for worker in joining if worker.after)
-        self.actions.append(Announce(epoch, places, joined, reason, cut=cut, back=back))
+        self.actions.append(events.Announce(epoch, places, joined, reason, cut=cut, back=back))
 
     def all_entered(self) -> bool:
         """Whether every member of the newest group has reported that it entered it."""

@@ -22,17 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from potluck._core.cluster.jobs.groups.events import (
-    Agreed,
-    Announce,
-    Away,
-    BeginWorld,
-    EndWorld,
-    Event,
-    Kill,
-    Note,
-    Placed,
-)
+from potluck._core.cluster.jobs.groups import events
 from potluck._core.cluster.jobs.groups.roster import (
     JobFailure,
     LiveGroup,
@@ -57,10 +47,10 @@ def fix(turn: Turn) -> None:
     if not world.is_fixed:
         turn.change(world=replace(world, is_fixed=True))
         reason = "the script forms a world of its own, which can't change while it runs"
-        turn.actions.append(BeginWorld(world.number, world.members, True, reason))
+        turn.actions.append(events.BeginWorld(world.number, world.members, True, reason))
 
 
-def take(turn: Turn, event: Event) -> bool:
+def take(turn: Turn, event: events.Event) -> bool:
     """Deal with ``event`` if it means something else in a fixed world; whether it did."""
     if isinstance(event, Failed) and event.gave_up and not turn.state.world.is_fixed:
         _given_up(turn, event)
@@ -75,7 +65,7 @@ def take(turn: Turn, event: Event) -> bool:
             return bool(state.world.broken)
         case Disconnected(name) if state.worker(name).phase is Phase.MEMBER:
             reason = f"worker {name} closed its link to the agent without finishing"
-            turn.actions.append(Kill((name,), reason))
+            turn.actions.append(events.Kill((name,), reason))
             end(turn, reason, (name,), JobFailure(name, reason))
             return True
         case Stalled(name, reason) if state.worker(name).phase is Phase.MEMBER:
@@ -83,16 +73,16 @@ def take(turn: Turn, event: Event) -> bool:
             return True
         case Exited(name, code, _, why):
             return _exited(turn, state.worker(name), code, why)
-        case Away(names, reason):
+        case events.Away(names, reason):
             _away(turn, names, reason)
             return True
-        case Placed(name):
+        case events.Placed(name):
             _placed(turn, name)
             return True
         case Ready() if state.worker(event.worker).phase in _ENTERED:
             _again(turn, state.worker(event.worker), event.member, event.after_epoch)
             return True
-        case Agreed(epoch, members, 0, reason):
+        case events.Agreed(epoch, members, 0, reason):
             _shrunk(turn, epoch, members, reason)
             return True
     return False
@@ -115,7 +105,7 @@ def seen(turn: Turn, event: ProcessState) -> None:
     elif event.world < world.number or worker.phase in (Phase.AWAY, Phase.SPARE, Phase.GONE):
         turn.update(worker.name, phase=Phase.STOPPING)
         reason = f"worker {worker.name} is ended: the world that it was started for is over"
-        turn.actions.append(Kill((worker.name,), reason))
+        turn.actions.append(events.Kill((worker.name,), reason))
 
 
 def end(turn: Turn, reason: str, lost: tuple[str, ...], failure: JobFailure | None = None) -> None:
@@ -149,7 +139,7 @@ def end(turn: Turn, reason: str, lost: tuple[str, ...], failure: JobFailure | No
     )
     counted = f" (restart {restarts} of {policy.max_restarts})" if failure is not None else ""
     text = f"{reason}: the script can't go on without it, so all workers start again{counted}"
-    turn.actions.append(EndWorld(tuple(stopped), lost, reason, text))
+    turn.actions.append(events.EndWorld(tuple(stopped), lost, reason, text))
 
 
 def settle(turn: Turn) -> None:
@@ -256,7 +246,9 @@ def _again(turn: Turn, worker: WorkerState, member: Member, after_epoch: int) ->
 
 def _say_that_it_waits(turn: Turn, name: str) -> None:
     if not turn.state.world.broken:
-        turn.actions.append(Note(f"worker {name} can run, and waits until the world starts again"))
+        turn.actions.append(
+            events.Note(f"worker {name} can run, and waits until the world starts again")
+        )
 
 
 def _shrunk(turn: Turn, epoch: int, members: tuple[str, ...], reason: str) -> None:
@@ -308,7 +300,9 @@ def _begin_next(turn: Turn) -> None:
         return
     begun = WorldState(tuple(names), world.number + 1, world.restarts, is_fixed=True)
     turn.change(world=begun)
-    turn.actions.append(BeginWorld(begun.number, begun.members, True, "the world starts again"))
+    turn.actions.append(
+        events.BeginWorld(begun.number, begun.members, True, "the world starts again")
+    )
     for name in names:
         turn.update(name, finished=False, failed=False, joined=0, entered=0, in_vain=0, again=False)
         turn.start(name, "the world starts again", alone=False)
@@ -323,7 +317,7 @@ def _await_machines(turn: Turn, num_here: int) -> None:
     elif world.give_up_at is None:
         turn.change(world=replace(world, give_up_at=turn.now + policy.wait_s))
         turn.actions.append(
-            Note(f"{needed}: waiting {policy.wait_s:g} s for machines to come back")
+            events.Note(f"{needed}: waiting {policy.wait_s:g} s for machines to come back")
         )
     elif turn.now >= world.give_up_at:
         turn.fail(JobFailure("", f"{world.broken}; {needed}, and no machine came in time"))
@@ -385,7 +379,7 @@ def _announce(
     names = tuple(worker.name for worker in members)
     turn.change(epoch=epoch, groups=(LiveGroup(epoch, names),), broken="", ready_since=None)
     number = turn.state.world.number
-    turn.actions.append(Announce(epoch, places, names, reason, number))
+    turn.actions.append(events.Announce(epoch, places, names, reason, number))
 
 
 def _dismiss_others(turn: Turn) -> None:
@@ -403,4 +397,4 @@ def _dismiss_others(turn: Turn) -> None:
             turn.update(worker.name, phase=Phase.SPARE)
     if others:
         reason = f"worker {', '.join(others)} came after the world had formed, and waits"
-        turn.actions.append(Kill(others, reason))
+        turn.actions.append(events.Kill(others, reason))
