@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from potluck.cli.main import app
@@ -24,3 +27,10 @@ def test_an_option_of_another_launcher(words: list[str], meant: str) -> None:
     run = CliRunner().invoke(app, words)
     assert run.exit_code == 2
     assert f"(Possible options: {meant})" in run.stderr, run.stderr
+
+
+def test_a_command_starts_without_a_look_at_the_others() -> None:
+    group: Any = get_command(app.only("nodes"))
+    assert group.commands.keys() == {"nodes"}
+    for word in ("nods", "--help", "federated", ""):
+        assert app.only(word) is app
