@@ -11,7 +11,7 @@ from potluck._core.cluster.membership.events import WantGroup
 from potluck._core.cluster.membership.view import following, objection_to
 from potluck._core.wire.jobs import Exited
 from potluck._core.wire.nodes import JobGroup, View, ViewMember
-from potluck._core.wire.worker_link import Entered, Lost, Ready, WorkerProgress
+from potluck._core.wire.worker_link import Entered, Lost, ProbeReply, Ready, WorkerProgress
 
 SIGKILL = 9
 
@@ -128,6 +128,18 @@ def test_a_first_group_that_nobody_had_entered_goes_on_without_the_machine_that_
     job.comes("1")
     job.tell(job.ready("1"))
     assert (job.members, job.group.entering) == ("01", ("1",))
+
+
+def test_a_member_that_a_short_pause_kept_from_entering_gets_another_group() -> None:
+    job = Job("01")
+    job.tell(job.ready("0"), job.ready("1"))
+    before = job.group
+    job.tell(Entered("1", before.epoch), job.ready("0", after=before.epoch), ProbeReply("1", 1))
+    for _ in range(2):
+        job.again()
+    assert (job.members, job.refusals) == ("01", [])
+    assert job.group.epoch > before.epoch
+    job.trains()
 
 
 def test_a_member_evicted_before_anybody_had_entered_the_first_group_is_not_waited_for() -> None:

@@ -14,9 +14,10 @@ from potluck._core.cluster.names import NodeNames
 from potluck._core.cluster.sharing.confinement import Confinement
 from potluck._core.cluster.sharing.limits import Limits
 from potluck._core.cluster.topology.hardware import own_versions
+from potluck._core.types import Member
 from potluck._core.wire import jobs, worker_link
 from potluck._core.wire.greeting import Hello
-from potluck._core.wire.nodes import View, ViewMember
+from potluck._core.wire.nodes import JobGroup, View, ViewMember
 from support.requests import nobody
 
 ME = "me"
@@ -128,3 +129,31 @@ def test_a_worker_that_speaks_for_another_is_cut_off_before_that_counts(tmp_path
     _, _, said, complaint = machine.heard
     assert said == worker_link.Entered("0", 4)
     assert complaint == worker_link.WorkerNote("", "worker 0 was cut off: it spoke for worker '1'")
+
+
+def test_a_worker_whose_group_a_pause_ended_before_it_entered_asks_for_a_later_one(
+    tmp_path: Path,
+) -> None:
+    """The pause may be over before the view changes: then nobody else says that it has no group."""
+
+    async def story() -> Machine:
+        machine = Machine()
+        store = CodeStore(tmp_path, ME, nobody)
+        runner = LocalRunner(machine.parts(), store, ORDER, lambda: False)
+        async with asyncio.timeout(20):
+            await machine.is_prepared.wait()
+        for worker in "01":
+            runner.ordered(jobs.StartWorker("job", worker, 0))
+            runner._happened(worker_link.Ready(worker, port=1))
+        group = JobGroup("job", 4, (Member("0", ME), Member("1", ME)), 4, ("0", "1"))
+        runner.installed(View("L", 4, machine.view.members, (group,)))
+        runner._happened(worker_link.Entered("1", 4))
+        runner.hold("a cut")
+        machine.sent.clear()
+        runner.report_again()
+        await runner.put_away()
+        return machine
+
+    machine = asyncio.run(story())
+    ready = [each for each in machine.heard if isinstance(each, worker_link.Ready)]
+    assert {each.worker: each.after_epoch for each in ready} == {"0": 4, "1": 0}

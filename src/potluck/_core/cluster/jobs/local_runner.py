@@ -360,6 +360,7 @@ class LocalRunner:
             # Only to a process that was started for the group's world: one of an earlier world is
             # about to end.
             if self._reports.world_of(name) == group.world:
+                self._reports.given(name, group.epoch)
                 self._send((name,), new)
 
     def hold(self, reason: str) -> None:
@@ -367,6 +368,7 @@ class LocalRunner:
         cause = worker_link.clip(reason)
         if self.group is not None and not self.world.is_fixed:  # that may outlast the pause
             self._send(self.alive, worker_link.GroupOver(self.group.epoch, "", False, cause))
+            self._reports.ended_here()
         self._send(self.alive, worker_link.Hold(cause))
 
     def resync(self) -> None:

@@ -22,6 +22,7 @@ class WorkerReports:
         self._worlds: dict[str, int] = {}
         self._ready: dict[str, worker_link.Ready] = {}
         self._asking: dict[str, int] = {}
+        self._given: dict[str, int] = {}
         self._entered: dict[str, int] = {}
         self._finished: set[str] = set()
         self._progress: dict[str, worker_link.WorkerProgress] = {}
@@ -43,9 +44,19 @@ class WorkerReports:
     def starting(self, worker: str, attempt: int, world: int) -> None:
         """A process of ``worker`` is about to be started; what was reported before is outdated."""
         self._attempts[worker], self._worlds[worker] = attempt, world
-        for known in (self._ready, self._asking, self._entered, self._exited):
+        for known in (self._ready, self._asking, self._given, self._entered, self._exited):
             known.pop(worker, None)
         self._finished.discard(worker)
+
+    def given(self, worker: str, epoch: int) -> None:
+        """``worker`` was given the group of ``epoch``, which it may enter."""
+        self._given[worker] = epoch
+
+    def ended_here(self) -> None:
+        """The groups that workers were given were ended on this node: a worker that had not entered
+        its group yet needs a later one. The leader knows nothing of that end."""
+        for worker, after in self._asking.items():
+            self._asking[worker] = max(after, self._given.get(worker, 0))
 
     def take(self, event: jobs.Event) -> jobs.Event:
         """``event`` happened; what to report."""
