@@ -144,6 +144,34 @@ def test_an_exact_forest_is_the_same_bit_by_bit_for_a_newcomer_in_its_middle() -
             assert mine["values"].tobytes() == wanted["values"].tobytes()
 
 
+@pytest.mark.filterwarnings("ignore:Stochastic Optimizer")
+@pytest.mark.parametrize("name", FITS)
+def test_a_newcomer_in_the_last_round_has_the_result_without_a_round_of_its_own(name: str) -> None:
+    """It is invited as late as the others can still find it: later, it is alone."""
+    parts = {"0": slice(0, 1000), "1": slice(1000, None)}
+
+    def fit(ctx: MortalContext) -> Any:
+        mine = parts.get(ctx.backend.worker, slice(0, 1000))
+        return FITS[name](ctx, X[mine], Y[mine]), ctx.world_size
+
+    def with_newcomer(invited_at: int) -> dict[str, Any]:
+        def invite(worker: str, name: str, moment: int) -> bool:
+            if (worker, moment) == ("0", invited_at):
+                world.join()
+            return False
+
+        world = ElasticWorld(2, fit, dies=invite)
+        return world.run()
+
+    (expected, _), late = undisturbed(2, fit)
+    results: dict[str, Any] = {}
+    while {world_size for _, world_size in results.values()} != {3}:
+        late -= 1
+        results = with_newcomer(late)
+    for found, _ in results.values():
+        assert found == pytest.approx(expected, abs=1e-9)
+
+
 def test_a_worker_that_begins_again_gets_the_fits_that_it_has_missed() -> None:
     """The newcomer has no samples, so that the result must be that of an undisturbed script."""
     parts = {"0": X[:1000], "1": X[1000:]}

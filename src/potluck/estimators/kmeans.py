@@ -92,7 +92,8 @@ class _Fit(seeding.ClusterFit):
         model = self.model
         with one_blas_thread():
             last = self.run({"seed": seed_of(model)})
-        model.cluster_centers_ = last["best_centers"] + self.mean
+        # Of a rank that came in at the end, which has computed no round, too.
+        model.cluster_centers_ = last["best_centers"] + last["mean"].astype(last["dtype"])
         model._n_features_out = len(model.cluster_centers_)
         model.labels_ = self._labels_of(last)
         model.inertia_, model.n_iter_ = last["best_inertia"], last["best_iterations"]
