@@ -26,7 +26,7 @@ import potluck
 from potluck._core.backends.ring import RingBackend
 from potluck._core.settings import load_settings
 from potluck._core.system import need_posix
-from potluck._core.transport.acceptor import listening_socket
+from potluck._core.transport.listener import listening_socket
 
 NUM_BYTES = 4096
 CALLS = 3000

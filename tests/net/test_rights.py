@@ -275,7 +275,7 @@ CALLER = """
 import errno, os, socket
 import potluck
 from potluck._core.transport import broker
-from potluck._core.transport.acceptor import listening_socket
+from potluck._core.transport.listener import listening_socket
 
 def reached(connect, *where):
     try:

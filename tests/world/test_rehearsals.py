@@ -17,7 +17,7 @@ from potluck._core.context import DistributedContext
 from potluck.compressors import BF16
 from potluck.testing.world import run_world
 from potluck.torch import DDP, DataParallel, ElasticLoop
-from potluck.torch.measuring import StandIn, measure, rehearse
+from potluck.torch.planning import StandIn, measure, rehearse
 from potluck.training.planner import Basis, Measured, make_plan, parts, predict, to_rehearse
 
 SHAPES = ((64, 64), (64,), (3, 64, 64), ())

@@ -9,19 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from potluck.cli.run import (
-    Env,
-    Include,
-    MinNodes,
-    Module,
-    On,
-    Root,
-    ScriptArguments,
-    Wait,
-    check_cluster,
-    machines_of,
-    script_of,
-)
+from potluck.cli import run
 from potluck.cli.terminal import STDOUT, check_writable, write_json
 from potluck.errors import ConfigurationError
 
@@ -36,7 +24,7 @@ def plan(
         Path,
         typer.Argument(metavar="SCRIPT", help="A Python script with an ElasticLoop."),
     ],
-    arguments: ScriptArguments = None,
+    arguments: run.ScriptArguments = None,
     workers: Annotated[
         int,
         typer.Option("--workers", "-n", help="Workers on each machine, as for potluck run."),
@@ -44,13 +32,13 @@ def plan(
     nodes: Annotated[
         int, typer.Option(min=0, help="On how many machines of the cluster; 0: on all.")
     ] = 0,
-    min_nodes: MinNodes = None,
-    on: On = "",
-    wait: Wait = 60.0,
-    module: Module = False,
-    root: Root = None,
-    env: Env = None,
-    include: Include = None,
+    min_nodes: run.MinNodes = None,
+    on: run.On = "",
+    wait: run.Wait = 60.0,
+    module: run.Module = False,
+    root: run.Root = None,
+    env: run.Env = None,
+    include: run.Include = None,
     json: Annotated[
         Path | None,
         typer.Option(help="Write the plan to this file, as JSON ('-' is stdout)."),
@@ -91,7 +79,7 @@ def plan(
         check_writable("--json", json)
     request = checked(
         RunRequest(
-            **script_of(script, module=module, root=root, arguments=arguments),
+            **run.script_of(script, module=module, root=root, arguments=arguments),
             per_node=workers,
             max_nodes=nodes,
             max_restarts=0,
@@ -101,14 +89,14 @@ def plan(
             peer_timeout_s=max(settings.peer_timeout_s, 300.0),
             environment=given_variables([*(env or ()), f"{VARIABLE}=1"], os.environ),
             include=tuple(include or ()),
-            on=machines_of(on),
+            on=run.machines_of(on),
         )
     )
     kept = Path(request.script).with_suffix(SUFFIX)
     check_writable("the plan", kept)
     agent = find_agent(settings.home)
     if agent is None:
-        check_cluster(request, settings, min_nodes=min_nodes)
+        run.check_cluster(request, settings, min_nodes=min_nodes)
     summary = run_job(request, settings, PlainView(to_stderr=True), agent)
     if summary.exit_code:
         print_summary(summary)

@@ -2,7 +2,7 @@
 
 ``definition.py``: what a user writes. ``aggregation.py``: which clients train, and how updates are
 combined (pure). ``patience.py``: how long a round waits (pure). ``federation.py``: the server's
-rounds; ``history.py``: their reports, and the state on disk. ``secure/``, ``privacy.py``: what the
+rounds, their reports, and the state on disk. ``secure/``, ``privacy.py``: what the
 server and the world learn. ``participant.py``: a client's side. ``simulation.py``: all in one
 process; ``remote.py``, ``worker.py``: in a job.
 """
@@ -19,8 +19,7 @@ from potluck.federated.aggregation import (
     TrimmedMean,
 )
 from potluck.federated.definition import Site, client, server, site
-from potluck.federated.federation import Federation
-from potluck.federated.history import History, RoundReport
+from potluck.federated.federation import Federation, History, RoundReport
 from potluck.federated.parameters import Update
 from potluck.federated.patience import Patience
 from potluck.federated.privacy import DifferentialPrivacy

@@ -11,9 +11,8 @@ from potluck._core.waiting import Reminder
 from potluck.checkpoint import CheckpointStore
 from potluck.parameter_server.calls import Remotes
 from potluck.parameter_server.checkpoints import Checkpoints
-from potluck.parameter_server.primary import Primary
+from potluck.parameter_server.primary import Primary, Replication
 from potluck.parameter_server.replica import Replica
-from potluck.parameter_server.replication import Replication
 from potluck.parameter_server.service import PrimaryService, ReplicaService
 from potluck.services import service
 from potluck.services.waits import SLICE_S

@@ -19,10 +19,9 @@ from potluck._core.cluster.names import MIN_PREFIX
 from potluck._core.cluster.trust.credentials import load_node_credentials
 from potluck._core.forks import Owner
 from potluck._core.settings import load_settings
-from potluck._core.transport.acceptor import Limits
 from potluck._core.transport.bulk import BulkLink
 from potluck._core.transport.credentials import Credentials
-from potluck._core.transport.listener import Admission, Listener
+from potluck._core.transport.listener import Admission, Limits, Listener
 from potluck._core.waiting import to_stderr
 from potluck._core.wire.greeting import Hello, Refusal
 from potluck._core.wire.local import ServiceInfo, ServicesReply

@@ -21,15 +21,7 @@ from potluck._core.forks import Uncopied
 from potluck.compressors import Compressor, options
 from potluck.compressors.base import Array, Coded, text_of
 from potluck.compressors.reduction import Residuals, Sums
-from potluck.torch.compression import (
-    Choice,
-    Parts,
-    Watch,
-    check_choice,
-    chosen,
-    tell_dropped,
-    widened,
-)
+from potluck.torch import compression
 from potluck.torch.process_group.group import PotluckProcessGroup
 from potluck.torch.structure import check_dense, describe
 
@@ -154,7 +146,7 @@ class CompressionState(Uncopied):
 
     def __init__(
         self,
-        compressor: Choice,
+        compressor: compression.Choice,
         *,
         error_feedback: bool = True,
         dense_below: int = 0,
@@ -164,13 +156,13 @@ class CompressionState(Uncopied):
     ) -> None:
         owner = "CompressionState"
         self._dense_below, self._warmup_steps = options.thresholds(owner, dense_below, warmup_steps)
-        check_choice("compressor", compressor)
+        compression.check_choice("compressor", compressor)
         self._names = {} if model is None else {p: n for n, p in _parameters(model).items()}
         self._chosen: dict[Tensor, Compressor | None] = {}
         if callable(compressor):
             if model is None:
                 raise TypeError("a function chooses by the names of parameters: pass model=")
-            self._chosen = {p: chosen(compressor, n, p) for p, n in self._names.items()}
+            self._chosen = {p: compression.chosen(compressor, n, p) for p, n in self._names.items()}
         self.compressor = compressor
         self.model = model
         self.error_feedback = error_feedback
@@ -178,7 +170,7 @@ class CompressionState(Uncopied):
         self.process_group = process_group
         self.step = 0
         """The number of backwards so far."""
-        self._watch = Watch("mean")
+        self._watch = compression.Watch("mean")
         self.residuals = Residuals()
         """By parameter; parameters keep theirs when DDP builds new buckets."""
         self._sums: Sums | None = None  # of this backward
@@ -235,7 +227,7 @@ class CompressionState(Uncopied):
             for name, each in state["residuals"].items()
             if self.error_feedback and self._way(name, parameters[name]) is not None
         }
-        tell_dropped([state["residuals"]], kept)
+        compression.tell_dropped([state["residuals"]], kept)
         owed = {parameters[name]: each for name, each in kept.items()}
         self.residuals.restore([owed], {p: each.dtype for p, each in owed.items()})
         self.residuals.qs = {
@@ -269,7 +261,7 @@ class CompressionState(Uncopied):
         if not callable(given):
             return given
         known = parameter in self._chosen
-        return self._chosen[parameter] if known else chosen(given, name, parameter)
+        return self._chosen[parameter] if known else compression.chosen(given, name, parameter)
 
     def agree(self, device: torch.device, parameters: Sequence[Tensor] = ()) -> None:
         """Compare how ranks compress, and the ``parameters`` of the first bucket, in the first
@@ -326,7 +318,7 @@ class CompressionState(Uncopied):
                 lambda done: done.value()[0]
             )
             return summed
-        wide = widened(flat, compressor)
+        wide = compression.widened(flat, compressor)
         shapes = {each: tuple(each.shape) for each in piece.parameters}
         if self._sums is None:
             comm, feedback = OverGroup(self.group(), flat.device), self.error_feedback
@@ -351,7 +343,7 @@ class CompressionState(Uncopied):
         if wait is not None:
             wait()
 
-    def _parts(self, piece: _Piece, flat: Tensor) -> Parts:
+    def _parts(self, piece: _Piece, flat: Tensor) -> compression.Parts:
         """A function that returns the names and gradients of a piece's parameters."""
 
         def parts() -> Iterator[tuple[str, Tensor]]:

@@ -21,19 +21,11 @@ from potluck.parameter_server.model import Mode, mode_of
 from potluck.torch.amp import GradScaler, LossScale
 from potluck.torch.loading import check_samples
 from potluck.torch.structure import device_of
+from potluck.torch.ways import way
 from potluck.torch.ways.at_home import AtHome
 from potluck.torch.ways.by_server import ByServer
 from potluck.torch.ways.in_layers import InLayers
 from potluck.torch.ways.in_steps import InSteps
-from potluck.torch.ways.way import (
-    EpochEnd,
-    Recipe,
-    TrainCall,
-    TrainerSamples,
-    Way,
-    default_loss,
-    inputs_of,
-)
 from potluck.training.callbacks import Callbacks
 from potluck.training.policy import NoiseBatching, Policy
 from potluck.training.trainer import DistributedTrainer, Parameters, TrainingStrategy, by_name
@@ -129,10 +121,10 @@ class DistributedNeuralNetTrainer(DistributedTrainer, Uncopied):
         self.batch_size, self.seed, self.samples = batch_size, seed, samples
         self._input_dim = sizes[0] if model is None else None
         self._network = network
-        self._recipe = Recipe(
+        self._recipe = way.Recipe(
             ctx,
             network,
-            default_loss if loss is None else loss,
+            way.default_loss if loss is None else loss,
             learning_rate,
             batch_size,
             seed,
@@ -142,7 +134,7 @@ class DistributedNeuralNetTrainer(DistributedTrainer, Uncopied):
             sizes=(sizes[0], sizes[-1]) if model is None else None,
             autocast=mixed_precision,
         )
-        self._way: Way
+        self._way: way.Way
         if strategy is TrainingStrategy.MODEL_PARALLEL:
             self._way = InLayers(self._recipe)
         elif strategy is TrainingStrategy.PARAMETER_SERVER:
@@ -182,7 +174,7 @@ class DistributedNeuralNetTrainer(DistributedTrainer, Uncopied):
         """
         epochs = checked_whole("epochs", epochs, at_least=1)
         self._way.check_open()
-        samples = TrainerSamples(
+        samples = way.TrainerSamples(
             X,
             y,
             input_dim=self._input_dim,
@@ -192,12 +184,12 @@ class DistributedNeuralNetTrainer(DistributedTrainer, Uncopied):
         callbacks: list[object] = [_Shifted(self, each) for each in self.callbacks]
         first = self.epochs
 
-        def on_epoch(end: EpochEnd) -> None:
+        def on_epoch(end: way.EpochEnd) -> None:
             self.epochs = first + end.epoch + 1
             self._local_loss, self._global_loss = end.local_loss, end.global_loss
 
         try:
-            self._way.train(TrainCall(samples, epochs, first, on_epoch, callbacks))
+            self._way.train(way.TrainCall(samples, epochs, first, on_epoch, callbacks))
         finally:
             samples.close()
         return self.get_global_loss()
@@ -227,7 +219,7 @@ class DistributedNeuralNetTrainer(DistributedTrainer, Uncopied):
     def predict(self, X: Any) -> NDArray[Any]:
         """The outputs of the network, of a dense one float32 of shape (n, output_dim), as it is
         after the last ``train``. For classes take the argmax of each row. Local."""
-        inputs = inputs_of(X, _dtype_of(self._network), is_dense=self._input_dim is not None)
+        inputs = way.inputs_of(X, _dtype_of(self._network), is_dense=self._input_dim is not None)
         width = self._input_dim
         if width is not None and (not inputs.dim() or inputs.shape[-1] != width):
             raise ValueError(

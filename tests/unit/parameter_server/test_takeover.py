@@ -16,13 +16,12 @@ import pytest
 from potluck._core.types import Group, Member
 from potluck.errors import HandlerError, PotluckError, ServiceLost
 from potluck.parameter_server import SGD, Asynchronous, ElasticAveraging, Synchronous
-from potluck.parameter_server import replication as replication_module
+from potluck.parameter_server import primary as replication_module
 from potluck.parameter_server.layout import Placement, layout_of, plain
 from potluck.parameter_server.log import Grant, Leave, Log, Position, Update
 from potluck.parameter_server.model import Mode
-from potluck.parameter_server.primary import Primary
+from potluck.parameter_server.primary import Primary, Replication
 from potluck.parameter_server.replica import AskAgain, Replica
-from potluck.parameter_server.replication import Replication
 from potluck.parameter_server.service import PrimaryService, ReplicaService, StaleTerm
 from potluck.services import Call, waits
 from potluck.services.presence import Presence

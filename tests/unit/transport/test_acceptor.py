@@ -11,14 +11,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from potluck._core.transport import aio
-from potluck._core.transport.acceptor import (
+from potluck._core.transport.listener import (
     Acceptor,
     Caller,
     Limits,
+    Listener,
     Unauthenticated,
     listening_socket,
 )
-from potluck._core.transport.listener import Listener
 from potluck.errors import ProtocolError
 from support.knocking import do_knock
 from support.links import new_credentials

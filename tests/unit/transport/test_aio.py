@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from potluck._core.transport import aio
-from potluck._core.transport.acceptor import Limits
+from potluck._core.transport.listener import Limits
 from potluck._core.wire.greeting import GREETING, Hello, Refusal, Welcome
 from potluck.errors import ConfigurationError, LinkError, ProtocolError, Refused, WrongSecret
 from support.knocking import client_hello, do_hear, do_knock, knocked_streams, raw

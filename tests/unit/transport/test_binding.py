@@ -11,14 +11,14 @@ import pytest
 from potluck._core.cluster.discovery.configured import all_finders
 from potluck._core.cluster.discovery.interfaces import bound_interfaces, usable_interfaces
 from potluck._core.settings import Settings, load_settings
-from potluck._core.transport import acceptor, aio, binding
-from potluck._core.transport.acceptor import is_port_taken, listening_at, listening_socket
+from potluck._core.transport import aio, binding, listener
 from potluck._core.transport.binding import (
     address_for_others,
     addresses_of,
     listened_on,
     source_for,
 )
+from potluck._core.transport.listener import is_port_taken, listening_at, listening_socket
 from potluck.errors import ConfigurationError
 from support.ports import reserved_ports
 
@@ -112,7 +112,7 @@ def test_a_port_that_another_program_has_at_one_address_is_taken(
         ports = iter([port, first])
         real = listening_at
         monkeypatch.setattr(
-            acceptor,
+            listener,
             "listening_at",
             lambda address, port: real(address, port or next(ports)),
         )

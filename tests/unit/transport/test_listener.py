@@ -21,11 +21,10 @@ from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from potluck._core.transport.acceptor import Limits
 from potluck._core.transport.credentials import Credentials, era_of
 from potluck._core.transport.handshake import connect, drive, read_greeting, tls_handshake
 from potluck._core.transport.knock import ANSWER_BYTES, CALL_BYTES, PROOF_BYTES, Knock
-from potluck._core.transport.listener import Admission, Listener
+from potluck._core.transport.listener import Admission, Limits, Listener
 from potluck._core.transport.tcp import TcpLink
 from potluck._core.wire.greeting import GREETING, Hello, Refusal, Welcome
 from potluck.errors import (
@@ -490,7 +489,7 @@ def test_a_crowd_of_bad_callers_is_worth_one_log_line_a_second(
             assert read_to_end(sock) == b""
     seconds = time.monotonic() - begin
     lines = [
-        record for record in caplog.records if record.name == "potluck._core.transport.acceptor"
+        record for record in caplog.records if record.name == "potluck._core.transport.listener"
     ]
     assert 1 <= len(lines) <= seconds + 1
 

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from potluck._core.transport.acceptor import RateLimitedLog
+from potluck._core.transport.listener import RateLimitedLog
 
 
 def test_one_line_a_second_and_the_next_one_counts_the_silent(

@@ -17,10 +17,9 @@ from potluck._core.engine.mesh import Mesh, Switchboard
 from potluck._core.engine.request import Request
 from potluck._core.metrics import Metrics
 from potluck._core.settings import Settings
-from potluck._core.transport.acceptor import Limits, is_port_taken
 from potluck._core.transport.binding import address_for_others
 from potluck._core.transport.credentials import Credentials
-from potluck._core.transport.listener import Listener
+from potluck._core.transport.listener import Limits, Listener, is_port_taken
 from potluck._core.types import Engine, Group, Member
 from potluck._core.waiting import Reminder, reminding
 from potluck.errors import ConfigurationError, GroupError

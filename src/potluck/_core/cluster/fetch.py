@@ -413,13 +413,23 @@ async def _bring(
         done += num_bytes
         progress(done, total)
 
+    async def bring(node: str, package: bytes, file: PackageFile, path: Path) -> None:
+        digest = hashlib.sha256()
+        with path.open("xb") as opened:
+            async for part in client.parts(node, package, file):
+                digest.update(part)
+                opened.write(part)
+                count(len(part))
+        if digest.digest() != file.sha256:
+            raise ProtocolError("it was changed while it was being sent: fetch it again")
+
     async def bring_all(number: int) -> None:
         source, package, _ = sources[number]
         mine = [each for each in places if each.source == number]
         for index, place in enumerate(mine):
             try:
                 part = temporary / secrets.token_hex(8)
-                await _bring_one(client, source.node, package, place.file, part, count)
+                await bring(source.node, package, place.file, part)
                 target = folder / place.path
                 target.parent.mkdir(parents=True, exist_ok=True)
                 part.rename(target)
@@ -447,24 +457,6 @@ async def _bring(
             if each.is_dir() and not any(each.iterdir()):
                 each.rmdir()
     outcome.files.sort(key=lambda each: each.path)
-
-
-async def _bring_one(
-    client: ResultsClient,
-    node: str,
-    package: bytes,
-    file: PackageFile,
-    path: Path,
-    count: Callable[[int], None],
-) -> None:
-    digest = hashlib.sha256()
-    with path.open("xb") as opened:
-        async for part in client.parts(node, package, file):
-            digest.update(part)
-            opened.write(part)
-            count(len(part))
-    if digest.digest() != file.sha256:
-        raise ProtocolError("it was changed while it was being sent: fetch it again")
 
 
 def _away(held: Holding) -> str:

@@ -52,7 +52,7 @@ from potluck._core.cluster.trust.known_nodes import KnownNodes
 from potluck._core.cluster.trust.worker_home import WorkerHomes
 from potluck._core.settings import Settings
 from potluck._core.transport import aio
-from potluck._core.transport.acceptor import is_port_taken
+from potluck._core.transport.listener import is_port_taken
 from potluck._core.wire import local, peers
 from potluck._core.wire.greeting import WORKER, Hello, Refusal
 from potluck.errors import ConfigurationError, PotluckError

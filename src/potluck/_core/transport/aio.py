@@ -18,16 +18,7 @@ from typing import Generic, TypeVar
 
 from potluck._core import forks
 from potluck._core.background import OnBroken, start_task, stop
-from potluck._core.transport import broker
-from potluck._core.transport.acceptor import (
-    DRAIN_S,
-    LIMITS,
-    Acceptor,
-    Caller,
-    Limits,
-    finish,
-    listening_socket,
-)
+from potluck._core.transport import broker, listener
 from potluck._core.transport.binding import source_for
 from potluck._core.transport.credentials import Credentials, Identity, identity_of_certificate
 from potluck._core.transport.failures import translated
@@ -103,7 +94,7 @@ async def connect(
             doing = "knocking"
             try:
                 if not broker.is_needed():  # which has knocked
-                    await finish(knock(sock, credentials.eras), sock)
+                    await listener.finish(knock(sock, credentials.eras), sock)
             except BaseException:
                 sock.close()
                 raise
@@ -140,7 +131,7 @@ async def dial(host: str, port: int, bind: str = "") -> socket.socket:
     has knocked there. No deadline."""
     if broker.is_needed():
         with broker.dialling(host, port) as (asking, steps):
-            return await finish(steps, asking)
+            return await listener.finish(steps, asking)
     loop = asyncio.get_running_loop()
     kind = socket.SOCK_STREAM
     try:
@@ -185,15 +176,15 @@ class Server:
         credentials: Credentials,
         greeted: Greeted,
         *,
-        limits: Limits = LIMITS,
+        limits: listener.Limits = listener.LIMITS,
         on_broken: OnBroken = lambda error: None,
     ) -> None:
-        self._sock = listening_socket(host, port)
+        self._sock = listener.listening_socket(host, port)
         self.port = self._sock.port
         self._credentials = credentials
         self._greeted = greeted
         self._limits = limits
-        acceptor = Acceptor(self._sock, self._greet, limits, awaits="HELLO")
+        acceptor = listener.Acceptor(self._sock, self._greet, limits, awaits="HELLO")
         self._accepting = start_task(
             acceptor.run, name=f"accepting connections on port {self.port}", on_broken=on_broken
         )
@@ -203,8 +194,8 @@ class Server:
         await stop(self._accepting)
         self._sock.close()  # for a task that had not begun
 
-    async def _greet(self, caller: Caller) -> None:
-        await finish(hear_knock(caller.sock, self._credentials.eras), caller.sock)
+    async def _greet(self, caller: listener.Caller) -> None:
+        await listener.finish(hear_knock(caller.sock, self._credentials.eras), caller.sock)
         reader, writer = await _secure(caller.sock, self._credentials, self._limits.timeout_s)
         try:
             client = peer_identity(writer)
@@ -276,7 +267,7 @@ async def _drain(reader: asyncio.StreamReader, count: int) -> None:
     """Discard what the caller sends until it hangs up: to end the connection over unread bytes
     would reset it, and the refusal would be lost."""
     with contextlib.suppress(OSError):  # which a TimeoutError is, too
-        async with asyncio.timeout(DRAIN_S):
+        async with asyncio.timeout(listener.DRAIN_S):
             while count > 0 and (some := await reader.read(GREETING.limit)):
                 count -= len(some)
 

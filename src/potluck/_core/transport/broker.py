@@ -1,7 +1,7 @@
 """The sockets of a process without a network of its own, from the socket broker of its agent.
 
 In a sandbox POTLUCK_BROKER names the broker's Unix socket. ``handshake.py`` and ``aio.py`` then
-dial, and ``acceptor.py`` listens, by this module; from there on the sockets are like any other.
+dial, and ``listener.py`` listens, by this module; from there on the sockets are like any other.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _dialled(asking: socket.socket) -> Dialling:
 
 
 class BrokeredSocket:
-    """A listening socket that is the broker's. Like ``socket.socket``, as far as ``acceptor.py``
+    """A listening socket that is the broker's. Like ``socket.socket``, as far as ``listener.py``
     uses one; callers have knocked already."""
 
     def __init__(self, port: int) -> None:

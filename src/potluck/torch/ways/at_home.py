@@ -14,32 +14,24 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from potluck.torch.ddp import DistributedDataParallel
-from potluck.torch.ways.way import (
-    EpochEnd,
-    Part,
-    Recipe,
-    TrainCall,
-    TrainerSamples,
-    Way,
-    epoch_loop,
-)
+from potluck.torch.ways import way
 from potluck.training.sampler import Schedule, Share
 
 
-class AtHome(Way):
+class AtHome(way.Way):
     """Each step of the loop is one epoch of every rank, and a mean weighted by samples (McMahan et
     al., "Communication-efficient learning of deep networks from decentralized data", 2017,
     algorithm 1)."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: way.Recipe) -> None:
         super().__init__(recipe)
         self.model = DistributedDataParallel(recipe.network, ctx=recipe.ctx)
         self.optimizer = recipe.optimizer(recipe.network)
 
-    def train(self, call: TrainCall) -> None:
+    def train(self, call: way.TrainCall) -> None:
         recipe, samples = self.recipe, call.samples
         ctx, network = recipe.ctx, recipe.network
-        job = epoch_loop(recipe, call)
+        job = way.epoch_loop(recipe, call)
         for share in job:
             with job.step():
                 samples.check(recipe.sizes, ctx.rank)  # here, so that the other ranks hear of it
@@ -58,10 +50,10 @@ class AtHome(Way):
                 job.commit(loss=loss)
                 _set_flat(network, total[:-1])
                 local = loss if share.num_samples else math.nan
-                call.on_epoch(EpochEnd(share.epoch, float(total[-1]), local, share.num_samples))
+                call.on_epoch(way.EpochEnd(share.epoch, float(total[-1]), local, share.num_samples))
 
     def _train_alone(
-        self, model: nn.Module, samples: TrainerSamples, share: Share, schedule: Schedule
+        self, model: nn.Module, samples: way.TrainerSamples, share: Share, schedule: Schedule
     ) -> float:
         """One epoch of ``model`` on this rank's own samples; the mean of their losses."""
         recipe, scaler, num = self.recipe, self.recipe.scaler, share.num_samples
@@ -74,7 +66,7 @@ class AtHome(Way):
         def parts(epoch: int) -> Iterator[NDArray[np.int64]]:
             return schedule.epoch_parts(epoch, recipe.ctx.rank, recipe.ctx.world_size, size)
 
-        def after(number: int) -> Iterator[Part]:
+        def after(number: int) -> Iterator[way.Part]:
             yield from ((share.epoch, each) for each in islice(parts(share.epoch), number, None))
             for epoch in range(share.epoch + 1, schedule.epochs):
                 yield from ((epoch, each) for each in parts(epoch))

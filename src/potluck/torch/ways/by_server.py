@@ -16,16 +16,7 @@ from potluck.parameter_server import Adam, ParameterServer
 from potluck.parameter_server.model import Mode
 from potluck.torch.parameter_server import ServerOptimizer
 from potluck.torch.structure import broadcast_tensors, tensors_of
-from potluck.torch.ways.way import (
-    EpochEnd,
-    Part,
-    Recipe,
-    TrainCall,
-    TrainerSamples,
-    Way,
-    epoch_loop,
-    part_of_epoch,
-)
+from potluck.torch.ways import way
 from potluck.training.sampler import Batch, Schedule, Share
 from potluck.training.transfer import gather_states
 
@@ -41,7 +32,7 @@ _numbers: WeakKeyDictionary[DistributedContext, int] = WeakKeyDictionary()
 """By context: the number of the next parameter server of a trainer."""
 
 
-class ByServer(Way):
+class ByServer(way.Way):
     """Each step of the loop is an epoch, in which ranks only call the server. So no rank waits for
     another one but in a synchronous step. At the end of the epoch all pull the same parameters.
 
@@ -53,7 +44,7 @@ class ByServer(Way):
     no pushes to count: there the ranks go on from those of one rank.)
     """
 
-    def __init__(self, recipe: Recipe, mode: Mode) -> None:
+    def __init__(self, recipe: way.Recipe, mode: Mode) -> None:
         super().__init__(recipe)
         self.model = recipe.network
         self.optimizer: Optimizer | None = None
@@ -76,11 +67,11 @@ class ByServer(Way):
         self._sum, self._num = 0.0, 0
         self._num_dropped = 0  # in a row
 
-    def train(self, call: TrainCall) -> None:
+    def train(self, call: way.TrainCall) -> None:
         samples, problem = call.samples, ""
         self._begin_epoch()
         # Parameters that this rank has set go to all in _follow.
-        job = epoch_loop(self.recipe, call, is_kept=lambda: self._is_set)
+        job = way.epoch_loop(self.recipe, call, is_kept=lambda: self._is_set)
         for share in job:
             with job.step():
                 problem = self._prepare(samples, job.schedule)
@@ -91,7 +82,7 @@ class ByServer(Way):
                 self._pull_together()
                 local = self._sum / self._num if self._num else math.nan
                 job.commit(loss=local)
-                call.on_epoch(EpochEnd(share.epoch, job.last_loss, local, self._num))
+                call.on_epoch(way.EpochEnd(share.epoch, job.last_loss, local, self._num))
                 self._begin_epoch()
         if problem:
             raise ValueError(problem)
@@ -124,7 +115,7 @@ class ByServer(Way):
             counted.update(self._server.counted)
         return dict(counted)
 
-    def _prepare(self, samples: TrainerSamples, schedule: Schedule) -> str:
+    def _prepare(self, samples: way.TrainerSamples, schedule: Schedule) -> str:
         """The ranks of the group agree on the server, and on where they are in the epoch. Returns
         why the samples of a rank can't be trained on, empty if all can. Collective."""
         ctx, reason = self.recipe.ctx, ""
@@ -215,7 +206,7 @@ class ByServer(Way):
             self._first, self._done, self._before = self._server.version, 0, None
         self._is_set = False
 
-    def _compute(self, samples: TrainerSamples, schedule: Schedule, epoch: int) -> None:
+    def _compute(self, samples: way.TrainerSamples, schedule: Schedule, epoch: int) -> None:
         """The parts of the epoch that are left."""
         server = self._server
         assert server is not None
@@ -236,18 +227,18 @@ class ByServer(Way):
 
     def _share(self, schedule: Schedule, epoch: int, number: int) -> Share:
         """This rank's share of a part of an epoch."""
-        start, stop = part_of_epoch(schedule, number, self._num_parts)
+        start, stop = way.part_of_epoch(schedule, number, self._num_parts)
         ctx = self.recipe.ctx
         return schedule.share(Batch(epoch, start, stop - start), ctx.rank, ctx.world_size)
 
-    def _after(self, schedule: Schedule, epoch: int, number: int) -> Iterator[Part]:
+    def _after(self, schedule: Schedule, epoch: int, number: int) -> Iterator[way.Part]:
         """This rank's samples after those of a part, if nothing changes."""
         for each in range(epoch * self._num_parts + number + 1, schedule.epochs * self._num_parts):
             share = self._share(schedule, *divmod(each, self._num_parts))
             yield share.epoch, share.indices[: share.num_samples]
 
     def _push(
-        self, samples: TrainerSamples, share: Share, upcoming: Callable[[], Iterator[Part]]
+        self, samples: way.TrainerSamples, share: Share, upcoming: Callable[[], Iterator[way.Part]]
     ) -> None:
         """Compute on the samples of ``share``, and push the gradient, with a weight that is 1 on
         average over the ranks."""

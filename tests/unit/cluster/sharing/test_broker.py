@@ -19,10 +19,9 @@ import pytest
 
 from potluck._core.cluster.sharing.broker import FIRST_PORT, MAX_PORTS, MAX_REQUESTS
 from potluck._core.transport import aio, broker
-from potluck._core.transport.acceptor import is_port_taken, listening_socket
 from potluck._core.transport.broker import BrokeredSocket, short_path
 from potluck._core.transport.handshake import connect
-from potluck._core.transport.listener import Admission, Listener
+from potluck._core.transport.listener import Admission, Listener, is_port_taken, listening_socket
 from potluck._core.wire.broker import Denied, Granted, Listen, decode_answer, encode
 from potluck._core.wire.greeting import Hello, Welcome
 from potluck.errors import ConfigurationError, LinkError, WrongSecret

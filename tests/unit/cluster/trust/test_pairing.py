@@ -21,8 +21,8 @@ from potluck._core.cluster.trust.admissions import sign
 from potluck._core.cluster.trust.pairing import Code, Confirm, Exchange, new_code, parse_code
 from potluck._core.cluster.trust.pairing_host import hand_over
 from potluck._core.cluster.trust.pairing_joiner import MAX_GUESSES, Me, take_over
-from potluck._core.transport.acceptor import LIMITS, Limits
 from potluck._core.transport.credentials import node_id_of_bytes
+from potluck._core.transport.listener import LIMITS, Limits
 from potluck._core.wire import pairing as wire
 from potluck._core.wire.admissions import Admission, Founding
 from potluck.errors import (

@@ -22,16 +22,13 @@ class Gloo(TorchLibrary):
     def _connect(self, store: Any) -> Any:
         gloo: Any = self._torch._C._distributed_c10d.ProcessGroupGloo
         options = gloo._Options()
-        options._timeout = timedelta(seconds=self._timeout_s)
+        options._timeout = timedelta(seconds=self.timeout_s)
         if os.environ.get("GLOO_SOCKET_IFNAME"):
             device = gloo.create_default_device()
         else:  # the network of the store; the host's name may resolve to another
-            device = gloo.create_device(hostname=own_address(self._store))
+            device = gloo.create_device(hostname=own_address(self.store))
         options._devices = [device]
         return gloo(store, self.rank, self.world_size, options)
-
-    def _again(self, prefix: str, rank: int, world_size: int) -> TorchLibrary:
-        return Gloo(self._store, prefix, rank, world_size, self._errors, self._timeout_s)
 
     def can_reduce(self, op: ReduceOp, dtype: Any) -> bool:
         """See ``Library``. False for MIN and MAX of floats, where Gloo drops NaN."""

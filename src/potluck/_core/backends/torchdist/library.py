@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -27,36 +28,29 @@ FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 INTEGERS = frozenset({"int8", "uint8", "int32", "int64"})
 
 
+@dataclass(eq=False, repr=False)
 class TorchLibrary(ABC):
     """A c10d process group as a ``Library``, the base of Gloo and NCCL.
 
     Operations without a reduction use bytes, so that they support every dtype.
     """
 
-    name = ""
+    store: Any
+    prefix: str
+    rank: int
+    world_size: int
+    errors: ErrorChannel
+    timeout_s: float
     device: str | None = None
+    name = ""
     tag_limit = 2**31 - 1
 
-    def __init__(
-        self,
-        store: Any,
-        prefix: str,
-        rank: int,
-        world_size: int,
-        errors: ErrorChannel,
-        timeout_s: float,
-    ) -> None:
+    def __post_init__(self) -> None:
         import torch
         import torch.distributed as dist
 
-        self.rank = rank
-        self.world_size = world_size
         self._torch = torch
         self._dist = dist
-        self._store = store
-        self._prefix = prefix
-        self._errors = errors
-        self._timeout_s = timeout_s
         self._is_part = False
         self.collectives: dict[Operation, Collective] = {
             Operation.ALL_REDUCE: self._all_reduce,
@@ -68,16 +62,12 @@ class TorchLibrary(ABC):
             Operation.ALL_TO_ALL: self._all_to_all,
             Operation.BARRIER: self._barrier,
         }
-        own = dist.distributed_c10d.PrefixStore(f"{prefix}/{self.name}", store)
+        own = dist.distributed_c10d.PrefixStore(f"{self.prefix}/{self.name}", self.store)
         self._group: Any = self._translate(lambda: self._connect(own))
 
     @abstractmethod
     def _connect(self, store: Any) -> Any:
         """The c10d process group of all ranks, which meet at ``store``."""
-
-    @abstractmethod
-    def _again(self, prefix: str, rank: int, world_size: int) -> TorchLibrary:
-        """A new group of this class, for some of the ranks."""
 
     # -- arrays as tensors
 
@@ -175,21 +165,22 @@ class TorchLibrary(ABC):
     def split(self, ranks: tuple[int, ...], number: int, deadline: float) -> Library | None:
         if self.rank not in ranks:
             return None
-        part = self._again(f"{self._prefix}/{number}", ranks.index(self.rank), len(ranks))
+        rank, prefix = ranks.index(self.rank), f"{self.prefix}/{number}"
+        part = replace(self, prefix=prefix, rank=rank, world_size=len(ranks))
         part._is_part = True
         return part
 
     def listen(self, on_error: Callable[[PotluckError], None]) -> None:
-        self._errors.listen(on_error)
+        self.errors.listen(on_error)
 
     def tell(self, error: PotluckError) -> None:
-        self._errors.tell(StoreMessage("error", self._errors.rank, str(error)))
+        self.errors.tell(StoreMessage("error", self.errors.rank, str(error)))
 
     def close(self, is_orderly: bool) -> None:
         self._group = None
         if not self._is_part:
-            self._errors.close()
-        self._store = None
+            self.errors.close()
+        self.store = None
 
     # -- inside
 
@@ -226,11 +217,11 @@ class TorchLibrary(ABC):
     def _lost(self, text: str) -> PeerLost:
         """The error for a lost connection. The lost rank is determined through the store, if that
         is available, and sent to all ranks."""
-        rank = self._errors.find_lost()
+        rank = self.errors.find_lost()
         if rank < 0:
             return PeerLost(f"{self.name} says: {text}")
         text = f"lost rank {rank}; {self.name} says: {text}"
-        self._errors.tell(StoreMessage("lost", rank, text))
+        self.errors.tell(StoreMessage("lost", rank, text))
         return PeerLost(text, rank=rank, certain=True)
 
 

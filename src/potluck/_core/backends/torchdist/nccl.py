@@ -9,7 +9,6 @@ from typing import Any
 
 from potluck._core.backends.library import ANY_SOURCE, FlatCall
 from potluck._core.backends.torchdist.library import FLOATS, INTEGERS, OPS, TorchLibrary, left
-from potluck._core.backends.torchdist.store import ErrorChannel
 from potluck._core.collectives.plan import Operation
 from potluck._core.engine.arrays.layout import Array
 from potluck._core.types import ReduceOp
@@ -21,34 +20,18 @@ class Nccl(TorchLibrary):
     name = "nccl"
     tag_limit = 0
 
-    def __init__(
-        self,
-        store: Any,
-        prefix: str,
-        rank: int,
-        world_size: int,
-        errors: ErrorChannel,
-        timeout_s: float,
-        device: str,
-    ) -> None:
-        self.device = device
+    def __post_init__(self) -> None:
         # So that a wait raises, instead of the watchdog ending the process.
         os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
-        super().__init__(store, prefix, rank, world_size, errors, timeout_s)
+        super().__post_init__()
         self.collectives[Operation.REDUCE_SCATTER] = self._reduce_scatter
 
     def _connect(self, store: Any) -> Any:
         nccl: Any = self._torch._C._distributed_c10d.ProcessGroupNCCL
         self._torch.cuda.set_device(self.device)
         options = nccl.Options()
-        options._timeout = timedelta(seconds=self._timeout_s)
+        options._timeout = timedelta(seconds=self.timeout_s)
         return nccl(store, self.rank, self.world_size, options)
-
-    def _again(self, prefix: str, rank: int, world_size: int) -> TorchLibrary:
-        assert self.device is not None
-        return Nccl(
-            self._store, prefix, rank, world_size, self._errors, self._timeout_s, self.device
-        )
 
     def can_reduce(self, op: ReduceOp, dtype: Any) -> bool:
         name = str(dtype).removeprefix("torch.")

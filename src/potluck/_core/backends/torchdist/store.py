@@ -16,7 +16,7 @@ from potluck._core.backends.launchers import LaunchedRank
 from potluck._core.backends.tcp import taking_master_port
 from potluck._core.background import start_thread, why
 from potluck._core.optional import require
-from potluck._core.transport.acceptor import listening_at
+from potluck._core.transport.listener import listening_at
 from potluck._core.waiting import Reminder, reminding
 from potluck._core.wire.format import decoded
 from potluck.errors import (

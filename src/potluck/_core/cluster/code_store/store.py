@@ -17,16 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from potluck._core.cluster.code_store.job_folders import (
-    KEEPING,
-    JobFolder,
-    JobFolders,
-    Keeping,
-    Record,
-    ResultsServer,
-    StartedJobs,
-    newest,
-)
+from potluck._core.cluster.code_store import job_folders
 from potluck._core.cluster.code_store.package import (
     Ask,
     PackageFiles,
@@ -104,7 +95,7 @@ class CodeStore:
         me: str,
         ask: Ask,
         *,
-        keeping: Keeping = KEEPING,
+        keeping: job_folders.Keeping = job_folders.KEEPING,
         on_note: Callable[[str], None] = lambda text: None,
     ) -> None:
         """``keeping`` and ``on_note`` are as for ``JobFolders``."""
@@ -115,9 +106,9 @@ class CodeStore:
         self._ask = ask
         self._server = PackageServer()
         self._store = PackageFiles(root)
-        self.folders = JobFolders(root / "jobs", keeping=keeping, on_note=on_note)
-        self._results = ResultsServer(me, self.folders)
-        self.started = StartedJobs(home)
+        self.folders = job_folders.JobFolders(root / "jobs", keeping=keeping, on_note=on_note)
+        self._results = job_folders.ResultsServer(me, self.folders)
+        self.started = job_folders.StartedJobs(home)
         self._in_use: set[Path] = set()
 
     def answer(
@@ -195,7 +186,7 @@ class CodeStore:
                 self.folders.remove(folder)
         return len(packages)
 
-    def open(self, record: Record) -> JobFolder:
+    def open(self, record: job_folders.Record) -> job_folders.JobFolder:
         """The folder of a job, with a copy of its package. It appears whole or not at all: this
         process may be killed while it copies, and the job be ordered again. ConfigurationError if
         the package is not here any more or there is no room."""
@@ -220,19 +211,19 @@ class CodeStore:
                 "set POTLUCK_HOME to a directory on another disk"
             ) from error
 
-    def close(self, folder: JobFolder) -> None:
+    def close(self, folder: job_folders.JobFolder) -> None:
         """The job of ``folder`` is over. What is kept of old ones: ``JobFolders.prune`` says it of
         their folders; of packages ``KEPT_PACKAGES`` are, and ``KEPT_BYTES`` of their files."""
         self._in_use.discard(folder.path)
         self.folders.close(folder)
-        for path in newest(self._root / "packages")[KEPT_PACKAGES:]:
+        for path in job_folders.newest(self._root / "packages")[KEPT_PACKAGES:]:
             package = bytes.fromhex(path.name) if len(path.name) == 64 else b""
             if not self._in_use:
                 self._server.withdraw(package)
                 self._origins.drop(package)
                 shutil.rmtree(path, ignore_errors=True)
         total = 0
-        for path in newest(self._root / "objects"):
+        for path in job_folders.newest(self._root / "objects"):
             with contextlib.suppress(OSError):
                 total += path.stat().st_size
                 if total > KEPT_BYTES and not self._in_use:

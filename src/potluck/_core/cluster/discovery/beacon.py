@@ -29,7 +29,7 @@ from potluck._core.cluster.discovery.advert import (
 )
 from potluck._core.cluster.discovery.finder import OnHint, Presence
 from potluck._core.cluster.discovery.interfaces import Interface, usable_interfaces
-from potluck._core.transport.acceptor import RateLimitedLog
+from potluck._core.transport.listener import RateLimitedLog
 
 GROUP4 = "239.255.52.15"
 """An IPv4 multicast address with site scope (RFC 2365)."""

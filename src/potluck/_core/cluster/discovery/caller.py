@@ -12,7 +12,7 @@ from typing import Any
 from potluck._core.background import Tasks, stop
 from potluck._core.cluster.discovery.advert import Hint
 from potluck._core.cluster.discovery.hints import HintBook
-from potluck._core.transport.acceptor import RateLimitedLog
+from potluck._core.transport.listener import RateLimitedLog
 
 _MAX_CALLS = 16
 _SAY_AGAIN_S = 600.0

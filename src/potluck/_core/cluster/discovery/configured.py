@@ -17,7 +17,7 @@ from potluck._core.cluster.discovery.finder import Finder, OnHint, Presence
 from potluck._core.cluster.discovery.interfaces import bound_interfaces
 from potluck._core.cluster.discovery.mdns import Mdns
 from potluck._core.settings import Settings
-from potluck._core.transport.acceptor import RateLimitedLog
+from potluck._core.transport.listener import RateLimitedLog
 from potluck.errors import ConfigurationError
 
 INTERVAL_S = 2.0

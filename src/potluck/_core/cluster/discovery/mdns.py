@@ -22,7 +22,7 @@ from potluck._core.background import stop
 from potluck._core.cluster.discovery.advert import INSTANCE_BYTES, TAG_BYTES, WINDOW_S, Advert
 from potluck._core.cluster.discovery.finder import OnHint, Presence
 from potluck._core.cluster.discovery.interfaces import Interface, usable_interfaces
-from potluck._core.transport.acceptor import RateLimitedLog
+from potluck._core.transport.listener import RateLimitedLog
 
 SERVICE = "_potluck._tcp.local."
 INTERVAL_S = 2.0

@@ -26,8 +26,8 @@ from potluck._core.cluster.discovery.advert import Hint
 from potluck._core.cluster.discovery.caller import HintCaller
 from potluck._core.cluster.discovery.interfaces import interface_of
 from potluck._core.transport import aio
-from potluck._core.transport.acceptor import REFUSAL_S, RateLimitedLog
 from potluck._core.transport.credentials import Credentials, node_id_of_bytes
+from potluck._core.transport.listener import REFUSAL_S, RateLimitedLog
 from potluck._core.wire import peers
 from potluck._core.wire.greeting import Hello, Refusal, Welcome
 from potluck.errors import LinkError, PotluckError, ProtocolError, Refused, WrongSecret

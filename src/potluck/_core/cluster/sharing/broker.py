@@ -20,17 +20,7 @@ from pathlib import Path
 
 from potluck._core.background import OnBroken, Tasks, start_task, stop
 from potluck._core.system import need_posix
-from potluck._core.transport import aio
-from potluck._core.transport.acceptor import (
-    LIMITS,
-    Acceptor,
-    Caller,
-    RateLimitedLog,
-    Unauthenticated,
-    finish,
-    listening_socket,
-    ready,
-)
+from potluck._core.transport import aio, listener
 from potluck._core.transport.broker import short_path
 from potluck._core.transport.credentials import Era
 from potluck._core.transport.handshake import hear_knock, knock
@@ -70,11 +60,11 @@ class Broker:
     on_broken: OnBroken
 
     def __post_init__(self) -> None:
-        self._complain = RateLimitedLog(_log)
+        self._complain = listener.RateLimitedLog(_log)
         self._serving = Tasks()
         self._free = asyncio.Semaphore(MAX_REQUESTS)
         self._num_ports = 0
-        self._strangers: Unauthenticated = {}
+        self._strangers: listener.Unauthenticated = {}
         """Callers at all ports that have not knocked yet: together as many as at one."""
         self._sock = _listening_at(self.path)
         self._accepting = start_task(self._accept, name="socket broker", on_broken=self.on_broken)
@@ -125,7 +115,7 @@ class Broker:
             async with asyncio.timeout(_DIAL_S):
                 sock = await aio.dial(request.host, request.port)
                 try:
-                    await finish(knock(sock, self.eras()), sock)
+                    await listener.finish(knock(sock, self.eras()), sock)
                 except BaseException:
                     sock.close()
                     raise
@@ -147,7 +137,7 @@ class Broker:
             _send(asking, wire.Denied(errno.EACCES, reason))
             return
         try:
-            port = listening_socket(self.bind, request.port)
+            port = listener.listening_socket(self.bind, request.port)
         except ConfigurationError as error:
             cause = error.__cause__
             number = _number(cause, errno.EINVAL) if isinstance(cause, OSError) else errno.EINVAL
@@ -157,17 +147,19 @@ class Broker:
             _send(asking, _denied(error, errno.EINVAL))
             return
 
-        async def knocked(caller: Caller) -> None:
-            await finish(hear_knock(caller.sock, self.eras()), caller.sock)
+        async def knocked(caller: listener.Caller) -> None:
+            await listener.finish(hear_knock(caller.sock, self.eras()), caller.sock)
             caller.authenticated()
             _send(asking, wire.Granted(port.port), caller.sock)
 
-        acceptor = Acceptor(port, knocked, LIMITS, awaits="a knock", crowd=self._strangers)
+        acceptor = listener.Acceptor(
+            port, knocked, listener.LIMITS, awaits="a knock", crowd=self._strangers
+        )
         self._num_ports += 1
         accepting = start_task(acceptor.run, name="a sandbox's port", on_broken=self.on_broken)
         try:
             _send(asking, wire.Granted(port.port))
-            await ready(asking)  # no more data: this is its end
+            await listener.ready(asking)  # no more data: this is its end
         finally:
             self._num_ports -= 1
             await stop(accepting)

@@ -1,7 +1,7 @@
 """The host of a pairing: ``hand_over`` waits for a machine that has the code, and has it admitted.
 
 The port is open only while ``hand_over`` runs. A client is unauthenticated, within
-``transport.acceptor``'s limits, until it has sent a well-formed opening; a client that sends
+``transport.listener``'s limits, until it has sent a well-formed opening; a client that sends
 anything else is disconnected without effect on the code. The first opening is the only guess of the
 code: a wrong guess voids the code. The client with the guess counts as authenticated, so that
 further connections can't displace it.
@@ -28,15 +28,15 @@ from potluck._core.cluster.trust.pairing import (
     first,
     receive,
 )
-from potluck._core.transport.acceptor import (
+from potluck._core.transport.aio import end
+from potluck._core.transport.credentials import node_id_of_bytes
+from potluck._core.transport.listener import (
     LIMITS,
     Acceptor,
     Caller,
     ListeningSocket,
     listening_socket,
 )
-from potluck._core.transport.aio import end
-from potluck._core.transport.credentials import node_id_of_bytes
 from potluck._core.wire import pairing as wire
 from potluck.errors import LinkError, PotluckError, ProtocolError, WrongCode
 

@@ -26,9 +26,9 @@ from potluck._core.cluster.trust.pairing import (
     plate_of,
     receive,
 )
-from potluck._core.transport.acceptor import LIMITS
 from potluck._core.transport.aio import end
 from potluck._core.transport.credentials import node_id_of_bytes
+from potluck._core.transport.listener import LIMITS
 from potluck._core.wire import pairing as wire
 from potluck.errors import LinkError, PotluckError, ProtocolError, SecurityError, WrongCode
 

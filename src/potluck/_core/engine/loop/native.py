@@ -22,16 +22,7 @@ import numpy as np
 from potluck._core import native
 from potluck._core.background import start_thread, why
 from potluck._core.engine.arrays.layout import Array, Buffers
-from potluck._core.engine.failures.group_errors import (
-    GroupState,
-    abort_of,
-    broke,
-    desync,
-    error_of,
-    message_mismatch,
-    overdue,
-    peer_lost,
-)
+from potluck._core.engine.failures import group_errors
 from potluck._core.engine.loop.mailbox import Receiving, Sending
 from potluck._core.engine.loop.plans import OnOperation
 from potluck._core.engine.loop.progress import reject
@@ -117,7 +108,7 @@ class NativeLoop:
         self._connector = connector
         self._on_operation = on_operation
         self._meter = meter
-        self._state = GroupState(group)
+        self._state = group_errors.GroupState(group)
         self._core = native.core.ProgressLoop(
             group.epoch, group.rank, group.world_size, segment_bytes, max_early_bytes
         )
@@ -304,10 +295,10 @@ class NativeLoop:
                 self._hear(kind, subject)
 
     def _broke(self, cause: BaseException) -> None:
-        error = broke(self.group, "the event thread", why(cause))
+        error = group_errors.broke(self.group, "the event thread", why(cause))
         self._state.fail(error)
         self._core.stop()
-        self._core.set_abort(frames.encode_abort(abort_of(error)), True)
+        self._core.set_abort(frames.encode_abort(group_errors.abort_of(error)), True)
         self._end()
 
     def _hear(self, kind: str, subject: int) -> None:
@@ -332,7 +323,7 @@ class NativeLoop:
             self._state.fail(error)
         error = self._state.error
         if isinstance(error, GroupError) and not isinstance(error, GroupClosed):
-            self._core.set_abort(frames.encode_abort(abort_of(error)), True)
+            self._core.set_abort(frames.encode_abort(group_errors.abort_of(error)), True)
         else:
             self._core.set_abort(b"", False)
 
@@ -342,25 +333,25 @@ class NativeLoop:
         item = None if name is None else _Report(name, waits)
         if kind == "abort received":
             try:
-                return error_of(group, frames.decode_abort(payload), item)
+                return group_errors.error_of(group, frames.decode_abort(payload), item)
             except ProtocolError as error:
-                return peer_lost(group, rank, error, item)
+                return group_errors.peer_lost(group, rank, error, item)
         if kind == "overdue":
             assert item is not None
-            return overdue(group, item, rank)
+            return group_errors.overdue(group, item, rank)
         if kind == "desync":
-            return desync(group, rank, item, number)
+            return group_errors.desync(group, rank, item, number)
         if kind == "mismatch":
-            return message_mismatch(group, rank, item, number, dtype)
+            return group_errors.message_mismatch(group, rank, item, number, dtype)
         if kind == "broke":
-            return broke(group, "the progress loop", text)
+            return group_errors.broke(group, "the progress loop", text)
         causes: dict[str, Callable[[], Exception]] = {
             "lost": lambda: LinkError(text),
             "violated": lambda: ProtocolError(text),
             "no link": lambda: self._causes[rank],
             "left": lambda: LinkError("it left the group (its context was closed)"),
         }
-        return peer_lost(group, rank, causes[kind](), item) if kind in causes else None
+        return group_errors.peer_lost(group, rank, causes[kind](), item) if kind in causes else None
 
     def _end(self) -> None:
         """End all operations with the group's error, so that no caller hangs, whatever broke."""
