@@ -273,11 +273,11 @@ def _run(
         if action is Action.COPY:
             held[receiver][chunk] = theirs
             continue
-        where = _at(plans[receiver], receive_step)
         if mine is None:
+            where = _at(plans[receiver], receive_step)
             raise VerificationError(f"{where}: combines with garbage")
         if mine.ranks & theirs.ranks:
-            twice = _names(mine.ranks & theirs.ranks)
+            where, twice = _at(plans[receiver], receive_step), _names(mine.ranks & theirs.ranks)
             raise VerificationError(f"{where}: counts the contribution of {twice} twice")
         value = _Value(next_maker, mine.ranks | theirs.ranks)
         next_maker += 1
