@@ -9,6 +9,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -172,22 +173,21 @@ def welcome_caller(
     return Admission(Welcome(), deliver)
 
 
+@dataclass(eq=False, repr=False)
 class Search:
-    """Announces this process and finds other processes, from construction to ``close``."""
+    """Announces this process and finds other processes, from construction to ``close``.
 
-    def __init__(
-        self,
-        credentials: Credentials,
-        instance: bytes,
-        port: int,
-        finders: Sequence[Finder],
-        peers: KnownPeers,
-    ) -> None:
-        """``peers`` receives the results, on the search's thread."""
-        self._credentials = credentials
-        self._presence = Presence(lambda: credentials.advert_keys, port, instance)
-        self._finders = finders
-        self._peers = peers
+    ``peers`` receives the results, on the search's thread.
+    """
+
+    credentials: Credentials
+    instance: bytes
+    port: int
+    finders: Sequence[Finder]
+    peers: KnownPeers
+
+    def __post_init__(self) -> None:
+        self._presence = Presence(lambda: self.credentials.advert_keys, self.port, self.instance)
         self._is_resting = False
         self._calls = HintCaller(self._call)
         self._book = self._calls.book
@@ -195,7 +195,7 @@ class Search:
         self._failure = ""
         self._loop = asyncio.new_event_loop()
         self._over = asyncio.Event()
-        self._thread = start_thread(self._run, name="potluck-discovery", on_broken=peers.broke)
+        self._thread = start_thread(self._run, name="potluck-discovery", on_broken=self.peers.broke)
 
     def complaint(self) -> str:
         """The last failure with a process that was found, for an error text; empty without one."""
@@ -249,7 +249,7 @@ class Search:
         caller = self._calling = asyncio.create_task(self._calls.run())
         over = asyncio.create_task(self._over.wait())
         try:
-            async with running_finders(self._finders, self._presence, self._heard):
+            async with running_finders(self.finders, self._presence, self._heard):
                 await asyncio.wait([caller, over], return_when=asyncio.FIRST_COMPLETED)
                 if caller.cancelled():
                     await over
@@ -278,19 +278,19 @@ class Search:
         try:
             async with asyncio.timeout(CALL_S):
                 reader, writer, _ = await aio.connect(
-                    hint.host, hint.port, hello, self._credentials, timeout_s=CALL_S
+                    hint.host, hint.port, hello, self.credentials, timeout_s=CALL_S
                 )
                 instance = (await reader.readexactly(INSTANCE_BYTES)).hex()
                 node = aio.peer_identity(writer).node
             self._book.reached(hint, instance, self._loop.time())
             self._book.linked(instance)
-            self._peers.found(Participant(instance, Member("", node, hint.host, hint.port)))
+            self.peers.found(Participant(instance, Member("", node, hint.host, hint.port)))
         except (PotluckError, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
             self._book.failed(hint, self._loop.time())
             if isinstance(error, Refused) and error.code == FORMED:
-                self._peers.refused(hint.host, hint.port, error)
+                self.peers.refused(hint.host, hint.port, error)
             else:
-                self._peers.unreached(hint.host, hint.port)
+                self.peers.unreached(hint.host, hint.port)
             if isinstance(error, WrongSecret):
                 self._failure = str(error)
         finally:

@@ -18,6 +18,7 @@ import socket
 import struct
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 
 from potluck._core import forks
 from potluck._core.background import stop, why
@@ -49,19 +50,17 @@ _IPV6_MULTICAST_ALL = (socket.IPPROTO_IPV6, 29)
 _log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, repr=False)
 class Beacon:
     """A Finder by beacons on UDP ``port``, which must be equal on all nodes."""
 
     name = "beacon"
 
-    def __init__(
-        self,
-        port: int,
-        *,
-        interfaces: Callable[[], Sequence[Interface]] = lambda: usable_interfaces(loopback=True),
-    ) -> None:
-        self._port = port
-        self._interfaces = interfaces
+    port: int
+    _: KW_ONLY
+    interfaces: Callable[[], Sequence[Interface]] = lambda: usable_interfaces(loopback=True)
+
+    def __post_init__(self) -> None:
         self._complain = RateLimitedLog(_log)
         self._sockets: dict[socket.AddressFamily, socket.socket] = {}
         self._joined: set[tuple[socket.AddressFamily, str, int]] = set()
@@ -95,7 +94,7 @@ class Beacon:
 
     def _join_groups(self) -> None:
         """Open missing sockets, and join the multicast groups on new interfaces."""
-        self._present = self._interfaces()
+        self._present = self.interfaces()
         for family in (socket.AF_INET, socket.AF_INET6):
             if family not in self._sockets:
                 self._open(family)
@@ -130,11 +129,11 @@ class Beacon:
                 # Else the datagrams of all groups that any program here has joined come in.
                 everybodys = _IPV6_MULTICAST_ALL if family == socket.AF_INET6 else _IP_MULTICAST_ALL
                 sock.setsockopt(*everybodys, 0)
-            sock.bind(("", self._port))
+            sock.bind(("", self.port))
         except OSError as error:
             sock.close()
             if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
-                self._complain.warning(f"no beacon on UDP port {self._port}: {error}")
+                self._complain.warning(f"no beacon on UDP port {self.port}: {error}")
             return
         self._sockets[family] = sock
         asyncio.get_running_loop().add_reader(sock, self._hear, sock)
@@ -163,11 +162,11 @@ class Beacon:
                     if family == socket.AF_INET:
                         source = socket.inet_aton(address)
                         sock.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, source)
-                        sock.sendto(data, (GROUP4, self._port))
+                        sock.sendto(data, (GROUP4, self.port))
                     else:
                         which = struct.pack("@I", interface.index)
                         sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_MULTICAST_IF, which)
-                        sock.sendto(data, (GROUP6, self._port, 0, interface.index))
+                        sock.sendto(data, (GROUP6, self.port, 0, interface.index))
                 except OSError as error:
                     _log.debug("no beacon on %s: %s", interface.name, error)
 

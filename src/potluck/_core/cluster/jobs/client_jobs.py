@@ -21,17 +21,17 @@ class ClientJob:
     times: int = 0
 
 
+@dataclass(eq=False, repr=False)
 class ClientJobs:
-    """Passes on requests of commands by ``to_leader(message)``, and messages for commands."""
+    """Passes on requests of commands by ``to_leader(message)``, and messages for commands.
 
-    def __init__(
-        self,
-        to_leader: Callable[[jobs.Submit | jobs.InterruptJob], object],
-        is_over: Callable[[jobs.JobSpec], None],
-    ) -> None:
-        """``is_over(spec)`` is called when the job of a command has ended, or did not begin."""
-        self._to_leader = to_leader
-        self._is_over = is_over
+    ``is_over(spec)`` is called when the job of a command has ended, or did not begin.
+    """
+
+    to_leader: Callable[[jobs.Submit | jobs.InterruptJob], object]
+    is_over: Callable[[jobs.JobSpec], None]
+
+    def __post_init__(self) -> None:
         self._jobs: dict[str, ClientJob] = {}
         self._is_out = False
 
@@ -50,7 +50,7 @@ class ClientJobs:
     def submit(self, spec: jobs.JobSpec, client: Client) -> None:
         """``client`` waits for the job of ``spec``, which is the leader's to begin."""
         self._jobs[spec.job] = ClientJob(spec, client)
-        self._to_leader(jobs.Submit(spec))
+        self.to_leader(jobs.Submit(spec))
 
     def interrupt(self, client: Client, number: int) -> None:
         """The operator wants the job of ``client`` to end, by signal ``number``."""
@@ -58,15 +58,15 @@ class ClientJobs:
             if each.client is client:
                 each.number = number
                 each.times = min(each.times + 1, jobs.MAX_INTERRUPTS)
-                self._to_leader(jobs.InterruptJob(job, number, each.times))
+                self.to_leader(jobs.InterruptJob(job, number, each.times))
 
     def ask_again(self) -> None:
         """The leader may have changed: messages to the former leader may be lost."""
         for job, each in self._jobs.items():
             if not each.is_taken:
-                self._to_leader(jobs.Submit(each.spec))
+                self.to_leader(jobs.Submit(each.spec))
             if each.times:
-                self._to_leader(jobs.InterruptJob(job, each.number, each.times))
+                self.to_leader(jobs.InterruptJob(job, each.number, each.times))
 
     # Messages for commands.
 
@@ -113,7 +113,7 @@ class ClientJobs:
 
     def _remove(self, job: str) -> ClientJob:
         each = self._jobs.pop(job)
-        self._is_over(each.spec)
+        self.is_over(each.spec)
         return each
 
     def _note(self, text: str) -> None:
