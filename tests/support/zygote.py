@@ -12,6 +12,7 @@ import atexit
 import builtins
 import contextlib
 import ctypes
+import functools
 import gc
 import importlib
 import io
@@ -25,6 +26,7 @@ import socket
 import subprocess
 import sys
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from importlib.machinery import SourceFileLoader
 from importlib.util import find_spec
@@ -42,15 +44,20 @@ LIBRARIES = {
     "scripts": (
         *("numpy", "ml_dtypes", "msgspec", "psutil", "torch", "torch.distributed"),
         "torch._dynamo",  # torch imports it, for another second, when the first optimizer is made
-        *("potluck.torch", "potluck.training", "potluck._core.backends.agent"),
+        *("potluck.torch.trainer", "potluck.torch.pipeline", "potluck.training.trainer"),
+        *("potluck._core.backends.agent", "potluck._core.backends.environment"),
+        *("potluck._core.backends.ring", "potluck.parameter_server", "potluck.estimators"),
+        *("encodings.idna", "importlib.readers", "multiprocessing.popen_fork"),
         *("sklearn.cluster", "sklearn.datasets", "sklearn.ensemble", "sklearn.linear_model"),
+        *("sklearn.datasets.data", "sklearn.datasets.descr"),
     ),
     "front_ends": ("accelerate", "lightning", "transformers.trainer"),
     "commands": (
         *("pydantic.type_adapter", "pydantic.main", "pydantic.types", "zeroconf.asyncio"),
         *("potluck.cli.main", "potluck.cli.dry_run", "potluck.cli.launched"),
         *("potluck._core.cluster.node_agent", "potluck._core.cluster.run"),
-        "potluck._core.cluster.discovery.configured",
+        *("potluck._core.cluster.discovery.configured", "encodings.idna", "email.parser"),
+        *("concurrent.futures.thread", "typer._adapters", "rich.live", "rich.table", "rich.ansi"),
     ),
 }
 """What each kind of zygote has imported, of what is installed. Commands and agents of potluck run
@@ -339,8 +346,9 @@ _OWN_PATHS = {path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep
 
 
 _is_interrupted = False
-_exit_code: int | None = None
-"""With what this process exits without taking its modules apart; None if it does so first."""
+_exit_code = 0
+_is_first = True
+"""False at ranks above 0 and in commands of potluck that start no agent and no worker."""
 
 
 def end() -> None:
@@ -348,18 +356,17 @@ def end() -> None:
     are through. Ends a process after a KeyboardInterrupt as Python does.
 
     Taking apart what the zygote has imported costs 0.3 s, mostly for copies of its pages. So only
-    the modules of potluck and of the script, and Python's own, are taken apart; static objects of
-    libraries are not, nor anything at ranks above 0 and in commands of potluck that start no agent
-    and no worker.
+    the modules of potluck and of the script, and Python's own, are taken apart, at ``_is_first``;
+    static objects of libraries are not.
     """
     if _is_interrupted:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         sys.stdout.flush()
         os.kill(os.getpid(), signal.SIGINT)
-    if _exit_code is not None:
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # Python itself tries again
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if not _is_first:
             os._exit(_exit_code)
     kept = {name: sys.modules.pop(name) for name in _others if name in sys.modules}
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # so that they outlive the interpreter
@@ -384,8 +391,14 @@ def main() -> None:
     for name in LIBRARIES[kind]:
         if find_spec(name.partition(".")[0]):
             importlib.import_module(name)
+    if kind == "commands":  # of the same options each time
+        typer = importlib.import_module("typer.main")
+        build = vars(typer)["get_command"] = functools.cache(typer.get_command)
+        build(importlib.import_module("potluck.cli.main").app)
     own = {*sys.stdlib_module_names, "__main__", "potluck", "support"}
     _others.extend(name for name in sys.modules if name.partition(".")[0] not in own)
+    for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
+        finalizer.atexit = False  # torch's would take all its operators apart, 10,000 pages
     gc.freeze()
     gc.enable()
     tell_ready()
@@ -405,18 +418,18 @@ def is_short_command(command: Sequence[str]) -> bool:
 
 
 def become_and_run(request: dict[str, Any], descriptors: list[int]) -> None:
-    global _is_interrupted, _exit_code
+    global _is_interrupted, _exit_code, _is_first
     become(request, descriptors)
     if request["command"][:2] == _PROGRAM:
         tell_ready()
         become_and_run(*serve(socket.socket(fileno=os.dup(0))))
         return
-    is_first = os.environ.get("RANK", "0") == "0" and not is_short_command(request["command"])
+    _is_first = os.environ.get("RANK", "0") == "0" and not is_short_command(request["command"])
     try:
         run(request["command"])
     except SystemExit as error:
-        if not is_first and (error.code is None or isinstance(error.code, int)):
-            _exit_code = (error.code or 0) & 0xFF
+        is_number = error.code is None or isinstance(error.code, int)
+        _exit_code = int(error.code or 0) & 0xFF if is_number else 1
         raise
     except BaseException as error:
         # As Python itself shows it: without the frames of this file.
@@ -425,9 +438,8 @@ def become_and_run(request: dict[str, Any], descriptors: list[int]) -> None:
             trace = trace.tb_next
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         _is_interrupted = isinstance(error, KeyboardInterrupt)
-        _exit_code = None if is_first else 1
+        _exit_code = 1
         sys.exit(1)
-    _exit_code = None if is_first else 0
 
 
 _OWN_FILES = {__file__}
