@@ -10,7 +10,8 @@ matters less; the second one's part is three times smaller. Three ways take turn
 - ``equal``: every worker gets half of the batch, as plain data parallelism does;
 - ``by speed``: ``Policy(shares=ProportionalShares())``, which knows nothing and measures as it goes
   (its first steps, until shares have settled, are not in the medians; they are shown apart);
-- ``ideal``: the best fixed split, found before by trying them all in steps of 1/32 of the batch.
+- ``ideal``: the best fixed split, found before by trying them all in steps of 1/32 of the batch
+  (``--grains``).
 
 The ratio is that of the medians of one round, and of these the median over rounds: what disturbs
 the machine for seconds then hits both. The ``bound`` is the batch over the sum of the speeds that
@@ -49,6 +50,7 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=1024, help="of the network's hidden layers")
     parser.add_argument("--steps", type=int, default=40, help="steps per round")
     parser.add_argument("--rounds", type=int, default=5, help="rounds per way")
+    parser.add_argument("--grains", type=int, default=32, help="of a batch, in fixed splits")
     parser.add_argument("--limit", choices=["auto", "cgroup", "signals"], default="auto")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
     parser.add_argument("--save", action="store_true", help="write them to benchmarks/results/")
@@ -77,7 +79,7 @@ def main() -> int:
 
 def measure(arguments: argparse.Namespace, batch: int, port: int) -> dict[str, Any] | None:
     """One table's figures, from two workers that meet at ``port``; None if one fails."""
-    numbers = (batch, arguments.steps, arguments.rounds, arguments.width)
+    numbers = (batch, arguments.steps, arguments.rounds, arguments.width, arguments.grains)
     options = [str(number) for number in numbers]
     workers = [
         subprocess.Popen(
@@ -145,7 +147,7 @@ def table(row: dict[str, Any]) -> list[str]:
 # ---------------------------------------------------------------- one worker
 
 
-def worker(batch: int, steps: int, rounds: int, width: int) -> int:
+def worker(batch: int, steps: int, rounds: int, width: int, grains: int) -> int:
     answers = os.fdopen(os.dup(1), "w")  # nothing that a library prints can get in between
     os.dup2(2, 1)
     import numpy as np
@@ -237,7 +239,7 @@ def worker(batch: int, steps: int, rounds: int, width: int) -> int:
 
     def best_split() -> tuple[int, int]:
         """Of the fixed ones, tried in turns; both workers take rank 0's choice."""
-        grain = batch // 32
+        grain = batch // grains
         tried: dict[tuple[int, int], list[float]] = {}
         for slow in [*range(grain, batch // 2 + 1, grain)] * min(rounds, 2):
             split = (batch - slow, slow)

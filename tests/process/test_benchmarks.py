@@ -95,7 +95,7 @@ def test_unlike_workers_are_measured_in_all_three_ways(tmp_path: Path) -> None:
     run = subprocess.run(
         [
             *(sys.executable, str(BENCHMARKS / "unlike_machines.py"), "--batch", "32"),
-            *("--width", "128"),
+            *("--width", "128", "--grains", "8"),
             *("--rounds", "1", "--steps", "12", "--limit", "signals", "--json", str(figures)),
         ],
         capture_output=True,

@@ -286,7 +286,13 @@ for share in job:
 """
 
 
-@pytest.mark.parametrize("how", [pytest.param("waits", marks=executed), "asynchronous"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("waits", "asynchronous"),
+        pytest.param("waits", marks=[executed, pytest.mark.long], id="executed"),
+    ],
+)
 def test_ctrl_c_leaves_a_checkpoint_of_the_last_step(script, tmp_path: Path, how: str) -> None:
     path = script(TRAINS.replace("(0, 20)", "range(20, 90)"))  # before the first one of save_every
     words = ["--workers", "2", path, str(tmp_path / "saved"), how]

@@ -128,8 +128,8 @@ def losses_of_the_hook(run, strategy):
         for _ in range(32):  # the same gradient again and again: what is lost adds up, or not
             parallel.zero_grad()
             backward(parallel, *mine(run, x, y))
+            same_bits(torch.cat([p.grad.flatten() for p in parallel.parameters()]))
             for total, parameter in zip(sums, parallel.parameters(), strict=True):
-                same_bits(parameter.grad)
                 total += parameter.grad / 32
         pairs = zip(sums, wanted, strict=True)
         errors[feedback] = max((a - b).abs().max().item() for a, b in pairs)

@@ -143,7 +143,7 @@ def pipeline_split_by_what_was_measured(run):
     torch.manual_seed(6)
     model = nn.Sequential(
         *(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()),
-        *(nn.Linear(8, 2000), nn.Tanh(), nn.Linear(2000, 2000), nn.Tanh(), nn.Linear(2000, 4)),
+        *(nn.Linear(8, 1000), nn.Tanh(), nn.Linear(1000, 1000), nn.Tanh(), nn.Linear(1000, 4)),
     )
     layers, nodes = survey(model, batches()[0][0][:2], repeats=3)
     assert len(nodes) == run.world_size
