@@ -34,9 +34,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from support import forked, quiet_imports
+from support import forked, quiet_imports, terminal
 from support.quiet_imports import ZYGOTE
-from support.terminal import take_terminal
 
 assert sys.platform == "linux", "it forks, into namespaces"
 
@@ -212,7 +211,7 @@ def become(request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
         os.dup2(descriptor, number)
     os.closerange(3, 1024)
     if request["takes_terminal"]:
-        take_terminal()
+        terminal.take_terminal()
     enter(request["parent"], request["namespaces"], request["host"])
     if request["before"]:
         subprocess.run(request["before"], check=True)
