@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,15 @@ from potluck.cli import up
 from potluck.errors import ConfigurationError
 
 WAIT_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def no_handlers_left() -> Iterator[None]:
+    """The command has this process log to its stderr, which ends with the test."""
+    log = logging.getLogger()
+    before = log.handlers[:]
+    yield
+    log.handlers[:] = before
 
 
 def test_an_agent_whose_output_nobody_can_read_goes_on(

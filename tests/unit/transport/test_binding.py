@@ -125,7 +125,7 @@ def test_discovery_works_on_the_named_interface_only() -> None:
     assert [each.name for each in bound_interfaces("127.0.0.1")] == [LO]
     assert bound_interfaces("") == usable_interfaces()
     for finder in all_finders(Settings(bind=LO)):
-        assert [each.name for each in finder._interfaces()] == [LO]  # type: ignore[attr-defined]
+        assert [each.name for each in finder.interfaces()] == [LO]  # type: ignore[attr-defined]
 
 
 def test_the_setting_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

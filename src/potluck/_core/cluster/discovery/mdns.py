@@ -54,7 +54,7 @@ class Mdns:
     def __init__(
         self, *, interfaces: Callable[[], Sequence[Interface]] = usable_interfaces
     ) -> None:
-        self._interfaces = interfaces
+        self.interfaces = interfaces
         self._complain = RateLimitedLog(_log, interval_s=30.0)
         self._known: dict[str, _Known] = {}
         self._resolving: dict[str, asyncio.Task[None]] = {}
@@ -94,7 +94,7 @@ class Mdns:
             await asyncio.sleep(INTERVAL_S)
 
     async def _update(self) -> None:
-        interfaces = self._interfaces()
+        interfaces = self.interfaces()
         # zeroconf names IPv4 networks by an address and IPv6 links by the interface's index.
         places: list[Any] = [each for i in interfaces for each in i.ipv4]
         places += [each.index for each in interfaces if each.ipv6 and not each.is_loopback]
