@@ -232,8 +232,7 @@ def own_environment(
     """A POTLUCK_HOME that no other test has (not made yet, like a newcomer's), and no variables
     of an outer launcher."""
     home = homes / f"{zlib.crc32(request.node.nodeid.encode()):08x}-{os.urandom(4).hex()}"
-    for name in [*LAUNCHER_VARIABLES, *(name for name in os.environ if name[:8] == "POTLUCK_")]:
-        monkeypatch.delenv(name, raising=False)
+    forget_launchers(monkeypatch)
     monkeypatch.setenv("POTLUCK_HOME", str(home))
     # Two mpiruns at once may both make Open MPI's common folder, and the second one fails.
     monkeypatch.setenv("OMPI_MCA_orte_tmpdir_base", str(homes))
@@ -249,11 +248,19 @@ def own_environment(
 
 @pytest.fixture(scope="module")
 def forked_workers(request: pytest.FixtureRequest) -> Iterator[None]:
-    """For fixtures of a whole file: what they start may be forked, as what tests start."""
+    """For fixtures of a whole file: what they start may be forked, and has no variables of an outer
+    launcher, as what tests start."""
     with pytest.MonkeyPatch.context() as environment:
+        forget_launchers(environment)
         if starts_workers(request.node):
             environment.setenv(ZYGOTE, str(request.getfixturevalue("zygotes")))
         yield
+
+
+def forget_launchers(environment: pytest.MonkeyPatch) -> None:
+    """Delete the variables of an outer launcher, and potluck's."""
+    for name in [*LAUNCHER_VARIABLES, *(name for name in os.environ if name[:8] == "POTLUCK_")]:
+        environment.delenv(name, raising=False)
 
 
 def starts_workers(tests: pytest.Item | pytest.Module) -> bool:

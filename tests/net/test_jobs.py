@@ -19,26 +19,6 @@ from support.sums import TRAINING, check_sums
 pytestmark = pytest.mark.needs_root_netns
 
 
-def test_a_job_runs_on_all_hosts_and_leaves_nothing(tmp_path: Path) -> None:
-    with cluster_of(3, tmp_path / "homes") as machines:
-        form(*machines)
-        _, bob, carl = machines
-        summary_file = tmp_path / "summary.json"
-        with bob.run("--json", summary_file, TRAINING, tmp_path / "stop") as run:
-            run.wait_for("step 5 of 3")
-            [job] = carl.shows(lambda status: len(status["jobs"]) == 1)["jobs"]
-            assert {worker["node"] for worker in job["workers"]} == {"ada", "bob", "carl"}
-            assert "sums-" in carl.runs("status").stdout
-            (tmp_path / "stop").touch()
-            assert run.finish() == 0, run.text
-            assert check_sums(run).keys() == {"ada", "bob", "carl"}
-        summary = json.loads(summary_file.read_text())
-        assert [worker["finished"] for worker in summary["workers"]] == [True] * 3
-        for machine in machines:
-            assert machine.left_over() == [], "only the agent is left"
-        carl.shows(lambda status: status["jobs"] == [])
-
-
 def test_a_job_outlives_any_agent_and_takes_newcomers_in(tmp_path: Path) -> None:
     """A node that is neither leader nor starter; then the leader; then one comes in."""
     with cluster_of(4, tmp_path / "homes") as (*machines, dora):
@@ -116,61 +96,6 @@ def test_a_host_that_is_cut_off_pauses_and_comes_back_into_the_job(tmp_path: Pat
             assert check_sums(run).keys() == {each.name for each in machines}
 
 
-def worker_on(machine: Machine, seer: Machine) -> tuple[str, int]:
-    """Name and process of the job's worker there, once ``seer`` has been told."""
-
-    def found(status: dict[str, Any]) -> list[tuple[str, int]]:
-        return [
-            (each["worker"], each["pid"])
-            for job in status["jobs"]
-            for each in job["workers"]
-            if each["node"] == machine.name and each["pid"]
-        ]
-
-    [worker] = found(seer.shows(lambda status: len(found(status)) == 1))
-    return worker
-
-
-def test_a_stopped_worker_is_named_by_its_own_node_and_comes_back(tmp_path: Path) -> None:
-    """Its agent runs, so no heartbeat is missed; the others' deadline is 30 s."""
-    with cluster_of(3, tmp_path / "homes") as machines:
-        form(*machines)
-        leader = leader_of(machines)
-        starter, other = (each for each in machines if each is not leader)
-        with starter.run(TRAINING, tmp_path / "stop") as run:
-            run.wait_for("step 5 of 3")
-            worker, pid = worker_on(other, starter)
-            since, began = run.mark, time.monotonic()
-            os.kill(pid, signal.SIGSTOP)
-            try:
-                named = (
-                    f"worker {worker} on {other.name} stands still: its process {pid} is stopped"
-                )
-                noticed = run.when(named, since=since) - began
-                run.when("of 2", since=since)
-            finally:
-                os.kill(pid, signal.SIGCONT)
-            run.when(f"worker {worker} rejoined at step", since=since)
-            (tmp_path / "stop").touch()
-            assert run.finish() == 0, run.text
-            assert check_sums(run).keys() == {each.name for each in machines}
-    print(f"\na worker of another node: SIGSTOP noticed after {noticed:.2f} s")
-    assert noticed < 15.0
-
-
-def test_ctrl_c_ends_the_job_everywhere(tmp_path: Path) -> None:
-    with cluster_of(3, tmp_path / "homes") as machines:
-        form(*machines)
-        _, bob, carl = machines
-        with carl.run(TRAINING, tmp_path / "stop") as run:
-            run.wait_for("step 5 of 3")
-            run.signal(signal.SIGINT)
-            assert run.finish() == 130, run.text
-        for machine in machines:
-            assert machine.left_over() == []
-        bob.shows(lambda status: status["jobs"] == [])
-
-
 def package(site: Path, name: str, version: str, *, module: str = "") -> None:
     info = site / f"{name}-{version}.dist-info"
     info.mkdir(parents=True)
@@ -237,23 +162,6 @@ def test_a_machine_that_can_not_run_a_script_is_left_out_and_told_with_what_to_d
             assert "); there: " in run.text
 
 
-def test_a_job_runs_on_the_machines_that_are_named(tmp_path: Path) -> None:
-    with cluster_of(3, tmp_path / "homes") as machines:
-        form(*machines)
-        ada, bob, _ = machines
-        train = script(tmp_path / "plain", "import numpy")
-        with ada.run("--on", f"carl,{bob.id}", train) as run:
-            assert run.finish() == 0, run.text
-            assert "starting 2 workers on bob, carl" in run.text or (
-                "starting 2 workers on carl, bob" in run.text
-            )
-            assert run.text.count("ran in a world of 2") == 2
-        with ada.run("--on", "attic", train) as run:
-            assert run.finish() == 2
-            assert "--on attic: " in run.text
-            assert "The machines that are there: ada, bob, carl" in run.text
-
-
 @pytest.mark.long
 def test_the_cut_off_half_goes_on_alone_when_it_is_told_to(tmp_path: Path) -> None:
     """Also a cluster that a passphrase and addresses make, without any multicast."""
@@ -281,3 +189,97 @@ def test_the_cut_off_half_goes_on_alone_when_it_is_told_to(tmp_path: Path) -> No
             assert run.finish() == 0, run.text
             assert check_sums(run).keys() == {leader.name}
             other.command.wait_for("is over: exit code 0")
+
+
+def jobs_since(since: float, status: dict[str, Any]) -> list[dict[str, Any]]:
+    """Those of the jobs that began after ``since`` (Unix time): a job of the test before may still
+    be shown where nobody was told of its end yet."""
+    return [job for job in status["jobs"] if job["started"] >= since]
+
+
+def test_a_job_runs_on_all_hosts_and_leaves_nothing(trio: list[Machine], tmp_path: Path) -> None:
+    _, bob, carl = trio
+    summary_file, since = tmp_path / "summary.json", time.time()
+    with bob.run("--json", summary_file, TRAINING, tmp_path / "stop") as run:
+        run.wait_for("step 5 of 3")
+        shown = carl.shows(lambda status: len(jobs_since(since, status)) == 1)
+        [job] = jobs_since(since, shown)
+        assert {worker["node"] for worker in job["workers"]} == {"ada", "bob", "carl"}
+        assert job["job"].startswith("sums-")
+        assert job["job"] in carl.runs("status").stdout
+        (tmp_path / "stop").touch()
+        assert run.finish() == 0, run.text
+        assert check_sums(run).keys() == {"ada", "bob", "carl"}
+    summary = json.loads(summary_file.read_text())
+    assert [worker["finished"] for worker in summary["workers"]] == [True] * 3
+    for machine in trio:
+        assert machine.left_over() == [], "only the agent is left"
+    carl.shows(lambda status: status["jobs"] == [])
+
+
+def worker_on(machine: Machine, seer: Machine, *, since: float) -> tuple[str, int]:
+    """Name and process of the worker there, of the job that began after ``since``, once ``seer``
+    has been told."""
+
+    def found(status: dict[str, Any]) -> list[tuple[str, int]]:
+        return [
+            (each["worker"], each["pid"])
+            for job in jobs_since(since, status)
+            for each in job["workers"]
+            if each["node"] == machine.name and each["pid"]
+        ]
+
+    [worker] = found(seer.shows(lambda status: len(found(status)) == 1))
+    return worker
+
+
+def test_a_stopped_worker_is_named_by_its_own_node_and_comes_back(
+    trio: list[Machine], tmp_path: Path
+) -> None:
+    """Its agent runs, so no heartbeat is missed; the others' deadline is 30 s."""
+    leader = leader_of(trio)
+    starter, other = (each for each in trio if each is not leader)
+    job_since = time.time()
+    with starter.run(TRAINING, tmp_path / "stop") as run:
+        run.wait_for("step 5 of 3")
+        worker, pid = worker_on(other, starter, since=job_since)
+        since, began = run.mark, time.monotonic()
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            named = f"worker {worker} on {other.name} stands still: its process {pid} is stopped"
+            noticed = run.when(named, since=since) - began
+            run.when("of 2", since=since)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        run.when(f"worker {worker} rejoined at step", since=since)
+        (tmp_path / "stop").touch()
+        assert run.finish() == 0, run.text
+        assert check_sums(run).keys() == {each.name for each in trio}
+    print(f"\na worker of another node: SIGSTOP noticed after {noticed:.2f} s")
+    assert noticed < 15.0
+
+
+def test_ctrl_c_ends_the_job_everywhere(trio: list[Machine], tmp_path: Path) -> None:
+    _, bob, carl = trio
+    with carl.run(TRAINING, tmp_path / "stop") as run:
+        run.wait_for("step 5 of 3")
+        run.signal(signal.SIGINT)
+        assert run.finish() == 130, run.text
+    for machine in trio:
+        assert machine.left_over() == []
+    bob.shows(lambda status: status["jobs"] == [])
+
+
+def test_a_job_runs_on_the_machines_that_are_named(trio: list[Machine], tmp_path: Path) -> None:
+    ada, bob, _ = trio
+    train = script(tmp_path / "plain", "import numpy")
+    with ada.run("--on", f"carl,{bob.id}", train) as run:
+        assert run.finish() == 0, run.text
+        assert "starting 2 workers on bob, carl" in run.text or (
+            "starting 2 workers on carl, bob" in run.text
+        )
+        assert run.text.count("ran in a world of 2") == 2
+    with ada.run("--on", "attic", train) as run:
+        assert run.finish() == 2
+        assert "--on attic: " in run.text
+        assert "The machines that are there: ada, bob, carl" in run.text

@@ -65,6 +65,11 @@ def job_of(run: Command) -> str:
     return run.text.rsplit("potluck fetch ", 1)[1].split()[0]
 
 
+def listed_by(machine: Machine) -> object:
+    """The jobs of which `potluck fetch` lists files there."""
+    return json.loads(machine.runs("fetch", "--json").stdout)["jobs"]
+
+
 def below(folder: Path) -> dict[str, str]:
     return {
         path.relative_to(folder).as_posix(): path.read_text()
@@ -135,41 +140,6 @@ def test_what_workers_wrote_elsewhere_is_told_of_kept_and_brought(tmp_path: Path
         assert below(tmp_path / "partly") == below(tmp_path / "out")
 
 
-def test_only_the_starter_gets_the_files_and_each_owner_those_of_the_own_machine(
-    tmp_path: Path,
-) -> None:
-    with cluster_of(3, tmp_path / "homes") as members:
-        form(*members)
-        ada, bob, _ = members
-        job = job_of(ran(ada, script(tmp_path / "project", SWEEP)))
-        fetched = bob.runs("fetch", job, "--to", str(tmp_path / "bobs"))
-        assert fetched.returncode == 0, fetched.stderr
-        assert below(tmp_path / "bobs")["model.pt"] == "bob"
-        assert len(below(tmp_path / "bobs")) == 3, "nothing of other machines"
-        refused = bob.runs("fetch", "no-such-job")
-        assert refused.returncode == 2
-        assert "no machine that is there has files of a job 'no-such-job'" in refused.stderr
-
-        removed = ada.runs("fetch", "--remove", job)
-        assert removed.stdout.startswith(f"the files of {job} were deleted on ada, bob, carl")
-        assert json.loads(ada.runs("fetch", "--json").stdout)["jobs"] == []
-        assert json.loads(bob.runs("fetch", "--json").stdout)["jobs"] == []
-
-
-def test_a_run_that_collects_has_all_files_at_its_end(tmp_path: Path) -> None:
-    with cluster_of(2, tmp_path / "homes") as members:
-        form(*members)
-        ada, _ = members
-        run = ran(ada, "--collect", tmp_path / "out", script(tmp_path / "project", SWEEP))
-        assert "potluck fetch" not in run.text
-        assert "4 files (" in run.text
-        assert below(tmp_path / "out").keys() > {"model.ada.pt", "model.bob.pt", "all.txt"}
-        with ada.run("--collect", Path.home(), tmp_path / "project" / "sweep.py") as run:
-            assert run.finish() == 2
-            assert "--collect" in run.text
-            assert "starting" not in run.text
-
-
 def test_a_fetch_whose_machine_dies_or_that_is_interrupted_leaves_nothing_half(
     tmp_path: Path,
 ) -> None:
@@ -205,3 +175,36 @@ def test_a_fetch_whose_machine_dies_or_that_is_interrupted_leaves_nothing_half(
             assert "1 file (48.0 MiB) brought" in fetch.text
             assert "1 were there already" in fetch.text
         assert (out / "b.bin").stat().st_size == 48 << 20
+
+
+def test_only_the_starter_gets_the_files_and_each_owner_those_of_the_own_machine(
+    trio: list[Machine], tmp_path: Path
+) -> None:
+    ada, bob, _ = trio
+    before = [listed_by(ada), listed_by(bob)]
+    job = job_of(ran(ada, script(tmp_path / "project", SWEEP)))
+    fetched = bob.runs("fetch", job, "--to", str(tmp_path / "bobs"))
+    assert fetched.returncode == 0, fetched.stderr
+    assert below(tmp_path / "bobs")["model.pt"] == "bob"
+    assert len(below(tmp_path / "bobs")) == 3, "nothing of other machines"
+    refused = bob.runs("fetch", "no-such-job")
+    assert refused.returncode == 2
+    assert "no machine that is there has files of a job 'no-such-job'" in refused.stderr
+
+    removed = ada.runs("fetch", "--remove", job)
+    assert removed.stdout.startswith(f"the files of {job} were deleted on ada, bob, carl")
+    assert [listed_by(ada), listed_by(bob)] == before
+
+
+def test_a_run_that_collects_has_all_files_at_its_end(trio: list[Machine], tmp_path: Path) -> None:
+    ada, *_ = trio
+    run = ran(ada, "--collect", tmp_path / "out", script(tmp_path / "project", SWEEP))
+    assert "potluck fetch" not in run.text
+    assert "6 files (" in run.text
+    assert below(tmp_path / "out").keys() > {
+        *("model.ada.pt", "model.bob.pt", "model.carl.pt", "all.txt")
+    }
+    with ada.run("--collect", Path.home(), tmp_path / "project" / "sweep.py") as run:
+        assert run.finish() == 2
+        assert "--collect" in run.text
+        assert "starting" not in run.text
