@@ -253,6 +253,16 @@ def test_more_clusters_than_samples_of_all_ranks_are_refused() -> None:
     assert refusal([X[:1], X[:1]], FITS["KMeans"]) == "n_samples=2 should be >= n_clusters=3."
 
 
+def test_parameters_are_checked_before_samples() -> None:
+    """Also those that scikit-learn checks apart from the others."""
+    bad, labels = np.full((4, 2), np.nan), [0, 1, 0, 1]
+    sgd = estimators.SGDClassifier(learning_rate="optimal", alpha=0.0)
+    with pytest.raises(ValueError, match="alpha must be > 0"):
+        sgd.fit(bad, labels)
+    with pytest.raises(ValueError, match=r"hidden_layer_sizes must be > 0, got \(0,\)"):
+        estimators.MLPClassifier(hidden_layer_sizes=(0,)).fit(bad, labels)
+
+
 def test_a_wrong_parameter_on_one_rank_is_an_error_on_every_rank() -> None:
     message = refusal([3, -1], lambda ctx, k: estimators.KMeans(k, ctx=ctx).fit(X))
     assert "rank 1 (worker 1): The 'n_clusters' parameter of KMeans must be" in message

@@ -253,11 +253,14 @@ class _Fit(Fit):
             self.model.classes_ = classes.classes_of(state)
             self.model._label_binarizer = LabelBinarizer().fit(self.model.classes_)
 
+    def check_parameters(self) -> None:
+        super().check_parameters()
+        sizes = self.model.hidden_layer_sizes
+        if np.any(np.atleast_1d(sizes) <= 0):
+            raise ValueError(f"hidden_layer_sizes must be > 0, got {sizes}.")
+
     def make_shard(self, X: Any, y: Any, weights: Any) -> Shard:
-        model = self.model
         X, y = self.checked(X, y, dtype=(np.float64, np.float32), y_numeric=not self.is_classifier)
-        if np.any(np.atleast_1d(model.hidden_layer_sizes) <= 0):
-            raise ValueError(f"hidden_layer_sizes must be > 0, got {model.hidden_layer_sizes}.")
         y, facts = classes.targets_of(y, X.dtype, is_classifier=self.is_classifier)
         return Shard(X, y, facts=facts)
 

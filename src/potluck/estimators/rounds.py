@@ -169,10 +169,14 @@ class Fit:
         self.model, self.ctx, self.name = model, ctx, type(model).__name__
         self._shard, self._facts = check(ctx, model, lambda: self.make_shard(X, y, weights))
 
+    def check_parameters(self) -> None:
+        """Raise for parameters of the model that it can't be fitted with."""
+        self.model._validate_params()
+
     def checked(self, X: Any, y: Any = "no_validation", **options: Any) -> Any:
         """The samples, with ``y`` if it is given, after scikit-learn's checks of the model's
         parameters and of both; ``options`` are those of ``validate_data``."""
-        self.model._validate_params()
+        self.check_parameters()
         options = {"dtype": [np.float64, np.float32], "ensure_min_samples": 0, **options}
         return validate_data(self.model, X, y, **options)
 

@@ -320,11 +320,14 @@ class _Fit(classes.ClassFit):
         alpha = 0.0 if model.penalty is None else model.alpha
         return alpha * (1 - ratio), alpha * ratio
 
+    def check_parameters(self) -> None:
+        super().check_parameters()
+        self.model._more_validate_params()
+
     def make_shard(self, X: Any, y: Any, weights: Any) -> Shard:
         model, known = self.model, self.known
         is_first = not hasattr(model, "classes_")
         X, y = self.checked(X, y, order="C", reset=is_first)
-        model._more_validate_params()
         labels = classes.checked_labels(y)
         facts = classes.facts_of(labels)
         if self.is_partial:
