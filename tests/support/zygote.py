@@ -12,7 +12,6 @@ import atexit
 import builtins
 import contextlib
 import ctypes
-import functools
 import gc
 import importlib
 import io
@@ -390,10 +389,6 @@ def main() -> None:
     for name in LIBRARIES[kind]:
         if find_spec(name.partition(".")[0]):
             importlib.import_module(name)
-    if kind == "commands":  # of the same options each time
-        typer = importlib.import_module("typer.main")
-        build = vars(typer)["get_command"] = functools.cache(typer.get_command)
-        build(importlib.import_module("potluck.cli.main").app)
     own = {*sys.stdlib_module_names, "__main__", "potluck", "support"}
     _others.extend(name for name in sys.modules if name.partition(".")[0] not in own)
     for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
