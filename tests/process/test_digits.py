@@ -11,10 +11,12 @@ from types import ModuleType
 
 import pytest
 
+from support.examples import EXAMPLES, example
+
 if importlib.util.find_spec("sklearn") is None:  # it isn't imported: that takes a second
     pytest.skip("the digits come with scikit-learn", allow_module_level=True)
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "digits.py"
+EXAMPLE = EXAMPLES / "digits.py"
 
 RECORDER = """
 import json, sys
@@ -29,12 +31,7 @@ Path({results!r}, f"{{job.ctx.rank}}.json").write_text(json.dumps(told))
 
 @pytest.fixture(scope="module")
 def digits() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("digits_example", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return example("digits")
 
 
 def test_four_workers_have_the_loss_curve_of_one_and_one_is_deterministic(

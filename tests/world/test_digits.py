@@ -16,21 +16,17 @@ import torch
 
 from potluck._core.backends.local import LocalBackend
 from potluck._core.context import DistributedContext
+from support.examples import EXAMPLES, example
 
 if importlib.util.find_spec("sklearn") is None:  # it isn't imported: that takes a second
     pytest.skip("the digits come with scikit-learn", allow_module_level=True)
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "digits.py"
+EXAMPLE = EXAMPLES / "digits.py"
 
 
 @pytest.fixture(scope="module")
 def digits() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("digits_example", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return example("digits")
 
 
 def test_the_example_is_short_and_mentions_potluck_rarely() -> None:

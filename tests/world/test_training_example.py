@@ -12,22 +12,16 @@ import pytest
 
 from potluck._core.context import DistributedContext
 from potluck.testing.world import run_world
+from support import examples
 
 if importlib.util.find_spec("sklearn") is None:  # it isn't imported: that takes a second
     pytest.skip("the digits come with scikit-learn", allow_module_level=True)
 pytest.importorskip("tensorboardX", reason="pip install 'potluck[tensorboard]'")
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "training_loop.py"
-
 
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("training_loop_example", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return examples.example("training_loop")
 
 
 def test_all_of_it_on_two_workers_then_on_one(
