@@ -14,6 +14,7 @@ from potluck._core.cluster.code_store.package import T
 from potluck._core.cluster.code_store.store import CodeStore
 from potluck._core.cluster.jobs.agent_parts import AgentParts
 from potluck._core.cluster.jobs.dispatcher import JobDispatcher
+from potluck._core.cluster.jobs.process import Launch
 from potluck._core.cluster.membership import events
 from potluck._core.cluster.names import NodeNames
 from potluck._core.cluster.sharing.confinement import Confinement
@@ -25,6 +26,31 @@ from potluck._core.wire.nodes import JobGroup, View, ViewMember
 from potluck.errors import LinkError
 
 ME, LEADER, EVE = "me", "leader", "eve"
+
+
+def parts_of(
+    machine: Any, *, names: NodeNames, launcher: Callable[..., Launch], note: Callable[[str], None]
+) -> AgentParts:
+    """The parts of the agent of node ``ME``; ``machine`` stands for each of the others."""
+    return AgentParts(
+        me=ME,
+        port=1,
+        bind="127.0.0.1",
+        names=names,
+        launcher=launcher,
+        links=machine,
+        plane=machine,
+        surveyor=machine,
+        offers=machine,
+        vouching=machine,
+        confinement=Confinement(Limits()),
+        sign=lambda spec: spec,
+        worker_homes=machine,
+        broker=machine,
+        commands=machine,
+        log=machine,
+        note=note,
+    )
 
 
 class Machine:
@@ -49,26 +75,7 @@ class Machine:
             self.names.met(node, node)
 
     def parts(self) -> AgentParts:
-        me: Any = self
-        return AgentParts(
-            me=ME,
-            port=1,
-            bind="127.0.0.1",
-            names=self.names,
-            launcher=self.launcher,
-            links=me,
-            plane=me,
-            surveyor=me,
-            offers=me,
-            vouching=me,
-            confinement=Confinement(Limits()),
-            sign=lambda spec: spec,
-            worker_homes=me,
-            broker=me,
-            commands=me,
-            log=me,
-            note=self.note,
-        )
+        return parts_of(self, names=self.names, launcher=self.launcher, note=self.note)
 
     def on(self, messages: object, take: object) -> None:
         """Tests call what registers here by themselves."""
@@ -191,6 +198,15 @@ async def package_of(code_store: CodeStore, folder: Path) -> bytes:
     (folder / "train.py").write_text("print('hello')")
     package, _ = await code_store.take_in(folder, "train.py", ())
     return package
+
+
+async def submit(
+    machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore, folder: Path
+) -> None:
+    """Have this node lead a view of three nodes, and the job of ``LEADER`` arrive there."""
+    package = await package_of(code_store, folder)
+    install(machine, all_jobs, view(ME, LEADER, EVE))
+    all_jobs.received(LEADER, jobs.Submit(spec(package, LEADER)))
 
 
 def reports(machine: Machine) -> list[str]:

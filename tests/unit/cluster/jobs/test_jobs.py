@@ -32,6 +32,7 @@ from support.job_parts import (
     play,
     reports,
     spec,
+    submit,
     view,
 )
 
@@ -239,9 +240,7 @@ def test_a_paused_machine_leaves_the_job_and_comes_back(tmp_path: Path) -> None:
     """What its workers say once it has left changes nothing, also if they end by their signal."""
 
     async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
-        package = await package_of(code_store, tmp_path / "code")
-        install(machine, all_jobs, view(ME, LEADER, EVE))
-        all_jobs.received(LEADER, jobs.Submit(spec(package, LEADER)))
+        await submit(machine, all_jobs, code_store, tmp_path / "code")
         for node in (ME, LEADER, EVE):
             all_jobs.received(node, jobs.NodeReport("job"))
         [worker] = all_jobs._controllers["job"].placement.at(EVE)
@@ -298,9 +297,7 @@ def test_nobody_outside_the_view_or_in_anothers_name_can_submit_a_job(tmp_path: 
 
 def test_a_node_speaks_for_its_own_workers_only(tmp_path: Path) -> None:
     async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
-        package = await package_of(code_store, tmp_path / "code")
-        install(machine, all_jobs, view(ME, LEADER, EVE))
-        all_jobs.received(LEADER, jobs.Submit(spec(package, LEADER)))
+        await submit(machine, all_jobs, code_store, tmp_path / "code")
         for node in (ME, LEADER, EVE):
             all_jobs.received(node, jobs.NodeReport("job"))
         [status] = all_jobs.status()
@@ -328,9 +325,7 @@ def test_a_wait_is_passed_on_to_all_nodes_and_a_stopped_worker_named_by_its_own(
     tmp_path: Path,
 ) -> None:
     async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
-        package = await package_of(code_store, tmp_path / "code")
-        install(machine, all_jobs, view(ME, LEADER, EVE))
-        all_jobs.received(LEADER, jobs.Submit(spec(package, LEADER)))
+        await submit(machine, all_jobs, code_store, tmp_path / "code")
         nodes = (ME, LEADER, EVE)
         for node in nodes:
             all_jobs.received(node, jobs.NodeReport("job"))
@@ -605,9 +600,7 @@ def test_a_job_names_the_machines_and_workers_that_its_beginning_waits_for(
                 while not any(part in text for text in notes_to(machine, LEADER)):
                     await asyncio.sleep(0)
 
-        package = await package_of(code_store, tmp_path / "code")
-        install(machine, all_jobs, view(ME, LEADER, EVE))
-        all_jobs.received(LEADER, jobs.Submit(spec(package, LEADER)))
+        await submit(machine, all_jobs, code_store, tmp_path / "code")
         await says("waiting for leader (leader), me (me), eve (eve) to get ready for the job (")
         all_jobs.received(ME, jobs.NodeReport("job"))
         await says("waiting for leader (leader), eve (eve) to get ready for the job (")
@@ -630,9 +623,7 @@ def test_a_job_names_the_machines_and_workers_that_its_beginning_waits_for(
 
 def test_a_job_begins_without_a_machine_that_leaves_before_it_is_ready(tmp_path: Path) -> None:
     async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
-        package = await package_of(code_store, tmp_path / "code")
-        install(machine, all_jobs, view(ME, LEADER, EVE))
-        all_jobs.received(LEADER, jobs.Submit(spec(package, LEADER)))
+        await submit(machine, all_jobs, code_store, tmp_path / "code")
         for node in (ME, LEADER):
             all_jobs.received(node, jobs.NodeReport("job"))
         assert not all_jobs.status(), "eve may get ready"

@@ -11,16 +11,14 @@ from potluck._core.cluster.code_store.store import CodeStore
 from potluck._core.cluster.jobs.agent_parts import AgentParts
 from potluck._core.cluster.jobs.local_runner import LocalRunner
 from potluck._core.cluster.names import NodeNames
-from potluck._core.cluster.sharing.confinement import Confinement
-from potluck._core.cluster.sharing.limits import Limits
 from potluck._core.cluster.topology.hardware import own_versions
 from potluck._core.types import Member
 from potluck._core.wire import jobs, worker_link
 from potluck._core.wire.greeting import Hello
 from potluck._core.wire.nodes import JobGroup, View, ViewMember
+from support.job_parts import ME, parts_of
 from support.requests import nobody
 
-ME = "me"
 SPEC = jobs.JobSpec(
     job="job", script="train.py", package=None, starter=ME, versions=own_versions(), per_node=2
 )
@@ -47,24 +45,10 @@ class Machine:
         return [message.event for message in self.sent if isinstance(message, jobs.WorkerEvent)]
 
     def parts(self) -> AgentParts:
-        me: Any = self
-        return AgentParts(
-            me=ME,
-            port=1,
-            bind="127.0.0.1",
+        return parts_of(
+            self,
             names=NodeNames(ME, ME),
             launcher=lambda spec, folder, worker_home, **how: self.launch,
-            links=me,
-            plane=me,
-            surveyor=me,
-            offers=me,
-            vouching=me,
-            confinement=Confinement(Limits()),
-            sign=lambda spec: spec,
-            worker_homes=me,
-            broker=me,
-            commands=me,
-            log=me,
             note=print,
         )
 
@@ -101,15 +85,20 @@ class Machine:
         pass
 
 
+async def with_both_workers(machine: Machine, home: Path) -> LocalRunner:
+    """The runner of ``machine``, whose two workers have been ordered."""
+    runner = LocalRunner(machine.parts(), CodeStore(home, ME, nobody), ORDER, lambda: False)
+    async with asyncio.timeout(20):
+        await machine.is_prepared.wait()
+    for worker in "01":
+        runner.ordered(jobs.StartWorker("job", worker, 0))
+    return runner
+
+
 def test_a_worker_that_speaks_for_another_is_cut_off_before_that_counts(tmp_path: Path) -> None:
     async def story() -> Machine:
         machine = Machine()
-        store = CodeStore(tmp_path, ME, nobody)
-        runner = LocalRunner(machine.parts(), store, ORDER, lambda: False)
-        async with asyncio.timeout(20):
-            await machine.is_prepared.wait()
-        for worker in "01":
-            runner.ordered(jobs.StartWorker("job", worker, 0))
+        runner = await with_both_workers(machine, tmp_path)
 
         async def called(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await runner.greeted(reader, writer, Hello("worker", job="job", worker="0"))
@@ -138,12 +127,8 @@ def test_a_worker_whose_group_a_pause_ended_before_it_entered_asks_for_a_later_o
 
     async def story() -> Machine:
         machine = Machine()
-        store = CodeStore(tmp_path, ME, nobody)
-        runner = LocalRunner(machine.parts(), store, ORDER, lambda: False)
-        async with asyncio.timeout(20):
-            await machine.is_prepared.wait()
+        runner = await with_both_workers(machine, tmp_path)
         for worker in "01":
-            runner.ordered(jobs.StartWorker("job", worker, 0))
             runner._happened(worker_link.Ready(worker, port=1))
         group = JobGroup("job", 4, (Member("0", ME), Member("1", ME)), 4, ("0", "1"))
         runner.installed(View("L", 4, machine.view.members, (group,)))
