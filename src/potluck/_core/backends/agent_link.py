@@ -169,8 +169,8 @@ class UnsentFacts:
 class AgentLink:
     """The thread that exchanges messages with the agent. Only its loop uses the link.
 
-    Made, it is connected to the agent at POTLUCK_AGENT, as worker POTLUCK_WORKER of POTLUCK_JOB.
-    LinkError, Refused or a SecurityError if that fails.
+    The constructor connects to the agent at POTLUCK_AGENT, as worker POTLUCK_WORKER of POTLUCK_JOB,
+    and raises LinkError, Refused or a SecurityError if that fails.
 
     The functions are called on the link's thread: ``take(message)`` for each message of the
     agent, it may return an answer; ``ongoing()`` every ``LOOK_EVERY_S``, it returns the epoch
