@@ -100,6 +100,8 @@ class CompiledPlan:
 
     def buffers(self, source: Array | None, result: Array | None) -> Buffers:
         """The buffers of one call on these arrays, ready for the plan's first step."""
+        if not self.is_widened and self.scale == 1:
+            return self.layout.buffers(source, result)  # no arithmetic: errstate takes 0.7 us
         with np.errstate(all="ignore"):
             if not self.is_widened:
                 buffers = self.layout.buffers(source, result)
