@@ -114,6 +114,11 @@ STORIES = [
         (6, 2, (1, 2), (), 0, ()),
     ),
     (
+        "one has not heard of the last step and so not voted on the next: it is run again",
+        [Standing(6, 2, 2), Standing(5, 2, 2)],
+        (6, 2, (1,), (0,), 0, ()),
+    ),
+    (
         "it was committed, and one who holds it comes first",
         [Standing(5, 2, 2), Standing(6, 2)],
         (6, 2, (0,), (), 0, ()),

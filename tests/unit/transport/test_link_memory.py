@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from potluck._core.transport import link_memory
 from potluck._core.transport.link_memory import (
     OfferedLinkMemory,
     map_link_memory,
@@ -77,6 +78,23 @@ def test_an_offer_that_is_not_true_gives_a_link_without_a_shared_memory(
     offered: OfferedLinkMemory, change: dict[str, object]
 ) -> None:
     assert map_link_memory(msgspec.structs.replace(offered.offer, **change)) is None
+
+
+def test_memory_beyond_the_limit_is_neither_made_nor_mapped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A gibibyte and a page, which take memory only where they are touched."""
+    with pytest.raises(ValueError, match="at most 1073741824 are allowed"):
+        offer_link_memory(1, 1 << 29)
+    with monkeypatch.context() as unbounded:
+        unbounded.setattr(link_memory, "MAX_LINK_MEMORY_BYTES", 1 << 62)
+        larger = offer_link_memory(1, 1 << 29)
+        assert larger is not None
+        memory = map_link_memory(larger.offer)
+        assert memory is not None, "but for the limit"
+        memory.close()
+    assert map_link_memory(larger.offer) is None
+    larger.settle(False)
 
 
 def test_no_file_of_another_process_is_opened(offered: OfferedLinkMemory) -> None:

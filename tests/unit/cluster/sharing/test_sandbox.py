@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import subprocess
 import sys
@@ -9,8 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from potluck._core.cluster.code_store.job_folders import JobFolder, Record
+from potluck._core.cluster.jobs.process import launcher_of
+from potluck._core.cluster.sharing.confinement import Confinement
+from potluck._core.cluster.sharing.limits import Limits
 from potluck._core.cluster.sharing.sandbox import Sandbox
+from potluck._core.settings import Settings
 from potluck.errors import ConfigurationError
+from support.job_parts import EVE, ME, spec
 
 needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap: bwrap")
 
@@ -67,6 +74,39 @@ def test_later_places_lie_in_earlier_ones(tmp_path: Path) -> None:
     assert places == sorted(places)
     assert [words[place - 1] for place in places[2:]] == ["--tmpfs", "--ro-bind", "--bind"]
     assert words.count("--bind") == 1
+
+
+@needs_bwrap
+def test_jobs_of_other_machines_run_in_it_and_the_owners_own_do_not(tmp_path: Path) -> None:
+    folder, own = JobFolder(tmp_path / "job", Record("job", EVE)), tmp_path / "own"
+    for each in (folder.code, folder.output, own):
+        each.mkdir(parents=True)
+    letter = tmp_path / "letter"
+    letter.touch()
+    (folder.code / "train.py").write_text(f"import os\nprint(os.path.exists({str(letter)!r}))")
+    confinement = Confinement(Limits(), Sandbox(tmp_path / "home", ()))
+
+    async def finds_the_letter(starter: str) -> list[str]:
+        lines: list[str] = []
+        ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        launch = launcher_of(
+            Settings(),
+            confinement,
+            spec(bytes(32), starter),
+            folder,
+            own,
+            me=ME,
+            sink=lambda worker, stream, line, end: lines.append(line),
+            is_behind=lambda: False,
+        )
+        worker = launch("1", {}, ended.set_result)
+        async with asyncio.timeout(60):
+            assert await ended == 0, lines
+            await worker.release()
+        return lines
+
+    assert asyncio.run(finds_the_letter(EVE)) == ["False"]
+    assert asyncio.run(finds_the_letter(ME)) == ["True"]
 
 
 FILL = """

@@ -18,7 +18,14 @@ from potluck._core.cluster.discovery.advert import Hint
 from potluck._core.cluster.discovery.finder import Finder, OnHint, Presence
 from potluck._core.cluster.trust import pairing_host, pairing_joiner
 from potluck._core.cluster.trust.admissions import sign
-from potluck._core.cluster.trust.pairing import Code, Confirm, Exchange, new_code, parse_code
+from potluck._core.cluster.trust.pairing import (
+    Code,
+    Confirm,
+    Exchange,
+    Sealing,
+    new_code,
+    parse_code,
+)
 from potluck._core.cluster.trust.pairing_host import hand_over
 from potluck._core.cluster.trust.pairing_joiner import MAX_GUESSES, Me, take_over
 from potluck._core.transport.credentials import node_id_of_bytes
@@ -688,16 +695,23 @@ def test_when_one_machine_leaves_the_person_at_the_other_is_not_asked_any_longer
     run(host_leaves)
 
 
+async def answered(
+    host: Waiting,
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, Sealing]:
+    """A joiner that has the code and the host's answer, and has proved nothing yet."""
+    reader, writer = await asyncio.open_connection(*await host.address())
+    exchange = Exchange(CODE, is_host=False)
+    writer.write(wire.encode(wire.OPENING, exchange.opening))
+    prefix = await reader.readexactly(wire.PREFIX_BYTES)
+    answer = await reader.readexactly(wire.decode_prefix(prefix, wire.ANSWER)[1])
+    return reader, writer, exchange.agree(answer[: wire.ELEMENT_BYTES])
+
+
 def test_a_machine_that_left_after_its_yes_is_not_admitted() -> None:
     async def story() -> None:
         person = Thinking()
         host = Waiting(confirm=person.confirm, admit=nobody)
-        reader, writer = await asyncio.open_connection(*await host.address())
-        exchange = Exchange(CODE, is_host=False)
-        writer.write(wire.encode(wire.OPENING, exchange.opening))
-        prefix = await reader.readexactly(wire.PREFIX_BYTES)
-        answer = await reader.readexactly(wire.decode_prefix(prefix, wire.ANSWER)[1])
-        sealing = exchange.agree(answer[: wire.ELEMENT_BYTES])
+        _, writer, sealing = await answered(host)
         writer.write(wire.encode(wire.PROOF, sealing.proof))
         writer.write(wire.encode(wire.SEALED, sealing.seal(sealing.newcomer(MY_KEY, "laptop"))))
         writer.write(wire.encode(wire.YES, sealing.yes))
@@ -706,6 +720,23 @@ def test_a_machine_that_left_after_its_yes_is_not_admitted() -> None:
         person.answer.set()
         with pytest.raises(LinkError, match="It is not admitted"):
             await host.task
+        writer.transport.abort()
+
+    run(story)
+
+
+def test_a_yes_that_is_not_under_the_agreed_key_admits_nobody() -> None:
+    """Whoever is between the machines can send one; only the joining machine has the key."""
+
+    async def story() -> None:
+        host = Waiting(admit=nobody)
+        reader, writer, sealing = await answered(host)
+        writer.write(wire.encode(wire.PROOF, sealing.proof))
+        writer.write(wire.encode(wire.SEALED, sealing.seal(sealing.newcomer(MY_KEY, "laptop"))))
+        writer.write(wire.encode(wire.YES, sealing.proof))
+        with pytest.raises(LinkError, match=r"yes was changed on the way\. It is not admitted"):
+            await host.task
+        assert await reader.read() == b""
         writer.transport.abort()
 
     run(story)
@@ -790,12 +821,7 @@ def test_a_question_that_fails_ends_the_joiners_search() -> None:
 def test_a_key_that_the_joiner_does_not_have_is_not_admitted() -> None:
     async def story() -> None:
         host = Waiting()
-        reader, writer = await asyncio.open_connection(*await host.address())
-        exchange = Exchange(CODE, is_host=False)
-        writer.write(wire.encode(wire.OPENING, exchange.opening))
-        prefix = await reader.readexactly(wire.PREFIX_BYTES)
-        answer = await reader.readexactly(wire.decode_prefix(prefix, wire.ANSWER)[1])
-        sealing = exchange.agree(answer[: wire.ELEMENT_BYTES])
+        reader, writer, sealing = await answered(host)
         mine = sealing.newcomer(Ed25519PrivateKey.generate(), "laptop")
         stolen = msgspec.structs.replace(mine, key=MY_PUBLIC)
         writer.write(wire.encode(wire.PROOF, sealing.proof))
