@@ -436,6 +436,38 @@ def test_a_starter_that_was_cut_off_at_the_end_of_its_job_hears_that_it_is_over(
     play(tmp_path, story)
 
 
+def test_a_process_that_was_replaced_may_report_its_exit_after_the_new_one(tmp_path: Path) -> None:
+    """Where memory is limited, a node reads the last output of a process before it reports its
+    exit; meanwhile it may report that the process does not run."""
+
+    async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
+        package = await package_of(code_store, tmp_path / "code")
+        install(machine, all_jobs, view(ME, LEADER))
+        one = msgspec.structs.replace(spec(package, LEADER), max_nodes=1)
+        all_jobs.received(LEADER, jobs.Submit(one))
+        all_jobs.received(LEADER, jobs.NodeReport("job"))
+        ready = worker_link.Ready("0", port=1, pid=7)
+        all_jobs.received(LEADER, jobs.WorkerEvent("job", ready))
+        is_over = (jobs.ProcessState("0", 0, 0, False),)
+        all_jobs.received(LEADER, jobs.NodeReport("job", is_over))
+        assert (LEADER, jobs.StartWorker("job", "0", 1)) in machine.sent
+        for event in (
+            jobs.Exited("0", 0, 1),
+            jobs.OutputEnded("0", 1),
+            jobs.Exited("0", -9, 0),
+            jobs.OutputEnded("0", 0),
+        ):
+            all_jobs.received(LEADER, jobs.WorkerEvent("job", event))
+        async with asyncio.timeout(20):
+            while all_jobs.status():
+                await asyncio.sleep(0)
+        [ended] = [each for _, each in machine.sent if isinstance(each, jobs.JobEnded)]
+        [worker] = msgspec.json.decode(ended.summary, type=Summary).workers
+        assert (worker.exit, worker.restarts) == (0, 1)
+
+    play(tmp_path, story)
+
+
 def test_the_end_of_a_job_does_not_wait_for_output_of_a_node_that_leaves(tmp_path: Path) -> None:
     async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
         package = await package_of(code_store, tmp_path / "code")

@@ -82,6 +82,17 @@ def test_the_first_group_waits_for_every_worker() -> None:
     assert announced.reason == "all workers are ready"
 
 
+def test_the_first_group_does_not_begin_with_fewer_than_min_workers() -> None:
+    story = Story(3, JobPolicy(min_workers=2, wait_s=60))
+    story.tell(ready("0"))
+    story.tell(Tick(), at=60.0)
+    assert not story.did
+    assert story.state.next_wakeup() is None, "nothing changes until another worker is ready"
+    story.tell(ready("2"), at=90.0)
+    assert story.group == (1, "0 2")
+    assert "worker 1 is not ready after 60 s and comes in later" in story.only(Announce).reason
+
+
 def test_ranks_follow_numbers_not_letters() -> None:
     story = training(11)
     assert story.group == (1, "0 1 2 3 4 5 6 7 8 9 10")
