@@ -20,7 +20,8 @@ from potluck.testing.elastic import ElasticWorld, MortalContext
 from potluck.testing.world import run_world
 from potluck.torch import DDP, ElasticLoop, NoiseBatching, Policy, ProportionalShares
 from potluck.training import elastic
-from potluck.training.noise import unbiased
+from potluck.training.noise import NoiseEstimate, unbiased
+from potluck.training.progress import Progress
 from potluck.training.replica import StateReplica
 from potluck.training.sampler import Schedule
 from potluck.training.shares import Cost
@@ -336,6 +337,26 @@ def test_the_batch_size_goes_on_from_a_checkpoint_only_if_it_was_adapted(tmp_pat
     (fixed,) = run_world(1, again)
     assert set(fixed) == {6}
     assert sum(fixed) == len(X)
+
+
+def test_a_group_goes_on_with_the_batch_size_of_a_rank_that_has_the_state() -> None:
+    """Its first rank may have none: the sender of the state was lost before all received it."""
+    then = Progress(Schedule(90, 24), BATCHES.batching)
+    then.count(then.batch(), 0.5, skipped=False)
+    then.batch_size, then.noise = 12, NoiseEstimate(2.0, 24.0, 3)
+
+    def work(ctx: DistributedContext) -> Progress:
+        progress = Progress(Schedule(90, 24), BATCHES.batching)
+        replica = StateReplica(lambda: {}, lambda state: None)
+        training = elastic.Training(ctx, progress, replica, None, BATCHES)
+        if ctx.rank == 1:
+            progress.restore(then.capture())
+            training.has_state = True
+        training.agree(0)
+        training.bring_up_to_date()
+        return progress
+
+    assert run_world(3, work) == [then] * 3
 
 
 def test_a_batch_size_outside_of_the_bounds_is_refused() -> None:

@@ -10,7 +10,7 @@ import pytest
 from potluck.training.ledger import Deal, cut, merged, total
 from potluck.training.progress import Progress
 from potluck.training.round_part import Arrivals
-from potluck.training.sampler import Schedule
+from potluck.training.sampler import Holding, OwnSchedule, Schedule
 
 
 def test_a_part_of_a_deal_is_found_by_offsets_through_all_its_spans() -> None:
@@ -38,6 +38,17 @@ def test_spans_are_merged_and_cut() -> None:
     assert cut(3, 3, 4) == []
 
 
+def test_a_round_is_no_larger_for_samples_that_are_owed_which_come_first() -> None:
+    progress = Progress(Schedule(num_samples=30, batch_size=4))
+    progress.deal(8)
+    progress.settle([(0, 3)], 2, 0.5)
+    assert progress.owed == ((3, 8),)
+    assert progress.deal(8).spans == ((3, 11),), "five that are owed, and three new ones"
+    progress.settle([], 2, 0.5)
+    assert progress.deal(6).spans == ((3, 9),)
+    assert progress.owed == ((9, 11),)
+
+
 @pytest.mark.parametrize("case", range(30))
 def test_over_random_losses_each_sample_is_committed_once_per_epoch(case: int, seed: int) -> None:
     """Also with two rounds on their way at a time."""
@@ -62,6 +73,28 @@ def test_over_random_losses_each_sample_is_committed_once_per_epoch(case: int, s
         assert copy == progress
     assert (seen == schedule.epochs).all()
     assert total(progress.owed) == 0
+
+
+def test_own_samples_that_are_owed_for_more_than_one_round_count_once() -> None:
+    """Rank 1 computes nothing until all of the epoch is dealt; a round is a third of an epoch."""
+    held = [Holding(6), Holding(6)]
+    schedule = OwnSchedule(12, 4, holding=held[0]).for_group(held, afresh=True)
+    progress = Progress(schedule, taken=[(0, 6), (0, 6)])
+
+    def round_(computes: list[bool]) -> list[tuple[int, int]]:
+        deal = progress.deal(4)
+        dealt = schedule.dealt(deal, progress.taken, 2)
+        done = [part if each else (0, 0) for part, each in zip(dealt, computes, strict=True)]
+        progress.settle(done, 1, 0.5)
+        return done
+
+    for part in ((0, 2), (2, 4), (4, 6)):
+        assert round_([True, False]) == [part, (0, 0)]
+    assert progress.owed == ((1, 12),), "up to position 1 it has no sample"
+    assert [round_([True, True])[1] for _ in range(3)] == [(0, 2), (2, 4), (4, 6)]
+    assert progress.done
+    assert progress.owed == ()
+    assert progress.taken == [(0, 6), (0, 6)], "of the next epoch"
 
 
 def test_a_deadline_follows_the_arrivals() -> None:
