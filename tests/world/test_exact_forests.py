@@ -111,6 +111,20 @@ def test_weights_on_one_rank_stand_beside_ones_on_the_others() -> None:
         assert bits(forest) == bits(alone)
 
 
+def test_nodes_too_small_for_two_leaves_are_not_searched_for_a_split() -> None:
+    """``min_samples_leaf`` implies a ``min_samples_split`` of twice as much, also in what is
+    exchanged."""
+
+    def exchanged(**options: Any) -> list[int]:
+        def fit(ctx: DistributedContext, shard: Any) -> int:
+            regressor(min_samples_leaf=30, **options)(ctx, shard)
+            return sum(each["bytes"] for each in ctx.stats()["operations"].values())
+
+        return on_shards(cut(DIABETES.data, DIABETES.target, at=[200]), fit)
+
+    assert exchanged(min_samples_split=2) == exchanged(min_samples_split=60)
+
+
 # ---------------------------------------------------------------- as good as scikit-learn's
 
 

@@ -119,6 +119,14 @@ def test_what_is_not_finite_on_a_rank_is_counted_and_leaves_the_means_of_others(
     for training in found:
         assert np.isfinite(training.weights).all()
         np.testing.assert_allclose(training.weight(), np.arange(1.0, 6.0), atol=0.05)
+    now = np.stack([training.weights[2] for training in found])
+    for rank, training in enumerate(found):
+        x, y = training.batches[3]
+        now[rank] -= LR * 2 * x.T @ (x @ now[rank] - y) / len(y)
+    shares = graphs.ring(4).matrix()
+    shares[:, 1] = 0  # of rank 1 all elements are lost: so is its gradient
+    wanted = shares @ now / shares.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose([each.weights[3] for each in found], wanted, rtol=1e-12)
     counts = [training.job.num_nonfinite for training in found]
     assert [count["weight"] > 0 for count in counts] == [False, True, False, False]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 
 import numpy as np
@@ -148,6 +149,13 @@ def test_a_threshold_that_two_halves_could_reach_is_refused() -> None:
     keys = {"0": client.keys()} | {str(n): MaskingClient(str(n), SESSION).keys() for n in (1, 2, 3)}
     with pytest.raises(ValueError, match="it must be above half of them"):
         client.shares(keys, 2)
+
+
+@pytest.mark.parametrize("num", range(4, 30))
+def test_more_than_half_of_the_clients_are_needed_for_any_threshold(num: int) -> None:
+    """With half of them no client would take part, as the other half could open its mask."""
+    just_above_half = SecureAggregation(threshold=math.nextafter(0.5, 1))
+    assert just_above_half.shares_needed(num) == max(3, num // 2 + 1)
 
 
 def test_two_clients_are_refused_since_each_could_tell_the_others_change() -> None:
