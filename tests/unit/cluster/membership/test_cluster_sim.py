@@ -380,6 +380,7 @@ def test_what_it_found(seed: int) -> None:
 LIES = {
     3705: "a report of what follows another view stopped all",
     4977: "a proposal after the decision kept its members from the decided view, for ever",
+    3885: "what a banned member had said of its vote kept the others from the decided view",
 }
 
 

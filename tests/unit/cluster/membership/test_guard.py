@@ -301,6 +301,19 @@ def test_a_decision_counts_once_all_that_stay_have_accepted_it() -> None:
     assert story.node.view == new
 
 
+def test_a_decision_needs_no_acceptance_of_a_banned_member() -> None:
+    """It may have told the proposer alone, and is not heard any more."""
+    story = Attacked()
+    new = View("L", 6, view("abc").members, reason="a's wish")
+    story.say(wire.Prepare("L", 5, (6, "a")), "a")
+    story.say(wire.Propose(wire.Proposal((6, "a"), 5, new, (), True)), "a")
+    story.say(wire.Decided(new), "a")
+    assert story.node.view == view("abc")
+    story.tell(events.Barred(frozenset("c")))
+    story.say(wire.Decided(new), "a")
+    assert story.node.view == new
+
+
 @pytest.mark.parametrize("told_in", [(6, "a"), (7, "c")], ids=["one ballot", "two ballots"])
 def test_what_all_have_accepted_in_one_ballot_counts_whatever_a_liar_proposes_after_it(
     told_in: wire.Ballot,

@@ -254,7 +254,7 @@ class Guard:
         digest = claims.digest_of(proposal.view)
         voters = quorum(view, proposal.view, agreement.subtracted_nodes())
         missing = []
-        for node in sorted(voters - {agreement.me, proposal.ballot[1]}):
+        for node in sorted(voters - {agreement.me, proposal.ballot[1]} - agreement.barred):
             peer = peers.get(node)
             beat = None if peer is None else peer.last
             uses = beat is not None and beat.digest == digest
