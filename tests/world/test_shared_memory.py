@@ -341,6 +341,51 @@ def test_the_fast_path_raises_what_its_call_has_failed_with() -> None:
     assert re.search(r"all_reduce\(float32, shape \([89],\)", str(caught.value))
 
 
+def test_a_call_that_nobody_waits_for_wakes_the_thread_that_makes_it(pair: World) -> None:
+    """Without its bell that thread would see each call at the end of its sleep, 50 ms after the
+    call before. The quickest call is judged: on a busy machine the others may take long."""
+
+    def act(ctx: DistributedContext) -> list[float]:
+        took = []
+        for _ in range(20):
+            has_ended, began = threading.Event(), time.monotonic()
+            work = ctx.all_reduce(np.ones(4), async_op=True)
+            work.add_done_callback(lambda _, has_ended=has_ended: has_ended.set())
+            assert has_ended.wait(20)
+            took.append(time.monotonic() - began)
+        return took[1:]  # before the first call the thread may have slept for a while
+
+    for took in pair.run(act):
+        assert min(took) < 0.01, took
+
+
+@pytest.mark.parametrize("way", ["blocking", "awaited", "called back"])
+def test_a_rank_that_does_not_call_is_named_when_the_time_is_over(way: str) -> None:
+    """Whichever thread makes the call: its caller, one that waits for it, the progress thread."""
+    is_over = threading.Event()
+
+    def call(ctx: DistributedContext) -> None:
+        assert ctx.communicator.fast_path is not None
+        work = ctx.all_reduce(np.ones(4), timeout=0.05, async_op=way != "blocking")
+        if way == "called back":
+            has_ended = threading.Event()
+            work.add_done_callback(lambda _: has_ended.set())
+            assert has_ended.wait(10)
+        work.wait()
+
+    def act(ctx: DistributedContext) -> None:
+        ctx.barrier()
+        if ctx.rank == 1:
+            is_over.wait(10)
+        with pytest.raises(OperationTimeout, match="has not made this call") as caught:
+            call(ctx) if ctx.rank == 0 else ctx.barrier()
+        is_over.set()
+        assert caught.value.rank == 1
+
+    with open_world("shm", 2) as world:
+        world.run(act)
+
+
 def test_a_channel_opened_while_its_rank_leaves_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its native part and its communicator name each other, which no garbage collector sees."""
     entered = [threading.Event(), threading.Event()]
