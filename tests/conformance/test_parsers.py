@@ -27,6 +27,7 @@ import numpy as np
 import pytest
 
 import potluck
+from potluck._core import wire
 from potluck._core.cluster.code_store.package import PackageManifest, decode_manifest
 from potluck._core.transport.delegation import Delegation, decode_delegation
 from potluck._core.wire import broker, frames, services
@@ -56,11 +57,9 @@ class Parser(NamedTuple):
 
 
 def formats() -> Iterator[Parser]:
-    """All instances of ``MessageFormat`` in potluck."""
+    """All instances of ``MessageFormat`` in potluck, whose place is its folder ``wire``."""
     seen = set()
-    for found in pkgutil.walk_packages(potluck.__path__, "potluck."):
-        if not found.name.startswith("potluck._core.wire."):
-            continue
+    for found in pkgutil.walk_packages(wire.__path__, f"{wire.__name__}."):
         for name, value in vars(importlib.import_module(found.name)).items():
             if isinstance(value, MessageFormat) and id(value) not in seen:
                 seen.add(id(value))

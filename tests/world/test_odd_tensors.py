@@ -20,12 +20,19 @@ from support.worlds import open_world
 Call = Callable[[Tensor], Any]
 
 
-with warnings.catch_warnings():  # torch calls these prototypes, or deprecated
-    warnings.simplefilter("ignore")
-    QUANTIZED = torch.quantize_per_tensor(torch.arange(3.0), 0.5, 0, torch.quint8)
-    NESTED = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.strided)
-    JAGGED = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
-    MASKED = masked_tensor(torch.ones(3), torch.tensor([True, False, True]))
+def quiet(make: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """``make`` without warnings: torch calls these prototypes, or deprecated."""
+
+    def made() -> Tensor:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return make()
+
+    return made
+
+
+def nested(layout: torch.layout) -> Callable[[], Tensor]:
+    return quiet(lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout))
 
 
 def fake() -> Tensor:
@@ -34,11 +41,17 @@ def fake() -> Tensor:
 
 
 ODD: dict[str, tuple[Callable[[], Tensor], str]] = {
-    "quantized": (lambda: QUANTIZED, "quantized tensors .*scale would be lost.*dequantize"),
-    "nested": (lambda: NESTED, "nested tensors .*unbind"),
-    "jagged": (lambda: JAGGED, "NestedTensor .*unbind"),
+    "quantized": (
+        quiet(lambda: torch.quantize_per_tensor(torch.arange(3.0), 0.5, 0, torch.quint8)),
+        "quantized tensors .*scale would be lost.*dequantize",
+    ),
+    "nested": (nested(torch.strided), "nested tensors .*unbind"),
+    "jagged": (nested(torch.jagged), "NestedTensor .*unbind"),
     "fake": (fake, "FakeTensor .*has no data"),
-    "masked": (lambda: MASKED, "MaskedTensor .*mask would be lost"),
+    "masked": (
+        quiet(lambda: masked_tensor(torch.ones(3), torch.tensor([True, False, True]))),
+        "MaskedTensor .*mask would be lost",
+    ),
     "meta": (lambda: torch.ones(3, device="meta"), "meta device and has no data.*empty_like"),
 }
 
@@ -61,11 +74,12 @@ def calls_of(ctx: DistributedContext) -> dict[str, Call]:
 @pytest.mark.parametrize("odd", ODD)
 def test_a_context_refuses_it_by_name_and_goes_on(odd: str, kind: str) -> None:
     make, text = ODD[odd]
+    tensor = make()
 
     def rank(ctx: DistributedContext) -> None:
         for call in calls_of(ctx).values():
             with pytest.raises((TypeError, ValueError), match=text):
-                call(make())
+                call(tensor)
         assert ctx.all_reduce(torch.ones(3)).tolist() == [2.0] * 3
 
     with open_world(kind, 2) as world:
@@ -75,6 +89,7 @@ def test_a_context_refuses_it_by_name_and_goes_on(odd: str, kind: str) -> None:
 @pytest.mark.parametrize("odd", ODD)
 def test_a_process_group_refuses_it_by_name_and_goes_on(odd: str) -> None:
     make, text = ODD[odd]
+    tensor = make()
 
     def rank(ctx: DistributedContext) -> None:
         with process_group(ctx) as group:
@@ -89,7 +104,7 @@ def test_a_process_group_refuses_it_by_name_and_goes_on(odd: str) -> None:
             ]
             for call in calls:
                 with pytest.raises((TypeError, ValueError), match=text):
-                    call(make())
+                    call(tensor)
             group.barrier().wait()
 
     with open_world("shm", 2) as world:
