@@ -33,7 +33,7 @@ def asked(dtype: Any = np.float32, size: int = 6, **changes: Any) -> Request:
 
 def test_a_registered_algorithm_is_verified_around_the_links_that_are_cut() -> None:
     def nothing_if_cut(rank: Rank) -> Draft:
-        return Draft(1, []) if rank.cut else centralized.BUILDERS[Operation.ALL_REDUCE](rank)
+        return Draft(1, []) if rank.cut else centralized.all_reduce(rank)
 
     collectives.register("nothing_if_cut", "all_reduce", nothing_if_cut)
     request = asked(algorithm=Algorithm("nothing_if_cut"))

@@ -6,16 +6,7 @@ operations without a root of their own, ``root`` names the centre (0 unless said
 
 from __future__ import annotations
 
-from potluck._core.collectives.plan import (
-    Builder,
-    Draft,
-    Operation,
-    Rank,
-    Step,
-    copy,
-    reduce_from,
-    send,
-)
+from potluck._core.collectives.plan import Draft, Rank, Step, copy, reduce_from, send
 
 
 def broadcast(me: Rank) -> Draft:
@@ -102,16 +93,3 @@ def all_to_all(me: Rank) -> Draft:
 def barrier(me: Rank) -> Draft:
     """An empty all_reduce."""
     return all_reduce(me)
-
-
-BUILDERS: dict[Operation, Builder] = {
-    Operation.ALL_REDUCE: all_reduce,
-    Operation.REDUCE_SCATTER: reduce_scatter,
-    Operation.ALL_GATHER: all_gather,
-    Operation.BROADCAST: broadcast,
-    Operation.REDUCE: reduce,
-    Operation.SCATTER: scatter,
-    Operation.GATHER: gather,
-    Operation.ALL_TO_ALL: all_to_all,
-    Operation.BARRIER: barrier,
-}

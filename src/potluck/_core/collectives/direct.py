@@ -18,7 +18,6 @@ from potluck._core.collectives import centralized
 from potluck._core.collectives.plan import (
     Action,
     Algorithm,
-    Builder,
     Draft,
     Operation,
     Plan,
@@ -83,22 +82,12 @@ def all_to_all(me: Rank) -> Draft:
     return Draft(w * w, steps)
 
 
+scatter, gather = centralized.scatter, centralized.gather
+
+
 def barrier(me: Rank) -> Draft:
     """An empty all_gather: one hop, and a rank that has heard all others goes on."""
     return all_gather(me)
-
-
-BUILDERS: dict[Operation, Builder] = {
-    Operation.ALL_REDUCE: all_reduce,
-    Operation.REDUCE_SCATTER: reduce_scatter,
-    Operation.ALL_GATHER: all_gather,
-    Operation.BROADCAST: broadcast,
-    Operation.REDUCE: reduce,
-    Operation.SCATTER: centralized.scatter,
-    Operation.GATHER: centralized.gather,
-    Operation.ALL_TO_ALL: all_to_all,
-    Operation.BARRIER: barrier,
-}
 
 
 @lru_cache(maxsize=1024)

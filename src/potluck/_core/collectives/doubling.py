@@ -13,16 +13,7 @@ this is the only algorithm here that needs buffers.
 
 from __future__ import annotations
 
-from potluck._core.collectives.plan import (
-    Builder,
-    Draft,
-    Operation,
-    Rank,
-    Step,
-    copy,
-    reduce_from,
-    send,
-)
+from potluck._core.collectives.plan import Draft, Rank, Step, copy, reduce_from, send
 from potluck._core.types import ReduceOp
 
 MAX_BYTES = 16 * 1024
@@ -53,6 +44,3 @@ def all_reduce(me: Rank) -> Draft:
     if beyond < w:
         steps.append(send(beyond, 0))
     return Draft(1, steps)
-
-
-BUILDERS: dict[Operation, Builder] = {Operation.ALL_REDUCE: all_reduce}

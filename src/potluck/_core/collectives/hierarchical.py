@@ -26,16 +26,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from potluck._core.collectives.plan import (
-    Builder,
-    Draft,
-    Operation,
-    Rank,
-    Step,
-    copy,
-    reduce_from,
-    send,
-)
+from potluck._core.collectives.plan import Draft, Rank, Step, copy, reduce_from, send
 
 _MOST_CHUNKS = 256
 """With which the workers of a group take turns: of more workers some lead none."""
@@ -265,13 +256,3 @@ def barrier(me: Rank) -> Draft:
     """An empty chunk, reduced to rank 0 and copied back."""
     ring = _rooted(me, 1)
     return Draft(1, ring.reduce_to_home() + ring.copy_from_home())
-
-
-BUILDERS: dict[Operation, Builder] = {
-    Operation.ALL_REDUCE: all_reduce,
-    Operation.REDUCE_SCATTER: reduce_scatter,
-    Operation.ALL_GATHER: all_gather,
-    Operation.BROADCAST: broadcast,
-    Operation.REDUCE: reduce,
-    Operation.BARRIER: barrier,
-}

@@ -30,15 +30,17 @@ from potluck._core.collectives.plan import (
 from potluck._core.collectives.spanning_tree import Cut
 from potluck._core.collectives.verify import verify
 
-_BUILDERS: dict[Algorithm, dict[Operation, Builder]] = {
-    Algorithm.RING: ring.BUILDERS,
-    Algorithm.TREE: tree.BUILDERS,
-    Algorithm.DIRECT: direct.BUILDERS,
-    Algorithm.CENTRALIZED: centralized.BUILDERS,
-    Algorithm.DOUBLING: doubling.BUILDERS,
-    Algorithm.HIERARCHICAL: hierarchical.BUILDERS,
-    Algorithm.SPANNING_TREE: spanning_tree.BUILDERS,
+_FILES = {
+    Algorithm.RING: ring,
+    Algorithm.TREE: tree,
+    Algorithm.DIRECT: direct,
+    Algorithm.CENTRALIZED: centralized,
+    Algorithm.DOUBLING: doubling,
+    Algorithm.HIERARCHICAL: hierarchical,
+    Algorithm.SPANNING_TREE: spanning_tree,
 }
+"""Where the functions of each algorithm are, one for each of its operations, by whose names they
+are called."""
 
 ROOTED = frozenset({Operation.BROADCAST, Operation.REDUCE, Operation.SCATTER, Operation.GATHER})
 """The operations in which one rank is the source or the destination."""
@@ -99,7 +101,7 @@ def digest(
 
 def algorithms_for(operation: Operation) -> tuple[Algorithm, ...]:
     """The algorithms that ``operation`` has, in the order of :class:`Algorithm`."""
-    return tuple(a for a in _BUILDERS if operation in _BUILDERS[a])
+    return tuple(each for each in _FILES if hasattr(_FILES[each], operation))
 
 
 def make_plan(
@@ -145,10 +147,11 @@ def build_plan(
 ) -> Plan:
     """:func:`make_plan` without the cache, for code that reads the plans of all ranks once."""
     operation, algorithm = Operation(operation), Algorithm(algorithm)
-    builder = _OWN.get((algorithm, operation)) or _BUILDERS.get(algorithm, {}).get(operation)
+    file, own = _FILES.get(algorithm), _OWN.get((algorithm, operation))
+    builder: Builder | None = own or getattr(file, operation, None)
     if builder is None:
-        own = (name for name, of in _OWN if of is operation)
-        names = ", ".join((*algorithms_for(operation), *own))
+        others = (name for name, of in _OWN if of is operation)
+        names = ", ".join((*algorithms_for(operation), *others))
         raise ValueError(f"{operation} has no {algorithm} algorithm; it has: {names}")
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, not {world_size}")

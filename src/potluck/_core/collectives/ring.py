@@ -8,16 +8,7 @@ when it is cut beside the root; the engine's segments pipeline it.
 
 from __future__ import annotations
 
-from potluck._core.collectives.plan import (
-    Builder,
-    Draft,
-    Operation,
-    Rank,
-    Step,
-    copy,
-    reduce_from,
-    send,
-)
+from potluck._core.collectives.plan import Draft, Rank, Step, copy, reduce_from, send
 
 
 def reduce_scatter(me: Rank) -> Draft:
@@ -110,16 +101,3 @@ def all_to_all(me: Rank) -> Draft:
 def barrier(me: Rank) -> Draft:
     """An empty chunk runs up the chain to the root and back."""
     return Draft(1, reduce(me).steps + broadcast(me).steps)
-
-
-BUILDERS: dict[Operation, Builder] = {
-    Operation.ALL_REDUCE: all_reduce,
-    Operation.REDUCE_SCATTER: reduce_scatter,
-    Operation.ALL_GATHER: all_gather,
-    Operation.BROADCAST: broadcast,
-    Operation.REDUCE: reduce,
-    Operation.SCATTER: scatter,
-    Operation.GATHER: gather,
-    Operation.ALL_TO_ALL: all_to_all,
-    Operation.BARRIER: barrier,
-}

@@ -15,16 +15,7 @@ from collections import deque
 from collections.abc import Iterable
 from functools import lru_cache
 
-from potluck._core.collectives.plan import (
-    Builder,
-    Draft,
-    Operation,
-    Rank,
-    Step,
-    copy,
-    reduce_from,
-    send,
-)
+from potluck._core.collectives.plan import Draft, Rank, Step, copy, reduce_from, send
 
 Cut = tuple[tuple[int, int], ...]
 """Pairs of ranks that can't reach each other, in rising order, the lower rank first."""
@@ -174,16 +165,3 @@ def all_to_all(me: Rank) -> Draft:
         for step in place.carry(source, target, source * me.world_size + target)
     ]
     return Draft(me.world_size**2, steps)
-
-
-BUILDERS: dict[Operation, Builder] = {
-    Operation.ALL_REDUCE: all_reduce,
-    Operation.REDUCE_SCATTER: reduce_scatter,
-    Operation.ALL_GATHER: all_gather,
-    Operation.BROADCAST: broadcast,
-    Operation.REDUCE: reduce,
-    Operation.SCATTER: scatter,
-    Operation.GATHER: gather,
-    Operation.ALL_TO_ALL: all_to_all,
-    Operation.BARRIER: barrier,
-}

@@ -12,16 +12,7 @@
 
 from __future__ import annotations
 
-from potluck._core.collectives.plan import (
-    Builder,
-    Draft,
-    Operation,
-    Rank,
-    Step,
-    copy,
-    reduce_from,
-    send,
-)
+from potluck._core.collectives.plan import Draft, Rank, Step, copy, reduce_from, send
 
 
 def _binary_tree(label: int, size: int) -> tuple[int | None, list[int]]:
@@ -163,15 +154,3 @@ def reduce_scatter(me: Rank) -> Draft:
             steps.append(reduce_from(me.right(distance), me.left(i)))
         distance //= 2
     return Draft(w, steps)
-
-
-BUILDERS: dict[Operation, Builder] = {
-    Operation.ALL_REDUCE: all_reduce,
-    Operation.REDUCE_SCATTER: reduce_scatter,
-    Operation.ALL_GATHER: all_gather,
-    Operation.BROADCAST: broadcast,
-    Operation.REDUCE: reduce,
-    Operation.SCATTER: scatter,
-    Operation.GATHER: gather,
-    Operation.BARRIER: barrier,
-}
