@@ -168,9 +168,8 @@ class Popen(_Executed[Any]):
             return super()._internal_poll(*arguments, **options)  # type: ignore[misc,no-any-return]
         with self._waitpid_lock:  # type: ignore[attr-defined]
             if self.returncode is None and _has_data(self._socket, 0):
-                status = int.from_bytes(exactly(self._socket, 8), "big")
+                self.returncode = int.from_bytes(exactly(self._socket, 8), "big", signed=True)
                 self._socket.close()
-                self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
 
     def _wait(self, timeout: float | None) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from support.commands import process_ends
 from support.forked import Popen
 from support.quiet_imports import ZYGOTE
 
@@ -118,6 +119,18 @@ def test_of_a_world_rank_0_takes_its_modules_apart_and_all_end_alike_else(
         out, err = read(worker)
         assert (out, worker.wait()) == (f"through\nexits\n{last}", code)
         assert said in err
+
+
+def test_a_worker_that_has_ended_can_be_opened_until_somebody_waits_for_it(
+    zygotes: Path, script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As any child. Else the agent would take the end of a quick script for a fault of its own."""
+    monkeypatch.setenv(ZYGOTE, str(zygotes))
+    worker = start(script, "end")
+    read(worker)
+    assert process_ends(worker.pid)
+    os.close(os.pidfd_open(worker.pid))
+    assert worker.wait() == 7
 
 
 def test_a_worker_can_be_killed_at_once_with_its_group(
