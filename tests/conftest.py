@@ -263,8 +263,9 @@ def forked_workers(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def forget_launchers(environment: pytest.MonkeyPatch) -> None:
     """Delete the variables of an outer launcher, and potluck's."""
-    for name in [*LAUNCHER_VARIABLES, *(name for name in os.environ if name[:8] == "POTLUCK_")]:
-        environment.delenv(name, raising=False)
+    for name in list(os.environ):
+        if name in LAUNCHER_VARIABLES or name.startswith("POTLUCK_"):
+            environment.delenv(name)
 
 
 def starts_workers(tests: pytest.Item | pytest.Module) -> bool:
