@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +272,17 @@ def test_a_script_in_the_sandbox_finds_its_own_folder_and_little_else(tmp_path: 
         assert len(results) == 2
 
 
+@pytest.fixture(scope="module")
+def sandboxed(
+    tmp_path_factory: pytest.TempPathFactory, forked_workers: None
+) -> Iterator[list[Machine]]:
+    """Two machines that run scripts of others in a sandbox."""
+    root = tmp_path_factory.mktemp("sandboxed")
+    with cluster_of(2, root, POTLUCK_SANDBOX="1") as made:
+        form(*made)
+        yield made
+
+
 CALLER = """
 import errno, os, socket
 import potluck
@@ -304,32 +316,33 @@ ctx.close()
 
 
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap: the command bwrap")
-def test_a_script_in_the_sandbox_reaches_its_group_and_nothing_else(tmp_path: Path) -> None:
+def test_a_script_in_the_sandbox_reaches_its_group_and_nothing_else(
+    sandboxed: list[Machine], tmp_path: Path
+) -> None:
     """Not another program of the machine where the job was started, nor the internet: neither by
     itself nor by the broker of sockets."""
     script = tmp_path / "code" / "call.py"
     script.parent.mkdir()
     script.write_text(CALLER)
-    with cluster_of(2, tmp_path / "homes", POTLUCK_SANDBOX="1") as (ada, bob):
-        form(ada, bob)
-        with Command(ada.host.command([sys.executable, "-c", SERVER])) as server:
-            port = server.wait_for("port ").split()[-1]
-            given = ("--env", f"ADA={ada.host.address}", "--env", f"PORT={port}")
-            with ada.run(*given, script) as run:
-                assert run.finish() == 0, run.text
-        said = [line.partition("] ")[2] for line in run.lines if " bob] " in line]
-        assert [line for line in said if line.startswith("direct")] == [
-            f"direct {port} ENETUNREACH",
-            "direct 22 ECONNREFUSED",
-            "direct 443 ENETUNREACH",
-        ]
-        assert [line for line in said if line.startswith("brokered")] == [
-            f"brokered {port} EACCES",
-            "brokered 22 EACCES",
-            "brokered 443 EACCES",
-        ]
-        assert any(line.startswith("listens ") for line in said)
-        assert f"] direct {port} reached" in run.text, "the owner's own script has the network"
+    ada, _ = sandboxed
+    with Command(ada.host.command([sys.executable, "-c", SERVER])) as server:
+        port = server.wait_for("port ").split()[-1]
+        given = ("--env", f"ADA={ada.host.address}", "--env", f"PORT={port}")
+        with ada.run(*given, script) as run:
+            assert run.finish() == 0, run.text
+    said = [line.partition("] ")[2] for line in run.lines if " bob] " in line]
+    assert [line for line in said if line.startswith("direct")] == [
+        f"direct {port} ENETUNREACH",
+        "direct 22 ECONNREFUSED",
+        "direct 443 ENETUNREACH",
+    ]
+    assert [line for line in said if line.startswith("brokered")] == [
+        f"brokered {port} EACCES",
+        "brokered 22 EACCES",
+        "brokered 443 EACCES",
+    ]
+    assert any(line.startswith("listens ") for line in said)
+    assert f"] direct {port} reached" in run.text, "the owner's own script has the network"
 
 
 SERVER = """
@@ -377,47 +390,50 @@ print("loaded", sum(each.sum().item() for each in loaded), flush=True)
 
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap: the command bwrap")
 def test_torchs_groups_and_loaders_work_in_the_sandbox_and_what_cannot_is_refused_at_once(
-    tmp_path: Path,
+    sandboxed: list[Machine], tmp_path: Path
 ) -> None:
     pytest.importorskip("torch")
     script = tmp_path / "code" / "plain.py"
     script.parent.mkdir()
     script.write_text(TORCH)
-    with cluster_of(2, tmp_path / "homes", POTLUCK_SANDBOX="1") as (ada, bob):
-        form(ada, bob)
-        with bob.run("--workers", "2", script) as run:
-            assert run.finish() == 0, run.text
-        said = [line.partition("] ")[2] for line in run.lines]
-        assert said.count("torch 10.0 [0, 1, 2, 3]") == 2 * 4, run.text
-        assert said.count("loaded 2016.0") == 4, run.text
-        for kind in ("TCPStore", "FileStore", "ProcessGroupGloo"):
-            assert said.count(f"refused {kind} True") == 2, run.text
-        assert said.count("its own loopback True") == 2, run.text
+    _, bob = sandboxed
+    with bob.run("--workers", "2", script) as run:
+        assert run.finish() == 0, run.text
+    said = [line.partition("] ")[2] for line in run.lines]
+    assert said.count("torch 10.0 [0, 1, 2, 3]") == 2 * 4, run.text
+    assert said.count("loaded 2016.0") == 4, run.text
+    for kind in ("TCPStore", "FileStore", "ProcessGroupGloo"):
+        assert said.count(f"refused {kind} True") == 2, run.text
+    assert said.count("its own loopback True") == 2, run.text
+
+
+def trainings(status: dict[str, Any]) -> dict[str, Any]:
+    """Without jobs of the tests before, which may still be shown."""
+    return {"jobs": [job for job in status["jobs"] if job["job"].startswith("sums-")]}
 
 
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap: the command bwrap")
 def test_a_training_works_in_the_sandbox_and_survives_a_kill_and_an_interrupt(
-    tmp_path: Path,
+    sandboxed: list[Machine], tmp_path: Path
 ) -> None:
-    with cluster_of(2, tmp_path / "homes", POTLUCK_SANDBOX="1") as (ada, bob):
-        form(ada, bob)
-        with ada.run("--workers", "2", TRAINING, tmp_path / "stop") as run:
-            trains_on(run, 4, since=0)
-            status = ada.shows(lambda told: worker_on(bob, told).get("pid", 0) > 0)
-            since = run.mark
-            pid = worker_on(bob, status)["pid"]
-            assert pid in bob.others(), "its number outside of the sandbox"
-            os.kill(pid, SIGKILL)
-            trains_on(run, 3, since=since)
-            trains_on(run, 4, since=since)
-            (tmp_path / "stop").touch()
-            assert run.finish() == 0, run.text
-            assert check_sums(run).keys() == {"ada", "bob"}
-            assert bob.left_over() == []
-        (tmp_path / "stop").unlink()
-        with ada.run(TRAINING, tmp_path / "stop") as run:
-            trains_on(run, 2, since=0)
-            run.signal(signal.SIGINT)
-            assert run.finish() == 128 + signal.SIGINT, run.text
-            assert "KeyboardInterrupt" in "".join(each for each in run.lines if " bob]" in each)
-            assert bob.left_over() == []
+    ada, bob = sandboxed
+    with ada.run("--workers", "2", TRAINING, tmp_path / "stop") as run:
+        trains_on(run, 4, since=0)
+        status = ada.shows(lambda told: worker_on(bob, trainings(told)).get("pid", 0) > 0)
+        since = run.mark
+        pid = worker_on(bob, trainings(status))["pid"]
+        assert pid in bob.others(), "its number outside of the sandbox"
+        os.kill(pid, SIGKILL)
+        trains_on(run, 3, since=since)
+        trains_on(run, 4, since=since)
+        (tmp_path / "stop").touch()
+        assert run.finish() == 0, run.text
+        assert check_sums(run).keys() == {"ada", "bob"}
+        assert bob.left_over() == []
+    (tmp_path / "stop").unlink()
+    with ada.run(TRAINING, tmp_path / "stop") as run:
+        trains_on(run, 2, since=0)
+        run.signal(signal.SIGINT)
+        assert run.finish() == 128 + signal.SIGINT, run.text
+        assert "KeyboardInterrupt" in "".join(each for each in run.lines if " bob]" in each)
+        assert bob.left_over() == []

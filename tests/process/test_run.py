@@ -41,7 +41,6 @@ time.sleep(600)
 """
 
 
-@executed
 def test_every_line_has_its_worker_in_front(script) -> None:
     path = script("import os, sys\nprint('out')\nprint('err', file=sys.stderr)\n")
     with run_command("--workers", "3", path) as run:
@@ -148,7 +147,6 @@ def test_where_a_module_was_looked_for_is_said(
         assert said.format(project) in run.text
 
 
-@executed
 def test_workers_get_what_launchers_agree_on(script) -> None:
     names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR"
     path = script(f"import os\nprint([os.environ[name] for name in {names.split()!r}])\n")
@@ -432,7 +430,6 @@ def test_what_a_worker_started_ends_with_it(script) -> None:
         assert process_ends(pid)
 
 
-@executed
 def test_a_killed_worker_is_started_again(script, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     path = script(
