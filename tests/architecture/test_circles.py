@@ -5,16 +5,21 @@
 
 from __future__ import annotations
 
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 
 import grimp
 
-GRAPH = grimp.build_graph("potluck", exclude_type_checking_imports=False, cache_dir=None)
 ROOT = "potluck"
-IMPORTS = {
-    module: GRAPH.find_modules_directly_imported_by(module) & GRAPH.modules
-    for module in GRAPH.modules
-}
+
+
+@cache
+def imports_of_modules() -> dict[str, set[str]]:
+    graph = grimp.build_graph(ROOT, exclude_type_checking_imports=False, cache_dir=None)
+    return {
+        module: graph.find_modules_directly_imported_by(module) & graph.modules
+        for module in graph.modules
+    }
 
 
 def circle(imports: dict[str, set[str]]) -> list[str]:
@@ -27,12 +32,12 @@ def circle(imports: dict[str, set[str]]) -> list[str]:
 
 
 def test_no_circle_of_imports() -> None:
-    imports = {module: set(IMPORTS[module]) - {ROOT} for module in IMPORTS if module != ROOT}
+    imports = {name: found - {ROOT} for name, found in imports_of_modules().items() if name != ROOT}
     assert circle(imports) == []
 
 
 def test_nothing_imports_the_root_package() -> None:
-    importers = {module for module in IMPORTS if ROOT in IMPORTS[module]}
+    importers = {name for name, found in imports_of_modules().items() if ROOT in found}
     assert importers == set()
     running = grimp.build_graph(ROOT, exclude_type_checking_imports=True, cache_dir=None)
     assert running.find_modules_that_directly_import(ROOT) == set()
