@@ -306,7 +306,7 @@ def nothing_is_left(own_environment: Path) -> Iterator[None]:
         time.sleep(pause)
         pause = min(2 * pause, 0.2)  # each look, and each collection, takes milliseconds
         if pause > 0.01:  # what only a reference cycle keeps is not a leak; most cycles are young
-            gc.collect(1 if pause < 0.1 else 2)
+            gc.collect(1 if pause < 0.2 else 2)
     if remaining:
         put_away(remaining)
         pytest.fail(
