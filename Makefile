@@ -6,9 +6,8 @@ BIN := .venv/bin
 export PYTHON
 # Else each process of a test run would compile pytest's plugins again.
 unexport PYTHONDONTWRITEBYTECODE
-# One process more than two cores have: while a test waits for processes of its own, others run. Each
-# one collects all tests first, and has its own processes to fork from.
-PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
+# Two processes more than two cores have: while a test waits for processes of its own, others run.
+PARALLEL := -n 4 --dist loadfile --no-loadscope-reorder
 # Other random data each time, told at the beginning of the run.
 SEED := POTLUCK_TEST_SEED=$${POTLUCK_TEST_SEED:-$$RANDOM}
 
