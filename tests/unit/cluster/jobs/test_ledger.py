@@ -173,6 +173,24 @@ def test_what_ran_before_and_no_leader_lists_is_over(tmp_path: Path) -> None:
     asyncio.run(story())
 
 
+def test_a_list_of_jobs_does_not_end_a_job_that_is_being_written_down(tmp_path: Path) -> None:
+    """A job that ends sends all nodes a list, just as a command starts the next one."""
+
+    async def story() -> None:
+        me = Node(ME, tmp_path, {})
+        starting = asyncio.create_task(me.vouching.start_own(job(starter=ME)))
+        await asyncio.sleep(0)
+        assert not starting.done()
+        me.vouching.listed(())
+        spec = await starting
+        await me.vouching.confirm(spec)
+        me.vouching.listed(())
+        with pytest.raises(ConfigurationError, match="a job runs once"):
+            await me.vouching.confirm(spec)
+
+    asyncio.run(story())
+
+
 def test_a_job_of_which_nothing_ran_may_be_ordered_by_the_next_leader(tmp_path: Path) -> None:
     async def story() -> None:
         ada, me = Node(ADA, None, nodes := {}), Node(ME, None, nodes)

@@ -163,13 +163,18 @@ class Vouching:
     def __post_init__(self) -> None:
         self._complain = Complaint(self.on_note)
         self._saving = Tasks()
+        self._starting: set[str] = set()
         self.links.on_request(jobs.JobRunsRequest, self._requested)
 
     async def start_own(self, spec: jobs.JobSpec) -> jobs.JobSpec:
         """``spec`` of this node, to be signed: for this cluster, and for one run."""
         spec = msgspec.structs.replace(spec, cluster=self.cluster())
         spec = self.ledger.begin_own(spec)
-        await self.ledger.save()
+        self._starting.add(spec.job)  # no list of jobs has it yet
+        try:
+            await self.ledger.save()
+        finally:
+            self._starting.remove(spec.job)
         return spec
 
     async def confirm(self, spec: jobs.JobSpec) -> None:
@@ -201,7 +206,7 @@ class Vouching:
 
     def listed(self, names: Collection[str]) -> None:
         """Only the jobs ``names`` run in the cluster, or are about to."""
-        if self.ledger.listed(names):
+        if self.ledger.listed({*names, *self._starting}):
             self._saving.start(self._save())
 
     async def close(self) -> None:
