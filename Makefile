@@ -64,7 +64,7 @@ FAST := tests/unit tests/architecture tests/conformance/test_links.py \
 .PHONY: test-fast
 test-fast: ## The inner loop: units, rules of the source, a slice of the rest
 	@tools/environment dev
-	@$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not costly" $(FAST) $(ARGS)
+	@$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not costly" $(FAST) $(ARGS)
 
 .PHONY: test-long
 test-long: ## The tests that take minutes or repeat another with other backends
