@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from potluck._core.cluster.code_store.job_folders import JobFolder
 from potluck._core.cluster.code_store.package import T
 from potluck._core.cluster.code_store.store import CodeStore
@@ -201,12 +203,26 @@ async def package_of(code_store: CodeStore, folder: Path) -> bytes:
 
 
 async def submit(
-    machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore, folder: Path
+    machine: Machine,
+    all_jobs: JobDispatcher,
+    code_store: CodeStore,
+    folder: Path,
+    others: tuple[str, ...] = (LEADER, EVE),
+    **options: Any,
 ) -> None:
-    """Have this node lead a view of three nodes, and the job of ``LEADER`` arrive there."""
+    """Have this node lead a view with the ``others``, and the job of ``LEADER``, with these
+    ``options``, arrive there."""
     package = await package_of(code_store, folder)
-    install(machine, all_jobs, view(ME, LEADER, EVE))
-    all_jobs.received(LEADER, jobs.Submit(spec(package, LEADER)))
+    install(machine, all_jobs, view(ME, *others))
+    one = msgspec.structs.replace(spec(package, LEADER), **options)
+    all_jobs.received(LEADER, jobs.Submit(one))
+
+
+async def until_over(all_jobs: JobDispatcher) -> None:
+    """Return when this node, which leads, has no job any more."""
+    async with asyncio.timeout(20):
+        while all_jobs.status():
+            await asyncio.sleep(0)
 
 
 def reports(machine: Machine) -> list[str]:

@@ -33,6 +33,7 @@ from support.job_parts import (
     reports,
     spec,
     submit,
+    until_over,
     view,
 )
 
@@ -415,17 +416,12 @@ def test_a_starter_that_was_cut_off_at_the_end_of_its_job_hears_that_it_is_over(
     tmp_path: Path,
 ) -> None:
     async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
-        package = await package_of(code_store, tmp_path / "code")
-        install(machine, all_jobs, view(ME, LEADER))
-        one = msgspec.structs.replace(spec(package, LEADER), max_nodes=1)
-        all_jobs.received(LEADER, jobs.Submit(one))
+        await submit(machine, all_jobs, code_store, tmp_path / "code", (LEADER,), max_nodes=1)
         all_jobs.received(LEADER, jobs.NodeReport("job"))
         machine.unreachable.add(LEADER)
         all_jobs.received(LEADER, jobs.WorkerEvent("job", jobs.Exited("0", 0, 0)))
         all_jobs.received(LEADER, jobs.WorkerEvent("job", jobs.OutputEnded("0", 0)))
-        async with asyncio.timeout(20):
-            while all_jobs.status():
-                await asyncio.sleep(0)
+        await until_over(all_jobs)
         last = msgspec.json.decode(machine.notes[-2], type=Summary)
         assert last.exit_code == 0, "its summary is in the log"
         machine.unreachable.clear()
@@ -441,10 +437,7 @@ def test_a_process_that_was_replaced_may_report_its_exit_after_the_new_one(tmp_p
     exit; meanwhile it may report that the process does not run."""
 
     async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
-        package = await package_of(code_store, tmp_path / "code")
-        install(machine, all_jobs, view(ME, LEADER))
-        one = msgspec.structs.replace(spec(package, LEADER), max_nodes=1)
-        all_jobs.received(LEADER, jobs.Submit(one))
+        await submit(machine, all_jobs, code_store, tmp_path / "code", (LEADER,), max_nodes=1)
         all_jobs.received(LEADER, jobs.NodeReport("job"))
         ready = worker_link.Ready("0", port=1, pid=7)
         all_jobs.received(LEADER, jobs.WorkerEvent("job", ready))
@@ -458,9 +451,7 @@ def test_a_process_that_was_replaced_may_report_its_exit_after_the_new_one(tmp_p
             jobs.OutputEnded("0", 0),
         ):
             all_jobs.received(LEADER, jobs.WorkerEvent("job", event))
-        async with asyncio.timeout(20):
-            while all_jobs.status():
-                await asyncio.sleep(0)
+        await until_over(all_jobs)
         [ended] = [each for _, each in machine.sent if isinstance(each, jobs.JobEnded)]
         [worker] = msgspec.json.decode(ended.summary, type=Summary).workers
         assert (worker.exit, worker.restarts) == (0, 1)
@@ -470,19 +461,14 @@ def test_a_process_that_was_replaced_may_report_its_exit_after_the_new_one(tmp_p
 
 def test_the_end_of_a_job_does_not_wait_for_output_of_a_node_that_leaves(tmp_path: Path) -> None:
     async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
-        package = await package_of(code_store, tmp_path / "code")
-        install(machine, all_jobs, view(ME, LEADER))
-        one = msgspec.structs.replace(spec(package, LEADER), max_nodes=1)
-        all_jobs.received(LEADER, jobs.Submit(one))
+        await submit(machine, all_jobs, code_store, tmp_path / "code", (LEADER,), max_nodes=1)
         all_jobs.received(LEADER, jobs.NodeReport("job"))
         all_jobs.received(LEADER, jobs.WorkerEvent("job", jobs.Exited("0", 0, 0)))
         for _ in range(100):
             await asyncio.sleep(0)
         assert all_jobs.status(), "its last output may come"
         install(machine, all_jobs, view(ME, epoch=4))
-        async with asyncio.timeout(20):
-            while all_jobs.status():
-                await asyncio.sleep(0)
+        await until_over(all_jobs)
 
     play(tmp_path, story)
 
