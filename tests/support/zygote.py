@@ -124,7 +124,7 @@ class Zygote:
 
 @dataclass
 class Forked:
-    """A process, and the connection to whom asked for it."""
+    """A forked process, and the connection of the process that asked for it."""
 
     connection: socket.socket
     ends_with_parent: bool
@@ -211,7 +211,8 @@ def _report_ends(workers: dict[int, Forked]) -> None:
 
 
 def _reap(workers: dict[int, Forked], pid: int) -> None:
-    """Not earlier: who has started a process can open it by its number until it waits for it."""
+    """Wait for a process whose exit code was read: its starter could open it by its number until
+    then."""
     os.waitpid(pid, 0)
     workers.pop(pid).connection.close()
 

@@ -39,8 +39,7 @@ _FILES = {
     Algorithm.HIERARCHICAL: hierarchical,
     Algorithm.SPANNING_TREE: spanning_tree,
 }
-"""Where the functions of each algorithm are, one for each of its operations, by whose names they
-are called."""
+"""The module of each algorithm. Its functions have the names of the operations that it has."""
 
 ROOTED = frozenset({Operation.BROADCAST, Operation.REDUCE, Operation.SCATTER, Operation.GATHER})
 """The operations in which one rank is the source or the destination."""

@@ -170,7 +170,7 @@ class Vouching:
         """``spec`` of this node, to be signed: for this cluster, and for one run."""
         spec = msgspec.structs.replace(spec, cluster=self.cluster())
         spec = self.ledger.begin_own(spec)
-        self._starting.add(spec.job)  # no list of jobs has it yet
+        self._starting.add(spec.job)  # the leader's list can't have it yet
         try:
             await self.ledger.save()
         finally:
