@@ -72,6 +72,12 @@ test-long: ## The tests that take minutes or repeat another with other backends
 	@tools/system-packages
 	@$(SEED) $(BIN)/pytest $(PARALLEL) --long -m long $(ARGS)
 
+.PHONY: test-components
+test-components: ## The tests with Jupyter, Chromium and the like, which they install (ARGS="-k lab")
+	@tools/environment dev
+	@tools/system-packages
+	@$(BIN)/pytest -rs tests/components $(ARGS)
+
 .PHONY: mutants
 mutants: ## Put each of 98 faults into the code: which test notices it? (an hour; ARGS="--only ring")
 	@tools/environment dev

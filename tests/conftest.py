@@ -92,6 +92,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="run the tests that take minutes, too")
 
 
+COMPONENTS = Path(__file__).with_name("components")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """tests/components runs only when it is named (make test-components): it installs programs."""
+    is_named = any("components" in each for each in config.invocation_params.args)
+    return True if collection_path == COMPONENTS and not is_named else None
+
+
 @pytest.fixture
 def figures(request: pytest.FixtureRequest) -> Figures:
     """Takes what this test measures: printed, held against what was asked, kept for the tables."""

@@ -138,5 +138,11 @@ def __getattr__(name: str) -> Any:
     return value
 
 
+def load_ipython_extension(shell: Any) -> None:
+    """What ``%load_ext potluck`` calls in a notebook: the cell magic ``%%potluck``."""
+    notebook = importlib.import_module("potluck.cli.notebook")
+    shell.register_magic_function(notebook.CellMagic(shell).run, "cell", "potluck")
+
+
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, *_MODULES})

@@ -209,3 +209,7 @@ def main(
             stream.reconfigure(errors="backslashreplace")
     if context.invoked_subcommand != "doctor":
         need_posix(f"potluck {context.invoked_subcommand}")
+
+
+if __name__ == "__main__":
+    app(prog_name="potluck")
