@@ -17,7 +17,6 @@ TESTS = sorted(set((ROOT / "tests").rglob("*.py")) - set(SUPPORT))
 MAX_LINES = 700
 MIN_CODE_LINES = 40
 SMALL = {
-    "_core/cluster/jobs/agent_parts.py": "what the parts of a job are made with; names several",
     "compressors/options.py": "what eight importers check of a compressor, below each of them",
     "_core/backends/local.py": "one file for each backend",
     "_core/backends/torchdist/gloo.py": "one file for each library of torch",

@@ -16,6 +16,7 @@ from potluck._core.cluster.code_store.package import T
 from potluck._core.cluster.code_store.store import CodeStore
 from potluck._core.cluster.jobs.agent_parts import AgentParts
 from potluck._core.cluster.jobs.dispatcher import JobDispatcher
+from potluck._core.cluster.jobs.history import JobHistory
 from potluck._core.cluster.jobs.process import Launch
 from potluck._core.cluster.membership import events
 from potluck._core.cluster.names import NodeNames
@@ -51,6 +52,7 @@ def parts_of(
         broker=machine,
         commands=machine,
         log=machine,
+        history=machine.history,
         note=note,
     )
 
@@ -73,6 +75,8 @@ class Machine:
         self.unreachable: set[str] = set()
         self.refusals: dict[str, str] = {}
         self.names = NodeNames(ME, ME)
+        self.history = JobHistory(None)
+        self.forged: set[str] = set()
         for node in (LEADER, EVE):
             self.names.met(node, node)
 
@@ -81,6 +85,8 @@ class Machine:
 
     def on(self, messages: object, take: object) -> None:
         """Tests call what registers here by themselves."""
+
+    on_request = on
 
     def make(self, job: str) -> Path:
         return Path(job)
@@ -133,6 +139,9 @@ class Machine:
 
     async def start_own(self, spec: jobs.JobSpec) -> jobs.JobSpec:
         return spec
+
+    def is_genuine(self, spec: jobs.JobSpec) -> bool:
+        return spec.job not in self.forged
 
     async def confirm(self, spec: jobs.JobSpec) -> None:
         """All jobs run."""

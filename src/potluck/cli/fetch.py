@@ -122,7 +122,8 @@ def _tell(outcome: Outcome, folder: Path) -> None:
 
 
 async def _find(settings: Settings, job: str = "") -> list[Found]:
-    from potluck._core.cluster.fetch import find, reached
+    from potluck._core.cluster.fetch import find
+    from potluck._core.cluster.members import reached
 
     async with reached(settings) as machines:
         return await find(machines, job)
@@ -131,7 +132,8 @@ async def _find(settings: Settings, job: str = "") -> list[Found]:
 async def _fetch(
     settings: Settings, job: str, pattern: str, folder: Path, progress: Callable[[int, int], None]
 ) -> Outcome:
-    from potluck._core.cluster.fetch import fetch, find_one, reached
+    from potluck._core.cluster.fetch import fetch, find_one
+    from potluck._core.cluster.members import reached
 
     async with reached(settings) as machines:
         found = await find_one(machines, job)
@@ -139,7 +141,8 @@ async def _fetch(
 
 
 async def _remove(settings: Settings, job: str) -> list[str]:
-    from potluck._core.cluster.fetch import find_one, reached, remove
+    from potluck._core.cluster.fetch import find_one, remove
+    from potluck._core.cluster.members import reached
 
     async with reached(settings) as machines:
         found = await find_one(machines, job)

@@ -23,6 +23,7 @@ from potluck.cli.federated import app as federated
 from potluck.cli.fetch import fetch
 from potluck.cli.init import init
 from potluck.cli.job_display import silence
+from potluck.cli.jobs import jobs, wait
 from potluck.cli.join import join
 from potluck.cli.owner_commands import allow, continue_, deny, pause, resume
 from potluck.cli.pair import pair
@@ -182,6 +183,10 @@ app.command(
         "potluck fetch --remove sweep-14e60dab"
     )
 )(fetch)
+app.command(epilog="Examples:\n\npotluck jobs\n\npotluck jobs sweep-14e6\n\npotluck jobs --json")(
+    jobs
+)
+app.command(epilog="Examples:\n\npotluck wait sweep-14e6\n\npotluck wait sweep --timeout 60")(wait)
 app.command(epilog="Examples:\n\npotluck services\n\npotluck services --json")(services)
 app.command(epilog="Examples:\n\npotluck doctor\n\npotluck doctor --json")(doctor)
 

@@ -10,54 +10,18 @@ import hashlib
 import re
 import secrets
 import shutil
-from collections.abc import AsyncIterator, Callable, Container, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from msgspec import structs
 
-from potluck._core.background import stop
-from potluck._core.cluster.code_store.job_folders import (
-    CODE,
-    OUTPUT,
-    JobFolders,
-    ResultsClient,
-    ResultsServer,
-    StartedJobs,
-    is_result,
-    keeping_of,
-)
-from potluck._core.cluster.code_store.package import Ask, PackageFile, PackageManifest
+from potluck._core.cluster.code_store.job_folders import CODE, OUTPUT, ResultsClient, is_result
+from potluck._core.cluster.code_store.package import PackageFile, PackageManifest
 from potluck._core.cluster.code_store.wording import size_in_words
-from potluck._core.cluster.home.node_state import find_agent
-from potluck._core.cluster.links.local import call_agent
-from potluck._core.cluster.links.peers import Requests, T
-from potluck._core.cluster.trust.credentials import load_node_credentials
-from potluck._core.settings import Settings
-from potluck._core.wire import local, peers
+from potluck._core.cluster.members import Machine, Machines
 from potluck._core.wire.peers import JobFiles, Written
 from potluck.errors import ConfigurationError, LinkError, PotluckError, ProtocolError
-
-_ANSWER_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """A machine that may hold files, and what people call it."""
-
-    node: str
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Machines:
-    """The machines of the cluster, this one first, and how to ask them."""
-
-    all: tuple[Machine, ...]
-    client: ResultsClient
-    started: StartedJobs
 
 
 class Holding(Written, frozen=True):
@@ -104,102 +68,13 @@ class Outcome:
     missing: list[str] = field(default_factory=list)
 
 
-@asynccontextmanager
-async def reached(settings: Settings) -> AsyncIterator[Machines]:
-    """The machines of this machine's cluster. LinkError if its agent does not answer."""
-    started = StartedJobs(settings.home)
-    agent = find_agent(settings.home)
-    if agent is None:
-        me = load_node_credentials(settings).node_id
-        folders = JobFolders(
-            settings.home / "code_store" / "jobs",
-            keeping=keeping_of(settings),
-            on_note=lambda text: None,
-        )
-        server = ResultsServer(me, folders)
-        machine = Machine(me, settings.machine_name)
-        yield Machines((machine,), ResultsClient(asking_here(server, me)), started)
-        return
-    link = await call_agent(settings, agent)
-    requests = Requests()
-
-    async def ask(
-        node: str, request: peers.RequestContent, kind: type[T], *, timeout_s: float | None
-    ) -> T:
-        assert isinstance(request, peers.ResultsRequest | peers.PartRequest)
-
-        def send(number: int) -> bool:
-            return link.send(local.ForwardedRequest(number, node, request))
-
-        return await requests.ask(node, kind, send, timeout_s=timeout_s)
-
-    async def listen() -> None:
-        try:
-            while True:
-                reply = await link.receive()
-                if isinstance(reply, local.ForwardedResponse):
-                    requests.answered(reply.node, reply.number, reply.content)
-        except LinkError as error:
-            requests.lost(f"this machine's agent has ended: {error}")
-
-    listening = None
-    try:
-        link.send(local.NodesRequest())
-        try:
-            async with asyncio.timeout(_ANSWER_S):
-                reply = await link.receive()
-        except TimeoutError:
-            raise LinkError("this machine's agent did not answer") from None
-        assert isinstance(reply, local.NodesReply)
-        listening = asyncio.create_task(listen())
-        yield Machines(_machines(reply), ResultsClient(ask), started)
-    finally:
-        if listening is not None:
-            await stop(listening)
-        await link.close()
-
-
-def asking_here(server: ResultsServer, me: str) -> Ask:
-    """Asks ``server`` in this process, in the name of node ``me``."""
-
-    async def ask(
-        node: str, request: peers.RequestContent, kind: type[T], *, timeout_s: float | None
-    ) -> T:
-        answer: Any
-        try:
-            if isinstance(request, peers.PartRequest):
-                answer = server.part(me, request)
-            else:
-                assert isinstance(request, peers.ResultsRequest)
-                answer = await server.answer(me, request)
-        except (PotluckError, OSError) as error:
-            raise LinkError(str(error)) from error
-        assert isinstance(answer, kind)
-        return answer
-
-    return ask
-
-
-def _machines(reply: local.NodesReply) -> tuple[Machine, ...]:
-    names = [each.name for each in reply.nodes]
-    made = [
-        Machine(each.node, each.name if names.count(each.name) == 1 else _longer(each))
-        for each in sorted(reply.nodes, key=lambda each: (each.node != reply.node, each.name))
-    ]
-    return tuple(made)
-
-
-def _longer(info: local.NodeInfo) -> str:
-    return f"{info.name}-{info.node[:4]}"
-
-
 async def find(machines: Machines, job: str = "") -> list[Found]:
     """What there is of ``job`` (empty: of all jobs), the newest first."""
     silent: set[str] = set()
 
     async def ask(machine: Machine) -> tuple[JobFiles, ...]:
         try:
-            return (await machines.client.ask(machine.node, "list", job)).jobs
+            return (await machines.results.ask(machine.node, "list", job)).jobs
         except LinkError:
             silent.add(machine.node)
             return ()
@@ -213,7 +88,8 @@ async def find(machines: Machines, job: str = "") -> list[Found]:
             one.machines.append(
                 Holding(machine.node, machine.name, count, size, False, each.is_running, gone)
             )
-    for name, written in machines.started.all():
+    me = machines.all[0].node
+    for name, written in await asyncio.to_thread(machines.history.left_by, me):
         asked = {each.node for each in machines.all} - silent
         away = [each for each in written if each.node not in asked]
         if away and job in ("", name):
@@ -236,10 +112,11 @@ async def remove(machines: Machines, found: Found) -> None:
     """Delete the files of a job on all machines that are there; LinkError if one does not."""
     for each in found.here:
         try:
-            await machines.client.ask(each.node, "remove", found.job)
+            await machines.results.ask(each.node, "remove", found.job)
         except LinkError as error:
             raise LinkError(f"{each.machine}: {error}") from error
-    machines.started.forget(found.job)
+    me = machines.all[0].node
+    await asyncio.to_thread(machines.history.files_removed, found.job, me)
 
 
 async def fetch(
@@ -263,10 +140,10 @@ async def fetch(
         if not each.num_files:
             continue
         try:
-            results = await machines.client.ask(
+            results = await machines.results.ask(
                 each.node, "package", found.job, pattern, num_bytes=each.num_bytes or 0
             )
-            manifest = await machines.client.manifest(each.node, results.package)
+            manifest = await machines.results.manifest(each.node, results.package)
             check_results(manifest)
         except PotluckError as error:
             outcome.missing.append(f"{each.machine}: {error}")
@@ -286,7 +163,7 @@ async def fetch(
         if each.is_unnamed
     ]
     wanted = await asyncio.to_thread(_to_bring, folder, places, outcome)
-    await _bring(machines.client, sources, wanted, folder, outcome, progress)
+    await _bring(machines.results, sources, wanted, folder, outcome, progress)
     return outcome
 
 

@@ -23,6 +23,7 @@ from potluck._core.cluster.discovery.finder import Finder, Presence, running_fin
 from potluck._core.cluster.home.node_state import NodeState, PrivateState
 from potluck._core.cluster.jobs.agent_parts import AgentParts, OuterWorld
 from potluck._core.cluster.jobs.dispatcher import JobDispatcher
+from potluck._core.cluster.jobs.history import JobHistory
 from potluck._core.cluster.jobs.ledger import JobLedger, Vouching
 from potluck._core.cluster.jobs.log import JobLog
 from potluck._core.cluster.jobs.process import launcher_of
@@ -53,6 +54,7 @@ from potluck._core.cluster.trust.worker_home import WorkerHomes
 from potluck._core.settings import Settings
 from potluck._core.transport import aio
 from potluck._core.transport.listener import is_port_taken
+from potluck._core.wire import jobs as wire_jobs
 from potluck._core.wire import local, peers
 from potluck._core.wire.greeting import WORKER, Hello, Refusal
 from potluck.errors import ConfigurationError, PotluckError
@@ -60,6 +62,13 @@ from potluck.errors import ConfigurationError, PotluckError
 _MAX_EVENTS = 20
 _OF_THIS_MACHINE = (CLIENT, WORKER)
 """Kinds of connections that only this node's own identity may make."""
+
+_FORWARDED: dict[type, type[peers.ResponseContent]] = {
+    peers.ResultsRequest: peers.Results,
+    peers.PartRequest: peers.PackagePart,
+    wire_jobs.HistoryRequest: wire_jobs.History,
+}
+"""The response to each request that a command may have forwarded."""
 
 Close = Callable[[], Coroutine[Any, Any, None]]
 
@@ -153,6 +162,7 @@ class _Jobs:
         ledger = JobLedger(agent.me, None if agent.is_private else settings.home)
         self._vouching = Vouching(agent.me, members.links, ledger, agent.cluster, agent.note)
         self._log = JobLog(settings.home, on_note=agent.note)
+        self._history = JobHistory(None if agent.is_private else settings.home, agent.note)
         self.parts = AgentParts(
             me=agent.me,
             port=agent.port,
@@ -172,6 +182,7 @@ class _Jobs:
             vouching=self._vouching,
             commands=commands,
             log=self._log,
+            history=self._history,
             note=agent.note,
             outer_world=agent.outer_world,
         )
@@ -190,6 +201,7 @@ class _Jobs:
         await self.dispatcher.close()
         await self._vouching.close()
         await self._log.close()
+        await self._history.close()
         await self.relays.close()
 
 
@@ -375,10 +387,11 @@ class NodeAgent:
     ) -> local.ForwardedResponse:
         """Ask another node for a command, for as long as the command waits."""
         node, content = request.node, request.content
-        kind = peers.Results if isinstance(content, peers.ResultsRequest) else peers.PackagePart
-        response: peers.Results | peers.PackagePart | peers.Failure
+        response: Any
         try:
-            response = await self.links.ask(node, content, kind, timeout_s=None)
+            response = await self.links.ask(
+                node, content, _FORWARDED[type(content)], timeout_s=None
+            )
         except PotluckError as error:
             response = peers.Failure(str(error)[:4096])
         return local.ForwardedResponse(request.number, node, response)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -124,6 +125,24 @@ def _module_found(request: RunRequest, here: Path) -> RunRequest:
     return msgspec.structs.replace(
         request, script=str(script), root=str(root), importable=tuple(map(str, places()))
     )
+
+
+_GIT_S = 5.0
+
+
+def commit_of(folder: Path) -> str:
+    """The commit of the git repository that ``folder`` is in, ``-dirty`` behind it if files of it
+    were changed since; empty if there is none, or git does not tell in 5 s."""
+    words = ["git", "-c", "core.fsmonitor=false", "-C", str(folder)]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(
+            [*words, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            capture_output=True,
+            text=True,
+            timeout=_GIT_S,
+        )
+        return done.stdout.strip()[:64] if done.returncode == 0 else ""
+    return ""
 
 
 _summaries = msgspec.json.Decoder(Summary)
@@ -244,6 +263,7 @@ async def _run(
                 folder=str(root),
                 script=script.relative_to(root).as_posix(),
                 importable=tuple(each.relative_to(root).as_posix() for each in places),
+                commit=await asyncio.to_thread(commit_of, root),
             )
             return await _run_by_agent(agent, settings, request, client)
     finally:

@@ -24,6 +24,8 @@ MAX_JOBS = 64
 MAX_INTERRUPTS = 100
 MAX_SUMMARY = 512 * 1024
 MAX_NEEDS = 256
+MAX_LISTED = 256
+"""Jobs of the history in one message."""
 
 Job = Annotated[str, msgspec.Meta(max_length=256, pattern=r"\A(?!\.{1,2}\Z)[^/\\\x00-\x1f\x7f]+\Z")]
 """The id of a job. It is also the name of a folder and of a log file, so it can't be a path."""
@@ -48,7 +50,8 @@ class JobOptions(msgspec.Struct, frozen=True, kw_only=True):
     or, for a local job, on this machine. ``module`` is the dotted name by which the script runs, as
     by ``python -m``, found in the first of these folders that has it; empty: it runs as a file.
     ``keeps_files``: what workers write stays there, and the
-    starter can't fetch it."""
+    starter can't fetch it. ``commit`` is that of the folder's git repository, in words (empty: it
+    is in none)."""
 
     script: Text
     arguments: Annotated[tuple[Line, ...], msgspec.Meta(max_length=MAX_ARGUMENTS)] = ()
@@ -69,6 +72,7 @@ class JobOptions(msgspec.Struct, frozen=True, kw_only=True):
     importable: Annotated[tuple[Text, ...], msgspec.Meta(max_length=16)] = ()
     module: Text = ""
     min_nodes: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
+    commit: Name = ""
 
 
 class Need(msgspec.Struct, frozen=True):
@@ -347,8 +351,68 @@ class JobRuns(msgspec.Struct, frozen=True, tag=True):
     runs: bool
 
 
+# The history of jobs: asked of one node by another (see ``peers.Request``).
+
+Phase = Literal["queued", "placed", "running", "ended"]
+"""How far a job has come: it waits for its turn; it has places on nodes; a worker was started; it
+is over."""
+
+
+class JobInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a node's history has of ``job``. ``machine`` is the name of its ``starter``,
+    ``machines`` are those that ran it; ``package`` is the hash of its code. Of one that has ended:
+    when (Unix time), after how many ``seconds``, its ``exit_code``, the last exit code of each
+    worker, the first of its problems, and, only if one job was asked for, its ``summary`` (JSON,
+    as in JobEnded)."""
+
+    job: Job
+    starter: Name
+    machine: Name
+    script: Annotated[str, msgspec.Meta(max_length=256)]
+    started: worker_link.Seconds
+    phase: Phase
+    machines: Annotated[tuple[Name, ...], msgspec.Meta(max_length=16)] = ()
+    package: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
+    commit: Name = ""
+    ended: worker_link.Seconds = 0.0
+    seconds: worker_link.Seconds = 0.0
+    exit_code: int | None = None
+    exits: Annotated[tuple[tuple[Name, int | None], ...], msgspec.Meta(max_length=64)] = ()
+    problem: Annotated[str, msgspec.Meta(max_length=512)] = ""
+    summary: Annotated[bytes, msgspec.Meta(max_length=MAX_SUMMARY)] = b""
+
+
+class HistoryRequest(msgspec.Struct, frozen=True, tag=True):
+    """A request for the jobs in the receiver's history whose ids begin with ``job`` (empty: all),
+    or for the one of that id of ``starter``, with its summary; answered with History. Any node of
+    the cluster may send it."""
+
+    job: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    starter: Name = ""
+
+
+class History(msgspec.Struct, frozen=True, tag=True):
+    """The jobs that were asked for, the newest first."""
+
+    jobs: Annotated[tuple[JobInfo, ...], msgspec.Meta(max_length=MAX_LISTED)] = ()
+
+
+class KeepEnd(msgspec.Struct, frozen=True, tag=True):
+    """A request of the leader to keep that ``job`` has ended, ``when`` (Unix time), with its
+    ``summary`` as in JobEnded; answered with Kept when it is on disk."""
+
+    job: Job
+    summary: Annotated[bytes, msgspec.Meta(max_length=MAX_SUMMARY)]
+    when: worker_link.Seconds
+
+
+class Kept(msgspec.Struct, frozen=True, tag=True):
+    """It is on the sender's disk."""
+
+
 FromLeader = Order | JobList | StartWorker | SignalWorkers | SendToWorkers | JobStatus
 ToStarter = Submitted | LabelledOutput | JobNote | JobEnded
 FromNode = NodeReport | WorkerEvent | Output
 ToLeader = Submit | InterruptJob | FromNode
 JobMessage = FromLeader | ToStarter | ToLeader
+HistoryQuestion = HistoryRequest | KeepEnd

@@ -11,6 +11,8 @@ from potluck._core.wire.facts import MAX_LINKS, LinkFacts
 from potluck._core.wire.format import MachineName, MessageFormat, Name, Text
 from potluck._core.wire.jobs import (
     MAX_JOBS,
+    History,
+    HistoryRequest,
     JobEnded,
     JobNote,
     JobOptions,
@@ -80,9 +82,11 @@ class JobsRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class JobsReply(msgspec.Struct, frozen=True, tag=True):
-    """The newest status of the cluster's jobs that this node's agent has."""
+    """The newest status of the cluster's jobs that this node's agent has, and the ``names`` of all
+    jobs that run or are about to, also those that have no status yet."""
 
     jobs: Annotated[tuple[JobState, ...], msgspec.Meta(max_length=MAX_JOBS)]
+    names: Annotated[tuple[Name, ...], msgspec.Meta(max_length=2 * MAX_JOBS)] = ()
 
 
 class ServeRequest(msgspec.Struct, frozen=True, tag=True):
@@ -167,12 +171,12 @@ class NodesReply(msgspec.Struct, frozen=True, tag=True):
 
 
 class ForwardedRequest(msgspec.Struct, frozen=True, tag=True):
-    """A request about results for the agent to forward to ``node``, which may be this one; answered
-    with ForwardedResponse of the same ``number``."""
+    """A request about results or jobs for the agent to forward to ``node``, which may be this one;
+    answered with ForwardedResponse of the same ``number``."""
 
     number: Count
     node: Name
-    content: ResultsRequest | PartRequest
+    content: ResultsRequest | PartRequest | HistoryRequest
 
 
 class ForwardedResponse(msgspec.Struct, frozen=True, tag=True):
@@ -180,7 +184,7 @@ class ForwardedResponse(msgspec.Struct, frozen=True, tag=True):
 
     number: Count
     node: Name
-    content: Results | PackagePart | Failure
+    content: Results | PackagePart | History | Failure
 
 
 class CommandResult(msgspec.Struct, frozen=True, tag=True):

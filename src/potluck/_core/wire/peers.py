@@ -26,7 +26,15 @@ from potluck._core.printable import MAX_NAME, PRINTABLE
 from potluck._core.wire.admissions import AdmissionMessage, Key
 from potluck._core.wire.facts import Facts, Measured
 from potluck._core.wire.format import Digest, MachineName, MessageFormat, Name, Text, Versions
-from potluck._core.wire.jobs import Job, JobMessage, JobRuns, JobRunsRequest
+from potluck._core.wire.jobs import (
+    History,
+    HistoryQuestion,
+    Job,
+    JobMessage,
+    JobRuns,
+    JobRunsRequest,
+    Kept,
+)
 from potluck._core.wire.nodes import Count, NodeMessage
 from potluck._core.wire.worker_link import Seconds
 
@@ -169,8 +177,10 @@ class Failure(msgspec.Struct, frozen=True, tag=True):
     reason: Text
 
 
-RequestContent = PartRequest | ResultsRequest | NodeServicesRequest | JobRunsRequest
-ResponseContent = PackagePart | Results | NodeServices | JobRuns | Failure
+RequestContent = (
+    PartRequest | ResultsRequest | NodeServicesRequest | JobRunsRequest | HistoryQuestion
+)
+ResponseContent = PackagePart | Results | NodeServices | JobRuns | History | Kept | Failure
 
 
 class Request(msgspec.Struct, frozen=True, tag=True):

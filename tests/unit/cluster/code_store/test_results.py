@@ -16,7 +16,6 @@ from potluck._core.cluster.code_store.job_folders import (
     Record,
     ResultsClient,
     ResultsServer,
-    StartedJobs,
     is_wanted,
 )
 from potluck._core.cluster.code_store.package import (
@@ -25,17 +24,11 @@ from potluck._core.cluster.code_store.package import (
     encode_manifest,
     fetch_whole,
 )
-from potluck._core.cluster.fetch import (
-    Found,
-    Holding,
-    Machine,
-    Machines,
-    check_results,
-    fetch,
-    placed,
-)
+from potluck._core.cluster.fetch import Found, Holding, check_results, fetch, placed
+from potluck._core.cluster.jobs.history import JobHistory
+from potluck._core.cluster.members import Machine, Machines
 from potluck._core.wire import peers
-from potluck._core.wire.peers import JobFiles, Results, ResultsRequest, Written
+from potluck._core.wire.peers import JobFiles, Results, ResultsRequest
 from potluck.errors import ConfigurationError, LinkError, ProtocolError
 from support.requests import asking
 
@@ -126,7 +119,7 @@ def held(files: JobFiles) -> Holding:
 
 
 def machines_of(wire: Wire, root: Path) -> Machines:
-    return Machines((Machine(BOB, "bob"),), wire.client, StartedJobs(root / "home"))
+    return Machines((Machine(BOB, "bob"),), wire.client, JobHistory(root / "home"))
 
 
 class Hostile:
@@ -164,7 +157,7 @@ def test_a_machine_can_not_choose_a_path_outside_or_a_hidden_one(
 ) -> None:
     async def story() -> None:
         bob = Hostile((PackageFile(path, 1, digest(b"x")),), b"x")
-        machines = Machines((Machine(BOB, "bob"),), bob.client, StartedJobs(tmp_path / "home"))
+        machines = Machines((Machine(BOB, "bob"),), bob.client, JobHistory(tmp_path / "home"))
         files = JobFiles("job", ADA, "", 0.0, 1, 1)
         out = tmp_path / "out"
         outcome = await fetch(machines, Found("job", "", 0.0, [held(files)]), "", out)
@@ -187,7 +180,7 @@ def test_a_file_that_is_not_what_was_announced_is_not_kept(
 ) -> None:
     async def story() -> None:
         bob = Hostile((PackageFile("output/a", size, digest(b"good")),), content)
-        machines = Machines((Machine(BOB, "bob"),), bob.client, StartedJobs(tmp_path / "home"))
+        machines = Machines((Machine(BOB, "bob"),), bob.client, JobHistory(tmp_path / "home"))
         files = JobFiles("job", ADA, "", 0.0, 1, 1)
         found = Found("job", "", 0.0, [held(files)])
         outcome = await fetch(machines, found, "", tmp_path / "out")
@@ -209,7 +202,7 @@ def test_what_can_not_fit_or_would_go_through_a_link_is_refused_before_anything_
             ("output/a", 1 << 39, "has room for"),
         ):
             bob = Hostile((PackageFile(path, size, digest(b"x")),), b"x")
-            machines = Machines((Machine(BOB, "bob"),), bob.client, StartedJobs(tmp_path / "home"))
+            machines = Machines((Machine(BOB, "bob"),), bob.client, JobHistory(tmp_path / "home"))
             files = JobFiles("job", ADA, "", 0.0, 1, size)
             found = Found("job", "", 0.0, [held(files)])
             with pytest.raises(ConfigurationError, match=reason):
@@ -335,14 +328,3 @@ def test_each_content_is_brought_once_whichever_machines_are_there_at_each_fetch
 )
 def test_patterns(pattern: str, path: str, is_it: bool) -> None:
     assert is_wanted(pattern, path) is is_it
-
-
-def test_what_jobs_left_is_remembered_of_the_newest_jobs(tmp_path: Path) -> None:
-    started = StartedJobs(tmp_path)
-    for number in range(300):
-        started.remember(f"job-{number}", (Written(BOB, "bob", 1, 2),))
-    assert len(started.all()) == 256
-    assert ("job-299", (Written(BOB, "bob", 1, 2),)) in started.all()
-    started.forget("job-299")
-    started.forget("job-299")
-    assert len(started.all()) == 255

@@ -15,12 +15,11 @@ from potluck._core import waiting
 from potluck._core.cluster.code_store.job_folders import KEPT_JOBS, Record
 from potluck._core.cluster.code_store.store import CodeStore
 from potluck._core.cluster.jobs.dispatcher import JobDispatcher
-from potluck._core.cluster.jobs.summary import Summary, encode_summary
+from potluck._core.cluster.jobs.summary import Summary
 from potluck._core.cluster.membership import events
 from potluck._core.cluster.membership.events import WantGroup
 from potluck._core.wire import jobs, local, peers, worker_link
 from potluck._core.wire.nodes import JobGroup
-from potluck._core.wire.peers import Written
 from potluck.errors import ConfigurationError, ProtocolError
 from support.job_parts import (
     EVE,
@@ -571,32 +570,6 @@ def test_a_node_that_floods_with_orders_it_may_not_give_is_cut_off(tmp_path: Pat
         with pytest.raises(ProtocolError, match="ordered more than is kept"):
             flood()
         all_jobs.received(LEADER, order)
-
-    play(tmp_path, story)
-
-
-def test_a_leader_writes_nothing_over_what_jobs_that_are_over_left(tmp_path: Path) -> None:
-    """Nor does it displace these by jobs that nobody started."""
-
-    def ended(job: str, num_files: int) -> jobs.JobEnded:
-        written = (Written(EVE, "eve", num_files, 10),)
-        summary = Summary(job, "train.py", 0, 1.0, 0, 0, {}, None, (), (), (), (), written=written)
-        return jobs.JobEnded(job, encode_summary(summary))
-
-    async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
-        (tmp_path / "code").mkdir()
-        (tmp_path / "code" / "train.py").write_text("print('hello')")
-        install(machine, all_jobs, view(LEADER, EVE, ME))
-        folder = str(tmp_path / "code")
-        request = local.RunRequest(folder=folder, script="train.py", directory=folder)
-        job = await all_jobs.submit(request, Terminal())
-        all_jobs.received(LEADER, ended(job, 3))
-        kept = code_store.started.all()
-        assert kept == [(job, (Written(EVE, "eve", 3, 10),))]
-        all_jobs.received(LEADER, ended(job, 0))
-        for number in range(300):
-            all_jobs.received(LEADER, ended(f"train-{number:08x}", 1))
-        assert code_store.started.all() == kept
 
     play(tmp_path, story)
 

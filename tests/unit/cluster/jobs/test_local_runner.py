@@ -9,6 +9,7 @@ from typing import Any
 
 from potluck._core.cluster.code_store.store import CodeStore
 from potluck._core.cluster.jobs.agent_parts import AgentParts
+from potluck._core.cluster.jobs.history import JobHistory
 from potluck._core.cluster.jobs.local_runner import LocalRunner
 from potluck._core.cluster.names import NodeNames
 from potluck._core.cluster.topology.hardware import own_versions
@@ -35,6 +36,7 @@ class Machine:
 
     pid, stands_still, is_sandboxed = 1, "", False
     view = View("L", 1, (ViewMember(ME, 1, 1),))
+    history = JobHistory(None)
 
     def __init__(self) -> None:
         self.sent: list[Any] = []

@@ -8,7 +8,14 @@ import typing
 import pytest
 
 from potluck._core.cluster.jobs.journal import MAX_FACTS, MAX_NOTES, Journal
-from potluck._core.cluster.jobs.permissions import SENDERS, Role, may_lead_soon, may_send
+from potluck._core.cluster.jobs.permissions import (
+    ASKERS,
+    SENDERS,
+    Role,
+    may_lead_soon,
+    may_send,
+    objection_to_asking,
+)
 from potluck._core.wire import jobs, peers, worker_link
 from potluck._core.wire.nodes import View, ViewMember
 from potluck.errors import ProtocolError
@@ -42,6 +49,19 @@ def test_who_may_say_it(kind: type) -> None:
         case Role.STARTER:
             assert allowed == {"b"}
     assert not any(may(node, message, None) for node in "abcz")
+
+
+def test_the_table_of_questions_has_every_one() -> None:
+    assert set(ASKERS) == set(typing.get_args(jobs.HistoryQuestion))
+
+
+@pytest.mark.parametrize("kind", ASKERS, ids=lambda kind: kind.__name__)
+def test_who_gets_an_answer(kind: type) -> None:
+    question = Hostile(random.Random(kind.__name__), ["job", "b"]).anything(kind)
+    allowed = {n for n in "abcz" if not objection_to_asking(n, question, VIEW, me="c")}
+    assert allowed == ({"a"} if ASKERS[kind] is Role.LEADER else {"a", "b", "c"})
+    nobody = {n for n in "abz" if not objection_to_asking(n, question, None, me="c")}
+    assert nobody == set()
 
 
 def test_orders_of_a_node_outside_of_the_view_are_not_even_kept() -> None:

@@ -9,8 +9,6 @@ record is locked, so that no process deletes the folder.
 A *result* is a regular file that the package did not bring: one whose inode changed after the
 record was made. Hidden files, links and Python's caches are none, as they are none of what travels.
 Results travel as a package does (``package.py``), whose manifest is made when it is asked for.
-``StartedJobs`` records which machines hold files of the jobs that this node started, so that
-machines which are away can be named.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ import stat
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -48,11 +46,11 @@ from potluck._core.cluster.code_store.package import (
     open_below,
 )
 from potluck._core.cluster.code_store.wording import size_in_words
-from potluck._core.cluster.home.keyfile import make_private, replace_private
+from potluck._core.cluster.home.keyfile import make_private
 from potluck._core.settings import Settings
 from potluck._core.system import need_posix
 from potluck._core.wire import peers
-from potluck._core.wire.peers import MAX_LISTED, JobFiles, Results, ResultsRequest, Want, Written
+from potluck._core.wire.peers import MAX_LISTED, JobFiles, Results, ResultsRequest, Want
 from potluck.errors import ConfigurationError, LinkError
 
 KEPT_JOBS = 4
@@ -367,37 +365,6 @@ def _later_than_now(path: Path) -> None:
     while path.stat().st_ctime_ns <= began and time.monotonic() < deadline:
         time.sleep(0.001)
         os.utime(path)
-
-
-_KEPT = 256
-
-
-class StartedJobs:
-    """The records of the node of the potluck ``home``."""
-
-    def __init__(self, home: Path) -> None:
-        self._root = home / "code_store" / "started"
-
-    def remember(self, job: str, written: Sequence[Written]) -> None:
-        """``job`` has ended, and left files. IdentityError if that can't be
-        kept."""
-        data = msgspec.json.encode(written)
-        replace_private(self._root / job, "what a job left on which machine", data)
-        for path in newest(self._root)[_KEPT:]:
-            path.unlink(missing_ok=True)
-
-    def all(self) -> list[tuple[str, tuple[Written, ...]]]:
-        """Each job, the newest first, and what it left."""
-        found = []
-        for path in newest(self._root):
-            with contextlib.suppress(OSError, msgspec.MsgspecError):
-                data = path.read_bytes()
-                found.append((path.name, msgspec.json.decode(data, type=tuple[Written, ...])))
-        return found
-
-    def forget(self, job: str) -> None:
-        """The files of ``job`` were deleted."""
-        (self._root / job).unlink(missing_ok=True)
 
 
 _KEPT_OFFERS = 8

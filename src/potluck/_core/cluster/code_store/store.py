@@ -108,7 +108,6 @@ class CodeStore:
         self._store = PackageFiles(root)
         self.folders = job_folders.JobFolders(root / "jobs", keeping=keeping, on_note=on_note)
         self._results = job_folders.ResultsServer(me, self.folders)
-        self.started = job_folders.StartedJobs(home)
         self._in_use: set[Path] = set()
 
     def answer(

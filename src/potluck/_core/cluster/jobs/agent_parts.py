@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from potluck._core.cluster.control_plane import ControlPlane
+from potluck._core.cluster.jobs.history import JobHistory
 from potluck._core.cluster.jobs.ledger import Vouching
 from potluck._core.cluster.jobs.log import JobLog
 from potluck._core.cluster.jobs.process import Launch
@@ -30,7 +31,8 @@ class AgentParts:
     ``worker_homes`` are the folders with the credentials of each job's workers; ``broker`` makes
     the socket broker of workers in a sandbox. ``launcher`` makes the launcher of a job's workers
     (``process.launcher_of``), which ``confinement`` holds to the owner's limits. ``note`` shows a
-    line to people at this machine; ``log`` keeps lines of jobs whose starter has gone.
+    line to people at this machine; ``log`` keeps lines of jobs whose starter has gone, ``history``
+    what is known of each job.
     ``outer_world(index)``: the variables of the workers of a private agent whose command is a part
     of another launcher's world."""
 
@@ -50,5 +52,6 @@ class AgentParts:
     vouching: Vouching
     commands: Commands
     log: JobLog
+    history: JobHistory
     note: Callable[[str], None]
     outer_world: OuterWorld | None = None

@@ -27,10 +27,11 @@ from potluck._core.cluster.jobs.client_jobs import ClientJobs
 from potluck._core.cluster.jobs.controller import JobController
 from potluck._core.cluster.jobs.environment import free_port
 from potluck._core.cluster.jobs.groups.events import Severed
+from potluck._core.cluster.jobs.keeping import Keeping
 from potluck._core.cluster.jobs.local_runner import LocalRunner
 from potluck._core.cluster.jobs.permissions import DeferredMessages, may_lead_soon, may_send
 from potluck._core.cluster.jobs.placement import differences, place
-from potluck._core.cluster.jobs.summary import Summary, encode_summary
+from potluck._core.cluster.jobs.summary import encode_summary
 from potluck._core.cluster.links.local import Client
 from potluck._core.cluster.membership import events
 from potluck._core.cluster.membership.view import describe
@@ -41,14 +42,13 @@ from potluck._core.system import SIGHUP
 from potluck._core.transport import aio
 from potluck._core.waiting import Complaint
 from potluck._core.wire import jobs, local, worker_link
-from potluck._core.wire.format import Versions, decoded
+from potluck._core.wire.format import Versions
 from potluck._core.wire.greeting import Hello, Refusal
 from potluck._core.wire.nodes import View
 from potluck.errors import ConfigurationError, PotluckError
 
 _log = logging.getLogger(__name__)
 
-_summaries = msgspec.json.Decoder(Summary)
 _STATUS_S = 0.5
 _VIEW_S = 15.0
 
@@ -70,6 +70,7 @@ class JobDispatcher:
         self._tasks = Tasks()
         self._ending = Tasks()
         self._submitting: dict[Client, asyncio.Task[None]] = {}
+        self._keeping = Keeping(agent, self.runners)
         self._tasks.start(self._send_status())
         agent.links.on(jobs.JobMessage, self.received)
         agent.links.on_linked.append(lambda node, introduction: self.linked(node))
@@ -234,7 +235,7 @@ class JobDispatcher:
         self.interrupt(client, request.number)
 
     async def _status_asked(self, request: local.JobsRequest, client: Client) -> local.JobsReply:
-        return local.JobsReply(self.status())
+        return local.JobsReply(self.status(), tuple(self.runners.keys() | self._controllers.keys()))
 
     def abandon(self, client: Client) -> None:
         """The command has gone: its job, if it still runs, ends as if the terminal had closed."""
@@ -285,8 +286,6 @@ class JobDispatcher:
         elif isinstance(message, jobs.FromLeader):
             self._ordered(message)
         elif isinstance(message, jobs.ToStarter):
-            if isinstance(message, jobs.JobEnded) and message.job in self._clients.names:
-                self._remember(message)  # no leader writes over what earlier jobs left
             self._clients.received(message)
         elif isinstance(message, jobs.Submit):
             assert view is not None
@@ -296,15 +295,6 @@ class JobDispatcher:
                 controller.interrupted(message)
             else:
                 controller.received(node, message)
-
-    def _remember(self, ended: jobs.JobEnded) -> None:
-        """Keep what the job left where, to name machines that are away when it is fetched."""
-        try:
-            written = decoded(_summaries, ended.summary, "the summary of a job").written
-            if written:
-                self._code_store.started.remember(ended.job, written)
-        except (PotluckError, OSError) as error:
-            self._agent.note(f"what job {ended.job} left where could not be kept: {error}"[:4096])
 
     def _starter_of(self, job: str) -> str:
         controller = self._controllers.get(job)
@@ -324,8 +314,13 @@ class JobDispatcher:
                     runner.order_again(message)
                 elif len(self.runners) < jobs.MAX_JOBS:
                     self.runners[spec.job] = LocalRunner(
-                        self._agent, self._code_store, message, lambda: self._clients.is_behind
+                        self._agent,
+                        self._code_store,
+                        message,
+                        lambda: self._clients.is_behind,
+                        self._keeping.runs,
                     )
+                    self._keeping.placed(self.runners[spec.job])
             case jobs.JobList(listed):
                 self._end(self.runners.keys() - set(listed))
                 self._clients.listed(listed)
@@ -347,6 +342,7 @@ class JobDispatcher:
     def _drop(self, ended: Collection[str]) -> None:
         """End the workers here of the ``ended`` jobs."""
         for job in ended:
+            self._agent.history.let_go(self.runners[job].spec)
             self._ending.start(self.runners.pop(job).put_away())
 
     def is_elastic(self, job: str) -> bool:
@@ -404,6 +400,9 @@ class JobDispatcher:
             elif controller.has_begun:
                 summary = controller.summary()
                 ended = jobs.JobEnded(job, encode_summary(summary))
+                await self._keeping.ended(controller.spec, controller.placement.places, ended)
+                if self._controllers.get(job) is not controller:
+                    return
                 view = self._agent.plane.view
                 is_in = view is not None and starter in view.nodes
                 if not is_in or not self._agent.links.send(starter, ended):

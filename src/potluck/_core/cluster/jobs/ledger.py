@@ -24,6 +24,7 @@ import msgspec
 from potluck._core.background import Tasks
 from potluck._core.cluster.home.keyfile import read_private, replace_private
 from potluck._core.cluster.links.peers import PeerLinks
+from potluck._core.cluster.trust.credentials import is_by_starter
 from potluck._core.waiting import Complaint
 from potluck._core.wire import jobs
 from potluck._core.wire.jobs import MAX_JOB_NUMBER, JobSpec
@@ -176,6 +177,11 @@ class Vouching:
         finally:
             self._starting.remove(spec.job)
         return spec
+
+    def is_genuine(self, spec: jobs.JobSpec) -> bool:
+        """Whether the starter of ``spec`` signed it; this node also has to run what it started."""
+        is_mine = spec.starter == self.me
+        return is_by_starter(spec) and (not is_mine or self.ledger.runs(self.me, spec.number))
 
     async def confirm(self, spec: jobs.JobSpec) -> None:
         """Return if the job of ``spec`` is one that runs now. ConfigurationError if it is of

@@ -67,9 +67,11 @@ class LocalRunner:
         code_store: CodeStore,
         order: jobs.Order,
         must_wait: Callable[[], bool],
+        on_running: Callable[[LocalRunner], None] = lambda runner: None,
     ) -> None:
         """While ``must_wait()``, a command of this machine does not keep up with the output, and
-        the output of the workers here is not read."""
+        the output of the workers here is not read. ``on_running(self)``: the first worker here was
+        started."""
         self.spec = order.spec
         self.places = order.places
         self.world = order.world
@@ -78,6 +80,7 @@ class LocalRunner:
         self._agent = agent
         self._code_store = code_store
         self._must_wait = must_wait
+        self._on_running = on_running
         self._launch: Launch | None = None
         self._opening: asyncio.Task[JobFolder] | None = None
         self._folder: JobFolder | None = None
@@ -224,6 +227,8 @@ class LocalRunner:
             return
         if self._refusal():
             return  # the leader has not heard of it yet
+        if not self.has_started:
+            self._on_running(self)
         self._reports.starting(worker, attempt, self.world.number)
         unlinked = self._unlinked[worker] = asyncio.Event()
         unlinked.set()

@@ -52,6 +52,12 @@ SENDERS: dict[type, Role] = {
 }
 """The role that the sender of each message needs."""
 
+ASKERS: dict[type, Role] = {
+    jobs.HistoryRequest: Role.MEMBER,
+    jobs.KeepEnd: Role.LEADER,
+}
+"""The role of a node that asks about jobs; a node's own commands ask in its name."""
+
 
 def may_send(
     node: str, message: jobs.JobMessage, view: View | None, starter_of: Callable[[str], str]
@@ -68,6 +74,20 @@ def may_send(
         case Role.STARTER if isinstance(message, jobs.InterruptJob):
             return node == starter_of(message.job)
     return True
+
+
+def objection_to_asking(
+    node: str, question: jobs.HistoryQuestion, view: View | None, *, me: str
+) -> str:
+    """Why ``node`` gets no answer to ``question`` from node ``me``, which uses ``view``; empty if
+    it gets one."""
+    role = ASKERS[type(question)]
+    is_member = node == me or (view is not None and view.member(node) is not None)
+    if not is_member:
+        return "it is asked about jobs by members of its cluster's view only"
+    if role is Role.LEADER and (view is None or node != view.leader):
+        return "only the leader of its view may tell that"
+    return ""
 
 
 def may_lead_soon(node: str, view: View | None) -> bool:

@@ -1,0 +1,204 @@
+"""The machines of the cluster, as a command of this machine asks them: by way of its agent, which
+forwards requests; without an agent, only this machine is there to be asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from potluck._core.background import stop
+from potluck._core.cluster.code_store.job_folders import (
+    JobFolders,
+    ResultsClient,
+    ResultsServer,
+    keeping_of,
+)
+from potluck._core.cluster.code_store.package import Ask
+from potluck._core.cluster.home.node_state import AgentRecord, find_agent
+from potluck._core.cluster.jobs.history import JobHistory
+from potluck._core.cluster.links.local import call_agent
+from potluck._core.cluster.links.peers import Requests, T
+from potluck._core.cluster.trust.credentials import load_node_credentials
+from potluck._core.settings import Settings
+from potluck._core.transport import aio
+from potluck._core.wire import jobs, local, peers
+from potluck.errors import ConfigurationError, LinkError, PotluckError
+
+_ANSWER_S = 10.0
+
+
+class AgentLink:
+    """A command's connection to its agent, in use while ``listen`` runs. ``take`` gets the replies
+    that belong to none of its questions."""
+
+    def __init__(
+        self,
+        link: aio.MessageLink[local.Reply, local.Request],
+        take: Callable[[local.Reply], None] = lambda reply: None,
+    ) -> None:
+        self.link = link
+        self._take = take
+        self._requests = Requests()
+        self._waiting: list[tuple[type, asyncio.Future[Any]]] = []
+
+    async def ask_node(
+        self, node: str, request: peers.RequestContent, kind: type[T], *, timeout_s: float | None
+    ) -> T:
+        """The response of ``node``; errors as for ``Requests.ask``."""
+
+        def send(number: int) -> bool:
+            return self.link.send(local.ForwardedRequest(number, node, request))  # type: ignore[arg-type]
+
+        return await self._requests.ask(node, kind, send, timeout_s=timeout_s)
+
+    async def ask(self, request: local.Request, kind: type[Any]) -> Any:
+        """The agent's own reply, of type ``kind``. ConfigurationError with its reason if it
+        refuses, LinkError if it does not answer for 10 s."""
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.append((kind, future))
+        try:
+            self.link.send(request)
+            async with asyncio.timeout(_ANSWER_S):
+                reply = await future
+        except TimeoutError:
+            raise LinkError("this machine's agent did not answer") from None
+        finally:
+            self._waiting.remove((kind, future))
+        if isinstance(reply, local.CommandResult) and not reply.ok:
+            raise ConfigurationError(reply.text)
+        return reply
+
+    async def listen(self) -> None:
+        """Take replies until the agent has ended; then nothing more is answered."""
+        try:
+            while True:
+                self._received(await self.link.receive())
+        except LinkError as error:
+            text = f"this machine's agent has ended: {error}"
+            self._requests.lost(text)
+            for _, future in self._waiting:
+                if not future.done():
+                    future.set_exception(LinkError(text))
+
+    def _received(self, reply: local.Reply) -> None:
+        if isinstance(reply, local.ForwardedResponse):
+            self._requests.answered(reply.node, reply.number, reply.content)
+            return
+        for kind, future in self._waiting:
+            if isinstance(reply, kind | local.CommandResult) and not future.done():
+                future.set_result(reply)
+                return
+        self._take(reply)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A machine of the cluster, and what people call it."""
+
+    node: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Machines:
+    """The machines of the cluster, this one first; how to ask them about results; the history on
+    this machine. ``agent`` is this machine's; None if none runs."""
+
+    all: tuple[Machine, ...]
+    results: ResultsClient
+    history: JobHistory
+    agent: AgentLink | None = None
+
+    async def jobs(self, request: jobs.HistoryRequest) -> list[jobs.JobInfo]:
+        """What the histories of all machines have. A machine that does not answer has nothing."""
+        agent = self.agent
+        if agent is None:
+            return list((await self.history.answer(request)).jobs)
+
+        async def ask(machine: Machine) -> tuple[jobs.JobInfo, ...]:
+            try:
+                answer = await agent.ask_node(
+                    machine.node, request, jobs.History, timeout_s=_ANSWER_S
+                )
+            except PotluckError:
+                return ()
+            return answer.jobs
+
+        answers = await asyncio.gather(*map(ask, self.all))
+        return [each for answer in answers for each in answer]
+
+
+@asynccontextmanager
+async def reached(settings: Settings, agent: AgentRecord | None = None) -> AsyncIterator[Machines]:
+    """The machines of this machine's cluster. LinkError if its agent does not answer."""
+    history = JobHistory(settings.home)
+    agent = agent or find_agent(settings.home)
+    if agent is None:
+        me = load_node_credentials(settings).node_id
+        folders = JobFolders(
+            settings.home / "code_store" / "jobs",
+            keeping=keeping_of(settings),
+            on_note=lambda text: None,
+        )
+        server = ResultsServer(me, folders)
+        machine = Machine(me, settings.machine_name)
+        yield Machines((machine,), ResultsClient(asking_here(server, me)), history)
+        return
+    async with connected(settings, agent) as link:
+        reply = await link.ask(local.NodesRequest(), local.NodesReply)
+        yield Machines(_machines(reply), ResultsClient(link.ask_node), history, link)
+
+
+@asynccontextmanager
+async def connected(
+    settings: Settings,
+    agent: AgentRecord,
+    take: Callable[[local.Reply], None] = lambda reply: None,
+) -> AsyncIterator[AgentLink]:
+    """A connection to ``agent`` that listens; see ``AgentLink``. Errors as for ``call_agent``."""
+    link = await call_agent(settings, agent)
+    made = AgentLink(link, take)
+    listening = asyncio.create_task(made.listen())
+    try:
+        yield made
+    finally:
+        await stop(listening)
+        await link.close()
+
+
+def asking_here(server: ResultsServer, me: str) -> Ask:
+    """Asks ``server`` in this process, in the name of node ``me``."""
+
+    async def ask(
+        node: str, request: peers.RequestContent, kind: type[T], *, timeout_s: float | None
+    ) -> T:
+        answer: Any
+        try:
+            if isinstance(request, peers.PartRequest):
+                answer = server.part(me, request)
+            else:
+                assert isinstance(request, peers.ResultsRequest)
+                answer = await server.answer(me, request)
+        except (PotluckError, OSError) as error:
+            raise LinkError(str(error)) from error
+        assert isinstance(answer, kind)
+        return answer
+
+    return ask
+
+
+def _machines(reply: local.NodesReply) -> tuple[Machine, ...]:
+    names = [each.name for each in reply.nodes]
+    made = [
+        Machine(each.node, each.name if names.count(each.name) == 1 else _longer(each))
+        for each in sorted(reply.nodes, key=lambda each: (each.node != reply.node, each.name))
+    ]
+    return tuple(made)
+
+
+def _longer(info: local.NodeInfo) -> str:
+    return f"{info.name}-{info.node[:4]}"

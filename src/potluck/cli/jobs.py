@@ -1,0 +1,203 @@
+"""``potluck jobs`` and ``potluck wait``: what ran on the cluster, what runs, and how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from msgspec import structs
+
+from potluck.cli.terminal import console_on, date, print_json, say, table_of
+from potluck.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from potluck._core.cluster.jobs.summary import Summary
+    from potluck._core.cluster.past_jobs import KnownJob
+    from potluck._core.settings import Settings
+
+SCHEMA_VERSION = 1
+_SHOWN = 20
+
+Job = Annotated[
+    str, typer.Argument(metavar="JOB", help="The job: its id, or an unambiguous beginning of it.")
+]
+"""The job that several commands are about."""
+
+
+def jobs(
+    job: Annotated[
+        str | None,
+        typer.Argument(metavar="JOB", help="Only this job, with all that is known of it."),
+    ] = None,
+    all: Annotated[
+        bool, typer.Option("--all", "-a", help=f"All jobs, not only the newest {_SHOWN}.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
+) -> None:
+    """List the jobs of the cluster: what runs, what ran, and how it ended.
+
+    Works on every member, and asks all machines that are there. The end of a job is kept on the
+    machines that ran it, the one that started it, and on two at least: up to 256 jobs, 90 days.
+
+    A job is *placed* (its machines get ready), *running*, *ended* with its exit code, or *lost*: no
+    machine that is there runs it or knows its end.
+
+    With --json: {"version": 1, "jobs": [{"job", "state", "machine" (its starter's name), "starter",
+    "script", "started", "ended" (Unix times; 0: not yet), "seconds", "machines", "exit_code" (null:
+    not ended), "exits" ([worker, last exit code]), "commit", "package" (SHA-256 of the code),
+    "problem", "step"}]}; of a JOB also "summary", as `potluck run --json` writes it.
+    """
+    from potluck._core.settings import load_settings
+
+    settings = load_settings()
+    if job is not None:
+        found, summary = asyncio.run(_one(settings, job))
+        if json:
+            print_json({"version": SCHEMA_VERSION, "jobs": [_as_json(found, summary)]})
+        else:
+            _tell(found, summary)
+        return
+    listed = asyncio.run(_all(settings))
+    if json:
+        print_json({"version": SCHEMA_VERSION, "jobs": list(map(_as_json, listed))})
+    elif not listed:
+        say("No machine that is there knows a job. Start one with: potluck run --detach train.py")
+    else:
+        _show(listed if all else listed[:_SHOWN])
+        if len(listed) > _SHOWN and not all:
+            say(f"{len(listed) - _SHOWN} older jobs: potluck jobs --all")
+
+
+def wait(
+    job: Job,
+    timeout: Annotated[
+        float | None,
+        typer.Option(min=0, metavar="SECONDS", help="Wait no longer than this (exit code 2)."),
+    ] = None,
+) -> None:
+    """Wait until JOB is over; the exit code is the job's.
+
+    Works on every member, also when the job ended long ago. Exit code 2 with the reason if the end
+    can't be told. Ctrl-C ends the waiting, not the job.
+    """
+    from potluck._core.settings import load_settings
+
+    found, summary = asyncio.run(_end(load_settings(), job, timeout))
+    say(f"job {found.info.job} {_how(found)}")
+    for problem in summary.problems:
+        say(f"potluck: {problem}", err=True)
+    raise typer.Exit(summary.exit_code)
+
+
+async def _all(settings: Settings) -> list[KnownJob]:
+    from potluck._core.cluster.members import reached
+    from potluck._core.cluster.past_jobs import all_jobs
+
+    async with reached(settings) as machines:
+        return await all_jobs(machines)
+
+
+async def _one(settings: Settings, text: str) -> tuple[KnownJob, Summary | None]:
+    from potluck._core.cluster.members import reached
+    from potluck._core.cluster.past_jobs import find_job, summary_of
+
+    async with reached(settings) as machines:
+        found = await find_job(machines, text)
+        is_over = found.state == "ended"
+        return found, await summary_of(machines, found) if is_over else None
+
+
+async def _end(settings: Settings, text: str, timeout_s: float | None) -> tuple[KnownJob, Summary]:
+    from potluck._core.cluster.members import reached
+    from potluck._core.cluster.past_jobs import find_job, summary_of, wait_for
+
+    async with reached(settings) as machines:
+        found = await find_job(machines, text)
+        try:
+            async with asyncio.timeout(timeout_s):
+                found = await wait_for(machines, found)
+        except TimeoutError:
+            raise ConfigurationError(
+                f"job {found.info.job} still runs after {timeout_s:g} s; `potluck jobs "
+                f"{found.info.job}` shows how far it is"
+            ) from None
+        return found, await summary_of(machines, found)
+
+
+def _as_json(job: KnownJob, summary: Summary | None = None) -> dict[str, Any]:
+    told = structs.asdict(job.info)
+    del told["phase"], told["summary"]
+    told |= {
+        "state": job.state,
+        "package": job.info.package.hex(),
+        "step": None if job.status is None else job.status.step,
+    }
+    return told if summary is None else told | {"summary": summary}
+
+
+def _show(listed: list[KnownJob]) -> None:
+    table = table_of("job", "state", "who", "machines", "began", "took", "", right=("took",))
+    for each in listed:
+        info = each.info
+        table.add_row(
+            info.job,
+            _state(each),
+            info.machine,
+            ", ".join(info.machines),
+            date(info.started),
+            _took(each),
+            info.problem or ("" if each.status is None else f"step {max(each.status.step, 0):,}"),
+        )
+    console_on().print(table)
+
+
+def _state(job: KnownJob) -> str:
+    return f"ended {job.info.exit_code}" if job.state == "ended" else job.state
+
+
+def _took(job: KnownJob) -> str:
+    from potluck.cli.job_display import duration
+
+    if job.state == "ended":
+        return duration(job.info.seconds)
+    return "-" if job.is_over else duration(time.time() - job.info.started)
+
+
+def _how(job: KnownJob) -> str:
+    """What became of it so far, in words."""
+    if job.state == "ended":
+        when, took = date(job.info.ended), _took(job)
+        return f"ended with exit code {job.info.exit_code} on {when}, after {took}"
+    if job.state == "lost":
+        return "is lost: no machine that is there runs it or knows its end"
+    text = f"is {job.state} since {_took(job)}"
+    return text if job.status is None else f"{text}, at step {max(job.status.step, 0):,}"
+
+
+def _tell(job: KnownJob, summary: Summary | None) -> None:
+    info = job.info
+    say(f"{info.job}: {PurePosixPath(info.script).name}, started on {info.machine} {_how(job)}")
+    lines = {
+        "machines": ", ".join(info.machines),
+        "code": info.package.hex(),
+        "commit": info.commit,
+        "exit codes": ", ".join(
+            f"worker {worker}: {'none' if code is None else code}" for worker, code in info.exits
+        ),
+    }
+    if summary is not None:
+        lines["files"] = ", ".join(
+            f"{'?' if each.num_files is None else each.num_files} on {each.machine}"
+            for each in summary.written
+        )
+        lines |= {name.replace("_", " "): str(value) for name, value in summary.facts.items()}
+    for name, text in lines.items():
+        if text:
+            say(f"  {name}: {text}")
+    for problem in () if summary is None else summary.problems:
+        say(f"  problem: {problem}")
+    if summary is not None and summary.written:
+        say(f"  To bring the files here: potluck fetch {info.job}")
