@@ -28,7 +28,11 @@ import pytest
 
 import potluck
 from potluck._core import wire
-from potluck._core.cluster.code_store.package import PackageManifest, decode_manifest
+from potluck._core.cluster.content.package import (
+    PackageManifest,
+    check_manifest,
+    decode_description,
+)
 from potluck._core.transport.delegation import Delegation, decode_delegation
 from potluck._core.wire import broker, frames, services
 from potluck._core.wire.format import MessageFormat, decoded
@@ -72,6 +76,13 @@ def head(kind: Any) -> Callable[[bytes], Any]:
     return lambda data: decoded(decoder, data, "the head of a call")
 
 
+def described(manifest: bytes) -> object:
+    data = struct.pack("<I", len(manifest)) + manifest
+    package = decode_description(data, hashlib.sha256(manifest).digest())
+    check_manifest(package.manifest)
+    return package
+
+
 PARSERS = [
     Parser("payload", lambda data: unpack(data, WHOLE), None, WHOLE),
     *formats(),
@@ -81,7 +92,7 @@ PARSERS = [
     Parser("answer to a sandbox", broker.decode_answer, broker.Answer, broker.MAX_PACKET),
     Parser(
         "manifest of a package",
-        lambda data: decode_manifest(data, hashlib.sha256(data).digest()),
+        described,
         PackageManifest,
     ),
     Parser("log of a parameter server", server_log.decode, list[server_log.AnyEntry]),
@@ -412,7 +423,7 @@ ELSEWHERE = {
 SEARCHED = {
     "checkpoint/manifest.py",
     "checkpoint/state.py",
-    "cluster/code_store/package.py",
+    "cluster/content/package.py",
     "parameter_server/log.py",
     "services/channel.py",
     "transport/delegation.py",

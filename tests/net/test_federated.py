@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from potluck._core.cluster.code_store.package import unpacked_manifest
+from potluck._core.cluster.content.shelf import Shelf
 from support.commands import Command, potluck_command
 from support.machines import cluster_of, form
 from support.sniffer import Sniffer
@@ -87,10 +87,12 @@ def test_the_data_stays_where_it_is(tmp_path: Path) -> None:
         assert MARKER.decode() not in said
         assert MARKER not in out.read_bytes()
         for machine in machines:
-            packages = list((machine.home / "code_store" / "packages").iterdir())
-            sent = {file.path for each in packages for file in unpacked_manifest(each).files}
+            shelf = Shelf(machine.home / "content" / "code")
+            packages = [shelf.package(kept.package) for kept in shelf.packages()]
+            sent = {file.path for each in packages if each for file in each.manifest.files}
             assert sent == {"federated-server.py", "server.py", "client.py", "reading.py"}
-            stored = [path for path in (machine.home / "code_store").rglob("*") if path.is_file()]
+            folders = (machine.home / "code_store", machine.home / "content")
+            stored = [path for each in folders for path in each.rglob("*") if path.is_file()]
             code_files = [path for path in stored if path.suffix != ".log"]
             assert not any(MARKER in path.read_bytes() for path in code_files)
         logs = [

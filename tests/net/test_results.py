@@ -146,7 +146,7 @@ def test_a_fetch_whose_machine_dies_or_that_is_interrupted_leaves_nothing_half(
     out = tmp_path / "out"
 
     def is_under_way() -> bool:
-        parts = out.glob(".potluck-*/*")
+        parts = out.glob(".potluck-*/**/*")
         return any(path.stat().st_size > 1 << 20 for path in parts)
 
     with Network(2, rate="50mbit") as network, machines(network, tmp_path / "homes") as members:

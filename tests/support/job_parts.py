@@ -7,13 +7,13 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from potluck._core.cluster.code_store.job_folders import JobFolder
-from potluck._core.cluster.code_store.package import T
 from potluck._core.cluster.code_store.store import CodeStore
+from potluck._core.cluster.content.store import ContentStore
 from potluck._core.cluster.jobs.agent_parts import AgentParts
 from potluck._core.cluster.jobs.dispatcher import JobDispatcher
 from potluck._core.cluster.jobs.history import JobHistory
@@ -24,9 +24,11 @@ from potluck._core.cluster.sharing.confinement import Confinement
 from potluck._core.cluster.sharing.limits import Limits
 from potluck._core.cluster.topology.hardware import own_versions
 from potluck._core.types import MeasuredPath
-from potluck._core.wire import jobs, peers
+from potluck._core.wire import bulk, jobs, peers
 from potluck._core.wire.nodes import JobGroup, View, ViewMember
 from potluck.errors import LinkError
+
+T = TypeVar("T")
 
 ME, LEADER, EVE = "me", "leader", "eve"
 
@@ -64,7 +66,7 @@ class Machine:
 
     def __init__(self) -> None:
         self.view: View | None = None
-        self.sent: list[tuple[str, peers.PeerMessage | peers.RequestContent]] = []
+        self.sent: list[tuple[str, peers.PeerMessage | peers.RequestContent | bulk.Request]] = []
         self.events: list[events.Event] = []
         self.notes: list[str] = []
         self.on_linked: list[object] = []
@@ -98,8 +100,16 @@ class Machine:
         self.sent.append((node, message))
         return node not in self.unreachable
 
+    nodes = (LEADER, EVE)
+
+    def part_bytes(self, node: str) -> int:
+        return bulk.MAX_PART
+
+    def tell(self, node: str, message: bulk.Announce) -> None:
+        """Nobody fetches."""
+
     async def ask(
-        self, node: str, request: peers.RequestContent, kind: type[T], *, timeout_s: float | None
+        self, node: str, request: Any, kind: type[T], *, timeout_s: float | None = 10.0
     ) -> T:
         """No node answers."""
         self.sent.append((node, request))
@@ -188,7 +198,8 @@ def view(*nodes: str, epoch: int = 3, groups: tuple[JobGroup, ...] = ()) -> View
 def play(tmp_path: Path, story: Callable[[Machine, JobDispatcher, CodeStore], object]) -> Machine:
     async def run() -> Machine:
         machine = Machine()
-        code_store = CodeStore(tmp_path / "home", ME, machine.ask)
+        content = ContentStore(tmp_path / "home" / "content", ME, machine, on_note=machine.note)
+        code_store = CodeStore(tmp_path / "home", ME, content)
         all_jobs = JobDispatcher(machine.parts(), code_store)
         try:
             await story(machine, all_jobs, code_store)  # type: ignore[misc]

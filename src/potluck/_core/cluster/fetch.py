@@ -6,7 +6,6 @@ Other machines are asked by way of this machine's agent; without one, only what 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import re
 import secrets
 import shutil
@@ -17,8 +16,16 @@ from pathlib import Path, PurePosixPath
 from msgspec import structs
 
 from potluck._core.cluster.code_store.job_folders import CODE, OUTPUT, ResultsClient, is_result
-from potluck._core.cluster.code_store.package import PackageFile, PackageManifest
 from potluck._core.cluster.code_store.wording import size_in_words
+from potluck._core.cluster.content.download import Download
+from potluck._core.cluster.content.package import (
+    Content,
+    Package,
+    PackageFile,
+    PackageManifest,
+    scan,
+)
+from potluck._core.cluster.content.shelf import Shelf
 from potluck._core.cluster.members import Machine, Machines
 from potluck._core.wire.peers import JobFiles, Written
 from potluck.errors import ConfigurationError, LinkError, PotluckError, ProtocolError
@@ -133,7 +140,7 @@ async def fetch(
     what to do, if that would be needed, or if there is no room.
     """
     outcome = Outcome(missing=[_away(each) for each in found.machines if each.is_away])
-    sources: list[tuple[Holding, bytes, PackageManifest]] = []
+    sources: list[tuple[Holding, Package]] = []
     for each in found.here:
         if each.gone:
             outcome.missing.append(f"{each.machine}: {each.gone}")
@@ -143,17 +150,17 @@ async def fetch(
             results = await machines.results.ask(
                 each.node, "package", found.job, pattern, num_bytes=each.num_bytes or 0
             )
-            manifest = await machines.results.manifest(each.node, results.package)
-            check_results(manifest)
+            package = await machines.results.package(each.node, results.package)
+            check_results(package.manifest)
         except PotluckError as error:
             outcome.missing.append(f"{each.machine}: {error}")
             continue
         for name in results.left:
             outcome.missing.append(f"{each.machine}: {name} has a name that can't travel")
-        sources.append((each, results.package, manifest))
+        sources.append((each, package))
     places = await asyncio.to_thread(
         placed,
-        [(source.machine, manifest) for source, _, manifest in sources],
+        [(source.machine, package.manifest) for source, package in sources],
         lambda path, file: _has(folder / path, file),
         [*(each.name for each in machines.all), *(each.machine for each in found.machines)],
     )
@@ -206,7 +213,7 @@ def placed(
     for path, each in sorted(by_path.items()):
         unlike: dict[bytes, list[tuple[int, PackageFile]]] = {}
         for number, file in each:
-            unlike.setdefault(file.sha256, []).append((number, file))
+            unlike.setdefault(file.root, []).append((number, file))
         is_shared, plain = len(unlike) > 1, [path] if path not in folders else []
         for copies in unlike.values():
             number, file = copies[0]
@@ -268,12 +275,12 @@ def _has(target: Path, file: PackageFile) -> bool:
     if not target.is_file() or target.is_symlink() or target.stat().st_size != file.size:
         return False
     with target.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").digest() == file.sha256
+        return scan(opened)[0] == file.content
 
 
 async def _bring(
     client: ResultsClient,
-    sources: Sequence[tuple[Holding, bytes, PackageManifest]],
+    sources: Sequence[tuple[Holding, Package]],
     places: Sequence[Place],
     folder: Path,
     outcome: Outcome,
@@ -285,38 +292,55 @@ async def _bring(
     if not places:
         return
 
-    def count(num_bytes: int) -> None:
+    def count(num_bytes: int, node: str) -> None:
         nonlocal done
         done += num_bytes
         progress(done, total)
 
-    async def bring(node: str, package: bytes, file: PackageFile, path: Path) -> None:
-        digest = hashlib.sha256()
-        with path.open("xb") as opened:
-            async for part in client.parts(node, package, file):
-                digest.update(part)
-                opened.write(part)
-                count(len(part))
-        if digest.digest() != file.sha256:
-            raise ProtocolError("it was changed while it was being sent: fetch it again")
-
     async def bring_all(number: int) -> None:
-        source, package, _ = sources[number]
-        mine = [each for each in places if each.source == number]
-        for index, place in enumerate(mine):
-            try:
-                part = temporary / secrets.token_hex(8)
-                await bring(source.node, package, place.file, part)
+        source, package = sources[number]
+        shelf, changed = Shelf(temporary / str(number)), list[str]()
+        mine: dict[Content, list[Place]] = {}
+        for place in places:
+            if place.source == number:
+                mine.setdefault(place.file.content, []).append(place)
+        num_files = sum(map(len, mine.values()))
+
+        def put(content: Content) -> None:
+            """Into its places, at once: the machine may go away before the next file."""
+            *others, last = mine.pop(content)
+            for place in (*others, last):
                 target = folder / place.path
                 target.parent.mkdir(parents=True, exist_ok=True)
-                part.rename(target)
-            except (PotluckError, OSError) as error:
-                left = len(mine) - index
-                text = f"{left} of its {len(mine)} files are not here, from {place.path} on"
-                why = getattr(error, "strerror", None) or error
-                outcome.missing.append(f"{source.machine}: {text}: {why}")
-                return
-            outcome.files.append(Brought(place.path, source.machine, place.file.size))
+                whole = shelf.path_of(content)
+                if place is not last:
+                    whole = Path(shutil.copyfile(whole, temporary / secrets.token_hex(8)))
+                whole.rename(target)
+                outcome.files.append(Brought(place.path, source.machine, place.file.size))
+
+        download = Download(
+            client.members,
+            shelf,
+            "result",
+            package,
+            me="",
+            wanted=list(mine),
+            only=(source.node,),
+            on_progress=count,
+            on_whole=put,
+            on_liar=lambda node, text: changed.append(text),
+            patience_s=0.0,
+        )
+        try:
+            await download.look()
+            await download.run()
+        except (PotluckError, OSError) as error:
+            left = sorted(place.path for each in mine.values() for place in each)
+            text = f"{len(left)} of its {num_files} files are not here, from {left[0]} on"
+            why = getattr(error, "strerror", None) or error
+            if changed:
+                why = f"{changed[0]}; if it was changed while it was being sent, fetch it again"
+            outcome.missing.append(f"{source.machine}: {text}: {why}")
 
     try:
         try:

@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from potluck._core.background import stop
@@ -17,7 +18,7 @@ from potluck._core.cluster.code_store.job_folders import (
     ResultsServer,
     keeping_of,
 )
-from potluck._core.cluster.code_store.package import Ask
+from potluck._core.cluster.content.store import ContentStore
 from potluck._core.cluster.home.node_state import AgentRecord, find_agent
 from potluck._core.cluster.jobs.history import JobHistory
 from potluck._core.cluster.links.local import call_agent
@@ -25,10 +26,12 @@ from potluck._core.cluster.links.peers import Requests, T
 from potluck._core.cluster.trust.credentials import load_node_credentials
 from potluck._core.settings import Settings
 from potluck._core.transport import aio
-from potluck._core.wire import jobs, local, peers
+from potluck._core.wire import bulk, jobs, local, peers
 from potluck.errors import ConfigurationError, LinkError, PotluckError
 
 _ANSWER_S = 10.0
+_MAX_OPEN = 8
+"""Requests for files that the agent forwards at one time, so that it does not hold many parts."""
 
 
 class AgentLink:
@@ -46,12 +49,12 @@ class AgentLink:
         self._waiting: list[tuple[type, asyncio.Future[Any]]] = []
 
     async def ask_node(
-        self, node: str, request: peers.RequestContent, kind: type[T], *, timeout_s: float | None
+        self, node: str, request: local.Forwarded, kind: type[T], *, timeout_s: float | None
     ) -> T:
         """The response of ``node``; errors as for ``Requests.ask``."""
 
         def send(number: int) -> bool:
-            return self.link.send(local.ForwardedRequest(number, node, request))  # type: ignore[arg-type]
+            return self.link.send(local.ForwardedRequest(number, node, request))
 
         return await self._requests.ask(node, kind, send, timeout_s=timeout_s)
 
@@ -144,13 +147,13 @@ async def reached(settings: Settings, agent: AgentRecord | None = None) -> Async
             keeping=keeping_of(settings),
             on_note=lambda text: None,
         )
-        server = ResultsServer(me, folders)
         machine = Machine(me, settings.machine_name)
-        yield Machines((machine,), ResultsClient(asking_here(server, me)), history)
+        yield Machines((machine,), results_here(settings.home, folders, me), history)
         return
     async with connected(settings, agent) as link:
         reply = await link.ask(local.NodesRequest(), local.NodesReply)
-        yield Machines(_machines(reply), ResultsClient(link.ask_node), history, link)
+        results = ResultsClient(link.ask_node, AskedByName(link.ask_node))
+        yield Machines(_machines(reply), results, history, link)
 
 
 @asynccontextmanager
@@ -170,25 +173,44 @@ async def connected(
         await link.close()
 
 
-def asking_here(server: ResultsServer, me: str) -> Ask:
-    """Asks ``server`` in this process, in the name of node ``me``."""
+def results_here(home: Path, folders: JobFolders, me: str) -> ResultsClient:
+    """Asks about ``folders`` in this process, in the name of node ``me``."""
 
-    async def ask(
-        node: str, request: peers.RequestContent, kind: type[T], *, timeout_s: float | None
-    ) -> T:
-        answer: Any
+    async def ask(node: str, request: Any, kind: type[T], *, timeout_s: float | None) -> T:
+        answer = server.answer if isinstance(request, peers.ResultsRequest) else content.answer
         try:
-            if isinstance(request, peers.PartRequest):
-                answer = server.part(me, request)
-            else:
-                assert isinstance(request, peers.ResultsRequest)
-                answer = await server.answer(me, request)
+            found: Any = await answer(me, request)
         except (PotluckError, OSError) as error:
             raise LinkError(str(error)) from error
-        assert isinstance(answer, kind)
-        return answer
+        assert isinstance(found, kind)
+        return found
 
-    return ask
+    members = AskedByName(ask)
+    content = ContentStore(home / "content", me, members, on_note=lambda text: None)
+    server = ResultsServer(me, folders, content)
+    return ResultsClient(ask, members)
+
+
+class AskedByName:
+    """Machines as ``Members`` of a fetch that names those to ask, by ``ask``."""
+
+    def __init__(self, ask: Callable[..., Any]) -> None:
+        self.nodes = ()
+        self._ask = ask
+        self._room = asyncio.Semaphore(_MAX_OPEN)
+
+    async def ask(self, node: str, request: bulk.Request, kind: type[T]) -> T:
+        """The response of ``node``; errors as for ``ask``."""
+        async with self._room:
+            found: T = await self._ask(node, request, kind, timeout_s=None)
+            return found
+
+    def part_bytes(self, node: str) -> int:
+        """The agent sees to the pace."""
+        return bulk.MAX_PART
+
+    def tell(self, node: str, message: bulk.Announce) -> None:
+        """No machine fetches what this process has."""
 
 
 def _machines(reply: local.NodesReply) -> tuple[Machine, ...]:

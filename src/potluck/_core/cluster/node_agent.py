@@ -17,6 +17,7 @@ from potluck._core.background import Tasks
 from potluck._core.cluster.admission_exchange import AdmissionExchange
 from potluck._core.cluster.code_store.job_folders import keeping_of
 from potluck._core.cluster.code_store.store import CodeStore
+from potluck._core.cluster.content.store import ContentStore
 from potluck._core.cluster.control_plane import ControlPlane
 from potluck._core.cluster.discovery.advert import new_instance
 from potluck._core.cluster.discovery.finder import Finder, Presence, running_finders
@@ -27,7 +28,8 @@ from potluck._core.cluster.jobs.history import JobHistory
 from potluck._core.cluster.jobs.ledger import JobLedger, Vouching
 from potluck._core.cluster.jobs.log import JobLog
 from potluck._core.cluster.jobs.process import launcher_of
-from potluck._core.cluster.links import relay
+from potluck._core.cluster.links import bulk, relay
+from potluck._core.cluster.links.bulk import BulkLinks
 from potluck._core.cluster.links.local import CLIENT, Client, Commands
 from potluck._core.cluster.links.peers import KIND, PeerLinks
 from potluck._core.cluster.links.relay import Relays
@@ -56,6 +58,7 @@ from potluck._core.transport import aio
 from potluck._core.transport.listener import is_port_taken
 from potluck._core.wire import jobs as wire_jobs
 from potluck._core.wire import local, peers
+from potluck._core.wire.bulk import DescriptionRequest, Holding, HoldingRequest, Part, PartRequest
 from potluck._core.wire.greeting import WORKER, Hello, Refusal
 from potluck.errors import ConfigurationError, PotluckError
 
@@ -63,9 +66,11 @@ _MAX_EVENTS = 20
 _OF_THIS_MACHINE = (CLIENT, WORKER)
 """Kinds of connections that only this node's own identity may make."""
 
-_FORWARDED: dict[type, type[peers.ResponseContent]] = {
+_FORWARDED: dict[type, type] = {
     peers.ResultsRequest: peers.Results,
-    peers.PartRequest: peers.PackagePart,
+    DescriptionRequest: Part,
+    HoldingRequest: Holding,
+    PartRequest: Part,
     wire_jobs.HistoryRequest: wire_jobs.History,
 }
 """The response to each request that a command may have forwarded."""
@@ -82,6 +87,7 @@ class _Members:
         self.links = PeerLinks(
             agent.credentials, agent.introduction, bind=agent.bind, on_broken=agent.fail
         )
+        self.bulk = BulkLinks(agent.credentials, self.links)
         self.links.on_linked.append(agent.met)  # the parts after it use the new node's name
         self.protocol = MembershipProtocol(agent.me, state.incarnation, state.record, now)
         self.plane = ControlPlane(
@@ -102,6 +108,7 @@ class _Members:
     async def close(self) -> None:
         await self.exchange.close()
         await self.plane.close()
+        await self.bulk.close()
         await self.links.close()
 
 
@@ -131,11 +138,14 @@ class _Machine:
             objects_to=agent.admissions.objects_to,
             on_note=agent.note,
         )
-        # Served to every linked node: a new member may ask before this node knows that it is one.
-        self.code_store = CodeStore(
-            settings.home, agent.me, links.ask, keeping=keeping_of(settings), on_note=agent.note
+        self.content = ContentStore(
+            settings.home / "content", agent.me, members.bulk, on_note=agent.note
         )
-        links.on_request(peers.PartRequest | peers.ResultsRequest, self.code_store.answer)
+        members.bulk.answer, members.bulk.told = self.content.answer, self.content.told
+        self.code_store = CodeStore(
+            settings.home, agent.me, self.content, keeping=keeping_of(settings), on_note=agent.note
+        )
+        links.on_request(peers.ResultsRequest, self.code_store.answer)
         self.worker_homes = WorkerHomes(
             settings.home,
             agent.key,
@@ -196,6 +206,7 @@ class _Jobs:
             self.dispatcher.is_elastic,
             on_broken=agent.fail,
         )
+        members.bulk.reach = partial(self.relays.reach, for_files=True)
 
     async def close(self) -> None:
         await self.dispatcher.close()
@@ -304,6 +315,7 @@ class NodeAgent:
         machine = _Machine(self, members, commands)
         jobs = _Jobs(self, members, machine, commands)
         self.links, self.plane, self.exchange = members.links, members.plane, members.exchange
+        self._bulk = members.bulk
         self.offers, self._code_store = machine.offers, machine.code_store
         self.jobs = jobs.dispatcher
         self.report = Report(
@@ -314,6 +326,7 @@ class NodeAgent:
         if not self.is_private:
             self._callers |= {
                 KIND: self.links.greeted,
+                bulk.KIND: members.bulk.greeted,
                 measure.KIND: machine.surveyor.greeted,
                 relay.KIND: jobs.relays.greeted,
             }
@@ -351,6 +364,7 @@ class NodeAgent:
     def barred(self, nodes: frozenset[str], new: frozenset[str]) -> None:
         """``nodes`` are out of the cluster, those in ``new`` since now."""
         self.plane.bar(nodes)
+        self._bulk.drop(nodes, "it is out of the cluster")
         self.jobs.barred(nodes)
         self._tasks.start(
             self.offers.barred([node for node in new if self.admissions.entry(node) is not None])
@@ -389,9 +403,11 @@ class NodeAgent:
         node, content = request.node, request.content
         response: Any
         try:
-            response = await self.links.ask(
-                node, content, _FORWARDED[type(content)], timeout_s=None
-            )
+            kind = _FORWARDED[type(content)]
+            if isinstance(content, DescriptionRequest | HoldingRequest | PartRequest):
+                response = await self._bulk.ask(node, content, kind)
+            else:
+                response = await self.links.ask(node, content, kind, timeout_s=None)
         except PotluckError as error:
             response = peers.Failure(str(error)[:4096])
         return local.ForwardedResponse(request.number, node, response)

@@ -50,7 +50,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     (a command of the same machine). To either: ``measure`` (one measurement of the path).
     ``engine`` is the engine of the client, ``site`` where its machine stands (``rendezvous`` and
     ``join`` only). ``relay``, to an agent: it is to pass this connection on to the agent of
-    ``target``; ``via`` is the node that passes a ``node`` connection on.
+    ``target``, with which it is ``for_files`` or for messages; ``via`` is the node that passes a
+    ``node`` connection on. ``bulk``: between agents, for files.
     """
 
     kind: str
@@ -68,6 +69,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     target: Name = ""
     via: Name = ""
     site: Site = ""
+    for_files: bool = False
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):

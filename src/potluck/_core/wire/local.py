@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from potluck._core.types import Site
+from potluck._core.wire.bulk import DescriptionRequest, Holding, HoldingRequest, Part, PartRequest
 from potluck._core.wire.facts import MAX_LINKS, LinkFacts
 from potluck._core.wire.format import MachineName, MessageFormat, Name, Text
 from potluck._core.wire.jobs import (
@@ -22,8 +23,6 @@ from potluck._core.wire.jobs import (
 from potluck._core.wire.nodes import MAX_NODES, Count
 from potluck._core.wire.peers import (
     Failure,
-    PackagePart,
-    PartRequest,
     Results,
     ResultsRequest,
     Served,
@@ -170,13 +169,16 @@ class NodesReply(msgspec.Struct, frozen=True, tag=True):
     is_open: bool = False
 
 
+Forwarded = ResultsRequest | DescriptionRequest | HoldingRequest | PartRequest | HistoryRequest
+
+
 class ForwardedRequest(msgspec.Struct, frozen=True, tag=True):
-    """A request about results or jobs for the agent to forward to ``node``, which may be this one;
-    answered with ForwardedResponse of the same ``number``."""
+    """A request about results or jobs, or for results' files, for the agent to forward to ``node``,
+    which may be this one; answered with ForwardedResponse of the same ``number``."""
 
     number: Count
     node: Name
-    content: ResultsRequest | PartRequest | HistoryRequest
+    content: Forwarded
 
 
 class ForwardedResponse(msgspec.Struct, frozen=True, tag=True):
@@ -184,7 +186,7 @@ class ForwardedResponse(msgspec.Struct, frozen=True, tag=True):
 
     number: Count
     node: Name
-    content: Results | PackagePart | History | Failure
+    content: Results | Part | Holding | History | Failure
 
 
 class CommandResult(msgspec.Struct, frozen=True, tag=True):

@@ -3,11 +3,10 @@
 Each message is a tagged msgpack struct with a little-endian u32 length in front, of at most
 ``MAX_MESSAGE`` (1 MiB), which is checked before memory is allocated. Messages of the membership
 protocol are in ``nodes.py``, about jobs in ``jobs.py``, about nodes and links in ``facts.py``,
-about admitted keys in ``admissions.py``. This file has introductions, code packages, and the
-messages
+about admitted keys in ``admissions.py``. This file has introductions and the messages
 
-- about the files that a job's workers wrote, also with commands. A node's results of one job travel
-  as a code package does (``PartRequest``, ``PackagePart``), whose name is asked for first;
+- about the files that a job's workers wrote, also with commands. The files themselves are a package
+  (``bulk.py``), whose name is asked for first;
 - about the services of programs outside of jobs. They are not broadcast: an agent asks the others
   when a program of its machine looks for a service;
 - in which an agent tells the others whose jobs its machine runs.
@@ -25,7 +24,7 @@ import msgspec
 from potluck._core.printable import MAX_NAME, PRINTABLE
 from potluck._core.wire.admissions import AdmissionMessage, Key
 from potluck._core.wire.facts import Facts, Measured
-from potluck._core.wire.format import Digest, MachineName, MessageFormat, Name, Text, Versions
+from potluck._core.wire.format import MachineName, MessageFormat, Name, Text, Versions
 from potluck._core.wire.jobs import (
     History,
     HistoryQuestion,
@@ -138,10 +137,6 @@ class Written(msgspec.Struct, frozen=True):
 
 
 MAX_MESSAGE = 1 << 20
-MAX_PART = 256 * 1024
-MAX_FILES = 20_000
-
-Offset = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
 
 
 class Introduction(msgspec.Struct, frozen=True, tag=True):
@@ -155,20 +150,8 @@ class Introduction(msgspec.Struct, frozen=True, tag=True):
     versions: Versions
 
 
-class PartRequest(msgspec.Struct, frozen=True, tag=True):
-    """A request for a part, from ``offset``, of the file of ``package`` with the SHA-256 ``file``;
-    of the package's manifest if ``file`` is empty. Answered with PackagePart."""
-
-    package: Digest
-    file: Annotated[bytes, msgspec.Meta(max_length=32)]
-    offset: Offset
-
-
-class PackagePart(msgspec.Struct, frozen=True, tag=True):
-    """Bytes of a manifest or a file, from the requested offset; ``size`` is its total size."""
-
-    size: Offset
-    data: Annotated[bytes, msgspec.Meta(max_length=MAX_PART)]
+class BulkCall(msgspec.Struct, frozen=True, tag=True):
+    """The sender can't call the receiver, which is to make the bulk connection between them."""
 
 
 class Failure(msgspec.Struct, frozen=True, tag=True):
@@ -177,10 +160,8 @@ class Failure(msgspec.Struct, frozen=True, tag=True):
     reason: Text
 
 
-RequestContent = (
-    PartRequest | ResultsRequest | NodeServicesRequest | JobRunsRequest | HistoryQuestion
-)
-ResponseContent = PackagePart | Results | NodeServices | JobRuns | History | Kept | Failure
+RequestContent = ResultsRequest | NodeServicesRequest | JobRunsRequest | HistoryQuestion
+ResponseContent = Results | NodeServices | JobRuns | History | Kept | Failure
 
 
 class Request(msgspec.Struct, frozen=True, tag=True):
@@ -205,6 +186,7 @@ PeerMessage = (
     | Facts
     | Measured
     | Offer
+    | BulkCall
     | Request
     | Response
 )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,19 +19,26 @@ from potluck._core.cluster.code_store.job_folders import (
     Keeping,
     Record,
 )
-from potluck._core.cluster.code_store.package import open_below
+from potluck._core.cluster.content.package import open_below
 from potluck.errors import ConfigurationError
 
 ADA = "a1" * 32
 
 
+Code = Callable[[Path], None]
+
+
 @pytest.fixture
-def code(tmp_path: Path) -> Path:
+def code(tmp_path: Path) -> Code:
     folder = tmp_path / "package"
     (folder / "data").mkdir(parents=True)
     (folder / "train.py").write_text("print('hello')")
     (folder / "data" / "in.txt").write_text("data")
-    return folder
+
+    def fill(target: Path) -> None:
+        shutil.copytree(folder, target)
+
+    return fill
 
 
 def folders_at(tmp_path: Path, notes: list[str] | None = None, **keeping: float) -> JobFolders:
@@ -38,7 +47,7 @@ def folders_at(tmp_path: Path, notes: list[str] | None = None, **keeping: float)
     return JobFolders(tmp_path / "jobs", keeping=kept, on_note=says)
 
 
-def run(folders: JobFolders, job: str, code: Path | None, *wrote: str) -> JobFolder:
+def run(folders: JobFolders, job: str, code: Code | None, *wrote: str) -> JobFolder:
     """A job that writes 1,000 bytes into each of these files of its output, and ends."""
     folder = folders.open(Record(job, ADA, "ab" * 32 if code else ""), code)
     for name in wrote:
@@ -51,7 +60,7 @@ def paths(folder: JobFolder) -> list[str]:
     return [each.path for each in folder.results()]
 
 
-def test_the_working_directory_is_there_and_nowhere_else(tmp_path: Path, code: Path) -> None:
+def test_the_working_directory_is_there_and_nowhere_else(tmp_path: Path, code: Code) -> None:
     folders = folders_at(tmp_path)
     folder = folders.open(Record("sweep", ADA, "ab" * 32, below="runs/a"), code)
     assert (folder.code / "runs" / "a").is_dir()
@@ -67,7 +76,7 @@ def test_the_working_directory_is_there_and_nowhere_else(tmp_path: Path, code: P
     assert set(tmp_path.rglob("*")) == before
 
 
-def test_results_are_the_files_that_the_package_did_not_bring(tmp_path: Path, code: Path) -> None:
+def test_results_are_the_files_that_the_package_did_not_bring(tmp_path: Path, code: Code) -> None:
     folders = folders_at(tmp_path)
     folder = folders.open(Record("sweep", ADA, "ab" * 32), code)
     assert paths(folder) == []
@@ -84,8 +93,8 @@ def test_results_are_the_files_that_the_package_did_not_bring(tmp_path: Path, co
     os.mkfifo(folder.output / "pipe")
     assert paths(folder) == ["code/data/in.txt", "code/results/old", "output/a:b"]
     os.replace(folder.output / "a:b", folder.output / "line\nfeed")
-    manifest, left = folder.manifest(lambda path: "in.txt" not in path)
-    assert [file.path for file in manifest.files] == ["code/results/old"]
+    package, left = folder.package(lambda path: "in.txt" not in path)
+    assert [file.path for file in package.manifest.files] == ["code/results/old"]
     assert left == [ascii("output/line\nfeed")]
     folders.close(folder)
 
@@ -111,7 +120,7 @@ def test_a_link_in_the_place_of_a_result_is_not_followed(tmp_path: Path, where: 
         pass
 
 
-def test_folders_with_results_outlive_any_number_of_jobs(tmp_path: Path, code: Path) -> None:
+def test_folders_with_results_outlive_any_number_of_jobs(tmp_path: Path, code: Code) -> None:
     folders = folders_at(tmp_path)
     kept = run(folders, "sweep", code, "model.pt")
     for number in range(KEPT_JOBS + 3):
@@ -122,7 +131,7 @@ def test_folders_with_results_outlive_any_number_of_jobs(tmp_path: Path, code: P
     assert len(others) == KEPT_JOBS, "for a look at what ran; of local jobs none"
 
 
-def test_results_are_deleted_after_days_and_that_is_said(tmp_path: Path, code: Path) -> None:
+def test_results_are_deleted_after_days_and_that_is_said(tmp_path: Path, code: Code) -> None:
     notes: list[str] = []
     folders = folders_at(tmp_path, notes)
     folder = run(folders, "sweep", code, "model.pt")
@@ -141,7 +150,7 @@ def test_results_are_deleted_after_days_and_that_is_said(tmp_path: Path, code: P
 
 
 def test_over_the_quota_the_oldest_go_first_never_the_newest_and_never_silently(
-    tmp_path: Path, code: Path
+    tmp_path: Path, code: Code
 ) -> None:
     notes: list[str] = []
     folders = folders_at(tmp_path, notes, num_bytes=2500)
@@ -186,7 +195,7 @@ def test_the_folder_of_a_job_that_runs_is_not_deleted_by_another_process(tmp_pat
         assert not path.exists(), "it left nothing"
 
 
-def test_a_folder_belongs_to_package_starter_and_job(tmp_path: Path, code: Path) -> None:
+def test_a_folder_belongs_to_package_starter_and_job(tmp_path: Path, code: Code) -> None:
     folders = folders_at(tmp_path)
     records = [
         Record("job", ADA, "ab" * 32),

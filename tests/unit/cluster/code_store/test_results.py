@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from potluck._core.cluster.code_store.job_folders import (
@@ -18,19 +19,21 @@ from potluck._core.cluster.code_store.job_folders import (
     ResultsServer,
     is_wanted,
 )
-from potluck._core.cluster.code_store.package import (
+from potluck._core.cluster.content.download import packed
+from potluck._core.cluster.content.package import (
+    Content,
+    Package,
     PackageFile,
     PackageManifest,
-    encode_manifest,
-    fetch_whole,
+    root_of,
 )
 from potluck._core.cluster.fetch import Found, Holding, check_results, fetch, placed
 from potluck._core.cluster.jobs.history import JobHistory
 from potluck._core.cluster.members import Machine, Machines
-from potluck._core.wire import peers
+from potluck._core.wire import bulk, peers
 from potluck._core.wire.peers import JobFiles, Results, ResultsRequest
 from potluck.errors import ConfigurationError, LinkError, ProtocolError
-from support.requests import asking
+from support.requests import Nodes, asking
 
 ADA, BOB, EVE = "a1" * 32, "b2" * 32, "e5" * 32
 
@@ -40,14 +43,22 @@ class Wire:
 
     def __init__(self, root: Path, who: str = ADA) -> None:
         self.folders = JobFolders(root / "jobs", on_note=lambda text: None)
-        self.server = ResultsServer(BOB, self.folders)
-        self.client = ResultsClient(asking(self._answer, who))
+        self.nodes = Nodes()
+        self.content = self.nodes.store(root / "content", BOB)
+        self.server = ResultsServer(BOB, self.folders, self.content)
         self.who = who
 
+    @property
+    def client(self) -> ResultsClient:
+        return ResultsClient(asking(self._answer, self.who), self.nodes.seen_by(self.who))
+
     def _answer(self, node: str, request: Any) -> Any:
-        if isinstance(request, peers.PartRequest):
-            return self.server.part(self.who, request)
         return self.server.answer(self.who, request)
+
+    async def content_of(self, package: Package) -> bytes:
+        count = package.num_bytes
+        request = bulk.PartRequest("result", package.name, 0, count)
+        return (await self.client.members.ask(BOB, request, bulk.Part)).data
 
     def ran(self, job: str, *, keeps_files: bool = False, **files: str) -> None:
         record = Record(job, ADA, keeps_files=keeps_files)
@@ -73,16 +84,20 @@ def test_only_the_starter_and_the_machine_itself_are_told_of_results(tmp_path: P
         wire.who = ADA
         with pytest.raises(LinkError, match="there are no files of job 'federated'"):
             await wire.client.ask(BOB, "package", "federated")
-        package = (await wire.client.ask(BOB, "package", "sweep")).package
-        [file] = (await wire.client.manifest(BOB, package)).files
-        wire.who = EVE  # who knows both names
-        for name in (b"", file.sha256):
-            with pytest.raises(LinkError, match="no such package"):
-                await fetch_whole(wire.client._ask, BOB, package, name, 1000)
+        name = (await wire.client.ask(BOB, "package", "sweep")).package
+        package = await wire.client.package(BOB, name)
+        wire.who = EVE  # who knows the name
+        with pytest.raises(LinkError, match="no such package"):
+            await wire.client.package(BOB, name)
+        with pytest.raises(LinkError, match="no such package"):
+            await wire.content_of(package)
+        holding = await wire.client.members.ask(
+            BOB, bulk.HoldingRequest("result", name), bulk.Holding
+        )
+        assert holding == bulk.Holding(), "as if there were none"
         await wire.client.ask(BOB, "remove", "sweep")
         wire.who = ADA
-        content = await fetch_whole(wire.client._ask, BOB, package, file.sha256, 7)
-        assert content == b"weights"
+        assert await wire.content_of(package) == b"weights"
         await wire.client.ask(BOB, "remove", "sweep")
         assert (await wire.client.ask(BOB, "list")).jobs == ()
 
@@ -126,15 +141,27 @@ class Hostile:
     """A machine that answers with this manifest, and with ``content`` for every file."""
 
     def __init__(self, files: tuple[PackageFile, ...], content: bytes) -> None:
-        self.data, self.package = encode_manifest(PackageManifest(files))
+        lists = {file.content: hashes_of(file.size) for file in files}
+        self.package = Package(PackageManifest(files), lists)
         self.content = content
-        self.client = ResultsClient(asking(self.answer, ADA))
+        nodes = Nodes()
+        nodes.answers[BOB] = self.serve
+        self.client = ResultsClient(asking(self.answer, ADA), nodes.seen_by(ADA))
 
-    def answer(self, node: str, request: Any) -> peers.ResponseContent:
-        if isinstance(request, ResultsRequest):
-            return Results(package=self.package)
-        data = self.content if request.file else self.data
-        return peers.PackagePart(len(data), data)
+    def answer(self, node: str, request: ResultsRequest) -> peers.ResponseContent:
+        return Results(package=self.package.name)
+
+    async def serve(self, node: str, request: bulk.Request) -> bulk.Response:
+        if isinstance(request, bulk.HoldingRequest):
+            return bulk.Holding(packed(np.ones(len(self.package.hashes), bool)))
+        if isinstance(request, bulk.PartRequest):
+            return bulk.Part(len(self.content), self.content)
+        data = self.package.description
+        return bulk.Part(len(data), data[request.offset : request.offset + bulk.MAX_PART])
+
+
+def hashes_of(size: int) -> list[bytes]:
+    return [digest(b"x")] * Content(b"", size).num_chunks
 
 
 def digest(content: bytes) -> bytes:
@@ -201,7 +228,8 @@ def test_what_can_not_fit_or_would_go_through_a_link_is_refused_before_anything_
             ("output/elsewhere/a", 1, "is a link"),
             ("output/a", 1 << 39, "has room for"),
         ):
-            bob = Hostile((PackageFile(path, size, digest(b"x")),), b"x")
+            root = root_of(size, hashes_of(size))
+            bob = Hostile((PackageFile(path, size, root),), b"x")
             machines = Machines((Machine(BOB, "bob"),), bob.client, JobHistory(tmp_path / "home"))
             files = JobFiles("job", ADA, "", 0.0, 1, size)
             found = Found("job", "", 0.0, [held(files)])
@@ -268,7 +296,7 @@ def test_a_node_that_asks_without_end_is_refused_and_others_are_answered(tmp_pat
     async def story() -> None:
         wire = Wire(tmp_path)
         wire.ran("sweep", model="weights")
-        server, request = ResultsServer(BOB, wire.folders), ResultsRequest("list")
+        server, request = wire.server, ResultsRequest("list")
         asked = [server.answer(ADA, request) for _ in range(10_000)]
         *found, of_bob = await asyncio.gather(
             *asked, server.answer(BOB, request), return_exceptions=True
@@ -301,14 +329,14 @@ def test_each_content_is_brought_once_whichever_machines_are_there_at_each_fetch
         there = visit.split()
         places = placed(
             [(name, manifest(model=wrote[name])) for name in there],
-            lambda path, file: folder.get(path) == file.sha256,
+            lambda path, file: folder.get(path) == file.root,
             list(wrote),
         )
         for place in places:
-            assert folder.setdefault(place.path, place.file.sha256) == place.file.sha256
+            assert folder.setdefault(place.path, place.file.root) == place.file.root
             is_unnamed = place.path == "model" and len(places) > 1
             assert place.is_unnamed is is_unnamed
-        assert {place.file.sha256 for place in places} == {digest(wrote[name]) for name in there}
+        assert {place.file.root for place in places} == {digest(wrote[name]) for name in there}
     assert len(folder) == 2, folder
     assert sorted(folder.values()) == sorted([digest(b"1"), digest(b"2")])
 

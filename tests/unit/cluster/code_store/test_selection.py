@@ -341,7 +341,7 @@ def test_a_script_that_travels_is_none_to_refuse(folder: Path, home: Path, scrip
 def test_a_folder_that_is_too_large_names_what_makes_it_so(
     folder: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(selecting, "MAX_BYTES", 20)
+    monkeypatch.setattr(selecting, "MAX_CODE_BYTES", 20)
     with pytest.raises(ConfigurationError, match=r"The largest: .*train\.py.* --root DIR names"):
         select(folder, home)
     monkeypatch.setattr(selecting, "MAX_FILES", 3)

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from potluck._core.cluster.code_store.job_folders import Record
-from potluck._core.cluster.code_store.package import Ask
 from potluck._core.cluster.code_store.store import CodeStore
 from potluck.errors import ConfigurationError
-from support.requests import asking, nobody
+from support.requests import Nodes
 
 
 @contextlib.contextmanager
@@ -41,15 +40,14 @@ def folder(tmp_path: Path) -> Path:
 ADA, BOB, CARL = "a1" * 32, "b2" * 32, "c3" * 32
 
 
-def store_at(home: Path, me: str = ADA, ask: Ask = nobody) -> CodeStore:
-    return CodeStore(home, me, ask)
+def store_at(home: Path, me: str = ADA, nodes: Nodes | None = None) -> CodeStore:
+    return CodeStore(home, me, (nodes or Nodes()).store(home / "content", me))
 
 
 def linked_stores(root: Path) -> tuple[CodeStore, CodeStore]:
     """The stores of bob and ada, each of which asks the other one."""
-    bob = store_at(root / "bob", BOB, asking(lambda node, request: ada.answer(node, request), BOB))
-    ada = store_at(root / "ada", ADA, asking(bob.answer, ADA))
-    return bob, ada
+    nodes = Nodes()
+    return store_at(root / "bob", BOB, nodes), store_at(root / "ada", ADA, nodes)
 
 
 def everything(root: Path) -> set[Path]:
@@ -63,7 +61,7 @@ def test_no_room_for_a_folder_is_said_with_what_to_do_and_leaves_nothing_half(
     with files_of_at_most(50_000), pytest.raises(ConfigurationError) as caught:
         asyncio.run(store.take_in(folder, "train.py", ()))
     assert str(caught.value) == (
-        f"the script's folder can't be kept in {tmp_path}/home/code_store: File too large. Make "
+        f"the script's folder can't be kept in {tmp_path}/home: File too large. Make "
         "room there, or set POTLUCK_HOME to a directory on another disk"
     )
     assert all(path.stat().st_size < 200 for path in everything(tmp_path / "home"))
@@ -93,7 +91,7 @@ def test_the_packages_of_a_node_are_deleted_and_no_others(tmp_path: Path, folder
         both, _ = await bob.take_in(tmp_path / "both", "train.py", ())
         own, _ = await ada.take_in(folder, "train.py", ())
         for package, origin in ((bobs, BOB), (both, BOB), (both, CARL)):
-            await ada.fetch(BOB, package, origin)
+            await ada.fetch(package, origin)
         for package, job in ((bobs, "bobs-job"), (own, "adas-job")):
             ada.close(ada.open(Record(job, BOB, package.hex())))
 

@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from potluck._core.cluster.code_store.store import CodeStore
+from potluck._core.cluster.content.package import Content
+from potluck._core.cluster.content.store import Terms
 from potluck._core.cluster.home.keyfile import check_private, make_private
 from potluck._core.cluster.home.node_state import NodeState, PrivateState
 from potluck._core.cluster.trust.credentials import load_or_create_identity
 from potluck._core.cluster.trust.known_nodes import KnownNodes
 from potluck._core.cluster.trust.secret import load_or_create_secret
 from potluck.errors import IdentityError
-from support.requests import nobody
+from support.requests import Nodes
 
 
 def run_alone(home: Path) -> None:
@@ -29,8 +30,9 @@ def run_alone(home: Path) -> None:
 
 
 def fetch(home: Path) -> None:
-    store = CodeStore(home, "me", nobody)
-    store._store.add(b"", hashlib.sha256(b"").digest())
+    store = Nodes().store(home / "content", "me")
+    shelf = store.open("code", Terms())
+    shelf.write(Content(hashlib.sha256(b"").digest(), 0), 0, b"")
 
 
 USERS: dict[str, Callable[[Path], object]] = {
@@ -78,7 +80,7 @@ def test_a_home_that_others_may_write_is_refused_with_the_command_that_mends_it(
     use(home)
 
 
-@pytest.mark.parametrize(("folder", "use"), [("run", "potluck run"), ("code_store", "packages")])
+@pytest.mark.parametrize(("folder", "use"), [("run", "potluck run"), ("content/code", "packages")])
 def test_so_is_a_folder_in_it(tmp_path: Path, folder: str, use: str) -> None:
     USERS[use](tmp_path)
     (tmp_path / folder).chmod(0o770)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,13 @@ import pytest
 from potluck._core import waiting
 from potluck._core.cluster.code_store.job_folders import KEPT_JOBS, Record
 from potluck._core.cluster.code_store.store import CodeStore
+from potluck._core.cluster.content.package import Package
+from potluck._core.cluster.content.shelf import Shelf
 from potluck._core.cluster.jobs.dispatcher import JobDispatcher
 from potluck._core.cluster.jobs.summary import Summary
 from potluck._core.cluster.membership import events
 from potluck._core.cluster.membership.events import WantGroup
-from potluck._core.wire import jobs, local, peers, worker_link
+from potluck._core.wire import bulk, jobs, local, peers, worker_link
 from potluck._core.wire.nodes import JobGroup
 from potluck.errors import ConfigurationError, ProtocolError
 from support.job_parts import (
@@ -111,7 +112,9 @@ def test_an_order_of_anybody_else_is_refused_and_said(tmp_path: Path) -> None:
     assert machine.notes == [
         "eve (eve) does not lead the cluster, and ordered a job: nothing is run for it"
     ]
-    assert not [m for _, m in machine.sent if isinstance(m, peers.PartRequest | jobs.NodeReport)]
+    assert not [
+        m for _, m in machine.sent if isinstance(m, bulk.DescriptionRequest | jobs.NodeReport)
+    ]
 
 
 def test_nothing_runs_that_the_owner_does_not_allow_whatever_the_leader_orders(
@@ -372,7 +375,7 @@ def test_a_jobs_folder_is_kept_by_its_own_age_not_by_its_scripts(tmp_path: Path)
         package = await package_of(code_store, tmp_path / "code")
         for number in range(KEPT_JOBS):
             code_store.close(code_store.open(record(package, f"job-{number}")))
-        os.utime(tmp_path / "home" / "code_store" / "packages" / package.hex(), (1, 1))
+        os.utime(tmp_path / "home" / "content" / "code" / "packages" / package.hex(), (1, 1))
         code_store.close(code_store.open(record(package, "last")))
 
     play(tmp_path, story)
@@ -382,14 +385,14 @@ def test_a_jobs_folder_is_kept_by_its_own_age_not_by_its_scripts(tmp_path: Path)
 def test_a_folder_that_was_not_copied_whole_is_copied_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def breaks(source: Path, target: Path) -> None:
+    def breaks(shelf: Shelf, package: Package, target: Path) -> None:
         target.mkdir()
         raise OSError("the disk is full")
 
     async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
         package = await package_of(code_store, tmp_path / "code")
         with monkeypatch.context() as patch:
-            patch.setattr(shutil, "copytree", breaks)
+            patch.setattr(Shelf, "unpack", breaks)
             with pytest.raises(ConfigurationError, match=r"the disk is full\. Make room"):
                 code_store.open(record(package, "job"))
         folder = code_store.open(record(package, "job"))
@@ -404,7 +407,7 @@ def test_an_agent_that_ends_does_not_wait_for_a_folder_on_its_way(tmp_path: Path
         install(machine, all_jobs, view(LEADER, ME))
         all_jobs.received(LEADER, jobs.Order(spec(bytes(32), LEADER), ()))
         async with asyncio.timeout(20):
-            while not any(isinstance(m, peers.PartRequest) for _, m in machine.sent):
+            while not any(isinstance(m, bulk.DescriptionRequest) for _, m in machine.sent):
                 await asyncio.sleep(0)
             await all_jobs.close()
 

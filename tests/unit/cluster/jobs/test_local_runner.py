@@ -18,7 +18,7 @@ from potluck._core.wire import jobs, worker_link
 from potluck._core.wire.greeting import Hello
 from potluck._core.wire.nodes import JobGroup, View, ViewMember
 from support.job_parts import ME, parts_of
-from support.requests import nobody
+from support.requests import Nodes
 
 SPEC = jobs.JobSpec(
     job="job", script="train.py", package=None, starter=ME, versions=own_versions(), per_node=2
@@ -89,7 +89,12 @@ class Machine:
 
 async def with_both_workers(machine: Machine, home: Path) -> LocalRunner:
     """The runner of ``machine``, whose two workers have been ordered."""
-    runner = LocalRunner(machine.parts(), CodeStore(home, ME, nobody), ORDER, lambda: False)
+    runner = LocalRunner(
+        machine.parts(),
+        CodeStore(home, ME, Nodes().store(home / "content", ME)),
+        ORDER,
+        lambda: False,
+    )
     async with asyncio.timeout(20):
         await machine.is_prepared.wait()
     for worker in "01":

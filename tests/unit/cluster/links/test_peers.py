@@ -35,6 +35,7 @@ from support.links import make_credentials, new_credentials, psk
 from support.ports import reserved_ports
 
 WAIT_S = 30.0
+LARGE = peers.Response(1, peers.Results(left=("x" * 4096,) * 16))
 
 
 class Agent:
@@ -167,17 +168,17 @@ def test_requests_are_answered_over_a_link_and_end_with_it() -> None:
         asked: list[str] = []
         never = asyncio.Event()
 
-        async def slow(node: str, request: peers.PartRequest) -> peers.PackagePart:
+        async def slow(node: str, request: peers.ResultsRequest) -> peers.Results:
             asked.append(node)
-            if request.offset:
-                raise ConfigurationError("this node has no such package")
+            if request.job:
+                raise ConfigurationError("this node has no such job")
             await never.wait()
             raise AssertionError
 
         def at_once(node: str, request: JobRunsRequest) -> JobRuns:
             return JobRuns(request.number == 7)
 
-        bob.links.on_request(peers.PartRequest, slow)
+        bob.links.on_request(peers.ResultsRequest, slow)
         for agent in (ada, bob):
             agent.links.on_request(JobRunsRequest, at_once)
         for node in (bob.id, ada.id):  # also of itself
@@ -185,18 +186,18 @@ def test_requests_are_answered_over_a_link_and_end_with_it() -> None:
                 request = JobRunsRequest(number)
                 answer = await ada.links.ask(node, request, JobRuns, timeout_s=WAIT_S)
                 assert answer.runs is (number == 7)
-        part = peers.PartRequest(bytes(32), b"", 1)
-        with pytest.raises(LinkError, match="has no such package"):
-            await ada.links.ask(bob.id, part, peers.PackagePart, timeout_s=WAIT_S)
-        part = peers.PartRequest(bytes(32), b"", 0)
-        asking = asyncio.create_task(ada.links.ask(bob.id, part, peers.PackagePart, timeout_s=None))
+        wanted = peers.ResultsRequest("list", "job")
+        with pytest.raises(LinkError, match="has no such job"):
+            await ada.links.ask(bob.id, wanted, peers.Results, timeout_s=WAIT_S)
+        wanted = peers.ResultsRequest("list")
+        asking = asyncio.create_task(ada.links.ask(bob.id, wanted, peers.Results, timeout_s=None))
         while asked != [ada.id, ada.id]:
             await asyncio.sleep(0)
         bob.links.drop(ada.id, "enough")
         with pytest.raises(LinkError, match=f"the link to node {bob.id[:12]} ended"):
             await asking
         with pytest.raises(LinkError, match="there is no link to node eeee"):
-            await ada.links.ask("e" * 64, part, peers.PackagePart, timeout_s=None)
+            await ada.links.ask("e" * 64, wanted, peers.Results, timeout_s=None)
 
     run(story)
 
@@ -389,9 +390,8 @@ def test_a_peer_that_does_not_read_loses_its_link(monkeypatch: pytest.MonkeyPatc
             peers.MESSAGE.encode(peers.Introduction(1, "eve", eve.public_key, 1, own_versions()))
         )
         await ada.sees("linked", eve.node_id)
-        part = peers.Response(1, peers.PackagePart(1 << 30, bytes(peers.MAX_PART)))
-        for _ in range(400):
-            if not ada.links.send(eve.node_id, part):
+        for _ in range(1600):
+            if not ada.links.send(eve.node_id, LARGE):
                 break
             await asyncio.sleep(0)
         reason = (await ada.sees("ended", eve.node_id))[3]
@@ -478,17 +478,14 @@ def test_a_peer_of_another_protocol_version_is_refused_in_clear_words() -> None:
 
 
 def test_messages_are_bounded_both_ways() -> None:
-    part = peers.Response(1, peers.PackagePart(1, bytes(peers.MAX_PART)))
-    data = peers.MESSAGE.encode(part)
+    data = peers.MESSAGE.encode(LARGE)
     assert peers.MESSAGE.length(data[:4]) == len(data) - 4
-    assert peers.MESSAGE.decode(data[4:]) == part
+    assert peers.MESSAGE.decode(data[4:]) == LARGE
     with pytest.raises(ProtocolError, match="at most"):
-        peers.MESSAGE.encode(peers.Response(1, peers.PackagePart(1, bytes(2 * peers.MAX_MESSAGE))))
+        peers.MESSAGE.encode(peers.Response(1, peers.Failure("x" * 2 * peers.MAX_MESSAGE)))
     with pytest.raises(ProtocolError, match="not a message"):
         peers.MESSAGE.decode(b"\x81\xa4type\xa5Virus")
-    oversized = msgspec.msgpack.encode(
-        peers.Response(1, peers.PackagePart(1, bytes(peers.MAX_PART + 1)))
-    )
+    oversized = msgspec.msgpack.encode(peers.Response(1, peers.Failure("x" * 4097)))
     with pytest.raises(ProtocolError, match="not a message"):
         peers.MESSAGE.decode(oversized)
     secret = admissions.Secret(b"k" * 32)

@@ -8,7 +8,8 @@ record is locked, so that no process deletes the folder.
 
 A *result* is a regular file that the package did not bring: one whose inode changed after the
 record was made. Hidden files, links and Python's caches are none, as they are none of what travels.
-Results travel as a package does (``package.py``), whose manifest is made when it is asked for.
+Results travel as a package (``cluster/content/package.py``), which is made when it is asked for, of
+the files where they are.
 """
 
 from __future__ import annotations
@@ -22,34 +23,34 @@ import shutil
 import stat
 import threading
 import time
-from collections import Counter, defaultdict, deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
 from potluck._core import system
-from potluck._core.cluster.code_store.package import (
-    MAX_MANIFEST,
-    Ask,
+from potluck._core.cluster.code_store.wording import size_in_words
+from potluck._core.cluster.content.download import Members, fetch_description
+from potluck._core.cluster.content.package import (
+    Package,
     PackageFile,
     PackageManifest,
-    PackageServer,
-    decode_manifest,
-    encode_manifest,
-    fetch_parts,
-    fetch_whole,
+    check_manifest,
+    decode_description,
     objection_to_path,
     open_below,
+    scan,
 )
-from potluck._core.cluster.code_store.wording import size_in_words
+from potluck._core.cluster.content.store import ContentStore, Terms
 from potluck._core.cluster.home.keyfile import make_private
 from potluck._core.settings import Settings
 from potluck._core.system import need_posix
-from potluck._core.wire import peers
+from potluck._core.wire.bulk import MAX_FILES, MAX_MANIFEST
 from potluck._core.wire.peers import MAX_LISTED, JobFiles, Results, ResultsRequest, Want
 from potluck.errors import ConfigurationError, LinkError
 
@@ -133,10 +134,10 @@ class JobFolder:
             key=lambda each: each.path,
         )
 
-    def manifest(self, wanted: Callable[[str], bool]) -> tuple[PackageManifest, list[str]]:
-        """The results whose paths below ``code`` or ``output`` are ``wanted``, with their hashes,
-        and those whose names can't travel. Reads every file."""
-        files, left = [], []
+    def package(self, wanted: Callable[[str], bool]) -> tuple[Package, list[str]]:
+        """The results whose paths below ``code`` or ``output`` are ``wanted``, and those whose
+        names can't travel. Reads every file."""
+        files, lists, left = [], {}, []
         for each in self.results():
             if not wanted(each.path.partition("/")[2]):
                 continue
@@ -144,9 +145,9 @@ class JobFolder:
                 left.append(ascii(each.path))
                 continue
             with contextlib.suppress(FileNotFoundError), open_below(self.path, each.path) as file:
-                digest = hashlib.file_digest(file, "sha256").digest()
-                files.append(PackageFile(each.path, file.tell(), digest))
-        return PackageManifest(tuple(sorted(files))), left
+                content, lists[content] = scan(file)
+                files.append(PackageFile(each.path, content.size, content.root))
+        return Package(PackageManifest(tuple(sorted(files))), lists), left
 
 
 class JobFolders:
@@ -162,9 +163,9 @@ class JobFolders:
         self._held: dict[Path, int] = {}
         self._busy = threading.Lock()
 
-    def open(self, record: Record, source: Path | None) -> JobFolder:
-        """The folder of a job that is about to run, with a copy of ``source`` if it is new; locked
-        until ``close``. It appears whole or not at all. OSError if there is no room."""
+    def open(self, record: Record, fill: Callable[[Path], None] | None) -> JobFolder:
+        """The folder of a job that is about to run; a new one gets its code by ``fill(folder)``.
+        Locked until ``close``. It appears whole or not at all. OSError if there is no room."""
         target = self._root / _key(record)
         with self._busy:
             found = _read(target)
@@ -173,20 +174,20 @@ class JobFolders:
                     self._hold(target, target)
                 return found
             shutil.rmtree(target, ignore_errors=True)
-            self._make(target, record, source)
+            self._make(target, record, fill)
         return JobFolder(target, record)
 
-    def _make(self, target: Path, record: Record, source: Path | None) -> None:
+    def _make(self, target: Path, record: Record, fill: Callable[[Path], None] | None) -> None:
         temporary = self._root / f".{secrets.token_hex(8)}"
         try:
-            if record.package and source is None:
+            if record.package and fill is None:
                 raise ConfigurationError(
                     "the script's folder was removed here; start the job again"
                 )
             make_private(self._root)
             temporary.mkdir(mode=0o700)
-            if source is not None:
-                shutil.copytree(source, temporary / CODE)
+            if fill is not None:
+                fill(temporary / CODE)
                 _make_directory(temporary / CODE, record.below)
             (temporary / OUTPUT).mkdir(mode=0o700)
             _write(temporary, record)
@@ -390,18 +391,15 @@ class ResultsServer:
     """Answers requests about the results in ``folders`` on node ``me``: requests of its own
     commands about all jobs, requests of other nodes about the jobs that they started."""
 
-    def __init__(self, me: str, folders: JobFolders) -> None:
+    def __init__(self, me: str, folders: JobFolders, content: ContentStore) -> None:
         self._me = me
         self._folders = folders
-        self._servers: defaultdict[str, PackageServer] = defaultdict(PackageServer)
+        self._content = content
+        content.open("result", Terms())
         self._offers: deque[tuple[str, bytes]] = deque()
         self._asked = Counter[str]()
         self._busy = asyncio.Semaphore(1)
         """Of packages, of which each reads all files: one is made at a time."""
-
-    def part(self, node: str, wanted: peers.PartRequest) -> peers.PackagePart:
-        """A part of a package that was made for ``node``; errors as for ``PackageServer.part``."""
-        return (self._servers.get(node) or PackageServer()).part(wanted)
 
     async def answer(self, node: str, wanted: ResultsRequest) -> Results:
         """The response to ``node``; LinkError with the reason if there is none."""
@@ -454,26 +452,25 @@ class ResultsServer:
         async with self._busy:
             for folder in self._open_to(node, wanted.job):
                 if not folder.record.gone:
-                    make = partial(folder.manifest, partial(is_wanted, wanted.pattern))
-                    manifest, left = await asyncio.to_thread(make)
-                    package = self._offer(node, folder, manifest)
-                    return Results(package=package, left=tuple(left[:16]))
+                    make = partial(folder.package, partial(is_wanted, wanted.pattern))
+                    package, left = await asyncio.to_thread(make)
+                    self._offer(node, folder, package)
+                    return Results(package=package.name, left=tuple(left[:16]))
         raise LinkError(f"there are no files of job {wanted.job!r}")
 
-    def _offer(self, node: str, folder: JobFolder, manifest: PackageManifest) -> bytes:
-        num_files = len(manifest.files)
-        if num_files > peers.MAX_FILES or len(encode_manifest(manifest)[0]) > MAX_MANIFEST:
+    def _offer(self, node: str, folder: JobFolder, package: Package) -> None:
+        num_files = len(package.manifest.files)
+        if num_files > MAX_FILES or len(package.description) > MAX_MANIFEST:
             raise LinkError(
                 f"{num_files} files are more than are fetched at once: name some of them by a "
                 f"pattern, as in potluck fetch {folder.record.job} 'runs/a*'"
             )
-        package = self._servers[node].offer(folder.path, manifest)
-        if (node, package) not in self._offers:
-            self._offers.append((node, package))
+        self._content.offer("result", folder.path, package, to=node)
+        if (node, package.name) not in self._offers:
+            self._offers.append((node, package.name))
         if len(self._offers) > _KEPT_OFFERS:
             old, name = self._offers.popleft()
-            self._servers[old].withdraw(name)
-        return package
+            self._content.withdraw("result", name, to=old)
 
     def _removed(self, node: str, wanted: ResultsRequest) -> Results:
         listed = self._listed(node, wanted.job) if wanted.job else ()
@@ -484,11 +481,21 @@ class ResultsServer:
         return Results(listed)
 
 
-class ResultsClient:
-    """Asks nodes about results by ``ask``."""
+class Ask(Protocol):
+    """``ask(node, request, kind, timeout_s=...)``: the response of ``node``, of type ``kind``.
+    Errors as for ``links.peers.Requests.ask``."""
 
-    def __init__(self, ask: Ask) -> None:
+    async def __call__(
+        self, node: str, request: ResultsRequest, kind: type[Results], *, timeout_s: float | None
+    ) -> Results: ...
+
+
+class ResultsClient:
+    """Asks nodes about results by ``ask``; their files come by ``members``."""
+
+    def __init__(self, ask: Ask, members: Members) -> None:
         self._ask = ask
+        self.members = members
 
     async def ask(
         self, node: str, want: Want, job: str = "", pattern: str = "", *, num_bytes: int = 0
@@ -500,11 +507,11 @@ class ResultsClient:
             node, ResultsRequest(want, job, pattern), Results, timeout_s=timeout_s
         )
 
-    async def manifest(self, node: str, package: bytes) -> PackageManifest:
-        """The manifest of ``package``; errors as for ``fetch_parts``."""
-        data = await fetch_whole(self._ask, node, package, b"", MAX_MANIFEST)
-        return decode_manifest(data, package, max_bytes=1 << 50, portable=False)
-
-    def parts(self, node: str, package: bytes, file: PackageFile) -> AsyncIterator[bytes]:
-        """The content of ``file``; errors as for ``fetch_parts``."""
-        return fetch_parts(self._ask, node, package, file.sha256, file.size, exact=True)
+    async def package(self, node: str, name: bytes) -> Package:
+        """The package ``name``. Errors as for ``fetch_description``; ProtocolError if it is another
+        one, or may not be."""
+        package = decode_description(
+            await fetch_description(self.members, node, "result", name), name
+        )
+        check_manifest(package.manifest, portable=False)
+        return package

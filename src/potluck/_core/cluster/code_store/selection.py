@@ -32,8 +32,8 @@ from pathlib import Path, PurePosixPath
 from pathspec import GitIgnoreSpec, RegexPattern
 
 from potluck._core.cluster.code_store.folders import NARROWER, Private, check_folder
-from potluck._core.cluster.code_store.package import MAX_BYTES, objection_to_path
-from potluck._core.wire.peers import MAX_FILES
+from potluck._core.cluster.content.package import MAX_CODE_BYTES, objection_to_path
+from potluck._core.wire.bulk import MAX_FILES
 from potluck.errors import ConfigurationError
 
 GIT_FILE = ".gitignore"
@@ -390,11 +390,11 @@ def _head(entry: os.DirEntry[str]) -> bytes:
 
 def _check_size(folder: Path, files: Sequence[Travelling]) -> None:
     total = sum(file.size for file in files)
-    if total > MAX_BYTES:
+    if total > MAX_CODE_BYTES:
         largest = sorted(files, key=lambda file: -file.size)[:3]
         named = ", ".join(f"{file.path} ({file.size / 2**20:.0f} MiB)" for file in largest)
         raise ConfigurationError(
-            f"{folder} holds {total / 2**20:.0f} MiB; at most {MAX_BYTES >> 20} travel with a "
+            f"{folder} holds {total / 2**20:.0f} MiB; at most {MAX_CODE_BYTES >> 20} travel with a "
             f"script. The largest: {named}. Name what may stay in {folder / IGNORE_FILE}. "
             f"{NARROWER}"
         )

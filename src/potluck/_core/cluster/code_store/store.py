@@ -1,37 +1,27 @@
 """The code packages of this node: made from a folder here or fetched, served to other nodes, copied
 into a folder for each job to work in. What is no longer needed is bounded.
 
-Below ``root``: ``objects`` and ``packages`` (see ``package.py``), never changed once there;
-``origins``, the nodes that packages came from, so that a node's packages can be deleted; ``jobs``,
-one folder for each job, in which its workers may write (``job_folders.py``).
+The packages are in the namespace ``code`` of the machine's content store. In ``code_store`` there
+are ``origins``, the nodes that packages came from, so that a node's packages can be deleted, and
+``jobs``, one folder for each job, in which its workers may write (``job_folders.py``).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import shutil
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from potluck._core.cluster.code_store import job_folders
-from potluck._core.cluster.code_store.package import (
-    Ask,
-    PackageFiles,
-    PackageServer,
-    encode_manifest,
-    fetch_package,
-    manifest_of,
-    read_part,
-    unpacked_manifest,
-)
 from potluck._core.cluster.code_store.selection import Selection, check_script, readable, select
+from potluck._core.cluster.content.package import MAX_CODE_BYTES
+from potluck._core.cluster.content.store import ContentStore, Terms
 from potluck._core.cluster.home.keyfile import replace_private
-from potluck._core.wire import peers
-from potluck.errors import ConfigurationError, ProtocolError
+from potluck.errors import ConfigurationError
 
 
 class _Origin(msgspec.Struct, frozen=True):
@@ -86,14 +76,14 @@ KEPT_BYTES = 1 << 30
 
 class CodeStore:
     """The code packages of one node, ``me``: made, fetched and served. Every linked node may have
-    every package. They are in ``home/code_store``; nothing is on disk before the first package.
-    It asks other nodes by ``ask``."""
+    every package: a new member may ask before this node knows that it is one. Nothing is on disk
+    before the first package."""
 
     def __init__(
         self,
         home: Path,
         me: str,
-        ask: Ask,
+        content: ContentStore,
         *,
         keeping: job_folders.Keeping = job_folders.KEEPING,
         on_note: Callable[[str], None] = lambda text: None,
@@ -103,26 +93,15 @@ class CodeStore:
         self._me = me
         self._root = root = home / "code_store"
         self._origins = Origins(root / "origins")
-        self._ask = ask
-        self._server = PackageServer()
-        self._store = PackageFiles(root)
+        self._content = content
+        self._shelf = content.open("code", Terms(may_have=lambda node, package: True))
         self.folders = job_folders.JobFolders(root / "jobs", keeping=keeping, on_note=on_note)
-        self._results = job_folders.ResultsServer(me, self.folders)
-        self._in_use: set[Path] = set()
-
-    def answer(
-        self, node: str, request: peers.PartRequest | peers.ResultsRequest
-    ) -> peers.ResponseContent | Awaitable[peers.ResponseContent]:
-        """The response to ``node``."""
-        if isinstance(request, peers.ResultsRequest):
-            return self._results.answer(node, request)
-        if self.has(request.package):
-            return self._server.part(request)
-        return self._results.part(node, request)
+        self._results = job_folders.ResultsServer(me, self.folders, content)
+        self.answer = self._results.answer
 
     def has(self, package: bytes) -> bool:
         """Whether ``package`` is here, and served."""
-        return self._server.folder_of(package) is not None
+        return self._content.has("code", package)
 
     async def take_in(
         self, folder: Path, script: str, include: Sequence[str]
@@ -140,46 +119,28 @@ class CodeStore:
             selection = select(folder, self._home, include)
             check_script(folder, script, selection)
             with readable(folder):
-                manifest = manifest_of(folder, (file.path for file in selection.files))
-            _, package = encode_manifest(manifest)
+                paths = (file.path for file in selection.files)
+                package = self._content.add("code", folder, paths).name
             self._origins.came_from(package, self._me)
-            for file in self._store.missing(manifest):
-                data = bytearray()
-                with readable(folder):
-                    while part := read_part(folder, file, len(data), peers.MAX_PART):
-                        data += part
-                self._store.add(bytes(data), file.sha256)
-            self._serve(self._store.unpack(manifest, package), package)
         return package, selection
 
-    async def fetch(self, node: str, package: bytes, origin: str) -> None:
-        """Bring ``package``, a folder of the node ``origin``, over from ``node``, and serve it,
-        too; see ``fetch_package``.
-
-        ConfigurationError if there is no room.
-        """
+    async def fetch(self, package: bytes, origin: str) -> None:
+        """Bring ``package``, a folder of the node ``origin``, over from the nodes that have it, and
+        serve it, too. Errors as for ``ContentStore.fetch``."""
         with self._saying_what_is_wrong():
             await asyncio.to_thread(self._origins.came_from, package, origin)
-            folder = await fetch_package(self._ask, self._store, node, package)
-            await asyncio.to_thread(self._serve, folder, package)
-
-    def _serve(self, folder: Path, package: bytes) -> None:
-        if self._server.offer(folder, unpacked_manifest(folder)) != package:
-            raise ProtocolError(f"{folder} was changed; remove it")
-        os.utime(folder)  # the one used last is kept longest
+            await self._content.fetch("code", package, first=origin, max_bytes=MAX_CODE_BYTES)
 
     async def delete_from(self, node: str) -> int:
         """Delete the packages that came from ``node`` and no other, with the folders of their jobs;
-        how many packages. The jobs must be over here. Files that other packages have, too, are
-        fetched again when they are next needed."""
+        how many packages. The jobs must be over here."""
         return await asyncio.to_thread(self._delete_from, node)
 
     def _delete_from(self, node: str) -> int:
         packages = self._origins.disown(node)
         for package in packages:
-            self._server.withdraw(package)
             self._origins.drop(package)
-            self._store.delete(package)
+        self._content.delete("code", packages)
         for folder in self.folders.all():
             if folder.record.package in {package.hex() for package in packages}:
                 self.folders.remove(folder)
@@ -189,12 +150,18 @@ class CodeStore:
         """The folder of a job, with a copy of its package. It appears whole or not at all: this
         process may be killed while it copies, and the job be ordered again. ConfigurationError if
         the package is not here any more or there is no room."""
-        package = bytes.fromhex(record.package)
-        source = self._server.folder_of(package) if package else None
-        with self._saying_what_is_wrong():
-            folder = self.folders.open(record, source)
-        self._in_use.add(folder.path)
-        return folder
+        name, fill = bytes.fromhex(record.package), None
+        if record.package and self.has(name):
+            package = self._content.package("code", name)
+            self._shelf.keep(package)
+            fill = partial(self._shelf.unpack, package)
+        self._content.hold("code", name)
+        try:
+            with self._saying_what_is_wrong():
+                return self.folders.open(record, fill)
+        except BaseException:
+            self._content.release("code", name)
+            raise
 
     @contextlib.contextmanager
     def _saying_what_is_wrong(self) -> Iterator[None]:
@@ -202,28 +169,16 @@ class CodeStore:
         try:
             yield
         except OSError as error:
-            reason = error.strerror or str(error)
-            if isinstance(error, shutil.Error):  # holds what went wrong with each file, and where
-                reason = str(error.args[0][0][-1]).partition(": '")[0]
             raise ConfigurationError(
-                f"the script's folder can't be kept in {self._root}: {reason}. Make room there, or "
-                "set POTLUCK_HOME to a directory on another disk"
+                f"the script's folder can't be kept in {self._home}: "
+                f"{error.strerror or error}. Make room there, or set POTLUCK_HOME to a directory "
+                "on another disk"
             ) from error
 
     def close(self, folder: job_folders.JobFolder) -> None:
         """The job of ``folder`` is over. What is kept of old ones: ``JobFolders.prune`` says it of
         their folders; of packages ``KEPT_PACKAGES`` are, and ``KEPT_BYTES`` of their files."""
-        self._in_use.discard(folder.path)
+        self._content.release("code", bytes.fromhex(folder.record.package))
         self.folders.close(folder)
-        for path in job_folders.newest(self._root / "packages")[KEPT_PACKAGES:]:
-            package = bytes.fromhex(path.name) if len(path.name) == 64 else b""
-            if not self._in_use:
-                self._server.withdraw(package)
-                self._origins.drop(package)
-                shutil.rmtree(path, ignore_errors=True)
-        total = 0
-        for path in job_folders.newest(self._root / "objects"):
-            with contextlib.suppress(OSError):
-                total += path.stat().st_size
-                if total > KEPT_BYTES and not self._in_use:
-                    path.unlink()
+        for package in self._content.prune("code", KEPT_BYTES, max_packages=KEPT_PACKAGES):
+            self._origins.drop(package)

@@ -45,8 +45,6 @@ _log = logging.getLogger(__name__)
 
 _MAX_UNSENT = 1 << 20
 _MAX_KEPT_LINES = 1000
-_BRING_S = 10.0
-_BRING_AGAIN_S = 0.2
 _LAST_MESSAGES_S = 1.0
 _WITHDRAW_S = 3.0
 
@@ -149,8 +147,8 @@ class LocalRunner:
                 self._lacks = True
                 raise ConfigurationError(describe_lack(missing, spec.own, sys.executable))
             if spec.package is not None:
-                if not self._code_store.has(spec.package):
-                    await self._bring(spec.package)
+                if not await asyncio.to_thread(self._code_store.has, spec.package):
+                    await self._code_store.fetch(spec.package, spec.starter)
             elif spec.starter != self._agent.me:
                 raise ConfigurationError("it is local to the node it was started on")
             if self._folder is None:
@@ -179,25 +177,6 @@ class LocalRunner:
                 is_behind=self._is_behind,
             )
         self._report()
-
-    async def _bring(self, package: bytes) -> None:
-        """Fetch the package from the starter or the leader. Either may not know yet that this node
-        is in the view, or may not have the package itself yet: both are asked again for a while."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + _BRING_S
-        while True:
-            view, starter = self._agent.plane.view, self.spec.starter
-            nodes = set() if view is None else {starter, view.leader} - {self._agent.me}
-            for node in sorted(nodes, key=lambda node: node != starter):
-                try:
-                    await self._code_store.fetch(node, package, self.spec.starter)
-                    return
-                except LinkError:
-                    if loop.time() > deadline:
-                        raise
-            if not nodes and loop.time() > deadline:
-                raise LinkError("no node that is left has the script's folder")
-            await asyncio.sleep(_BRING_AGAIN_S)
 
     # What the leader orders.
 

@@ -59,7 +59,7 @@ Unreachable = Callable[[str, int], None]
 link: no agent listens there any more."""
 
 
-T = TypeVar("T", bound=peers.ResponseContent)
+T = TypeVar("T")
 
 Answer = Callable[[str, Any], peers.ResponseContent | Awaitable[peers.ResponseContent]]
 """``answer(node, request)``: the response, or a coroutine that returns it. The text of a
@@ -72,7 +72,7 @@ class Requests:
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
-        self._waiting: dict[int, tuple[str, asyncio.Future[peers.ResponseContent]]] = {}
+        self._waiting: dict[int, tuple[str, asyncio.Future[object]]] = {}
 
     async def ask(
         self, node: str, kind: type[T], send: Callable[[int], bool], *, timeout_s: float | None
@@ -100,7 +100,7 @@ class Requests:
             raise ProtocolError(f"node {node[:12]} answered with {type(content).__name__}")
         return content
 
-    def answered(self, node: str, number: int, content: peers.ResponseContent) -> None:
+    def answered(self, node: str, number: int, content: object) -> None:
         """``node`` sent a response. One that was not asked for is dropped."""
         asked, future = self._waiting.get(number, ("", None))
         if future is not None and asked == node and not future.done():

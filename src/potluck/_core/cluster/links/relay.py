@@ -2,8 +2,9 @@
 
 The agent with the lesser id calls the third one, which calls the other and from then on copies
 bytes between the two connections. Knock, TLS and greeting run through it from end to end, so it
-learns and changes nothing; it can only end the link. Heartbeats, views, jobs and files travel as
-over every other link. An agent relays between nodes with which it has links of its own only, and
+learns and changes nothing; it can only end the link. Heartbeats, views and jobs travel as
+over every other link, files over a second connection by the same way (``bulk.py``). An agent relays
+between nodes with which it has links of its own only, and
 only to a port where the other one has proved its key.
 """
 
@@ -25,7 +26,7 @@ from potluck._core.transport import aio
 from potluck._core.transport.credentials import Credentials
 from potluck._core.wire.greeting import Hello, Refusal, Welcome
 from potluck._core.wire.nodes import JobGroup, View
-from potluck.errors import PotluckError, SecurityError
+from potluck.errors import LinkError, PotluckError, SecurityError
 
 KIND = "relay"
 """The ``kind`` in the greeting of an agent that wants to reach ``target`` by way of this one."""
@@ -97,7 +98,7 @@ class Relays:
 
     def __post_init__(self) -> None:
         self._tasks = Tasks()
-        self._relayed: list[tuple[str, str, asyncio.StreamWriter]] = []
+        self._relayed: list[tuple[str, str, bool, asyncio.StreamWriter]] = []
         self._num_calls: dict[str, int] = {}
         self._calling: set[str] = set()
         self._in_the_way: dict[str, float] = {}  # by node: since when its link is, to a job
@@ -126,7 +127,7 @@ class Relays:
                     self._tasks.start(self._call(node, ways[number % len(ways)]))
 
     def _end_those_of(self, banned: Collection[str]) -> None:
-        for node, target, writer in self._relayed:
+        for node, target, _, writer in self._relayed:
             if node in banned or target in banned:
                 writer.transport.abort()
         for node in self.links.nodes:
@@ -148,28 +149,32 @@ class Relays:
 
     async def _call(self, node: str, via: str) -> None:
         """Make the link to ``node`` by way of ``via``, and carry it to its end."""
-        introduction = self.links.introduction(via)
         try:
-            if introduction is None or self.links.via(via):
-                return
-            reader, writer, _ = await aio.connect(
-                self.links.address(via),
-                introduction.port,
-                Hello(KIND, target=node),
-                self.credentials,
-                timeout_s=_CALL_S,
-                bind=self.links.bind,
-                wanted=lambda found: found == via,
-            )
-            near, far = socket.socketpair()
-            near.setblocking(False)
-            copying = self._tasks.start(_copy(reader, writer, far))
-            if not await self.links.call_by(via, node, near):
-                copying.cancel()
+            await self.links.call_by(via, node, await self.reach(node, via))
         except (PotluckError, aio.Unwanted, TimeoutError, OSError):
             pass  # tried again as long as it is wanted, by way of the next one
         finally:
             self._calling.discard(node)
+
+    async def reach(self, node: str, via: str, *, for_files: bool = False) -> socket.socket:
+        """A socket whose bytes ``via`` passes on to ``node`` and back, until it is closed;
+        ``for_files``: for a bulk connection. Errors as for ``aio.connect``."""
+        introduction = self.links.introduction(via)
+        if introduction is None or self.links.via(via):
+            raise LinkError(f"there is no link of its own to node {via[:12]}")
+        reader, writer, _ = await aio.connect(
+            self.links.address(via),
+            introduction.port,
+            Hello(KIND, target=node, for_files=for_files),
+            self.credentials,
+            timeout_s=_CALL_S,
+            bind=self.links.bind,
+            wanted=lambda found: found == via,
+        )
+        near, far = socket.socketpair()
+        near.setblocking(False)
+        self._tasks.start(_copy(reader, writer, far))
+        return near
 
     # For others.
 
@@ -183,7 +188,8 @@ class Relays:
             text = f"this node has no link of its own with node {target[:12]!r}"
             await aio.write_greeting(writer, Refusal("way", text))
             return
-        if node == target or any((node, target) == each[:2] for each in self._relayed):
+        pair = (node, target, bool(hello.for_files))
+        if node == target or any(pair == each[:3] for each in self._relayed):
             text = f"this node relays a link between two nodes once, and does with {target[:12]!r}"
             await aio.write_greeting(writer, Refusal("duplicate", text))
             return
@@ -191,7 +197,7 @@ class Relays:
             text = f"this node relays {MAX_RELAYED} links already"
             await aio.write_greeting(writer, Refusal("full", text))
             return
-        relayed = (node, target, writer)
+        relayed = (*pair, writer)
         self._relayed.append(relayed)
         try:
             async with asyncio.timeout(_CALL_S):

@@ -1,0 +1,242 @@
+"""The files of one namespace on this machine's disk, by their content.
+
+Below ``root``: ``objects``, whole verified files, never changed once there; ``partial``, files of
+several chunks that are being fetched; ``packages``, descriptions, by name, whose times say when
+they were used last; ``found``, the names of packages by the SHA-256 of the one file in them.
+
+A process may be killed at any time. An object appears whole, by a rename; of a partial file each
+chunk is verified again before it is trusted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import shutil
+import threading
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from potluck._core import system
+from potluck._core.cluster.content.package import (
+    Content,
+    Package,
+    decode_description,
+    objection_to_path,
+    scan,
+)
+from potluck._core.cluster.home.keyfile import make_private
+from potluck._core.wire.bulk import CHUNK_BYTES
+from potluck.errors import ProtocolError
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A package on the disk: the bytes of its files, and when it was used last (Unix time)."""
+
+    package: bytes
+    num_bytes: int
+    used: float
+
+
+class Shelf:
+    """The files below ``root`` (mode 0700), which is made with the first of them. May be used from
+    several threads. ``is_durable``: small files, too, outlast a loss of power."""
+
+    def __init__(self, root: Path, *, is_durable: bool = False) -> None:
+        self._root = root
+        self._objects, self._partial = root / "objects", root / "partial"
+        self._packages, self._found = root / "packages", root / "found"
+        self._is_durable = is_durable
+        self._busy = threading.RLock()
+
+    # Contents.
+
+    def has(self, content: Content) -> bool:
+        """Whether all of it is here."""
+        try:
+            return self.path_of(content).stat().st_size == content.size
+        except OSError:
+            return False
+
+    def path_of(self, content: Content) -> Path:
+        """The file with this content, if it is here; nobody may write to it."""
+        return self._objects / _name(content)
+
+    def present(self, package: Package) -> NDArray[np.bool_]:
+        """By chunk of ``package``, whether it is here. Reads what there is of partial files."""
+        found = np.zeros(len(package.hashes), bool)
+        for content in package.contents:
+            chunks = package.chunks_of(content)
+            if self.has(content):
+                found[chunks.start : chunks.stop] = True
+            elif content.num_chunks > 1:
+                with contextlib.suppress(FileNotFoundError), self._part(content).open("rb") as file:
+                    for chunk in chunks:
+                        data = file.read(CHUNK_BYTES)
+                        found[chunk] = hashlib.sha256(data).digest() == package.hashes[chunk]
+        return found
+
+    def read(self, content: Content, offset: int, count: int) -> bytes:
+        """Bytes of a content that is here at least in these; OSError if it is not."""
+        path = self.path_of(content) if self.has(content) else self._part(content)
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read(count)
+
+    def write(self, content: Content, offset: int, data: bytes | memoryview) -> None:
+        """Write a chunk, which the caller has verified."""
+        if content.num_chunks == 1:
+            self._make()
+            self._write_whole(self.path_of(content), data, self._is_durable)
+            return
+        self._make()
+        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+        with open(os.open(self._part(content), flags, 0o600), "r+b") as file:
+            file.seek(offset)
+            file.write(data)
+
+    def finish(self, content: Content) -> None:
+        """All chunks of a content of several were written: it counts from now on."""
+        part = self._part(content)
+        with self._busy:
+            if not self.has(content):
+                _flush(part)
+                part.rename(self.path_of(content))
+
+    def add(self, source: BinaryIO, content: Content) -> None:
+        """Copy ``source``; ProtocolError if it does not have this content (any more)."""
+        self._make()
+        temporary = self._partial / secrets.token_hex(8)
+        try:
+            with open(_new(temporary, 0o600), "w+b") as file:
+                shutil.copyfileobj(source, file, CHUNK_BYTES)
+                file.seek(0)
+                found, _ = scan(file)
+            if found != content:
+                raise ProtocolError("it was changed while it was being copied; start again")
+            if content.num_chunks > 1 or self._is_durable:
+                _flush(temporary)
+            temporary.rename(self.path_of(content))
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    # Packages.
+
+    def package(self, name: bytes) -> Package | None:
+        """The description of the package ``name``, whose files may be missing; None if it is not
+        here."""
+        try:
+            data = (self._packages / name.hex()).read_bytes()
+            return decode_description(data, name)
+        except (FileNotFoundError, ProtocolError):
+            return None
+
+    def keep(self, package: Package) -> None:
+        """Remember ``package``, and that it is used now."""
+        self._make()
+        path = self._packages / package.name.hex()
+        if not path.exists():
+            self._write_whole(path, package.description, True)
+        os.utime(path)
+
+    def unpack(self, package: Package, target: Path) -> None:
+        """Make the folder ``target`` with copies of the files of ``package``, which may be changed
+        without harm. All files must be here."""
+        target.mkdir(mode=0o700)
+        for file in package.manifest.files:
+            if why := objection_to_path(file.path):
+                raise ProtocolError(f"a package names {file.path!r}: {why}")
+            path = target / file.path
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with (
+                self.path_of(file.content).open("rb") as source,
+                open(_new(path, 0o700 if file.executable else 0o600), "wb") as copy,
+            ):
+                if not system.clone(source.fileno(), copy.fileno()):
+                    shutil.copyfileobj(source, copy, CHUNK_BYTES)
+
+    def packages(self) -> list[Kept]:
+        """What is kept, the newest first."""
+        found = []
+        for path in _files(self._packages):
+            with contextlib.suppress(ValueError, OSError):
+                package = self.package(bytes.fromhex(path.name))
+                if package is not None:
+                    used = path.stat().st_mtime
+                    found.append(Kept(package.name, package.num_bytes, used))
+        return sorted(found, key=lambda kept: -kept.used)
+
+    @property
+    def num_bytes(self) -> int:
+        """On the disk."""
+        total = 0
+        for path in (*_files(self._objects), *_files(self._partial)):
+            with contextlib.suppress(OSError):
+                status = path.stat()
+                # Of a file that is not whole less is on the disk than its size says.
+                total += min(status.st_size, getattr(status, "st_blocks", 1 << 50) * 512)
+        return total
+
+    def delete(self, names: Collection[bytes]) -> None:
+        """Delete these packages, and what then is in none."""
+        with self._busy:
+            for name in names:
+                (self._packages / name.hex()).unlink(missing_ok=True)
+            named = {
+                _name(content)
+                for kept in self.packages()
+                if (package := self.package(kept.package)) is not None
+                for content in package.contents
+            }
+            for path in (*_files(self._objects), *_files(self._partial)):
+                if path.name not in named:
+                    path.unlink(missing_ok=True)
+
+    def _part(self, content: Content) -> Path:
+        return self._partial / _name(content)
+
+    def _make(self) -> None:
+        for folder in (self._root, self._objects, self._partial, self._packages):
+            make_private(folder)
+
+    def _write_whole(self, path: Path, data: bytes | memoryview, is_durable: bool) -> None:
+        temporary = self._partial / secrets.token_hex(8)
+        try:
+            with open(_new(temporary, 0o600), "wb") as file:
+                file.write(data)
+            if is_durable:
+                _flush(temporary)
+            temporary.rename(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def _name(content: Content) -> str:
+    return f"{content.root.hex()}-{content.size}"
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    with contextlib.suppress(FileNotFoundError):
+        yield from folder.iterdir()
+
+
+def _new(path: Path, mode: int) -> int:
+    """A file that this call makes, never through a link."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
+    return os.open(path, flags, mode)
+
+
+def _flush(path: Path) -> None:
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

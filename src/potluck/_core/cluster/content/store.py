@@ -1,0 +1,391 @@
+"""The one store of content of a machine: files by namespace, stored, offered where they are,
+fetched from other nodes and served to them.
+
+A *hash is no capability*: a node gets of a namespace what the namespace's ``Terms`` give to it, and
+is told of everything else what it is told of what does not exist.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from potluck._core.cluster.content.download import (
+    PATIENCE_S,
+    Download,
+    Members,
+    Progress,
+    fetch_description,
+    packed,
+)
+from potluck._core.cluster.content.package import (
+    Content,
+    Package,
+    PackageFile,
+    check_manifest,
+    decode_description,
+    open_below,
+    read_below,
+    scanned,
+)
+from potluck._core.cluster.content.shelf import Kept, Shelf
+from potluck._core.cluster.content.swarm import Mask
+from potluck._core.wire import bulk
+from potluck._core.wire.bulk import MAX_PART, Namespace
+from potluck.errors import ConfigurationError, LinkError, PotluckError, ProtocolError
+
+_MAX_KNOWN = 64
+_SPARE_BYTES = 64 << 20
+"""Of the disk, which no fetch takes."""
+_AGAIN_S = 0.2
+
+
+def _nobody(node: str, package: bytes) -> bool:
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What holds for one namespace. ``may_have(node, package)``: whether another node gets it.
+    ``quota``: bytes that all its packages may take on the disk (None: no limit of its own).
+    ``is_durable``: small files, too, outlast a loss of power."""
+
+    may_have: Callable[[str, bytes], bool] = _nobody
+    quota: int | None = None
+    is_durable: bool = False
+
+
+@dataclass(slots=True)
+class _Served:
+    """A package that is here, at least in part: ``folder`` has its files (None: the shelf)."""
+
+    package: Package
+    has: Mask
+    folder: Path | None = None
+    download: Download | None = None
+
+
+class ContentStore:
+    """The content of the node ``me``, below ``root``, which is made when there is something. Other
+    nodes are reached by ``members``; ``on_note(text)`` gets lines for people, as about a node that
+    sends wrong bytes."""
+
+    def __init__(
+        self,
+        root: Path,
+        me: str,
+        members: Members,
+        *,
+        on_note: Callable[[str], None],
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        """``patience_s``: how long it is waited for a node that has what is missing."""
+        self.me = me
+        self._root = root
+        self._members = members
+        self._note = on_note
+        self._patience_s = patience_s
+        self._terms: dict[str, Terms] = {}
+        self._shelves: dict[str, Shelf] = {}
+        self._served: dict[tuple[str, bytes], _Served] = {}
+        self._offers: dict[tuple[str, bytes, str], _Served] = {}
+        """By namespace, package, and the only node that may have it (empty: see the terms)."""
+        self._held: Counter[tuple[str, bytes]] = Counter()
+        self._busy: defaultdict[tuple[str, bytes], asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    def open(self, namespace: Namespace, terms: Terms) -> Shelf:
+        """Have the ``namespace`` from now on; what of it is on the disk."""
+        self._terms[namespace] = terms
+        shelf = Shelf(self._root / namespace, is_durable=terms.is_durable)
+        self._shelves[namespace] = shelf
+        return shelf
+
+    # What is here.
+
+    def add(
+        self, namespace: Namespace, folder: Path, paths: Iterable[str], *, max_bytes: int = 1 << 50
+    ) -> Package:
+        """Copy the files ``paths`` below ``folder``, as far as they are new, and keep them as a
+        package. Blocks. ProtocolError if one is changed meanwhile; ConfigurationError if there is
+        no room."""
+        package = scanned(folder, paths)
+        shelf = self._shelves[namespace]
+        files = {file.content: file for file in package.manifest.files}
+        missing = [file for content, file in files.items() if not shelf.has(content)]
+        self._make_room(namespace, sum(file.size for file in missing), package.name)
+        for file in missing:
+            with open_below(folder, file.path) as source:
+                shelf.add(source, file.content)
+        shelf.keep(package)
+        self._served.pop((namespace, package.name), None)
+        return package
+
+    def offer(self, namespace: Namespace, folder: Path, package: Package, *, to: str = "") -> None:
+        """Serve ``package``, whose files are below ``folder`` and stay there, until ``withdraw``:
+        to the node ``to`` (empty: to all that may have it)."""
+        has = np.ones(len(package.hashes), bool)
+        self._offers[namespace, package.name, to] = _Served(package, has, folder)
+
+    def withdraw(self, namespace: Namespace, name: bytes, *, to: str = "") -> None:
+        """End an offer."""
+        self._offers.pop((namespace, name, to), None)
+
+    def has(self, namespace: Namespace, name: bytes) -> bool:
+        """Whether all of the package ``name`` is here."""
+        served = self._find(namespace, name)
+        return served is not None and served.download is None and bool(served.has.all())
+
+    def package(self, namespace: Namespace, name: bytes) -> Package:
+        """The package ``name``. ConfigurationError if it is not here, or not whole."""
+        served = self._find(namespace, name)
+        if served is None or not self.has(namespace, name):
+            raise ConfigurationError(f"the {namespace} package {name.hex()[:12]} is not here")
+        return served.package
+
+    def hold(self, namespace: Namespace, name: bytes) -> None:
+        """Let nothing delete the package until ``release``, which must follow as often."""
+        self._held[namespace, name] += 1
+
+    def release(self, namespace: Namespace, name: bytes) -> None:
+        """See ``hold``."""
+        self._held[namespace, name] -= 1
+
+    def usage(self) -> dict[str, list[tuple[Kept, bool]]]:
+        """By namespace, the packages on the disk, the newest first, and whether each is held.
+        Blocks."""
+        return {
+            namespace: [
+                (kept, self._held[namespace, kept.package] > 0) for kept in shelf.packages()
+            ]
+            for namespace, shelf in self._shelves.items()
+        }
+
+    def prune(
+        self, namespace: Namespace, max_bytes: int, *, max_packages: int = 1 << 20
+    ) -> list[bytes]:
+        """Delete the packages that were used longest ago, until at most ``max_packages`` of
+        together ``max_bytes`` are left; never what is held. The names of those deleted. Blocks."""
+        kept = self._shelves[namespace].packages()
+        held = [each for each in kept if self._held[namespace, each.package] > 0]
+        total, count, gone = sum(each.num_bytes for each in held), len(held), list[bytes]()
+        for each in kept:
+            if each in held:
+                continue
+            if total + each.num_bytes <= max_bytes and count < max_packages:
+                total, count = total + each.num_bytes, count + 1
+            else:
+                gone.append(each.package)
+        self.delete(namespace, gone)
+        return gone
+
+    def delete(self, namespace: Namespace, names: Collection[bytes]) -> None:
+        """Delete these packages, with the files that no other one has. Blocks."""
+        for name in names:
+            self._served.pop((namespace, name), None)
+        self._shelves[namespace].delete(names)
+
+    def _make_room(self, namespace: Namespace, needed: int, name: bytes) -> None:
+        """ConfigurationError if ``needed`` bytes more can't be had."""
+        shelf, quota = self._shelves[namespace], self._terms[namespace].quota
+        if needed and quota is not None:
+            held = sum(
+                kept.num_bytes
+                for kept in shelf.packages()
+                if self._held[namespace, kept.package] > 0 and kept.package != name
+            )
+            if held + needed > quota:
+                raise ConfigurationError(
+                    f"{_size(needed)} more do not fit: {namespace} may take {_size(quota)} of this "
+                    f"machine's disk, and running jobs need {_size(held)} of it"
+                )
+            if shelf.num_bytes + needed > quota:
+                self.hold(namespace, name)
+                try:
+                    self.prune(namespace, quota - needed)
+                finally:
+                    self.release(namespace, name)
+        above = next(each for each in (self._root, *self._root.parents) if each.is_dir())
+        free = shutil.disk_usage(above).free
+        if needed and needed + _SPARE_BYTES > free:
+            raise ConfigurationError(
+                f"{_size(needed)} are needed in {self._root}, and the disk has room for "
+                f"{_size(max(0, free - _SPARE_BYTES))}. Make room there, or set POTLUCK_HOME to a "
+                "directory on another disk"
+            )
+
+    # From other nodes.
+
+    async def fetch(
+        self,
+        namespace: Namespace,
+        name: bytes,
+        *,
+        first: str = "",
+        max_bytes: int = 1 << 50,
+        portable: bool = True,
+        wanted: Callable[[PackageFile], bool] | None = None,
+        on_progress: Progress = lambda num_bytes, node: None,
+        on_begin: Callable[[Download, int], None] = lambda download, missing: None,
+    ) -> Package:
+        """Bring the package ``name`` here, from all nodes that have something of it; its
+        description from the node ``first``, if that has it. What is here already is not fetched
+        again, also after this process was killed. Two calls for one package bring it once.
+
+        ``wanted(file)``: whether a file is fetched (None: all are). ``on_begin(download, missing)``
+        is called before the first chunk, with the bytes that are missing. LinkError if no node has
+        it; ProtocolError if it is larger than ``max_bytes`` or may not be; ConfigurationError if
+        there is no room; OSError if it can't be written.
+        """
+        shelf, key = self._shelves[namespace], (namespace, name)
+        async with self._busy[key]:
+            package = await asyncio.to_thread(shelf.package, name)
+            if package is None:
+                package = await self._describe(namespace, name, first, max_bytes, portable)
+            files = package.manifest.files
+            contents = None if wanted is None else {f.content for f in files if wanted(f)}
+            download = Download(
+                self._members,
+                shelf,
+                namespace,
+                package,
+                me=self.me,
+                wanted=contents,
+                on_progress=on_progress,
+                on_liar=self._on_liar,
+                patience_s=self._patience_s,
+            )
+            missing = await download.look()
+            await asyncio.to_thread(self._make_room, namespace, missing, name)
+            await asyncio.to_thread(shelf.keep, package)
+            self.hold(namespace, name)
+            self._served[key] = _Served(package, download.swarm.has, download=download)
+            try:
+                on_begin(download, missing)
+                await download.run()
+            finally:
+                self.release(namespace, name)
+                del self._served[key]
+        return package
+
+    async def _describe(
+        self, namespace: Namespace, name: bytes, first: str, max_bytes: int, portable: bool
+    ) -> Package:
+        """The description of a package from some node. They are asked again for a while: none may
+        have it yet."""
+        loop = asyncio.get_running_loop()
+        deadline, why, liars = loop.time() + self._patience_s, "there is no other node", set[str]()
+        while True:
+            for node in sorted(self._members.nodes, key=lambda each: each != first):
+                if node in liars or node == self.me:
+                    continue
+                try:
+                    data = await fetch_description(self._members, node, namespace, name)
+                except PotluckError as error:
+                    why = f"{node[:12]}: {error}"
+                    continue
+                try:
+                    package = decode_description(data, name)
+                except ProtocolError as error:
+                    liars.add(node)
+                    self._on_liar(node, str(error))
+                    why = f"{node[:12]}: {error}"
+                    continue
+                check_manifest(package.manifest, max_bytes=max_bytes, portable=portable)
+                return package
+            if loop.time() > deadline:
+                raise LinkError(f"no node sends the package {name.hex()[:12]} ({why})")
+            await asyncio.sleep(_AGAIN_S)
+
+    def _on_liar(self, node: str, text: str) -> None:
+        self._note(f"{node}: {text}; it is not asked any more")
+
+    # For other nodes.
+
+    def told(self, node: str, message: bulk.Announce) -> None:
+        """``node`` announced what changed there."""
+        served = self._served.get((message.namespace, message.package))
+        if served is not None and served.download is not None:
+            served.download.told(node, message)
+
+    async def answer(self, node: str, request: bulk.Request) -> bulk.Response:
+        """The response to ``node``, maybe this one; a PotluckError or OSError says why there is
+        none."""
+        served = await self._for(node, request.namespace, request.package)
+        if isinstance(request, bulk.HoldingRequest):
+            if served is None:
+                return bulk.Holding()
+            if (download := served.download) is not None:
+                download.joined(node, request.has, request.awaits, is_fetching=True)
+                return bulk.Holding(packed(served.has), packed(download.swarm.awaits), True)
+            return bulk.Holding(packed(served.has))
+        if served is None:
+            raise ProtocolError("this node has no such package")
+        if isinstance(request, bulk.DescriptionRequest):
+            data = served.package.description
+            return bulk.Part(len(data), data[request.offset : request.offset + MAX_PART])
+        data = await asyncio.to_thread(self._read, served, request)
+        return bulk.Part(served.package.num_bytes, data)
+
+    async def _for(self, node: str, namespace: Namespace, name: bytes) -> _Served | None:
+        """What of the package ``name`` the other ``node`` may have."""
+        if (offer := self._offers.get((namespace, name, node))) is not None:
+            return offer
+        terms = self._terms.get(namespace)
+        if terms is None or not terms.may_have(node, name):
+            return None
+        served = self._offers.get((namespace, name, ""))
+        return served or await asyncio.to_thread(self._find, namespace, name)
+
+    def _find(self, namespace: Namespace, name: bytes) -> _Served | None:
+        served = self._served.get((namespace, name))
+        shelf = self._shelves.get(namespace)
+        if served is not None or shelf is None:
+            return served
+        package = shelf.package(name)
+        if package is None:
+            return None
+        has = np.zeros(len(package.hashes), bool)
+        for content in package.contents:
+            chunks = package.chunks_of(content)
+            has[chunks.start : chunks.stop] = shelf.has(content)
+        served = _Served(package, has)
+        if has.all():
+            self._served[namespace, name] = served
+        return served
+
+    def _read(self, served: _Served, request: bulk.PartRequest) -> bytes:
+        package, begin, end = served.package, request.begin, request.begin + request.count
+        chunks = package.chunks_in(request.begin, request.count)
+        if not chunks or not served.has[chunks.start : chunks.stop].all():
+            raise ProtocolError("this node does not have these chunks")
+        shelf, data = self._shelves[request.namespace], bytearray()
+        for chunk in chunks:
+            at = int(package.offsets[chunk])
+            some = min(end, at + int(package.sizes[chunk])) - max(begin, at)
+            content, offset = package.place_of(chunk)
+            if served.folder is None:
+                data += shelf.read(content, offset + max(0, begin - at), some)
+            else:
+                data += read_below(
+                    served.folder, _file_of(package, content), offset + max(0, begin - at), some
+                )
+        if len(data) != request.count:
+            raise OSError("a file was cut off while it was being sent")
+        return bytes(data)
+
+
+def _file_of(package: Package, content: Content) -> PackageFile:
+    return next(file for file in package.manifest.files if file.content == content)
+
+
+def _size(num_bytes: int) -> str:
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes} bytes"

@@ -1,0 +1,248 @@
+"""Which chunks a fetching node asks of which member next. Pure: events in, requests out.
+
+A node keeps ``LANES`` requests open at *every* member that has something it lacks. A limit per
+receiver, the textbook's, would let all receivers wait for the one source until it is drained, while
+the links between them stay empty (1.5 times the bound with two receivers). Of what a member has, a
+node takes the chunk that the fewest members have or await, so the source first sends what nobody
+has yet, about once each. Among equals it takes the chunks of which it is the first by rendezvous
+hashing (Thaler and Ravishankar, 1998) over (place in the package, fetching node): nodes that begin
+at the same time begin with different ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from potluck._core.wire.bulk import CHUNK_BYTES
+from potluck.errors import ProtocolError
+
+LANES = 2
+"""Requests that are open at one member: while a chunk is verified, the next one arrives."""
+PATIENCE_S = 2.0
+"""A chunk that a member has not sent for so long is also asked of another one that has nothing else
+to send."""
+_MAX_RUN = 1024
+_NEVER = np.iinfo(np.int64).max
+
+Mask = NDArray[np.bool_]
+
+
+@dataclass(eq=False, slots=True)
+class Run:
+    """Consecutive chunks, together about one of full size, asked of ``member`` at ``began``."""
+
+    first: int
+    last: int
+    member: str
+    began: float
+    is_doubled: bool = False
+
+    @property
+    def chunks(self) -> range:
+        return range(self.first, self.last + 1)
+
+
+@dataclass(eq=False, slots=True)
+class _Member:
+    has: Mask
+    awaits: Mask
+    is_fetching: bool
+    runs: list[Run] = field(default_factory=list)
+
+
+class Swarm:
+    """The state of one fetch by node ``me``: of the chunks of these ``sizes`` it ``has`` some. It
+    fetches those that are ``wanted`` (None: all)."""
+
+    def __init__(
+        self, sizes: NDArray[np.int64], has: Mask, *, me: str, wanted: Mask | None = None
+    ) -> None:
+        self.has = has.copy()
+        self.wanted = np.ones(len(sizes), bool) if wanted is None else wanted.copy()
+        self.awaits = np.zeros(len(sizes), bool)
+        self._sizes = sizes
+        self._me = me
+        self._window = np.cumsum(sizes).astype(np.uint64) // np.uint64(CHUNK_BYTES)
+        self._members: dict[str, _Member] = {}
+        self._count = np.zeros(len(sizes), np.int64)
+        self._rank = np.zeros(len(sizes), np.int64)
+        self._later = np.ones(len(sizes), np.int64)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all that is wanted is here."""
+        return not bool((self.wanted & ~self.has).any())
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Those that are in."""
+        return tuple(self._members)
+
+    @property
+    def num_open(self) -> int:
+        """Requests that are open."""
+        return sum(len(member.runs) for member in self._members.values())
+
+    @property
+    def fetching(self) -> tuple[str, ...]:
+        """Members that want to hear what this node has."""
+        return tuple(node for node, each in self._members.items() if each.is_fetching)
+
+    def prefer(self, chunks: Iterable[int]) -> None:
+        """Fetch these, and want them, before all that were not preferred."""
+        index = list(chunks)
+        self._later[index] = 0
+        self.wanted[index] = True
+
+    # What members tell.
+
+    def joined(self, node: str, has: Mask, awaits: Mask, *, is_fetching: bool) -> None:
+        """``node`` has and awaits these chunks."""
+        before = self._members.get(node)
+        member = _Member(has.copy(), awaits & ~has, is_fetching)
+        if before is not None:
+            self._count -= before.has.astype(np.int64) + before.awaits
+            member.runs = before.runs
+        self._members[node] = member
+        self._count += member.has.astype(np.int64) + member.awaits
+        self._order()
+
+    def left(self, node: str) -> list[Run]:
+        """``node`` sends nothing more; what was asked of it."""
+        member = self._members.pop(node, None)
+        if member is None:
+            return []
+        self._count -= member.has.astype(np.int64) + member.awaits
+        for run in member.runs:
+            self._give_up(run)
+        self._order()
+        return member.runs
+
+    def heard(
+        self,
+        node: str,
+        got: Iterable[tuple[int, int]] = (),
+        awaits: Iterable[tuple[int, int]] = (),
+        given_up: Iterable[tuple[int, int]] = (),
+    ) -> None:
+        """``node`` announced changes, as ranges (first, last). ProtocolError if there are no such
+        chunks."""
+        member = self._members.get(node)
+        if member is None:
+            return
+        self._count -= member.has.astype(np.int64) + member.awaits
+        try:
+            for mask, ranges, value in (
+                (member.awaits, awaits, True),
+                (member.awaits, given_up, False),
+                (member.has, got, True),
+            ):
+                for first, last in ranges:
+                    if not first <= last < len(mask):
+                        raise ProtocolError(f"node {node[:12]} announced a chunk that is none")
+                    mask[first : last + 1] = value
+            member.awaits &= ~member.has
+        finally:
+            self._count += member.has.astype(np.int64) + member.awaits
+
+    # What this node asks.
+
+    def next(self, node: str, now: float) -> Run | None:
+        """What to ask of ``node`` next; None if it has nothing to ask for now, or ``LANES``
+        requests are open there."""
+        member = self._members.get(node)
+        if member is None or len(member.runs) >= LANES:
+            return None
+        open_ = member.has & self.wanted & ~self.has & ~self.awaits
+        if not open_.any():
+            return self._again(node, member, now)
+        cost = (self._later << 40) + (self._count << 20) + self._rank
+        first = int(np.where(open_, cost, _NEVER).argmin())
+        return self._ask(node, member, first, self._end(open_, first), now)
+
+    def _end(self, open_: Mask, first: int) -> int:
+        """The last chunk of the run that begins with ``first``: no longer than a full chunk, and of
+        chunks that are as rare."""
+        last, total = first, int(self._sizes[first])
+        alike = open_ & (self._count == self._count[first]) & (self._later == self._later[first])
+        while last + 1 < len(open_) and alike[last + 1] and last + 1 - first < _MAX_RUN:
+            total += int(self._sizes[last + 1])
+            if total > CHUNK_BYTES:
+                break
+            last += 1
+        return last
+
+    def _again(self, node: str, member: _Member, now: float) -> Run | None:
+        """The oldest request that another member is slow to answer."""
+        slow = [
+            run
+            for name, other in self._members.items()
+            for run in other.runs
+            if name != node
+            and not run.is_doubled
+            and now - run.began > PATIENCE_S
+            and bool(member.has[run.first : run.last + 1].all())
+        ]
+        if not slow:
+            return None
+        run = min(slow, key=lambda each: each.began)
+        run.is_doubled = True
+        again = self._ask(node, member, run.first, run.last, now)
+        again.is_doubled = True
+        return again
+
+    def _ask(self, node: str, member: _Member, first: int, last: int, now: float) -> Run:
+        run = Run(first, last, node, now)
+        member.runs.append(run)
+        self.awaits[first : last + 1] = True
+        return run
+
+    def arrived(self, run: Run) -> None:
+        """All chunks of ``run`` are here, and verified."""
+        self.has[run.first : run.last + 1] = True
+        self.awaits[run.first : run.last + 1] = False
+        self._forget(run)
+
+    def failed(self, run: Run) -> None:
+        """``run`` is not waited for any more."""
+        self._forget(run)
+        self._give_up(run)
+
+    def _forget(self, run: Run) -> None:
+        member = self._members.get(run.member)
+        if member is not None and run in member.runs:
+            member.runs.remove(run)
+
+    def _give_up(self, run: Run) -> None:
+        others = [
+            each
+            for member in self._members.values()
+            for each in member.runs
+            if each is not run and each.first == run.first
+        ]
+        for each in others:
+            each.is_doubled = False
+        if not others:
+            self.awaits[run.first : run.last + 1] = False
+
+    def _order(self) -> None:
+        """How many fetching members come before this node, by chunk."""
+        mine = _scores(self._window, self._me)
+        self._rank = np.zeros(len(mine), np.int64)
+        for node in self.fetching:
+            self._rank += _scores(self._window, node) > mine
+
+
+def _scores(places: NDArray[np.uint64], node: str) -> NDArray[np.uint64]:
+    """A hash of each place and ``node`` (the finalizer of splitmix64)."""
+    seed = np.frombuffer(hashlib.sha256(node.encode()).digest()[:8], np.uint64)
+    with np.errstate(over="ignore"):
+        mixed = (places + seed) * np.uint64(0x9E3779B97F4A7C15)
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))

@@ -1,0 +1,349 @@
+"""A package on its way between the stores of nodes: whole, from many, past liars and deaths."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from potluck._core.cluster.content.package import Package, scanned
+from potluck._core.cluster.content.shelf import Shelf
+from potluck._core.cluster.content.store import ContentStore, Terms
+from potluck._core.wire import bulk
+from potluck._core.wire.bulk import CHUNK_BYTES
+from potluck.errors import ConfigurationError, LinkError, ProtocolError
+from support.requests import Nodes
+
+ADA, BOB, CARL, EVE = "a1" * 32, "b2" * 32, "c3" * 32, "e5" * 32
+ALL = Terms(lambda node, package: True)
+
+
+@pytest.fixture
+def nodes() -> Nodes:
+    return Nodes()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three chunks and a bit, two small files, and one that is empty."""
+    root = tmp_path / "folder"
+    (root / "below").mkdir(parents=True)
+    (root / "big").write_bytes(os.urandom(3 * CHUNK_BYTES + 10))
+    (root / "below" / "small").write_bytes(b"small")
+    (root / "other").write_bytes(b"other")
+    (root / "empty").touch()
+    (root / "other").chmod(0o755)
+    return root
+
+
+PATHS = ("big", "below/small", "other", "empty")
+
+
+def store_of(nodes: Nodes, root: Path, me: str, terms: Terms = ALL) -> ContentStore:
+    store = nodes.store(root / me[:2], me)
+    store.open("data", terms)
+    return store
+
+
+def shelf_of(root: Path, me: str) -> Shelf:
+    return Shelf(root / me[:2] / "data")
+
+
+def play(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(story(), 60))
+
+
+def same(package: Package, folder: Path, shelf: Shelf, target: Path) -> bool:
+    shelf.unpack(package, target)
+    return all((target / path).read_bytes() == (folder / path).read_bytes() for path in PATHS)
+
+
+def test_a_package_arrives_as_it_was_and_only_what_is_new_is_sent_again(
+    nodes: Nodes, folder: Path, tmp_path: Path
+) -> None:
+    async def story() -> None:
+        ada, bob = store_of(nodes, tmp_path, ADA), store_of(nodes, tmp_path, BOB)
+        package = ada.add("data", folder, PATHS)
+        assert not bob.has("data", package.name)
+        came: dict[str, int] = {}
+
+        def on_progress(num_bytes: int, node: str) -> None:
+            came[node] = came.get(node, 0) + num_bytes
+
+        await bob.fetch("data", package.name, on_progress=on_progress)
+        assert came == {ADA: package.num_bytes}
+        assert bob.has("data", package.name)
+        assert same(package, folder, shelf_of(tmp_path, BOB), tmp_path / "out")
+        assert os.access(tmp_path / "out" / "other", os.X_OK)
+        (tmp_path / "out" / "other").write_text("a job may write to its copy")
+        nodes.asked.clear()
+        await bob.fetch("data", package.name)
+        assert not nodes.asked, "all of it is here"
+        (folder / "other").write_bytes(b"changed")
+        second = ada.add("data", folder, PATHS)
+        await bob.fetch("data", second.name)
+        assert [each.count for each in nodes.parts(ADA)] == [len(b"changed")]
+        assert same(second, folder, shelf_of(tmp_path, BOB), tmp_path / "second")
+
+    play(story)
+
+
+def test_what_one_fetching_node_has_it_sends_to_another(
+    nodes: Nodes, folder: Path, tmp_path: Path
+) -> None:
+    async def story() -> None:
+        ada, bob, carl = (store_of(nodes, tmp_path, each) for each in (ADA, BOB, CARL))
+        package = ada.add("data", folder, PATHS)
+        fetches = (bob.fetch("data", package.name), bob.fetch("data", package.name))
+        await asyncio.gather(*fetches, carl.fetch("data", package.name))
+        for who in (BOB, CARL):
+            assert same(package, folder, shelf_of(tmp_path, who), tmp_path / f"out-{who[:2]}")
+        ada_sent = sum(each.count for each in nodes.parts(ADA))
+        assert package.num_bytes <= ada_sent < 2 * package.num_bytes
+        assert nodes.parts(BOB) or nodes.parts(CARL)
+        del nodes.answers[ADA]
+        await (dan := store_of(nodes, tmp_path, "d4" * 32)).fetch("data", package.name)
+        assert dan.has("data", package.name), "from the two, without the first"
+
+    play(story)
+
+
+def flipped(who: str, request: bulk.Request, answer: bulk.Response) -> bulk.Response:
+    if isinstance(request, bulk.PartRequest) and isinstance(answer, bulk.Part):
+        data = bytes([answer.data[0] ^ 1]) + answer.data[1:]
+        return msgspec.structs.replace(answer, data=data)
+    return answer
+
+
+def poisoned(who: str, request: bulk.Request, answer: bulk.Response) -> bulk.Response:
+    """A list of chunks of its own making."""
+    if isinstance(request, bulk.DescriptionRequest) and isinstance(answer, bulk.Part):
+        return msgspec.structs.replace(answer, data=answer.data[:-32] + bytes(32))
+    return answer
+
+
+def endless(who: str, request: bulk.Request, answer: bulk.Response) -> bulk.Response:
+    if isinstance(answer, bulk.Part) and isinstance(request, bulk.DescriptionRequest):
+        return msgspec.structs.replace(answer, size=1 << 40)
+    return answer
+
+
+def short(who: str, request: bulk.Request, answer: bulk.Response) -> bulk.Response:
+    if isinstance(answer, bulk.Part) and isinstance(request, bulk.PartRequest):
+        return msgspec.structs.replace(answer, data=answer.data[:-1])
+    return answer
+
+
+def no_such_bitmap(who: str, request: bulk.Request, answer: bulk.Response) -> bulk.Response:
+    return bulk.Holding(b"\xff" * 9) if isinstance(answer, bulk.Holding) else answer
+
+
+@pytest.mark.parametrize("lie", [flipped, poisoned, endless, short])
+def test_a_node_that_lies_is_named_and_the_others_are_asked(
+    nodes: Nodes, folder: Path, tmp_path: Path, lie: Any
+) -> None:
+    async def story() -> None:
+        eve, ada, bob = (store_of(nodes, tmp_path, each) for each in (EVE, ADA, BOB))
+        package = ada.add("data", folder, PATHS)
+        await eve.fetch("data", package.name)
+        nodes.change[EVE] = lie
+        await bob.fetch("data", package.name, first=EVE)
+        assert same(package, folder, shelf_of(tmp_path, BOB), tmp_path / "out")
+        assert len(nodes.parts(EVE)) <= 40, "it is not asked again"
+        if lie is not endless:  # it is a wrong answer, of which nothing was taken
+            assert [note for note in nodes.notes if note.startswith(EVE)], nodes.notes
+
+    play(story)
+
+
+@pytest.mark.parametrize("lie", [flipped, poisoned, endless, short, no_such_bitmap])
+def test_of_what_only_a_liar_has_nothing_is_kept(
+    nodes: Nodes, folder: Path, tmp_path: Path, lie: Any
+) -> None:
+    nodes.patience_s = 0.5
+
+    async def story() -> None:
+        eve, bob = store_of(nodes, tmp_path, EVE), store_of(nodes, tmp_path, BOB)
+        package = eve.add("data", folder, PATHS)
+        nodes.change[EVE] = lie
+        with pytest.raises(LinkError, match=r"no node sends|has this package"):
+            await bob.fetch("data", package.name)
+        assert not bob.has("data", package.name)
+        assert not list((tmp_path / BOB[:2]).rglob("objects/*"))
+
+    play(story)
+
+
+def test_a_fetch_that_was_killed_goes_on_where_it_was(
+    nodes: Nodes, folder: Path, tmp_path: Path
+) -> None:
+    """What the disk has is verified again: a chunk that was cut off by the kill is fetched."""
+
+    async def story() -> None:
+        ada, bob = store_of(nodes, tmp_path, ADA), store_of(nodes, tmp_path, BOB)
+        package = ada.add("data", folder, PATHS)
+        came = asyncio.Event()
+        fetching = asyncio.create_task(
+            bob.fetch("data", package.name, on_progress=lambda count, node: came.set())
+        )
+        await came.wait()
+        fetching.cancel()
+        await asyncio.gather(fetching, return_exceptions=True)
+        shelf = shelf_of(tmp_path, BOB)
+        before = shelf.present(package)
+        assert 0 < before.sum() < len(before)
+        again, missing = store_of(nodes, tmp_path, BOB), []
+        await again.fetch(
+            "data", package.name, on_begin=lambda download, count: missing.append(count)
+        )
+        assert missing == [int(package.sizes[~before].sum())]
+        assert same(package, folder, shelf, tmp_path / "out")
+        [part] = (tmp_path / BOB[:2]).rglob(f"objects/*-{3 * CHUNK_BYTES + 10}")
+        part.rename(part.parent.parent / "partial" / part.name)
+        with (part.parent.parent / "partial" / part.name).open("r+b") as file:
+            file.seek(CHUNK_BYTES + 7)
+            file.write(b"cut off")
+        last = store_of(nodes, tmp_path, BOB)
+        await last.fetch(
+            "data", package.name, on_begin=lambda download, count: missing.append(count)
+        )
+        assert missing[1] == CHUNK_BYTES
+        assert same(package, folder, shelf, tmp_path / "last")
+
+    play(story)
+
+
+def test_a_hash_is_no_capability(nodes: Nodes, folder: Path, tmp_path: Path) -> None:
+    """Who knows the name of a package gets it only if the terms say so, and is told the same of
+    what it may not have and of what does not exist."""
+
+    async def story() -> None:
+        ada = store_of(nodes, tmp_path, ADA, Terms(lambda node, package: node == BOB))
+        package = ada.add("data", folder, PATHS)
+        ada.open("checkpoint", Terms())
+        for who, namespace, name in (
+            (EVE, "data", package.name),
+            (EVE, "data", bytes(32)),
+            (BOB, "checkpoint", package.name),
+            (BOB, "wheel", package.name),
+        ):
+            with pytest.raises(ProtocolError, match=r"^this node has no such package$"):
+                await ada.answer(who, bulk.DescriptionRequest(namespace, name))
+            with pytest.raises(ProtocolError, match=r"^this node has no such package$"):
+                await ada.answer(who, bulk.PartRequest(namespace, name, 0, 5))
+            holding = await ada.answer(who, bulk.HoldingRequest(namespace, name))
+            assert holding == bulk.Holding()
+        part = await ada.answer(BOB, bulk.PartRequest("data", package.name, 0, 5))
+        assert isinstance(part, bulk.Part)
+        for begin, count in ((package.num_bytes - 1, 2), ((1 << 50) - 1, 1)):
+            with pytest.raises(ProtocolError, match="does not have these chunks"):
+                await ada.answer(BOB, bulk.PartRequest("data", package.name, begin, count))
+
+    play(story)
+
+
+def test_files_are_offered_where_they_are(nodes: Nodes, folder: Path, tmp_path: Path) -> None:
+
+    async def story() -> None:
+        ada, bob, eve = (store_of(nodes, tmp_path, each, Terms()) for each in (ADA, BOB, EVE))
+        package = scanned(folder, PATHS)
+        ada.offer("data", folder, package, to=BOB)
+        await bob.fetch("data", package.name)
+        assert same(package, folder, shelf_of(tmp_path, BOB), tmp_path / "out")
+        assert not (tmp_path / ADA[:2]).exists(), "nothing was copied there"
+        with pytest.raises(ProtocolError, match="no such package"):
+            await ada.answer(EVE, bulk.DescriptionRequest("data", package.name))
+        (folder / "other").write_bytes(b"longer than it was")
+        with pytest.raises(ConfigurationError, match="was changed while it was being sent"):
+            await ada.answer(BOB, bulk.PartRequest("data", package.name, package.num_bytes - 5, 5))
+        ada.withdraw("data", package.name, to=BOB)
+        with pytest.raises(ProtocolError, match="no such package"):
+            await ada.answer(BOB, bulk.DescriptionRequest("data", package.name))
+        del eve
+
+    play(story)
+
+
+def test_a_quota_makes_room_by_what_was_used_longest_ago_and_never_by_what_is_held(
+    nodes: Nodes, tmp_path: Path
+) -> None:
+    async def story() -> None:
+        ada = store_of(nodes, tmp_path, ADA)
+        bob = store_of(nodes, tmp_path, BOB, Terms(quota=10_000))
+        packages = []
+        for number in range(4):
+            (tmp_path / "f").write_bytes(bytes([number]) * 4096)
+            packages.append(ada.add("data", tmp_path, ["f"]).name)
+        for number, name in enumerate(packages[:2]):
+            await bob.fetch("data", name)
+            record = tmp_path / BOB[:2] / "data" / "packages" / name.hex()
+            os.utime(record, (number, number))
+        bob.hold("data", packages[0])
+        assert [(kept.package, held) for kept, held in bob.usage()["data"]] == [
+            (packages[1], False),
+            (packages[0], True),
+        ]
+        await bob.fetch("data", packages[2])
+        assert [bob.has("data", name) for name in packages] == [True, False, True, False]
+        bob.hold("data", packages[2])
+        nodes.asked.clear()
+        with pytest.raises(ConfigurationError, match=r"4\.0 KiB more do not fit: data may take"):
+            await bob.fetch("data", packages[3])
+        assert not nodes.parts(ADA), "refused before it is fetched"
+        assert not bob.has("data", packages[3])
+        bob.release("data", packages[0])
+        await bob.fetch("data", packages[3])
+        assert [bob.has("data", name) for name in packages] == [False, False, True, True]
+        assert bob.prune("data", 0) == [packages[3]]
+
+    play(story)
+
+
+def test_two_files_of_one_content_are_sent_and_kept_once(nodes: Nodes, tmp_path: Path) -> None:
+    async def story() -> None:
+        ada, bob = store_of(nodes, tmp_path, ADA), store_of(nodes, tmp_path, BOB)
+        root = tmp_path / "twice"
+        root.mkdir()
+        for name in ("one", "two"):
+            (root / name).write_bytes(b"the same")
+        package = ada.add("data", root, ["one", "two"])
+        await bob.fetch("data", package.name)
+        assert [each.count for each in nodes.parts(ADA)] == [len(b"the same")]
+        shelf_of(tmp_path, BOB).unpack(package, tmp_path / "out")
+        assert (tmp_path / "out" / "two").read_bytes() == b"the same"
+        (root / "two").write_bytes(b"another one")
+        second = ada.add("data", root, ["one", "two"])
+        await bob.fetch("data", second.name)
+        bob.delete("data", [package.name])
+        assert bob.has("data", second.name), "of the deleted package it keeps what it needs"
+        bob.delete("data", [second.name])
+        assert not list((tmp_path / BOB[:2]).rglob("objects/*"))
+
+    play(story)
+
+
+def test_only_the_files_that_are_wanted_are_fetched_and_others_on_demand(
+    nodes: Nodes, folder: Path, tmp_path: Path
+) -> None:
+    async def story() -> None:
+        ada, bob = store_of(nodes, tmp_path, ADA), store_of(nodes, tmp_path, BOB)
+        package = ada.add("data", folder, PATHS)
+        contents = {file.path: file.content for file in package.manifest.files}
+        await bob.fetch("data", package.name, wanted=lambda file: file.path == "other")
+        shelf = shelf_of(tmp_path, BOB)
+        assert [shelf.has(contents[path]) for path in PATHS] == [False, False, True, False]
+        assert not bob.has("data", package.name)
+        await bob.fetch(
+            "data",
+            package.name,
+            wanted=lambda file: file.path == "empty",
+            on_begin=lambda download, missing: download.prefer([contents["below/small"]]),
+        )
+        assert [shelf.has(contents[path]) for path in PATHS] == [False, True, True, True]
+
+    play(story)
