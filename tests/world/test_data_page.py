@@ -19,7 +19,7 @@ SNIPPETS = snippets("data.md")
 
 
 def test_every_snippet_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert len(SNIPPETS) == 3
+    assert len(SNIPPETS) == 4
     script = "\n".join(SNIPPETS).replace("pt.DDP(", "pt.DDP(ctx=ctx, module=")
     script = script.replace("tempfile.mkdtemp()", repr(str(tmp_path)))
 
@@ -31,3 +31,4 @@ def test_every_snippet_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert float(re.findall(r"loss (\S+) after 2000 samples", printed)[0]) < 0.3
     assert "4 steps" in printed
     assert "[3, 3, 4, 4, 5]" in printed
+    assert "148 items, epoch 1" in printed

@@ -276,15 +276,3 @@ def test_data_sets_of_hugging_face_are_data_sets(
 def test_options_that_can_not_be(options: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         alone(Numbers(), **options)
-
-
-def test_a_stream_without_a_length_is_refused_with_what_to_use() -> None:
-    class Stream(torch.utils.data.IterableDataset[int]):
-        def __iter__(self) -> Any:
-            return iter(range(3))
-
-    with pytest.raises(TypeError, match=r"For streams use potluck\.data: ParquetFiles"):
-        alone(Stream())
-    splits = {"train": Stream(), "test": Stream()}  # as datasets.IterableDatasetDict
-    with pytest.raises(TypeError, match=r"For streams use potluck\.data: .*of a dict of .* one"):
-        alone(splits)

@@ -44,7 +44,8 @@ MISTAKES: list[tuple[Callable[[DistributedContext], Any], type[Exception], str]]
     (lambda c: loop(c, epochs=-1), ValueError, "epochs -1"),
     (lambda c: loop(c, dataset=(X, Y[:3])), ValueError, r"\[8, 3\] samples; they must be equal"),
     (lambda c: loop(c, dataset=(X[:0],)), ValueError, "the data set is empty"),
-    (lambda c: loop(c, dataset=iter([1])), TypeError, "list_iterator is no map-style data set"),
+    (lambda c: loop(c, dataset=iter([1])), ValueError, "a stream may have no end: pass max_steps="),
+    (lambda c: loop(c, dataset=3), TypeError, "int is no map-style data set"),
     (lambda c: loop(c, dataset=DataLoader([1])), TypeError, "pass the DataLoader's data set"),
     (lambda c: loop(c, optimizer=[0.1]), TypeError, "optimizer is a float, not a torch Optimizer"),
     (

@@ -18,11 +18,21 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from potluck.data.reader import ShardReader
 from potluck.data.shards import Samples, ShardedDataset, one_by_one
-from potluck.training.sampler import Holding, OwnSchedule, Schedule, Share, hashed, holding_of
+from potluck.data.stream import Stream
+from potluck.training.sampler import (
+    STREAM,
+    Holding,
+    OwnSchedule,
+    Schedule,
+    Share,
+    StreamSchedule,
+    hashed,
+    holding_of,
+)
 from potluck.training.shard_order import ShardOrder
 
 Collate = Callable[[list[Any]], Any]
@@ -37,13 +47,16 @@ class Loader:
         for name, value, least in (("num_workers", num_workers, 0), ("prefetch", prefetch, 1)):
             if not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} is {value!r}; it must be a whole number from {least} on")
-        self._is_empty = not len(dataset) and not isinstance(dataset, TensorDataset)
-        is_sharded = isinstance(dataset, ShardedDataset)
-        self._source = (
-            _Sharded(dataset, collate)
-            if is_sharded
-            else _Mapped(partial(_fetched, dataset, collate))
-        )
+        is_stream = isinstance(dataset, Stream)
+        self._is_empty = not (is_stream or len(dataset) or isinstance(dataset, TensorDataset))
+        self._source: _Mapped
+        if isinstance(dataset, Stream):
+            dataset.ahead = num_workers * prefetch + 1
+            self._source = _Streamed(dataset, collate)
+        elif isinstance(dataset, ShardedDataset):
+            self._source = _Sharded(dataset, collate)
+        else:
+            self._source = _Mapped(partial(_fetched, dataset, collate))
         self._seed = seed
         self._next: Share | None = None  # the share whose samples come next
         self._after: Iterator[Share] = iter(())
@@ -167,6 +180,17 @@ class _Sharded(_Mapped):
         self._reader.close()
 
 
+class _Streamed(_Mapped):
+    """A stream, which this process reads: it holds the items of shares that are known."""
+
+    def __init__(self, stream: Stream, collate: Collate) -> None:
+        super().__init__(collate)
+        self._stream = stream
+
+    def prepare(self, share: Share) -> Any:
+        return self._stream.take(share.indices.tolist())
+
+
 def _transformed(transform: Callable[[Any], Any] | None, collate: Collate, samples: Samples) -> Any:
     if isinstance(samples, dict) and transform is None:
         return {name: _as_tensor(column) for name, column in samples.items()}
@@ -218,6 +242,40 @@ def check_samples(samples: object) -> None:
             f'samples is {samples!r}: pass "own" if each worker has its own part of the samples, '
             '"all" if every worker has all of them'
         )
+
+
+def stream_of(dataset: Any) -> Stream | None:
+    """The stream of a data set that has no samples by number; None of one that has."""
+    is_function = callable(dataset) and not hasattr(dataset, "__getitem__")
+    if isinstance(dataset, DataLoader | type) or not (is_function or hasattr(dataset, "__iter__")):
+        return None
+    has_numbers = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    is_map = has_numbers and not isinstance(dataset, IterableDataset)  # which inherits one of them
+    return None if is_map else Stream(dataset)
+
+
+def stream_schedule(
+    batch_size: int, epochs: int | None, max_steps: int, samples: str
+) -> StreamSchedule:
+    """The schedule of a stream. ValueError for what a stream can't be trained with."""
+    if epochs is None and not max_steps:
+        raise ValueError(
+            "a stream may have no end: pass max_steps=, the number of steps after which the "
+            "training ends, or epochs=1 if the stream ends by itself"
+        )
+    if samples == "own":
+        raise ValueError(
+            "all ranks read the same stream, and each trains on its share of it: leave "
+            'samples="own" out'
+        )
+    return StreamSchedule(
+        STREAM,
+        batch_size,
+        STREAM if epochs is None else epochs,
+        shuffle=False,
+        is_open=epochs is None,
+        max_steps=max_steps,
+    )
 
 
 def schedule_of(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -12,13 +13,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
+from potluck._core.checks import checked_whole
 from potluck._core.context import DistributedContext, init
 from potluck.checkpoint.store import CheckpointStore
 from potluck.data.shards import ShardedDataset
 from potluck.torch.amp import GradScaler
 from potluck.torch.ddp import DistributedDataParallel
 from potluck.torch.intercept import Capture, GradientInterceptor
-from potluck.torch.loading import Loader, check_samples, schedule_of
+from potluck.torch.loading import (
+    Loader,
+    check_samples,
+    schedule_of,
+    stream_of,
+    stream_schedule,
+)
 from potluck.torch.outer import OuterStrategy, outer_of
 from potluck.torch.planning import Planned, Planning, Rehearsal, Suggestion, is_planning
 from potluck.torch.replica import TorchReplica, parameter_hash
@@ -53,6 +61,13 @@ class ElasticLoop(elastic.ElasticLoop):
     memory. ``num_workers`` processes load and transform samples, each ``prefetch`` steps ahead;
     with 0 they are loaded when they are needed.
 
+    A stream, such as a torch ``IterableDataset`` or a function that returns an iterator, has no
+    length: pass ``epochs``, or ``max_steps``, after which the training ends (with other data sets,
+    too). Every rank reads the same stream, in its order, and takes its share of each batch; each
+    item counts once, if the stream can seek (``state_dict``, or a function ``items(position)``) or
+    gives the same items again. ``collate`` is called for a rank's own items only, by the
+    ``num_workers`` if there are any.
+
     With ``samples="all"`` every rank has the same ``dataset``, and computes its share of each step.
     With ``"own"`` it is this rank's own part, of any size, and stays there: ranks take equal
     fractions of their own in each step, and each sample counts once per epoch. The samples of a
@@ -78,8 +93,9 @@ class ElasticLoop(elastic.ElasticLoop):
     The context is ``ctx``; if None, that of a DistributedDataParallel ``model``, else
     ``potluck.init()``.
 
-    TypeError or ValueError for an optimizer of another model, a data set without a length, a
-    batch size below 1. Iterating raises [Diverged][potluck.errors.Diverged] if replicas differ,
+    TypeError or ValueError for an optimizer of another model, a stream without ``epochs`` and
+    ``max_steps``, a batch size below 1. Iterating raises [DataError][potluck.errors.DataError] for
+    a stream that fails, [Diverged][potluck.errors.Diverged] if replicas differ,
     [RemoteError][potluck.errors.RemoteError] if another rank's script failed, and the GroupError
     that ended the group if no next group can be formed.
     """
@@ -91,7 +107,8 @@ class ElasticLoop(elastic.ElasticLoop):
         dataset: Any,
         *,
         batch_size: int,
-        epochs: int = 1,
+        epochs: int | None = None,
+        max_steps: int | None = None,
         seed: int = 0,
         shuffle: bool = True,
         checkpoint: str | os.PathLike[str] | CheckpointStore | None = None,
@@ -126,11 +143,18 @@ class ElasticLoop(elastic.ElasticLoop):
             if not isinstance(each, Optimizer):
                 raise TypeError(f"optimizer is a {type(each).__name__}, not a torch Optimizer")
         _check_parameters(optimizers, [model, *(also or {}).values()])
-        dataset = _with_length(dataset)
+        num_steps = 0 if max_steps is None else checked_whole("max_steps", max_steps, at_least=1)
+        stream = stream_of(dataset)
+        dataset = _with_length(dataset) if stream is None else stream
         if checkpoint is not None and not isinstance(checkpoint, CheckpointStore):
             checkpoint = CheckpointStore(checkpoint)
         self._model, self._ddp = model, ddp
-        schedule = schedule_of(dataset, batch_size, epochs, seed, shuffle, samples)
+        if stream is None:
+            passes = 1 if epochs is None else epochs
+            schedule = schedule_of(dataset, batch_size, passes, seed, shuffle, samples)
+            schedule = replace(schedule, max_steps=num_steps)
+        else:
+            schedule = stream_schedule(batch_size, epochs, num_steps, samples)
         self._loader = Loader(
             dataset, collate, num_workers=num_workers, prefetch=prefetch, seed=seed
         )
@@ -153,6 +177,7 @@ class ElasticLoop(elastic.ElasticLoop):
             policy=policy,
             callbacks=callbacks,
             strategy=self._outer,
+            stream=stream,
         )
         batching = policy is not None and policy.batching is not None
         self._probe = NoiseProbe(model) if batching else None
@@ -287,11 +312,17 @@ def _with_length(dataset: Any) -> Any:
         )
     # A dict by name, as datasets.IterableDatasetDict is, has both methods but no sample 0.
     is_named = isinstance(dataset, Mapping) and 0 not in dataset
-    if is_named or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+    is_class = isinstance(dataset, type)
+    if (
+        is_named
+        or is_class
+        or not hasattr(dataset, "__len__")
+        or not hasattr(dataset, "__getitem__")
+    ):
+        name = f"the class {dataset.__name__}" if is_class else type(dataset).__name__
         raise TypeError(
-            f"{type(dataset).__name__} is no map-style data set: the loop needs __len__ and "
-            "__getitem__, to train on each sample exactly once per epoch. For streams use "
-            "potluck.data: ParquetFiles, WebDatasetFiles, or a ShardedDataset of your own"
+            f"{name} is no map-style data set: the loop needs __len__ and "
+            "__getitem__, or __iter__ of a stream"
             + ("; of a dict of data sets, pass one" if is_named else "")
         )
     return dataset

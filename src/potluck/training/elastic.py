@@ -34,6 +34,7 @@ from potluck._core.context import check_whole
 from potluck._core.engine.work import again
 from potluck._core.forks import Uncopied
 from potluck.checkpoint.store import CheckpointStore
+from potluck.data.stream import Stream
 from potluck.errors import CheckpointError, Diverged, GroupError
 from potluck.training.callbacks import Callbacks
 from potluck.training.policy import Policy
@@ -74,11 +75,12 @@ class ElasticLoop(Uncopied):
     again. A joining worker receives the state of a peer between two steps.
 
     ``schedule`` defines the samples of each step; an OwnSchedule those of ranks that have samples
-    of their own. ``checkpoint`` saves the state on disk, from which a training resumes that has
-    lost all workers, or was interrupted: Ctrl-C ends it after the present step, with a checkpoint
-    (a second Ctrl-C at once). ``callbacks`` are objects with methods such as ``on_epoch_end(epoch,
-    loss)``, or functions ``f(epoch, loss)``. With a ``strategy`` ranks train alone for the steps of
-    a round, and its exchange commits them; Ctrl-C then ends the round early.
+    of their own, a StreamSchedule those of a ``stream``, whose items ``stream.take`` returns.
+    ``checkpoint`` saves the state on disk, from which a training resumes that has lost all workers,
+    or was interrupted: Ctrl-C ends it after the present step, with a checkpoint (a second Ctrl-C at
+    once). ``callbacks`` are objects with methods such as ``on_epoch_end(epoch, loss)``, or
+    functions ``f(epoch, loss)``. With a ``strategy`` ranks train alone for the steps of a round,
+    and its exchange commits them; Ctrl-C then ends the round early.
 
     ``losses`` are the global losses of the steps committed while this worker was a member (NaN if
     none was given, or if it was lost with a rank). ``recoveries`` are the seconds from each lost
@@ -101,6 +103,7 @@ class ElasticLoop(Uncopied):
         policy: Policy | None = None,
         callbacks: Sequence[object] = (),
         strategy: RoundStrategy | None = None,
+        stream: Stream | None = None,
     ) -> None:
         check_whole(ctx, "an elastic loop")
         self.ctx = ctx
@@ -119,7 +122,12 @@ class ElasticLoop(Uncopied):
                 'leave shares= out with samples="own"'
             )
         in_rounds = strategy is not None
-        training = Training(ctx, progress, replica, checkpoint, policy, in_rounds=in_rounds)
+        if in_rounds and (stream is not None or schedule.max_steps):
+            what = "max_steps counts steps" if stream is None else "a stream is dealt in steps"
+            raise ValueError(f"{what} that all ranks take together: leave the strategy out")
+        training = Training(
+            ctx, progress, replica, checkpoint, policy, in_rounds=in_rounds, stream=stream
+        )
         self._training = training
         self._rounds = None
         if strategy is not None:
@@ -468,7 +476,7 @@ class ElasticLoop(Uncopied):
         self.ctx.report(
             step=self.step_number,
             committed_samples=self.committed,
-            total_samples=0 if self.schedule.is_open else self.schedule.total,
+            total_samples=self.schedule.aim,
             worker_samples=self._num_computed,
             samples_per_s=self.samples_per_s,
             device=self._replica.device,
@@ -497,15 +505,20 @@ class ElasticLoop(Uncopied):
         if self._rounds is not None:
             return self._rounds.upcoming()
         assert self._batch is not None
-        ctx, committed = self.ctx, self.committed + self._batch.size
-        return self.schedule.upcoming(
-            committed, self.batch_size, ctx.rank, ctx.world_size, self._training.pace.costs
-        )
+        return self._next_shares(self.committed + self._batch.size)
+
+    def _next_shares(self, committed: int) -> Iterator[Share]:
+        group = self.ctx.rank, self.ctx.world_size, self._training.pace.costs
+        size = self.batch_size
+        while self.schedule.knows(committed, size):  # more of a stream is known later
+            batch = self.schedule.batch(committed, size)
+            yield self.schedule.share(batch, *group)
+            committed += batch.size
 
     def _notify_step(self) -> None:
         assert self._batch is not None
         self._notify("on_step_end", self.step_number, self.last_loss)
-        if self._batch.start + self._batch.size == self.schedule.num_samples:
+        if not self.schedule.find(self.committed)[1]:
             self._notify("on_epoch_end", self._batch.epoch, self._training.progress.epoch_loss)
 
     def _notify(self, event: str, *arguments: Any) -> None:
@@ -546,6 +559,8 @@ class ElasticLoop(Uncopied):
                         failed = training.save()
                         if self.done and at_step:
                             training.compare_at_the_end()
+                    if at_step:
+                        training.look_ahead()
                 break
             except LOST as error:
                 training.lost(error)

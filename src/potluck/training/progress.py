@@ -11,7 +11,7 @@ from potluck.errors import CheckpointError, ConfigurationError
 from potluck.training.ledger import Deal, Span, merged, total
 from potluck.training.noise import NoiseEstimate
 from potluck.training.policy import NoiseBatching
-from potluck.training.sampler import Batch, Schedule, Taken
+from potluck.training.sampler import STREAM, Batch, Schedule, Taken
 
 _COUNTS = ("round", "step", "last_step", "committed", "num_skipped")
 
@@ -59,13 +59,15 @@ class Progress:
 
     @property
     def done(self) -> bool:
-        """Whether every sample of every epoch is committed, or the script has stopped."""
-        return self.is_stopped or self.committed >= self.schedule.total
+        """Whether every sample of every epoch is committed, or the script has stopped, or
+        ``max_steps`` are done."""
+        is_last = 0 < self.schedule.max_steps <= self.step
+        return self.is_stopped or is_last or self.committed >= self.schedule.total
 
     @property
     def epoch(self) -> int:
         """The epoch of the data set that the next step belongs to."""
-        return self.committed // self.schedule.num_samples
+        return self.schedule.find(self.committed)[0]
 
     @property
     def epoch_loss(self) -> float:
@@ -164,6 +166,7 @@ class Progress:
             "seed": self.schedule.seed,
             "shuffle": self.schedule.shuffle,
             "shards": self.schedule.identity[-1],
+            "ends": list(self.schedule.ends),
             "is_stopped": self.is_stopped,
             "batch_size": self.batch_size,
             "noise": [self.noise.signal, self.noise.noise, self.noise.num],
@@ -189,6 +192,7 @@ class Progress:
             owed = _spans(state["owed"])
             deals = [_spans(spans) for spans in state["deals"]]
             taken = _spans(state.get("taken", ()))
+            ends = [int(end) for end in state.get("ends", ())]
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"not the state of an elastic loop: {error!r}") from error
         mine = self.schedule.identity
@@ -197,7 +201,7 @@ class Progress:
                 f"this state belongs to a training on {_describe(*order)}; this training is on "
                 f"{_describe(*mine)}: pass the same, or another directory for checkpoints"
             )
-        self.schedule = self.schedule.resumed(int(order[0]))
+        self.schedule = self.schedule.resumed(int(order[0]), ends)
         for name, count in counts.items():
             setattr(self, name, count)
         self.owed, self.deals = owed, [Deal(self.epoch, spans) for spans in deals]
@@ -212,6 +216,8 @@ class Progress:
 
 def _describe(num_samples: Any, seed: Any, shuffle: Any, shards: Any) -> str:
     order = f"shuffled with seed {seed}" if shuffle else "in their own order"
+    if num_samples == STREAM:
+        return "a stream"
     count = "own" if num_samples is None else num_samples
     stored = f", in shards (fingerprint {str(shards)[:8]})" if shards else ""
     return f"{count} samples {order}{stored}"

@@ -35,7 +35,7 @@ class ProgressBar:
             self._bar.update(
                 self._task,
                 completed=job.committed,
-                epoch=self._epoch(),
+                epoch=self._epoch(job.epoch),
                 loss=f"{loss:.4f}",
                 speed=f"{speed:.0f} samples/s" if speed else "",
             )
@@ -43,9 +43,7 @@ class ProgressBar:
     def on_epoch_end(self, epoch: int, loss: float) -> None:
         """Write a line if the output is no terminal."""
         if self._job.ctx.is_master and not self._console.is_terminal:
-            self._console.print(
-                f"epoch {epoch + 1}/{self._job.schedule.epochs}: loss {loss:.4f}", highlight=False
-            )
+            self._console.print(f"epoch {self._epoch(epoch)}: loss {loss:.4f}", highlight=False)
 
     def on_group_change(self, world_size: int) -> None:
         """Draw the bar if this worker has become rank 0."""
@@ -61,9 +59,11 @@ class ProgressBar:
             self._bar = None
             not_at_exit(self._stop)
 
-    def _epoch(self) -> str:
+    def _epoch(self, epoch: int) -> str:
         epochs = self._job.schedule.epochs
-        return f"{min(self._job.epoch + 1, epochs)}/{epochs}"
+        return (
+            str(epoch + 1) if self._job.schedule.is_open else f"{min(epoch + 1, epochs)}/{epochs}"
+        )
 
     def _draw(self) -> None:
         is_mine = self._job.ctx.is_master and self._console.is_terminal
@@ -81,9 +81,9 @@ class ProgressBar:
         job = self._job
         self._task = self._bar.add_task(
             "",
-            total=job.schedule.total,
+            total=job.schedule.aim or None,
             completed=job.committed,
-            epoch=self._epoch(),
+            epoch=self._epoch(job.epoch),
             loss="-",
             speed="",
         )

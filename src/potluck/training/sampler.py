@@ -16,11 +16,16 @@ In a round each rank takes what it has not taken up to the round's last position
 did not compute its part of a round, because others were dealt it first or a deadline ended it,
 takes that part in the next one. What is left so at the end of the epoch is dealt again, and only
 the ranks that owe it compute there.
+
+``StreamSchedule``: the samples are the items of a stream, in its order; the position in an epoch
+counts its items. Where an epoch ends is known once all ranks have read that far.
 """
 
 from __future__ import annotations
 
+import sys
 import warnings
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -138,8 +143,10 @@ class Schedule:
     ``batch_size`` counts the samples of all ranks together. Without ``shuffle`` every epoch keeps
     the order of the data set. ``shards``: the samples are stored in shards, and shuffled by them.
     ``is_open``: the script ends the training by ``stop``; ``epochs`` is a bound, not shown as aim.
+    ``max_steps`` ends the training earlier, after that many steps; 0: it does not.
     ``holding``: what this rank has, which it sends to the others. ``held``: the samples of each
-    rank's own in the present group; empty where all have the same.
+    rank's own in the present group; empty where all have the same. ``ends``: of a stream, at how
+    many committed samples its epochs have ended so far.
     """
 
     num_samples: int
@@ -149,11 +156,13 @@ class Schedule:
     shuffle: bool = True
     shards: ShardOrder | None = None
     is_open: bool = False
+    max_steps: int = field(default=0, kw_only=True)
     holding: Holding = field(default=Holding(), kw_only=True)
     held: tuple[int, ...] = field(default=(), kw_only=True)
+    ends: tuple[int, ...] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
-        for name in ("num_samples", "batch_size", "epochs", "seed"):
+        for name in ("num_samples", "batch_size", "epochs", "seed", "max_steps"):
             if not isinstance(getattr(self, name), int | np.integer):
                 raise TypeError(f"{name} is {getattr(self, name)!r}; it must be a whole number")
         if self.num_samples < 1:
@@ -162,6 +171,8 @@ class Schedule:
             raise ValueError(f"batch_size is {self.batch_size}; it must be at least 1")
         if self.epochs < 0 or self.seed < 0:
             raise ValueError(f"epochs {self.epochs} and seed {self.seed} must not be negative")
+        if self.max_steps < 0:
+            raise ValueError(f"max_steps is {self.max_steps}; it must not be negative")
         if self.shards is not None and self.shards.num_samples != self.num_stored:
             raise ValueError(
                 f"num_samples is {self.num_stored}, but the shards have {self.shards.num_samples}"
@@ -190,8 +201,9 @@ class Schedule:
                 )
         return self
 
-    def resumed(self, num_samples: int) -> Schedule:
-        """The schedule of a training that goes on, which began with ``num_samples``."""
+    def resumed(self, num_samples: int, ends: Sequence[int]) -> Schedule:
+        """The schedule of a training that goes on, which began with ``num_samples`` and has these
+        ``ends``."""
         return self
 
     @property
@@ -199,12 +211,25 @@ class Schedule:
         """The number of samples of the whole training."""
         return self.epochs * self.num_samples
 
+    @property
+    def aim(self) -> int:
+        """The number of samples at which the training ends; 0 if it is unknown."""
+        return 0 if self.is_open or self.max_steps else self.total
+
+    def find(self, committed: int) -> tuple[int, int]:
+        """The epoch of the next sample after ``committed`` (of all epochs), and its position."""
+        return divmod(committed, self.num_samples)
+
+    def knows(self, committed: int, size: int) -> bool:
+        """Whether the batch of ``size`` after ``committed`` samples is known."""
+        return committed < self.total
+
     def batch(self, committed: int, size: int | None = None) -> Batch:
         """The global batch after ``committed`` samples (of all epochs); it ends with its epoch.
 
         ``size`` replaces ``batch_size``, if the batch size changes during the training.
         """
-        epoch, start = divmod(committed, self.num_samples)
+        epoch, start = self.find(committed)
         return Batch(epoch, start, min(size or self.batch_size, self.num_samples - start))
 
     def indices(self, batch: Batch, part: slice = slice(None)) -> NDArray[np.int64]:
@@ -285,20 +310,6 @@ class Schedule:
         part = slice(start, stop)
         return Share(batch.epoch, self.indices(batch, part), (stop - start) / batch.size)
 
-    def upcoming(
-        self,
-        committed: int,
-        size: int,
-        rank: int,
-        world_size: int,
-        costs: Sequence[Cost] | None = None,
-    ) -> Iterator[Share]:
-        """The shares of ``rank`` after ``committed`` samples to the end, if nothing changes."""
-        while committed < self.total:
-            batch = self.batch(committed, size)
-            yield self.share(batch, rank, world_size, costs)
-            committed += batch.size
-
 
 @dataclass(frozen=True, slots=True)
 class OwnSchedule(Schedule):
@@ -326,7 +337,7 @@ class OwnSchedule(Schedule):
             raise ValueError("the data set is empty: no worker has a sample")
         return replace(self, held=sizes, num_samples=sum(sizes) if afresh else self.num_samples)
 
-    def resumed(self, num_samples: int) -> Schedule:
+    def resumed(self, num_samples: int, ends: Sequence[int]) -> Schedule:
         return replace(self, num_samples=num_samples)
 
     def batch(self, committed: int, size: int | None = None) -> Batch:
@@ -409,6 +420,52 @@ class OwnSchedule(Schedule):
             return np.empty(0, np.int64)
         options = (self.batch_size, self.epochs, self.seed, self.shuffle, self.shards)
         return Schedule(self.num_stored, *options).indices(Batch(epoch, start, stop - start))
+
+
+STREAM = 1 << 62
+"""The ``num_samples`` of a stream: more than it has."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamSchedule(Schedule):
+    """A schedule of the items of a stream; ``num_samples`` is ``STREAM``, ``shuffle`` is False.
+
+    All ranks hold the items up to ``num_known``, counted as committed samples are.
+    """
+
+    num_known: int = field(default=0, kw_only=True)
+
+    def resumed(self, num_samples: int, ends: Sequence[int]) -> Schedule:
+        return replace(self, ends=tuple(ends))
+
+    def after(self, committed: int, num: int, *, has_ended: bool) -> StreamSchedule:
+        """The schedule once all ranks hold the next ``num`` items after ``committed``, and know
+        whether their epoch ``has_ended`` with these."""
+        stop = committed + num
+        ends = tuple(end for end in self.ends if end <= committed)
+        return replace(self, num_known=stop, ends=(*ends, stop) if has_ended else ends)
+
+    @property
+    def total(self) -> int:
+        if len(self.ends) < self.epochs:
+            return sys.maxsize
+        return self.ends[self.epochs - 1] if self.epochs else 0
+
+    @property
+    def aim(self) -> int:
+        return self.total if self.epochs == len(self.ends) and not self.max_steps else 0
+
+    def find(self, committed: int) -> tuple[int, int]:
+        epoch = bisect_right(self.ends, committed)
+        return epoch, committed - (self.ends[epoch - 1] if epoch else 0)
+
+    def knows(self, committed: int, size: int) -> bool:
+        has_end = bool(self.ends) and committed < self.ends[-1]
+        return has_end or committed + size <= self.num_known
+
+    def batch(self, committed: int, size: int | None = None) -> Batch:
+        epoch, start = self.find(committed)
+        return Batch(epoch, start, min(size or self.batch_size, self.num_known - committed))
 
 
 _MOST_ROWS = 1024

@@ -23,10 +23,12 @@ import numpy as np
 
 from potluck._core.context.commit import Resolution, Standing, reconcile
 from potluck._core.context.structure import compare, hash_of
-from potluck.checkpoint.state import State
+from potluck.checkpoint.state import State, fingerprint
 from potluck.checkpoint.store import CheckpointStore
+from potluck.data.stream import Stream
 from potluck.errors import (
     CheckpointError,
+    DataError,
     Diverged,
     Evicted,
     GroupError,
@@ -40,7 +42,13 @@ from potluck.training.pace import Pace
 from potluck.training.policy import Policy
 from potluck.training.progress import Progress
 from potluck.training.replica import Replica
-from potluck.training.sampler import Holding, describe_change, warn_of_equal_samples
+from potluck.training.sampler import (
+    Holding,
+    StreamSchedule,
+    describe_change,
+    hashed,
+    warn_of_equal_samples,
+)
 from potluck.training.transfer import Expected, broadcast_state, gather_numbers, gather_states
 
 if TYPE_CHECKING:
@@ -53,6 +61,9 @@ LOST = (PeerLost, OperationTimeout, Evicted)
 
 _MAX_OPEN = 2
 """Rounds that are not committed: the exchange of one, and the steps of the next."""
+
+_MAX_READ_S = 600.0
+"""Seconds that ranks wait for a rank that reads from a stream."""
 
 
 @contextlib.contextmanager
@@ -79,11 +90,12 @@ class Training:
     groups and votes that have failed since the last commit. ``recoveries`` are the seconds from
     each loss until training went on.
 
-    Of a training in rounds (``in_rounds``), in which no step is run again: ``num_dealt`` is the
-    number of rounds that some member was dealt. ``dealt_in()``: the epochs in which the open rounds
-    were dealt on this rank, oldest first, 0 for a round without work; ``valid_deals``: by number of
-    the round, the epoch whose deal counts. ``is_restored``: this rank has received the state of
-    another rank. ``is_afresh``: no member had a state, so all begin, or resume from a checkpoint.
+    Of a training on a ``stream`` the schedule is a StreamSchedule. Of a training in rounds
+    (``in_rounds``), in which no step is run again: ``num_dealt`` is the number of rounds that some
+    member was dealt. ``dealt_in()``: the epochs in which the open rounds were dealt on this rank,
+    oldest first, 0 for a round without work; ``valid_deals``: by number of the round, the epoch
+    whose deal counts. ``is_restored``: this rank has received the state of another rank.
+    ``is_afresh``: no member had a state, so all begin, or resume from a checkpoint.
     ``longest_s``: the longest time that a rank took for the steps of one of the last rounds, 0 if
     no member knows it.
     """
@@ -95,8 +107,13 @@ class Training:
     policy: Policy
     _: KW_ONLY
     in_rounds: bool = False
+    stream: Stream | None = None
 
     def __post_init__(self) -> None:
+        if self.stream is not None:
+            self.stream.tell, self.stream.hashed = self._tell, hashed
+        self._told: set[str] = set()
+        self._has_checked_state = False
         self.pace = Pace(self.policy)
         self.interrupt = Interrupt()
         self.alignment = Alignment(self.ctx, self.progress, self.replica, self.policy)
@@ -284,6 +301,44 @@ class Training:
         self.has_state, self._resolution = True, None
         self.history = max(self.history, resolution.history)
 
+    def look_ahead(self) -> None:
+        """Of a stream: agree on how many items the next steps have, and whether they end the epoch.
+
+        A collective call between two steps, not at the end. All ranks hold the items before a step
+        is dealt, so they hear of an end together. Cost: one all_gather of 24 bytes per rank.
+        DataError for a stream that can't be read, or has no items.
+        """
+        progress, schedule = self.progress, self.progress.schedule
+        if self.stream is None or progress.done:
+            return
+        assert isinstance(schedule, StreamSchedule)
+        epoch, start = schedule.find(progress.committed)
+        mine = self.stream.expect(epoch, start, progress.batch_size)
+        if not self._has_checked_state and (state := self.stream.capture()) is not None:
+            fingerprint(state)  # TypeError, now and not at the first checkpoint or newcomer
+            self._has_checked_state = True
+        numbers = {"num": mine.num, "ended": mine.has_ended, "first": mine.first}
+        timeout_s = max(self.ctx.timeout_s, _MAX_READ_S)
+        rows = gather_numbers(self.ctx, numbers, timeout=timeout_s)
+        num = int(rows["num"].min())
+        has_ended = bool(rows["ended"][rows["num"] == num].any())
+        if not num:
+            raise DataError(_why_empty(epoch, start))
+        describe, odd = self.ctx.group.describe, int(rows["num"].argmin())
+        others = [rank for rank, first in enumerate(rows["first"]) if first != rows["first"][0]]
+        if has_ended and not (rows["ended"].all() and (rows["num"] == num).all()):
+            self._tell(
+                f"the stream of {describe(odd)} has ended after {start + num} items, that of "
+                "others goes on: the epoch ends there on all ranks"
+            )
+        elif others:
+            self._tell(
+                f"the stream of {describe(others[0])} has other items than that of {describe(0)}, "
+                "so some are never trained on: give all ranks the same stream in the same order, "
+                "not split by rank (if only random changes of the items differ, all is well)"
+            )
+        progress.schedule = schedule.after(progress.committed, num, has_ended=has_ended)
+
     @property
     def is_save_due(self) -> bool:
         """Whether a checkpoint is due or the script called for one, and there is a store."""
@@ -345,7 +400,8 @@ class Training:
 
     def capture(self) -> dict[str, Any]:
         """The part of the training's state that is equal on all ranks."""
-        return self.progress.capture() | {"replica": self.replica.capture()}
+        stream = None if self.stream is None else self.stream.capture()
+        return self.progress.capture() | {"replica": self.replica.capture(), "stream": stream}
 
     # ------------------------------------------------------------ inside
 
@@ -400,13 +456,33 @@ class Training:
         self.progress.restore(state)
         try:
             self.replica.restore(state["replica"])
+            if self.stream is not None:
+                self.stream.restore(state["stream"])
         except (KeyError, TypeError) as error:
             raise CheckpointError(f"not the state of this training: {error!r}") from error
         self._own = state["own"]
 
+    def _tell(self, text: str) -> None:
+        """Log ``text``, and show it in the output of ``potluck run``; once."""
+        if text not in self._told:
+            self._told.add(text)
+            _log.warning("step %d: %s", self.progress.step, text)
+            self.ctx.report(event=text)
+
     def _report(self, error: CheckpointError) -> None:
         _log.error("%s", error)
         self.ctx.report(event=str(error))
+
+
+def _why_empty(epoch: int, start: int) -> str:
+    if start:
+        return f"the stream ends at item {start}, but has gone on there before"
+    if epoch:
+        return (
+            f"the stream has no items in epoch {epoch}, after it had some: an iterator can't begin "
+            "again. Pass a function that returns an iterator, or epochs=1"
+        )
+    return "the data set is empty: the stream has no items"
 
 
 class Interrupt:
