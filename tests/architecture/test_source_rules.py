@@ -57,6 +57,7 @@ MAY_SLEEP = {
     "tests/conftest.py": "the leak guard polls /proc, which tells nobody when it changes",
     "tests/process/scripts/elastic_regression.py": "a training that is to take long, and no core",
     "tests/process/scripts/rounds.py": "the same",
+    "tests/components/scripts/managed.py": "the same",
 }
 
 MAY_RUN_TEXT = {

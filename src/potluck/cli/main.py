@@ -25,6 +25,7 @@ from potluck.cli.init import init
 from potluck.cli.job_display import silence
 from potluck.cli.jobs import jobs, wait
 from potluck.cli.join import join
+from potluck.cli.launch.command import app as launch
 from potluck.cli.owner_commands import allow, continue_, deny, pause, resume
 from potluck.cli.pair import pair
 from potluck.cli.plan import plan
@@ -142,6 +143,7 @@ app.command(
     ),
 )(bench)
 app.add_typer(federated)
+app.add_typer(launch)
 app.command(epilog="Examples:\n\npotluck init\n\npotluck init --json")(init)
 app.command(epilog="Examples:\n\npotluck pair\n\npotluck pair --minutes 1 --port 52420")(pair)
 app.command(

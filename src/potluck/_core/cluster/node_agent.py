@@ -19,7 +19,7 @@ from potluck._core.cluster.code_store.job_folders import keeping_of
 from potluck._core.cluster.code_store.store import CodeStore
 from potluck._core.cluster.content.store import ContentStore
 from potluck._core.cluster.control_plane import ControlPlane
-from potluck._core.cluster.discovery.advert import new_instance
+from potluck._core.cluster.discovery.advert import Hint, new_instance
 from potluck._core.cluster.discovery.finder import Finder, Presence, running_finders
 from potluck._core.cluster.home.node_state import NodeState, PrivateState
 from potluck._core.cluster.jobs.agent_parts import AgentParts, OuterWorld
@@ -183,7 +183,7 @@ class _Jobs:
             broker=partial(
                 Broker, eras=lambda: credentials.eras, bind=agent.bind, on_broken=agent.fail
             ),
-            launcher=partial(launcher_of, settings, machine.confinement),
+            launcher=partial(launcher_of, settings, machine.confinement, is_own=agent.is_launched),
             confinement=machine.confinement,
             links=members.links,
             plane=members.plane,
@@ -236,9 +236,11 @@ class NodeAgent:
         host: str = "",
         port: int | None = None,
         is_private: bool = False,
+        is_launched: bool = False,
         outer_world: OuterWorld | None = None,
     ) -> None:
-        """``outer_world``: see ``AgentParts``."""
+        """``is_launched``: in an allocation (``launching.py``), where all machines and jobs are one
+        person's. ``outer_world``: see ``AgentParts``."""
         self.state: NodeState | PrivateState
         self.outer_world = outer_world
         self.port = 0
@@ -249,6 +251,7 @@ class NodeAgent:
         self._on_note = on_note
         self._finders = finders
         self.is_private = is_private
+        self.is_launched = is_launched
         self.bind = "127.0.0.1" if is_private else host or settings.bind
         self.names = NodeNames(self.me, settings.machine_name)
         self._wanted_port = settings.discovery_port if port is None else port
@@ -318,6 +321,8 @@ class NodeAgent:
         self._bulk = members.bulk
         self.offers, self._code_store = machine.offers, machine.code_store
         self.jobs = jobs.dispatcher
+        if self.is_launched:
+            self.links.on(peers.Places, self._told)
         self.report = Report(
             jobs.parts, self.credentials, self.admissions, self.exchange, lambda: self._notes
         )
@@ -383,6 +388,25 @@ class NodeAgent:
         """There is a link to ``node``."""
         self.names.met(node, introduction.name)
         self._tasks.start(self._remember(node, introduction))
+        if self.is_launched and not self._finders:
+            self._acquaint(node)
+
+    def _acquaint(self, node: str) -> None:
+        """Tell ``node``, a new member of this launcher's allocation, and the others where they
+        listen: they know only the launcher's address."""
+        links, places = self.links, {}
+        for each in links.nodes:
+            introduction = links.introduction(each)
+            if introduction is not None and links.address(each):
+                places[each] = (links.address(each), introduction.port)
+        others = [place for each, place in places.items() if each != node]
+        links.send(node, peers.Places(tuple(others[-peers.MAX_LISTED :])))
+        for each in places.keys() - {node}:
+            links.send(each, peers.Places((places[node],)))
+
+    def _told(self, node: str, message: peers.Places) -> None:
+        for host, port in message.places:
+            self.links.heard(Hint(host, port, "told"))
 
     async def _remember(self, node: str, introduction: peers.Introduction) -> None:
         try:

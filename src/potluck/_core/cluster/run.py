@@ -145,6 +145,20 @@ def commit_of(folder: Path) -> str:
     return ""
 
 
+def travelling(request: RunRequest) -> RunRequest:
+    """The ``checked`` ``request`` for other machines: its folder travels, paths are below it.
+    Calls git, which takes up to 5 s."""
+    root, script = Path(request.root), Path(request.script).absolute()
+    places = map(Path, request.importable)
+    return msgspec.structs.replace(
+        request,
+        folder=str(root),
+        script=script.relative_to(root).as_posix(),
+        importable=tuple(each.relative_to(root).as_posix() for each in places),
+        commit=commit_of(root),
+    )
+
+
 _summaries = msgspec.json.Decoder(Summary)
 
 
@@ -256,15 +270,7 @@ async def _run(
         with _signals(client.interrupt):
             if agent is None:
                 return await _run_alone(settings, request, client, outer_world)
-            root, script = Path(request.root), Path(request.script).absolute()
-            places = map(Path, request.importable)
-            request = msgspec.structs.replace(
-                request,
-                folder=str(root),
-                script=script.relative_to(root).as_posix(),
-                importable=tuple(each.relative_to(root).as_posix() for each in places),
-                commit=await asyncio.to_thread(commit_of, root),
-            )
+            request = await asyncio.to_thread(travelling, request)
             return await _run_by_agent(agent, settings, request, client)
     finally:
         watcher.end()

@@ -178,6 +178,16 @@ class Response(msgspec.Struct, frozen=True, tag=True):
     content: ResponseContent
 
 
+Place = tuple[Name, Annotated[int, msgspec.Meta(ge=1, le=65535)]]
+
+
+class Places(msgspec.Struct, frozen=True, tag=True):
+    """Where agents of other members of an allocation listen, for members that were told only the
+    launcher's address. They are hints, as those of finders."""
+
+    places: Annotated[tuple[Place, ...], msgspec.Meta(max_length=MAX_LISTED)]
+
+
 PeerMessage = (
     NodeMessage
     | Introduction
@@ -187,6 +197,7 @@ PeerMessage = (
     | Measured
     | Offer
     | BulkCall
+    | Places
     | Request
     | Response
 )

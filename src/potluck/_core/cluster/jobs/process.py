@@ -333,6 +333,7 @@ def launcher_of(
     worker_home: Path,
     *,
     me: str,
+    is_own: bool = False,
     sink: Callable[[str, str, str, End], None],
     is_behind: Callable[[], bool],
 ) -> Launch:
@@ -343,15 +344,16 @@ def launcher_of(
     Workers run in the job's copy of the code; on the machine where ``potluck run`` was called they
     run in that directory, so that what they write is found there. A local job, which has no copy,
     runs as if the script had been started by hand there; if it has one worker, that has the
-    terminal, too.
+    terminal, too. Where jobs and machines are one person's (``is_own``), workers run in the
+    directory of the same name, if this machine has it, and get the agent's environment.
     """
     script, directory = spec.script, Path(spec.directory)
     code, output = folder.code.resolve(), folder.output.resolve()  # a sandbox lacks links to them
     if not spec.is_local:
         script = str(code / spec.script)
-        if not (spec.starter == me and directory.is_dir()):
+        if not ((spec.starter == me or is_own) and directory.is_dir()):
             directory = code / spec.below
-    if spec.is_local:
+    if spec.is_local or is_own:
         inherited = all_but_secrets(os.environ)
     else:
         inherited = passed_on(os.environ, settings.pass_env)

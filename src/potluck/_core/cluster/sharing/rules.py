@@ -88,6 +88,8 @@ def is_allowed(offer: Offer, node: str) -> bool | None:
 def objection(offer: Offer, *, is_own: bool, starter: str, called: Callable[[str], str]) -> str:
     """Why the node of ``offer`` runs no job of ``starter``, which may be that node itself, and what
     to do; empty if it does."""
+    if offer.is_paused and is_own and offer == Offer("none", is_paused=True):
+        return "it starts jobs only, while it is paused"
     if offer.is_paused:
         return "its owner paused it; `potluck resume` there lets it take part"
     verdict = True if is_own else is_allowed(offer, starter)

@@ -1,0 +1,1 @@
+"""``potluck launch``: the same script where machines are managed by somebody else."""

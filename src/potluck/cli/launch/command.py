@@ -1,0 +1,224 @@
+"""``potluck launch``: the commands, and the launcher's process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from potluck.cli.run import Wait, script_of
+from potluck.cli.terminal import say
+from potluck.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from potluck._core.cluster.jobs.summary import Summary
+    from potluck._core.cluster.launching import Fleet, Invitation
+    from potluck._core.settings import Settings
+    from potluck._core.wire.local import RunRequest
+
+app = typer.Typer(
+    name="launch",
+    help="Run a script where machines are managed already: Slurm, Ray, Dask, MPI, Kubernetes.",
+    epilog="Example:\n\npotluck launch slurm --nodes=3 --time=2:00:00 train.py --epochs 3",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Script = Annotated[
+    Path, typer.Argument(metavar="SCRIPT", help="The Python script that every worker runs.")
+]
+Words = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="[OPTIONS OF THE LAUNCHER] SCRIPT [ARGS]",
+        help="Options of the other launcher, one word each (--nodes=3); the script; its arguments.",
+    ),
+]
+Workers = Annotated[int, typer.Option(min=1, help="How many workers to start on each machine.")]
+Collect = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Where files that workers wrote into POTLUCK_OUTPUT are brought at the end (default: "
+        "a folder of the job's name).",
+    ),
+]
+_PASSES_ON = {
+    "allow_interspersed_args": False,
+    "ignore_unknown_options": True,
+    "help_option_names": ["--help"],
+}
+
+
+@app.callback()
+def launch() -> None:
+    """Run a script where machines are managed already."""
+
+
+@dataclass
+class Launching:
+    """What is launched: ``script`` with ``arguments``, ``workers`` on each machine. ``is_warned``:
+    the manager gave notice that the allocation ends."""
+
+    script: Path
+    arguments: Sequence[str]
+    workers: int
+    collect: Path | None
+    wait: float = 60.0
+    is_warned: bool = False
+
+    def run(self, fleet: Fleet, num: int, *, trains: bool = False, **settings: Any) -> int:
+        """Run it on at least ``num`` machines, those of ``fleet``; its exit code."""
+        from potluck._core.cluster.launching import launch
+        from potluck._core.settings import load_settings
+        from potluck.cli.job_display import print_summary, watcher_for
+
+        loaded = load_settings(**{"discovery_port": 0} | settings)
+        request = self.request(min_nodes=num, peer_timeout_s=loaded.peer_timeout_s)
+        summary = asyncio.run(
+            launch(
+                request,
+                loaded,
+                watcher_for(sys.stdout, plain=True),
+                fleet,
+                collect=self._bring,
+                trains=trains,
+                warned=self._warned,
+            )
+        )
+        print_summary(summary, is_collected=True)
+        return summary.exit_code
+
+    def request(self, **fields: Any) -> RunRequest:
+        """What the launcher's agent is asked; ConfigurationError if there is no such script."""
+        from potluck._core.cluster.run import checked
+        from potluck._core.wire.local import RunRequest
+
+        said = script_of(self.script, module=False, root=None, arguments=self.arguments)
+        return checked(RunRequest(**said, **fields, per_node=self.workers, wait_s=self.wait))
+
+    def _warned(self) -> None:
+        self.is_warned = True
+
+    def _bring(self, settings: Settings, summary: Summary) -> None:
+        from potluck.cli.fetch import bring
+
+        if summary.written:
+            bring(settings, summary.job, self.collect or Path(summary.job))
+
+
+@app.command(
+    context_settings=_PASSES_ON,
+    epilog=(
+        "Examples:\n\n"
+        "potluck launch slurm --nodes=3 --time=2:00:00 train.py --epochs 3\n\n"
+        "potluck launch slurm --submit --requeue --nodes=3 --partition=gpu train.py\n\n"
+        "salloc --nodes=3 potluck launch slurm train.py"
+    ),
+)
+def slurm(
+    words: Words,
+    workers: Workers = 1,
+    submit: Annotated[bool, typer.Option("--submit", help="Submit the batch script.")] = False,
+    print_: Annotated[
+        bool, typer.Option("--print", help="Write the batch script to stdout instead of a file.")
+    ] = False,
+    requeue: Annotated[
+        bool,
+        typer.Option(
+            "--requeue",
+            help="Before the time limit have the script write its checkpoint, and queue the job "
+            "again: it resumes from there.",
+        ),
+    ] = False,
+    collect: Collect = None,
+    wait: Wait = 60.0,
+) -> None:
+    """Write a batch script (SCRIPT's name, .sbatch) that runs SCRIPT on the nodes that Slurm gives.
+
+    In an allocation (in that batch script, or in salloc) the script is run at once: one agent on
+    each node, with a secret of their own, and the workers. All options that potluck does not know
+    are sbatch's. The job goes on without a node that fails (--no-kill), and ends with the node of
+    the batch script. Two minutes before the time limit the workers get Ctrl-C, on which an elastic
+    script writes its checkpoint.
+    """
+    from potluck.cli.launch import slurm as slurm_
+
+    options, script, arguments = split_words(words, "sbatch")
+    launching = Launching(script, arguments, workers, collect, wait)
+    launching.request()
+    if "SLURM_JOB_ID" in os.environ and not (submit or print_):
+        code = launching.run(*slurm_.on_slurm(os.environ))
+        if requeue and launching.is_warned:
+            slurm_.requeue()
+        raise typer.Exit(code)
+    ours = [f"--workers={workers}", f"--wait={wait:g}", *(["--requeue"] if requeue else [])]
+    if collect is not None:
+        ours.append(f"--collect={collect.absolute()}")
+    command = [*slurm_.potluck_command(), "launch", "slurm", *ours, "--", str(script.absolute())]
+    text = slurm_.batch_script(
+        options, [*command, *arguments], requeue=requeue, directory=str(Path.cwd())
+    )
+    if print_:
+        sys.stdout.write(text)
+        return
+    path = Path(f"{script.stem}.sbatch")
+    slurm_.write_script(path, text)
+    if submit:
+        say(f"job {slurm_.submit(path)} is queued: squeue shows it; its output: slurm-JOB.out")
+    else:
+        say(f"{path} is written; submit it with: sbatch {path}")
+
+
+def split_words(words: Sequence[str], manager: str) -> tuple[list[str], Path, list[str]]:
+    """The options of ``manager`` (each one word, as ``--nodes=3``), the script, and its arguments.
+
+    ConfigurationError if there is no script, or an option has its value in a word of its own, which
+    would be taken for the script.
+    """
+    options = []
+    for index, word in enumerate(words):
+        if word.startswith("-"):
+            options.append(word)
+            continue
+        if options and "=" not in options[-1] and not Path(word).is_file():
+            raise ConfigurationError(
+                f"{word!r} is no script; options of {manager} are one word each: "
+                f"{options[-1]}={word} in place of {options[-1]} {word}"
+            )
+        return options, Path(word), list(words[index + 1 :])
+    raise ConfigurationError(f"name a SCRIPT after the options of {manager}")
+
+
+@app.command(hidden=True)
+def member() -> None:
+    """Take part in an allocation; the launcher's invitation is read from stdin."""
+    from potluck._core.cluster.launching import MAX_INVITATION, parse_invitation
+    from potluck._core.settings import load_settings
+
+    invitation = parse_invitation(sys.stdin.buffer.readline(MAX_INVITATION))
+    for name in ("POTLUCK_PSK", "POTLUCK_PASSPHRASE"):
+        os.environ.pop(name, None)
+    settings = load_settings(discovery_port=0, name=os.environ.get("SLURMD_NODENAME"))
+    raise typer.Exit(asyncio.run(_until_input_ends(invitation, settings)))
+
+
+async def _until_input_ends(invitation: Invitation, settings: Settings) -> int:
+    """The launcher holds the other end of the pipe."""
+    from potluck._core.cluster.launching import take_part
+
+    leaving = asyncio.Event()
+
+    def read() -> None:
+        if not os.read(0, 4096):
+            asyncio.get_running_loop().remove_reader(0)
+            leaving.set()
+
+    asyncio.get_running_loop().add_reader(0, read)
+    return await take_part(invitation, settings, leaving)

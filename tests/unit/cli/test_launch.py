@@ -1,0 +1,152 @@
+"""``potluck launch``: what becomes of words, and the files that it writes."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from potluck._core.cluster.launching import Invitation, own_addresses, parse_invitation
+from potluck.cli.launch.command import split_words
+from potluck.cli.launch.slurm import MARK, batch_script
+from potluck.cli.main import app
+from potluck.errors import ConfigurationError
+
+HARD = ["it's", 'a "b"', "$(touch gone)", "`x`", "a\\b", "", "--flag", "é*"]
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "train it.py"
+    path.write_text("print(1)\n")
+    return path
+
+
+def launched(*words: str) -> str:
+    result = CliRunner().invoke(app, ["launch", *words])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def refused(*words: str) -> str:
+    result = CliRunner().invoke(app, ["launch", *words])
+    assert result.exit_code == 2
+    return " ".join(result.output.split())
+
+
+# ---------------------------------------------------------------- words
+
+
+def test_words_before_the_script_are_the_launchers(script: Path) -> None:
+    words = ["--nodes=3", "-C", script.name, "--nodes=4", "x"]
+    assert split_words(words, "sbatch") == (["--nodes=3", "-C"], Path(script.name), words[3:])
+
+
+def test_an_option_with_its_value_apart_is_no_script(script: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"one word each: --nodes=3 in place of --nodes 3"):
+        split_words(["--nodes", "3", script.name], "sbatch")
+
+
+def test_without_a_script_the_error_says_so() -> None:
+    with pytest.raises(ConfigurationError, match="name a SCRIPT after the options of sbatch"):
+        split_words(["--nodes=3"], "sbatch")
+
+
+# ---------------------------------------------------------------- Slurm
+
+
+def test_the_batch_script_runs_what_was_given_in_an_allocation(script: Path) -> None:
+    text = launched("slurm", "--print", "--workers=2", "--nodes=3", script.name, *HARD)
+    lines = text.splitlines()
+    assert lines[:2] == ["#!/bin/bash", MARK]
+    assert "#SBATCH --nodes=3" in lines
+    assert "#SBATCH --no-kill" in lines
+    words = shlex.split(lines[-1])
+    assert words[-len(HARD) :] == HARD
+    assert words[words.index("launch") :][:4] == ["launch", "slurm", "--workers=2", "--wait=60"]
+    assert words[-len(HARD) - 2 : -len(HARD)] == ["--", str(script)]
+
+
+def test_a_shell_gives_the_script_its_arguments_as_they_were(script: Path) -> None:
+    command = ["printf", "%s\\0", *HARD]
+    text = batch_script([], command, requeue=False, directory=".")
+    done = subprocess.run(["bash"], input=text, capture_output=True, text=True, check=True)
+    assert done.stdout.split("\0")[:-1] == HARD
+    assert not Path("gone").exists()
+
+
+@pytest.mark.parametrize("option", ["--comment=a\nb", "--comment=it's", '--comment="a"', "-J a\\b"])
+def test_an_option_that_a_line_can_not_hold_is_refused(option: str) -> None:
+    with pytest.raises(ConfigurationError, match="the sbatch option"):
+        batch_script([option], ["true"], requeue=False, directory=".")
+
+
+def test_an_option_with_a_space_is_quoted() -> None:
+    text = batch_script(["--comment=a #b"], ["true"], requeue=True, directory="/a b")
+    assert '#SBATCH "--comment=a #b"' in text
+    assert '#SBATCH "--chdir=/a b"' in text
+    assert "#SBATCH --requeue" in text
+
+
+def test_an_argument_with_a_newline_is_refused(script: Path) -> None:
+    said = refused("slurm", "--print", script.name, "a\n#SBATCH --account=other")
+    assert "can't be written on a line" in said
+
+
+def test_only_a_batch_script_of_potluck_is_overwritten(script: Path) -> None:
+    assert "sbatch train it.sbatch" in launched("slurm", "--nodes=2", script.name)
+    launched("slurm", "--nodes=3", script.name)
+    path = Path("train it.sbatch")
+    assert "--nodes=3" in path.read_text()
+    path.write_text("#!/bin/bash\nmine\n")
+    assert "train it.sbatch is there already" in refused("slurm", script.name)
+    assert path.read_text() == "#!/bin/bash\nmine\n"
+
+
+def test_without_slurm_submitting_says_where_to_go(
+    script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert "there is no sbatch on this machine; copy" in refused("slurm", "--submit", script.name)
+
+
+def test_a_script_that_is_not_there_is_named(tmp_path: Path) -> None:
+    assert "'3' is no script; options of sbatch are one word" in refused("slurm", "--nodes", "3")
+    assert "the script 'x.py' does not exist" in refused("slurm", "--nodes=3", "x.py")
+
+
+# ---------------------------------------------------------------- invitations
+
+
+def test_an_invitation_is_one_line_and_does_not_show_its_secret() -> None:
+    invitation = Invitation("ab" * 32, (("10.0.0.1", 52415),), "node")
+    assert parse_invitation(invitation.line()) == invitation
+    assert invitation.line().count(b"\n") == 1
+    assert "abab" not in repr(invitation)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"\xff",
+        b"{}",
+        b'{"psk": "abc", "peers": [["a", 1]]}',
+        b'{"psk": "%s", "peers": []}' % (b"ab" * 32),
+        b'{"psk": "%s", "peers": [["a", 70000]]}' % (b"ab" * 32),
+    ],
+)
+def test_what_is_no_invitation_is_refused_and_not_shown(line: bytes) -> None:
+    with pytest.raises(ConfigurationError, match="holds no invitation") as caught:
+        parse_invitation(line)
+    assert "abab" not in str(caught.value)
+    assert caught.value.__cause__ is None
+
+
+def test_a_launcher_names_addresses_that_others_can_call() -> None:
+    assert own_addresses()
+    assert not any(each.startswith(("fe80", "127.")) for each in own_addresses()[1:])
