@@ -405,6 +405,7 @@ ELSEWHERE = {
     "cluster/jobs/ledger.py": OWN,
     "cluster/jobs/shim.py": "its agent's arguments",
     "cluster/past_jobs.py": "`wire.format.decoded`",
+    "cluster/launching.py": "`tests/unit/cli/test_launch.py`: a line of its own launcher",
     "cluster/run.py": "`wire.format.decoded`",
     "cluster/sharing/offers.py": OWN,
     "cluster/trust/admission_file.py": OWN,
