@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from potluck._core.system import SIGKILL
 from support.commands import comes_true
 from support.components import ROOT
+from support.hosts import Host
 
 SCRIPT = ROOT / "tests" / "components" / "scripts" / "managed.py"
 EPOCHS = 60
@@ -18,6 +22,29 @@ COUNTED = EPOCHS * sum(range(64))
 POTLUCK = str(Path(sys.executable).with_name("potluck"))
 
 _STEP = re.compile(r"step (\d+): rank (\d) of (\d) (\S*) (\d+) (\d+)")
+
+
+def write_names(path: Path, hosts: Mapping[str, Host]) -> None:
+    """A file like /etc/hosts with the names of ``hosts``."""
+    known = [f"{host.address} {name}" for name, host in hosts.items()]
+    path.write_text("\n".join(["127.0.0.1 localhost", *known, ""]))
+
+
+def on_host(host: Host, name: str, known: Path, command: Sequence[str]) -> list[str]:
+    """``command`` on ``host``, whose name is ``name``, with the names of the file ``known``."""
+    script = 'hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"'
+    # Not by `ip netns exec`, which mounts another /sys, where slurmd misses its cgroups.
+    enter = ["nsenter", f"--net=/run/netns/{host.namespace}", "--"]
+    words = ["sh", "-c", script, "sh", name, str(known), *command]
+    return [*enter, "unshare", "--uts", "--mount", *words]
+
+
+def kill_all(host: Host) -> None:
+    """Kill every process on ``host``, so that none says goodbye to another."""
+    while pids := host.pids():
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, SIGKILL)
 
 
 def commands_of(section: str) -> list[list[str]]:

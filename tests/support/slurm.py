@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
 from support.commands import comes_true
 from support.hosts import Host, Network
+from support.managed import kill_all, on_host, write_names
 
 PACKAGES = {
     "munged": "munge",
@@ -106,13 +106,7 @@ class SlurmCluster:
         """Node n``number`` loses its power: nothing of it runs on, nothing says goodbye."""
         host = self.network[number]
         host.link(up=False)
-        while pids := host.pids():
-            for pid in pids:
-                try:
-                    os.kill(pid, 9)
-                except ProcessLookupError:
-                    continue
-            time.sleep(0.01)
+        kill_all(host)
 
     def is_idle(self) -> bool:
         """Whether all nodes are up and idle."""
@@ -152,22 +146,19 @@ class SlurmCluster:
         return self.folder / name
 
     def _configure(self) -> None:
+        names = ["login", *(f"n{number}" for number in range(1, self.num + 1))]
+        write_names(self._at("hosts"), dict(zip(names, self.network, strict=True)))
         for name in ("state", *(f"spool-n{number}" for number in range(1, self.num + 1))):
             self._at(name).mkdir(parents=True)
         key = self._at("key")
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
         self.folder.chmod(0o755)
-        nodes, known = [], ["127.0.0.1 localhost"]
-        for number, host in enumerate(self.network):
-            name = f"n{number}" if number else "login"
-            known.append(f"{host.address} {name}")
-            if number:
-                nodes.append(
-                    f"NodeName={name} NodeHostname={name} NodeAddr={host.address} CPUs=1 "
-                    "RealMemory=2000 State=UNKNOWN"
-                )
-        self._at("hosts").write_text("\n".join(known) + "\n")
+        nodes = [
+            f"NodeName={name} NodeHostname={name} NodeAddr={host.address} CPUs=1 RealMemory=2000 "
+            "State=UNKNOWN"
+            for name, host in zip(names[1:], self.network[1:], strict=True)
+        ]
         text = _CONF.format(
             address=self.network[0].address, folder=self.folder, nodes="\n".join(nodes)
         )
@@ -176,11 +167,7 @@ class SlurmCluster:
     def _on(self, host: Host, command: tuple[str, ...]) -> list[str]:
         """``command`` on ``host``, where all hosts' names are known."""
         name = f"n{host.index}" if host.index else "login"
-        script = 'hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"'
-        words = ["sh", "-c", script, "sh", name, str(self._at("hosts")), *command]
-        # Not by `ip netns exec`, which mounts another /sys, where slurmd misses its cgroups.
-        enter = ["nsenter", f"--net=/run/netns/{host.namespace}", "--"]
-        return [*enter, "unshare", "--uts", "--mount", *words]
+        return on_host(host, name, self._at("hosts"), command)
 
     def _daemon(self, host: Host, *command: str) -> None:
         with self._at(f"{Path(command[0]).name}-{host.index}.log").open("ab") as log:

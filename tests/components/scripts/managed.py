@@ -31,7 +31,7 @@ job = ElasticLoop(
     Schedule(num_samples=64, batch_size=8, epochs=epochs, seed=3),
     StateReplica(lambda: state, set_state),
     checkpoint=CheckpointStore(sys.argv[3]) if len(sys.argv) > 3 else None,
-    policy=Policy(hash_every=1, save_every=1000),
+    policy=Policy(hash_every=1, save_every=10),
 )
 began = None
 for share in job:
