@@ -147,9 +147,9 @@ class SlurmCluster:
 
     def _configure(self) -> None:
         names = ["login", *(f"n{number}" for number in range(1, self.num + 1))]
-        write_names(self._at("hosts"), dict(zip(names, self.network, strict=True)))
         for name in ("state", *(f"spool-n{number}" for number in range(1, self.num + 1))):
             self._at(name).mkdir(parents=True)
+        write_names(self._at("hosts"), dict(zip(names, self.network, strict=True)))
         key = self._at("key")
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
