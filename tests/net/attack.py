@@ -25,6 +25,8 @@ ATTACKS = (
     "tests/net/test_code_packages.py",
     "tests/net/test_rights.py",
     "tests/net/test_orders.py",
+    "tests/net/test_store.py",
+    "tests/unit/cluster/content/test_store.py",
     "tests/unit/transport/test_man_in_the_middle.py",
     "tests/conformance/test_parsers.py",
 )

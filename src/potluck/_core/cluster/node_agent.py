@@ -319,7 +319,8 @@ class NodeAgent:
         jobs = _Jobs(self, members, machine, commands)
         self.links, self.plane, self.exchange = members.links, members.plane, members.exchange
         self._bulk = members.bulk
-        self.offers, self._code_store = machine.offers, machine.code_store
+        self.offers, self.content = machine.offers, machine.content
+        self._code_store = machine.code_store
         self.jobs = jobs.dispatcher
         if self.is_launched:
             self.links.on(peers.Places, self._told)

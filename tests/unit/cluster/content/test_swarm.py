@@ -108,7 +108,7 @@ class Network:
             if self.flows[at][0] < 1e-9:
                 node, _, run = self.runs.pop(at)
                 self.flows.pop(at)
-                self.swarms[node].arrived(run)
+                self.swarms[node].arrived(run, self.now)
                 self._tell(node, got=[(run.first, run.last)])
                 if self.swarms[node].is_done:
                     self.done.setdefault(node, self.now)
@@ -202,7 +202,7 @@ def test_a_member_that_is_lost_gives_its_requests_back() -> None:
     for _ in range(4):
         run = swarm.next("b", 0.0)
         assert run is not None
-        swarm.arrived(run)
+        swarm.arrived(run, 0.0)
     assert swarm.is_done
 
 
@@ -216,7 +216,7 @@ def test_a_slow_member_is_overtaken_by_another_that_has_nothing_else_to_send() -
     assert fast.chunks == slow.chunks
     swarm.failed(slow)
     assert swarm.next("slow", 3.0) is None, "the other one is still open"
-    swarm.arrived(fast)
+    swarm.arrived(fast, 3.0)
     assert swarm.is_done
 
 

@@ -305,7 +305,7 @@ class Download:
                     self.on_whole(content)
         finally:
             self._num_finishing -= 1
-        self.swarm.arrived(run)
+        self.swarm.arrived(run, _now())
         self._announce(got=[run])
         self.on_progress(int(package.sizes[fresh].sum()), node)
         self._wake()

@@ -24,8 +24,8 @@ from potluck.errors import ProtocolError
 LANES = 2
 """Requests that are open at one member: while a chunk is verified, the next one arrives."""
 PATIENCE_S = 2.0
-"""A chunk that a member has not sent for so long is also asked of another one that has nothing else
-to send."""
+"""A chunk that a member has not sent for so long, and for twice the time that another one took for
+its last, is also asked of that one, if it has nothing else to send."""
 _MAX_RUN = 1024
 _NEVER = np.iinfo(np.int64).max
 
@@ -53,6 +53,7 @@ class _Member:
     awaits: Mask
     is_fetching: bool
     runs: list[Run] = field(default_factory=list)
+    took_s: float = 0.0
 
 
 class Swarm:
@@ -185,7 +186,7 @@ class Swarm:
             for run in other.runs
             if name != node
             and not run.is_doubled
-            and now - run.began > PATIENCE_S
+            and now - run.began > PATIENCE_S + 2 * member.took_s
             and bool(member.has[run.first : run.last + 1].all())
         ]
         if not slow:
@@ -202,8 +203,10 @@ class Swarm:
         self.awaits[first : last + 1] = True
         return run
 
-    def arrived(self, run: Run) -> None:
+    def arrived(self, run: Run, now: float) -> None:
         """All chunks of ``run`` are here, and verified."""
+        if (member := self._members.get(run.member)) is not None:
+            member.took_s = now - run.began
         self.has[run.first : run.last + 1] = True
         self.awaits[run.first : run.last + 1] = False
         self._forget(run)

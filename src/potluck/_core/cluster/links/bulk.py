@@ -93,6 +93,7 @@ class _Connection(aio.MessageLink[bulk.BulkMessage, bulk.BulkMessage]):
         self.requests = Requests()
         self.asked: asyncio.Queue[bulk.Asked] = asyncio.Queue(_MAX_ASKED)
         self.pace = Pace()
+        self.turn = asyncio.Lock()
         self.room = asyncio.Event()
         self.used = self.heard = _now()
         """When any message passed last, and when the last answer came."""
@@ -141,12 +142,13 @@ class BulkLinks:
             return content
         link = await self._to(node)
         count = request.count if isinstance(request, bulk.PartRequest) else 0
-        while count and not link.pace.may_ask(count):
-            link.room.clear()
-            await link.room.wait()
-            if link.is_over:
-                raise LinkError(link.reason or f"node {node[:12]} ended the connection")
-        link.pace.asked(count, _now())
+        async with link.turn:  # in the order of the calls: one chunk after the other is whole
+            while count and not link.pace.may_ask(count):
+                link.room.clear()
+                await link.room.wait()
+                if link.is_over:
+                    raise LinkError(link.reason or f"node {node[:12]} ended the connection")
+            link.pace.asked(count, _now())
         try:
             return await self._answered(link, request, kind)
         finally:

@@ -1,0 +1,171 @@
+"""Files on their way between machines, on links of a known rate: how long it takes, what the source
+sends, and what a machine that is killed, lies or falls silent costs the others."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.commands import Command
+from support.figures import Figures
+from support.hosts import Host, Network
+from support.machines import Machine, view_of
+
+pytestmark = pytest.mark.needs_root_netns
+
+SCRIPT = Path(__file__).parent / "scripts" / "storing.py"
+COPY = """
+import socket, sys, time
+listening, count = socket.create_server(("", 7000)), int(sys.argv[1])
+print("listens", flush=True)
+sock, began, left = listening.accept()[0], None, count
+while left:
+    left -= len(sock.recv(1 << 20))
+    began = began or time.monotonic()
+print("took", time.monotonic() - began, flush=True)
+"""
+SEND = """
+import socket, sys
+sock, data = socket.create_connection((sys.argv[1], 7000)), bytes(1 << 20)
+for _ in range(int(sys.argv[2]) >> 20):
+    sock.sendall(data)
+sock.recv(1)
+"""
+
+
+class Storing(Command):
+    """The script on a machine."""
+
+    def __init__(self, machine: Machine) -> None:
+        command = machine.host.command([sys.executable, str(SCRIPT)])
+        super().__init__(command, env=machine.environment, orders=True)
+        self.host = machine.host
+        self.node = machine.node
+
+    def says(self, key: str, *, since: int = 0, timeout_s: float = 120.0) -> Any:
+        """What it says of ``key`` next."""
+        line = self.wait_for(f'{{"{key}": ', timeout_s, since=since)
+        return json.loads(line)[key]
+
+    def answers(self, order: str, key: str) -> Any:
+        since = self.mark
+        self.order(order)
+        return self.says(key, since=since)
+
+
+@contextmanager
+def storing(network: Network, root: Path) -> Iterator[list[Storing]]:
+    """The script on all hosts, which see each other."""
+    with ExitStack() as stack:
+        made = [stack.enter_context(Storing(Machine(host, root))) for host in network]
+        for each in made:
+            each.says("ready")
+        wanted = frozenset(each.node[:8] for each in made)
+        for each in made:
+            each.wait_for(lambda line: (view := view_of(line)) is not None and view[1] == wanted)
+        yield made
+
+
+def wire_time(source: Host, target: Host, count: int) -> float:
+    """Seconds that ``count`` bytes take over one plain connection."""
+    with Command(target.command([sys.executable, "-c", COPY, str(count)])) as receiving:
+        receiving.wait_for("listens")
+        words = [sys.executable, "-c", SEND, target.address, str(count)]
+        with Command(source.command(words)):
+            return float(receiving.wait_for("took ").split()[1])
+
+
+def folder_of(root: Path, count: int) -> Path:
+    """One large file, and a hundred small ones."""
+    folder = root / "data"
+    folder.mkdir()
+    (folder / "large").write_bytes(os.urandom(count))
+    for number in range(100):
+        (folder / f"small-{number}").write_bytes(os.urandom(1000))
+    return folder
+
+
+def has_all(machine: Storing, folder: Path, home: Path) -> bool:
+    stored = {path.stat().st_size: path for path in (home / "content").rglob("objects/*")}
+    large = stored[(folder / "large").stat().st_size]
+    return large.read_bytes() == (folder / "large").read_bytes()
+
+
+@pytest.mark.long
+def test_three_machines_have_it_in_hardly_more_than_the_time_of_one_copy(
+    figures: Figures, tmp_path: Path
+) -> None:
+    count = 256 << 20
+    folder = folder_of(tmp_path, count)
+    with Network(4, rate="200mbit") as network, storing(network, tmp_path) as made:
+        source, *receivers = made
+        name = source.answers(f"add {folder}", "added")
+        bound = wire_time(source.host, receivers[0].host, count)
+        since = [each.mark for each in receivers]
+        for each in receivers:
+            each.order(f"fetch {name}")
+        took = [each.says("fetched", since=at) for each, at in zip(receivers, since, strict=True)]
+        what = f"3 machines fetch {count >> 20} MiB at 200 Mbit/s"
+        figures.take(what, "times of one plain copy:", max(took) / bound, asked=1.25, unit="")
+        sent = source.answers("sent", "sent") / count
+        figures.take(what, "times that the source sends it:", sent, asked=1.2, unit="")
+
+
+def test_a_machine_that_is_killed_amid_a_fetch_goes_on_and_liars_are_named(tmp_path: Path) -> None:
+    """The others go on meanwhile. Then of three that have all the first sends wrong bits and the
+    second falls silent: the last machine gets the right bytes from the third."""
+    count = 48 << 20
+    folder = folder_of(tmp_path, count)
+    with Network(4, rate="200mbit") as network, storing(network, tmp_path) as made:
+        source, bob, carl, dora = made
+        name = source.answers(f"add {folder}", "added")
+        since = carl.mark
+        bob.order(f"fetch {name}")
+        carl.order(f"fetch {name}")
+        before = 0
+        while before < count // 4:
+            before = bob.says("so_far", since=bob.mark)
+        bob.process.kill()
+        carl.says("fetched", since=since)
+        with Storing(Machine(network[1], tmp_path)) as again:
+            again.says("ready")
+            again.order(f"fetch {name}")
+            assert again.says("missing") <= count - before + (1 << 20)
+            again.says("fetched")
+            assert has_all(again, folder, tmp_path / "bob")
+
+            source.order("lie")
+            carl.order("stall")
+            since = dora.mark
+            dora.order(f"fetch {name}")
+            dora.says("fetched", since=since)
+            assert has_all(dora, folder, tmp_path / "dora")
+            dora.wait_for(
+                f"ada ({source.node[:8]}): node {source.node[:12]} sent other", since=since
+            )
+            assert carl.node[:12] not in "".join(dora.lines[since:]), "silence is no lie"
+
+
+def test_a_transfer_over_a_narrow_link_costs_no_heartbeat(tmp_path: Path) -> None:
+    """At 10 Mbit/s, to two machines at once: nobody is evicted, and no view changes."""
+    folder = folder_of(tmp_path, 5 << 20)
+    with Network(3) as network, storing(network, tmp_path) as made:
+        source, *receivers = made
+        name = source.answers(f"add {folder}", "added")
+        source.host.shape("10mbit")
+        since = {each: each.mark for each in made}
+        for each in receivers:
+            each.order(f"fetch {name}")
+        for each in receivers:
+            assert each.says("fetched", since=since[each]) > 3.0
+        changes = [
+            line for each in made for line in each.lines[since[each] :] if view_of(line) is not None
+        ]
+        assert changes == []
