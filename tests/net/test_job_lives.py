@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from potluck._core.system import SIGHUP, SIGKILL
+from support.commands import Command, potluck_command
 from support.machines import Machine, cluster_of, form, leader_of
 from support.sums import TRAINING
+from support.terminal import Terminal
 
 pytestmark = pytest.mark.needs_root_netns
 
@@ -94,3 +99,165 @@ def test_the_end_of_a_job_on_one_machine_is_on_a_second_one(tmp_path: Path) -> N
         [job] = history_of(other)
         assert (job["state"], job["exit_code"]) == ("ended", 0)
         assert other.runs("wait", "sums").returncode == 0
+
+
+def command(machine: Machine, *arguments: str | os.PathLike[str]) -> Command:
+    """``potluck ARGUMENTS`` there, started."""
+    words = [*potluck_command(), *(os.fspath(each) for each in arguments)]
+    return Command(machine.host.command(words), env=machine.environment)
+
+
+def detached(machine: Machine, *arguments: str | os.PathLike[str]) -> str:
+    """The id of a job that was started there."""
+    done = machine.runs("run", "--detach", *map(os.fspath, arguments))
+    assert done.returncode == 0, done.stderr
+    assert f"potluck attach {done.stdout.strip()}" in done.stderr
+    return done.stdout.strip()
+
+
+def state_of(machine: Machine, job: str) -> str:
+    [told] = history_of(machine, job)
+    return str(told["state"])
+
+
+def test_a_detached_job_is_attached_to_and_read_from_any_machine(tmp_path: Path) -> None:
+    with cluster_of(3, tmp_path / "homes") as machines:
+        form(*machines)
+        leader = leader_of(machines)
+        starter, other = (each for each in machines if each is not leader)
+        places = f"{leader.name},{starter.name}"
+        job = detached(starter, "--on", places, TRAINING, tmp_path / "stop")
+        with command(other, "attach", job) as first, command(leader, "attach", job) as second:
+            first.wait_for("step 20 of 2")
+            second.wait_for("step 20 of 2")
+            first.signal(signal.SIGINT)
+            assert first.finish() == 0
+            assert "detached; the job goes on" in first.text
+            with command(other, "logs", "-f", job) as follower:
+                follower.wait_for("step 5 of 2")
+                follower.wait_for("starting 2 workers on")
+                (tmp_path / "stop").touch()
+                assert follower.finish() == 0
+                assert follower.text.count("counted ") == 2
+            assert second.finish() == 0, second.text
+            assert second.text.count("counted ") == 2
+            assert "committed steps" in second.text, "the summary"
+        assert other.runs("wait", job).returncode == 0
+
+        whole = other.runs("logs", job)
+        assert whole.returncode == 0, whole.stderr
+        assert "not kept" not in whole.stdout
+        objects = other.runs("logs", "--json", job).stdout
+        lines = [json.loads(text) for text in objects.splitlines()]
+        assert {each["rank"] for each in lines} == {None, 0, 1}
+        assert not any(each["missed"] for each in lines)
+        only = starter.runs("logs", "--rank", "1", job).stdout
+        assert {line.split(" ")[0] for line in only.splitlines()} == {"[1"}
+        assert starter.runs("logs", "--since", "0s", job).stdout == ""
+        leader.kill()
+        starter.kill()
+        other.sees(other)
+        gone = other.runs("logs", job)
+        assert gone.returncode == 2
+        starter.start()
+        for machine in (starter, other):
+            machine.sees(starter, other)
+        again = other.runs("logs", job)
+        assert sorted(again.stdout.splitlines()) == sorted(whole.stdout.splitlines()), (
+            "one of two machines has all of it"
+        )
+
+        for words, says in (
+            (("logs", job, "--rank", "7"), "has lines of no rank 7; of ranks: 0, 1"),
+            (("logs", job, "--since", "soon"), "--since soon: a number with s, m, h or d"),
+            (("logs", "nothing"), "knows a job 'nothing'"),
+            (("attach", job), f"job {job} does not run: `potluck jobs {job}` shows how it ended"),
+            (("run", "--detach", "--json", "-", os.fspath(TRAINING)), "--detach returns before"),
+        ):
+            refused = other.runs(*words)
+            assert refused.returncode == 2
+            assert says in refused.stderr
+
+
+def test_a_job_goes_on_when_its_command_is_killed_or_its_terminal_closed(tmp_path: Path) -> None:
+    with cluster_of(2, tmp_path / "homes") as (ada, bob):
+        form(ada, bob)
+        for number in (SIGKILL, SIGHUP):
+            stop = tmp_path / f"stop-{number}"
+            with ada.run(TRAINING, stop) as run:
+                run.wait_for("step 5 of 2")
+                job = next(each["job"] for each in history_of(ada) if each["state"] == "running")
+                run.signal(number)
+                run.finish()
+            assert state_of(bob, job) == "running"
+            with command(bob, "attach", job) as attached:
+                attached.wait_for("step 2")
+                stop.touch()
+                assert attached.finish() == 0, attached.text
+
+        stop, words = tmp_path / "stop-terminal", [*potluck_command(), "run", os.fspath(TRAINING)]
+        variables = [f"{name}={value}" for name, value in ada.environment.items()]
+        shell = ada.host.command(["env", *variables, *words, os.fspath(stop)])
+        with Terminal(*shell) as terminal:
+            terminal.read_until(lambda drawn: "step 5 of 2" in drawn)
+            job = next(each["job"] for each in history_of(ada) if each["state"] == "running")
+            terminal.hang_up()
+            terminal.wait()
+        assert state_of(bob, job) == "running"
+        stop.touch()
+        assert bob.runs("wait", job).returncode == 0
+
+        with ada.run("--on-hangup", "end", TRAINING, tmp_path / "never") as run:
+            run.wait_for("step 5 of 2")
+            job = next(each["job"] for each in history_of(ada) if each["state"] == "running")
+            run.signal(SIGKILL)
+        assert bob.runs("wait", job).returncode == 128 + SIGHUP
+
+
+def test_a_job_goes_on_without_the_agent_of_its_starter_and_tells_it_later(tmp_path: Path) -> None:
+    """The starter trains, too; its agent is killed and comes back."""
+    with cluster_of(3, tmp_path / "homes") as machines:
+        form(*machines)
+        starter = leader_of(machines)
+        left = [each for each in machines if each is not starter]
+        job = detached(starter, TRAINING, tmp_path / "stop")
+        with command(left[0], "attach", job) as attached:
+            attached.wait_for("step 5 of 3")
+            starter.kill()
+            attached.wait_for("of 2")
+            (tmp_path / "stop").touch()
+            assert attached.finish() == 0, attached.text
+            assert attached.text.count("counted ") == 2
+        starter.start()
+        starter.sees(*machines)
+        waited = starter.runs("wait", job)
+        assert waited.returncode == 0, waited.stderr
+        told = starter.runs("logs", job)
+        assert told.stdout.count("counted ") == 2
+        assert "not kept" not in told.stdout
+
+
+ESCAPES = """
+import potluck
+ctx = potluck.init()
+print("\x1b]0;owned\x07\x1b[2J\x1b[31mred\x1b[0m and back")
+ctx.close()
+"""
+
+
+def test_a_log_line_that_is_an_escape_sequence_obeys_no_terminal(tmp_path: Path) -> None:
+    script = tmp_path / "code" / "train.py"
+    script.parent.mkdir()
+    script.write_text(ESCAPES)
+    with cluster_of(2, tmp_path / "homes") as (ada, bob):
+        form(ada, bob)
+        job = detached(ada, "--nodes", "1", script)
+        assert ada.runs("wait", job).returncode == 0
+        for machine in (ada, bob):
+            stored = [path.read_bytes() for path in (machine.home / "history").rglob("*.log")]
+            assert any(b"owned" in data for data in stored), "on both machines"
+            assert not any(b"\x1b]" in data or b"\\u001b]" in data for data in stored)
+            shown = machine.runs("logs", job).stdout
+            assert r"\x1b]0;owned\x07\x1b[2J" in shown
+            assert "red and back" in shown
+            assert "\x1b]" not in shown

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -17,6 +17,7 @@ from potluck._core.cluster.content.store import ContentStore
 from potluck._core.cluster.jobs.agent_parts import AgentParts
 from potluck._core.cluster.jobs.dispatcher import JobDispatcher
 from potluck._core.cluster.jobs.history import JobHistory
+from potluck._core.cluster.jobs.log import JobLog
 from potluck._core.cluster.jobs.process import Launch
 from potluck._core.cluster.membership import events
 from potluck._core.cluster.names import NodeNames
@@ -53,7 +54,7 @@ def parts_of(
         worker_homes=machine,
         broker=machine,
         commands=machine,
-        log=machine,
+        log=machine.log,
         history=machine.history,
         note=note,
     )
@@ -78,6 +79,7 @@ class Machine:
         self.refusals: dict[str, str] = {}
         self.names = NodeNames(ME, ME)
         self.history = JobHistory(None)
+        self.log = JobLog(None, self.note)
         self.forged: set[str] = set()
         for node in (LEADER, EVE):
             self.names.met(node, node)
@@ -111,8 +113,10 @@ class Machine:
     async def ask(
         self, node: str, request: Any, kind: type[T], *, timeout_s: float | None = 10.0
     ) -> T:
-        """No node answers."""
+        """No node answers, except that the end of a job is kept."""
         self.sent.append((node, request))
+        if isinstance(request, jobs.KeepEnd):
+            return cast(T, jobs.Kept())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await asyncio.Event().wait()
@@ -126,12 +130,6 @@ class Machine:
 
     def note(self, text: str) -> None:
         self.notes.append(text)
-
-    def write(self, job: str, line: str) -> None:
-        self.notes.append(line)
-
-    async def written(self) -> None:
-        """The notes are the log."""
 
     def last_address(self, node: str) -> str:
         return node

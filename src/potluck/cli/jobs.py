@@ -1,15 +1,19 @@
-"""``potluck jobs`` and ``potluck wait``: what ran on the cluster, what runs, and how it ended."""
+"""``potluck jobs``, ``wait``, ``logs`` and ``attach``: what ran on the cluster, what runs, what it
+writes, and how it ended."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 from msgspec import structs
 
+from potluck._core.printable import coloured, json_text, plain
 from potluck.cli.terminal import console_on, date, print_json, say, table_of
 from potluck.errors import ConfigurationError
 
@@ -17,6 +21,7 @@ if TYPE_CHECKING:
     from potluck._core.cluster.jobs.summary import Summary
     from potluck._core.cluster.past_jobs import KnownJob
     from potluck._core.settings import Settings
+    from potluck._core.wire.jobs import LogLine
 
 SCHEMA_VERSION = 1
 _SHOWN = 20
@@ -89,6 +94,132 @@ def wait(
     say(f"job {found.info.job} {_how(found)}")
     for problem in summary.problems:
         say(f"potluck: {problem}", err=True)
+    raise typer.Exit(summary.exit_code)
+
+
+Rank = Annotated[int | None, typer.Option(min=0, metavar="N", help="Only the lines of this rank.")]
+
+
+def logs(
+    job: Job,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on with what comes, until the job is over.")
+    ] = False,
+    rank: Rank = None,
+    since: Annotated[
+        str,
+        typer.Option(
+            metavar="TIME", help="Only what is younger: 90s, 10m, 2h, 3d (by the machines' clocks)."
+        ),
+    ] = "",
+    json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+) -> None:
+    """Show what the workers of JOB wrote, and potluck's notes about it, also when it is over.
+
+    Each rank's newest 32 MiB are kept, on the machine that it ran on and on a second one; what is
+    not kept any more is counted in place. Of a progress bar the last state is kept. It works on the
+    machine that started the job, on those that ran it, and on members whose scripts may run there.
+
+    With --json: {"at" (Unix time), "rank", "machine", "stream" (stdout, stderr, note), "text",
+    "missed" (lines before this one that are not kept)}.
+    """
+    from potluck._core.settings import load_settings
+
+    seconds = seconds_of(since)
+    asyncio.run(_logs(load_settings(), job, rank, seconds, follows=follow, json=json))
+
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def seconds_of(text: str) -> float | None:
+    """What ``--since`` means; None if nothing was said. ConfigurationError if it is no time."""
+    if not text:
+        return None
+    number, unit = text[:-1], text[-1]
+    try:
+        seconds = float(number) * _UNITS[unit]
+    except (ValueError, KeyError):
+        seconds = -1.0
+    if not 0 <= seconds < 1e9:
+        raise ConfigurationError(
+            f"--since {text}: a number with s, m, h or d behind it is needed, such as 10m"
+        )
+    return seconds
+
+
+async def _logs(
+    settings: Settings,
+    text: str,
+    rank: int | None,
+    since_s: float | None,
+    *,
+    follows: bool,
+    json: bool,
+) -> None:
+    from potluck._core.cluster.members import reached
+    from potluck._core.cluster.past_jobs import Cursor, attach, find_job, read_log
+
+    since = 0 if since_s is None else round(1e6 * (time.time() - since_s))
+    cursor = Cursor(since, is_partial=since > 0)
+
+    def show(line: LogLine) -> None:
+        _show_line(line, cursor.take(line), json=json)
+
+    async with reached(settings) as machines:
+        found = await find_job(machines, text)
+        try:
+            async for line in read_log(machines, found.info, cursor, rank):
+                show(line)
+        except ConfigurationError:
+            if not follows or found.is_over or rank is not None:
+                raise  # else it has just begun
+        if follows and not found.is_over:
+            await attach(machines, found, cursor, show, rank=rank)
+
+
+def _show_line(line: LogLine, missed: int, *, json: bool) -> None:
+    rank, _, machine = line.label.partition(" ")
+    if json:
+        told = {
+            "at": line.at / 1e6,
+            "rank": int(rank) if rank.isdigit() else None,
+            "machine": machine,
+            "stream": line.stream,
+            "text": line.text,
+            "missed": missed,
+        }
+        typer.echo(json_text(msgspec.json.encode(told).decode()))
+        return
+    if missed:
+        say(f"potluck: {missed} lines of {line.label or 'notes'} before this are not kept any more")
+    if line.stream == "note":
+        say(f"potluck: {line.text}")
+    elif line.end != "\r":
+        typer.echo(f"[{plain(line.label)}] {coloured(line.text)}", err=line.stream == "stderr")
+
+
+def attach(
+    job: Job,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Lines instead of the live table, also on a terminal.")
+    ] = False,
+) -> None:
+    """Show a running JOB as `potluck run` does: its last lines, what comes, and its end.
+
+    Any number of terminals, on any machine that may read its logs. Nothing that is typed reaches
+    the job. Ctrl-C leaves it running; a second Ctrl-C within 2 s asks whether to cancel it. The
+    exit code is the job's if it ends meanwhile.
+    """
+    from potluck._core.cluster.run import attach_to
+    from potluck._core.settings import load_settings
+    from potluck.cli.job_display import print_summary, watcher_for
+
+    summary = attach_to(load_settings(), job, watcher_for(sys.stdout, plain=plain))
+    if summary is None:
+        say("potluck: detached; the job goes on")
+        return
+    print_summary(summary)
     raise typer.Exit(summary.exit_code)
 
 

@@ -23,7 +23,7 @@ from potluck.cli.federated import app as federated
 from potluck.cli.fetch import fetch
 from potluck.cli.init import init
 from potluck.cli.job_display import silence
-from potluck.cli.jobs import jobs, wait
+from potluck.cli.jobs import attach, jobs, logs, wait
 from potluck.cli.join import join
 from potluck.cli.launch.command import app as launch
 from potluck.cli.owner_commands import allow, continue_, deny, pause, resume
@@ -188,6 +188,15 @@ app.command(
 app.command(epilog="Examples:\n\npotluck jobs\n\npotluck jobs sweep-14e6\n\npotluck jobs --json")(
     jobs
 )
+app.command(
+    epilog=(
+        "Examples:\n\n"
+        "potluck logs sweep-14e6\n\n"
+        "potluck logs -f --rank 1 sweep-14e6\n\n"
+        "potluck logs --since 10m sweep"
+    )
+)(logs)
+app.command(epilog="Example:\n\npotluck attach sweep-14e6")(attach)
 app.command(epilog="Examples:\n\npotluck wait sweep-14e6\n\npotluck wait sweep --timeout 60")(wait)
 app.command(epilog="Examples:\n\npotluck services\n\npotluck services --json")(services)
 app.command(epilog="Examples:\n\npotluck doctor\n\npotluck doctor --json")(doctor)

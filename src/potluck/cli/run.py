@@ -112,6 +112,13 @@ def check_cluster(request: RunRequest, settings: Settings, *, min_nodes: int | N
     )
 
 
+class OnHangup(StrEnum):
+    """What becomes of a job of a cluster when its terminal goes, or its command is killed."""
+
+    DETACH = "detach"
+    END = "end"
+
+
 class OnLoss(StrEnum):
     """What follows when a script that is not elastic loses a worker."""
 
@@ -178,6 +185,23 @@ def run(
     ] = "",
     env: Env = None,
     include: Include = None,
+    detach: Annotated[
+        bool,
+        typer.Option(
+            "--detach",
+            "-d",
+            help="Return when the job was started, with its id on stdout (needs `potluck up`): "
+            "`potluck attach`, `logs` and `wait` go on from there, on any machine.",
+        ),
+    ] = False,
+    on_hangup: Annotated[
+        OnHangup | None,
+        typer.Option(
+            help="What becomes of a cluster's job when the terminal or the ssh session goes, or "
+            "this command is killed: it goes on (detach, the default), or ends. Without "
+            "`potluck up` it ends.",
+        ),
+    ] = None,
     collect: Annotated[
         Path | None,
         typer.Option(
@@ -216,7 +240,8 @@ def run(
     that is killed is left behind by the others within a step, started again, and taken back in; a
     script that is not elastic (torch's init_process_group) is started again on all workers, and
     resumes from its own checkpoint.
-    Ctrl-C is passed on to all workers; a second Ctrl-C kills them.
+    Ctrl-C is passed on to all workers; a second Ctrl-C kills them. On a cluster the job goes on
+    when the terminal is closed; `potluck attach` shows it again.
 
     With RANK, WORLD_SIZE and MASTER_ADDR set, on machines without `potluck up`, the commands of
     all machines make one world: WORLD_SIZE counts its workers, RANK is that of the first one here.
@@ -233,11 +258,11 @@ def run(
     """
     from potluck._core.cluster.jobs.chaos import parse_chaos
     from potluck._core.cluster.jobs.environment import given_variables
-    from potluck._core.cluster.run import checked, run_job
+    from potluck._core.cluster.run import checked, run_job, start_job
     from potluck._core.settings import load_settings
     from potluck._core.wire.local import RunRequest
     from potluck.cli.dry_run import show_dry_run
-    from potluck.cli.job_display import print_summary, watcher_for
+    from potluck.cli.job_display import PlainView, print_summary, watcher_for
 
     parse_chaos(chaos)
     settings = load_settings(peer_timeout_s=peer_timeout)
@@ -256,13 +281,30 @@ def run(
             environment=given_variables(env or (), os.environ),
             include=tuple(include or ()),
             on=machines_of(on),
+            outlives=on_hangup is not OnHangup.END,
         )
     )
     if dry_run:
         show_dry_run(Path(request.script), Path(request.root), request.include, settings, json)
         return
+    if detach and (json is not None or collect is not None):
+        raise ConfigurationError(
+            "--detach returns before there is anything for --json and --collect: later, "
+            "`potluck jobs JOB --json` and `potluck fetch JOB`"
+        )
     results = Results(settings, json, collect)
     place = find_place(request, settings, workers=workers, min_nodes=min_nodes)
+    if place.agent is None and (detach or on_hangup is OnHangup.DETACH):
+        option = "--detach" if detach else "--on-hangup detach"
+        raise ConfigurationError(
+            f"{option}: without an agent on this machine a job ends with its command; start the "
+            "agent with: potluck up. Without one: nohup potluck run ... &"
+        )
+    if detach and place.agent is not None:
+        job = start_job(request, settings, PlainView(to_stderr=True), place.agent)
+        typer.echo(job)
+        typer.echo(f"potluck: it runs; to see it: potluck attach {job}", err=True)
+        return
     if place.launched is not None:
         request = msgspec.structs.replace(request, max_restarts=0)  # none could join again
     watcher = watcher_for(sys.stdout, plain=plain or place.launched is not None)

@@ -531,7 +531,7 @@ def test_an_agent_at_work_changes_nothing_on_disk_in_its_event_loop(tmp_path: Pa
         with changes_by_this_thread(tmp_path) as changes:
             await bob.agent.offers.pause(True)
             await ada.agent.offers.decide(carl.id, is_allowed=False)
-            ada.agent.jobs._agent.log.write("job", "a line of a worker whose starter has gone")
+            ada.agent.jobs._agent.log.add("job", "0", "stdout", "0 ada", "a worker's line")
             await ada.agent.jobs._agent.log.written()
             await asyncio.to_thread(ban, ada.home, carl.id, "sold", psk=NEW)
             for node in (ada, bob):

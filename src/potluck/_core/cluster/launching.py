@@ -29,11 +29,13 @@ from potluck._core.background import stop
 from potluck._core.cluster.discovery.configured import MAX_PEERS, StaticPeers
 from potluck._core.cluster.jobs.summary import Summary
 from potluck._core.cluster.node_agent import NodeAgent
+from potluck._core.cluster.past_jobs import LOG_ANSWER_S
 from potluck._core.cluster.run import JobClient, Watcher, travelling
 from potluck._core.cluster.sharing.offers import SharingStore
 from potluck._core.cluster.sharing.rules import Kept
 from potluck._core.settings import Settings
 from potluck._core.system import heard
+from potluck._core.wire import jobs
 from potluck._core.wire.format import Name
 from potluck._core.wire.local import RunRequest
 from potluck._core.wire.peers import Place
@@ -78,11 +80,6 @@ class Fleet(Protocol):
 
     async def __call__(self, invitation: Invitation) -> None:
         """Returns when no member is left and none can be started; LinkError says why."""
-
-
-async def by_themselves(invitation: Invitation) -> None:
-    """The fleet of pods: Kubernetes starts them."""
-    await asyncio.Event().wait()
 
 
 async def launch(
@@ -144,6 +141,9 @@ async def _job(agent: NodeAgent, request: RunRequest, client: JobClient) -> None
         raise LinkError("interrupted before the job began")
     submitting.result()
     client.interrupts_by(partial(agent.jobs.interrupt, client))
+    await client.follow(
+        lambda request: agent.links.ask(agent.me, request, jobs.LogLines, timeout_s=LOG_ANSWER_S)
+    )
     await client.summary
 
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from potluck._core.background import stop
 from potluck._core.cluster.code_store.job_folders import (
@@ -32,6 +32,7 @@ from potluck.errors import ConfigurationError, LinkError, PotluckError
 _ANSWER_S = 10.0
 _MAX_OPEN = 8
 """Requests for files that the agent forwards at one time, so that it does not hold many parts."""
+R = TypeVar("R")
 
 
 class AgentLink:
@@ -44,6 +45,7 @@ class AgentLink:
         take: Callable[[local.Reply], None] = lambda reply: None,
     ) -> None:
         self.link = link
+        self.listening: asyncio.Task[None] | None = None
         self._take = take
         self._requests = Requests()
         self._waiting: list[tuple[type, asyncio.Future[Any]]] = []
@@ -74,6 +76,15 @@ class AgentLink:
         if isinstance(reply, local.CommandResult) and not reply.ok:
             raise ConfigurationError(reply.text)
         return reply
+
+    async def result(self, future: asyncio.Future[R]) -> R:
+        """The result of ``future``, which a reply brings; LinkError if the agent ends before."""
+        assert self.listening is not None
+        ends: list[asyncio.Future[Any]] = [future, self.listening]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if future.done():
+            return future.result()
+        raise LinkError("this machine's agent has ended")
 
     async def listen(self) -> None:
         """Take replies until the agent has ended; then nothing more is answered."""
@@ -116,23 +127,28 @@ class Machines:
     history: JobHistory
     agent: AgentLink | None = None
 
-    async def jobs(self, request: jobs.HistoryRequest) -> list[jobs.JobInfo]:
-        """What the histories of all machines have. A machine that does not answer has nothing."""
+    async def histories(
+        self, request: jobs.HistoryRequest
+    ) -> list[tuple[Machine, tuple[jobs.JobInfo, ...]]]:
+        """What the history of each machine has. A machine that does not answer has nothing."""
         agent = self.agent
         if agent is None:
-            return list((await self.history.answer(request)).jobs)
+            return [(self.all[0], (await self.history.answer(request)).jobs)]
 
-        async def ask(machine: Machine) -> tuple[jobs.JobInfo, ...]:
+        async def ask(machine: Machine) -> tuple[Machine, tuple[jobs.JobInfo, ...]]:
             try:
                 answer = await agent.ask_node(
                     machine.node, request, jobs.History, timeout_s=_ANSWER_S
                 )
             except PotluckError:
-                return ()
-            return answer.jobs
+                return machine, ()
+            return machine, answer.jobs
 
-        answers = await asyncio.gather(*map(ask, self.all))
-        return [each for answer in answers for each in answer]
+        return list(await asyncio.gather(*map(ask, self.all)))
+
+    async def jobs(self, request: jobs.HistoryRequest) -> list[jobs.JobInfo]:
+        """``histories`` of all machines together."""
+        return [each for _, found in await self.histories(request) for each in found]
 
 
 @asynccontextmanager
@@ -151,9 +167,14 @@ async def reached(settings: Settings, agent: AgentRecord | None = None) -> Async
         yield Machines((machine,), results_here(settings.home, folders, me), history)
         return
     async with connected(settings, agent) as link:
-        reply = await link.ask(local.NodesRequest(), local.NodesReply)
-        results = ResultsClient(link.ask_node, AskedByName(link.ask_node))
-        yield Machines(_machines(reply), results, history, link)
+        yield await machines_of(settings, link)
+
+
+async def machines_of(settings: Settings, link: AgentLink) -> Machines:
+    """The machines that the agent at ``link`` knows; LinkError if it does not answer."""
+    reply = await link.ask(local.NodesRequest(), local.NodesReply)
+    results = ResultsClient(link.ask_node, AskedByName(link.ask_node))
+    return Machines(_machines(reply), results, JobHistory(settings.home), link)
 
 
 @asynccontextmanager
@@ -165,11 +186,11 @@ async def connected(
     """A connection to ``agent`` that listens; see ``AgentLink``. Errors as for ``call_agent``."""
     link = await call_agent(settings, agent)
     made = AgentLink(link, take)
-    listening = asyncio.create_task(made.listen())
+    made.listening = asyncio.create_task(made.listen())
     try:
         yield made
     finally:
-        await stop(listening)
+        await stop(made.listening)
         await link.close()
 
 

@@ -72,6 +72,7 @@ _FORWARDED: dict[type, type] = {
     HoldingRequest: Holding,
     PartRequest: Part,
     wire_jobs.HistoryRequest: wire_jobs.History,
+    wire_jobs.LogRequest: wire_jobs.LogLines,
 }
 """The response to each request that a command may have forwarded."""
 
@@ -171,8 +172,8 @@ class _Jobs:
         settings, credentials = agent.settings, agent.credentials
         ledger = JobLedger(agent.me, None if agent.is_private else settings.home)
         self._vouching = Vouching(agent.me, members.links, ledger, agent.cluster, agent.note)
-        self._log = JobLog(settings.home, on_note=agent.note)
         self._history = JobHistory(None if agent.is_private else settings.home, agent.note)
+        self._log = JobLog(self._history.root, agent.note)
         self.parts = AgentParts(
             me=agent.me,
             port=agent.port,

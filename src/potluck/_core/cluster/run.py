@@ -11,7 +11,7 @@ import contextlib
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,8 +28,18 @@ from potluck._core.cluster.code_store.imports import (
 from potluck._core.cluster.home.node_state import AgentRecord
 from potluck._core.cluster.jobs.agent_parts import OuterWorld
 from potluck._core.cluster.jobs.summary import Summary
-from potluck._core.cluster.links.local import call_agent
+from potluck._core.cluster.members import AgentLink, connected, machines_of, reached
 from potluck._core.cluster.node_agent import NodeAgent
+from potluck._core.cluster.past_jobs import (
+    AskLog,
+    Cursor,
+    asking,
+    attach,
+    find_job,
+    follow,
+    summary_of,
+    wait_for,
+)
 from potluck._core.settings import Settings
 from potluck._core.system import SIGHUP, heard
 from potluck._core.wire import jobs, local
@@ -189,7 +199,10 @@ class JobClient:
     def __init__(self, script: str, workers: tuple[str, ...], watcher: Watcher) -> None:
         """``workers`` are the ones known before the agent's first status."""
         self.workers = workers
-        self.summary: asyncio.Future[Summary] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self.taken: asyncio.Future[local.JobTaken] = loop.create_future()
+        self.summary: asyncio.Future[Summary] = loop.create_future()
+        self.cursor = Cursor()
         self._status = JobState("", "", 0, script, time.time(), 0, -1, None, (), ())
         self._watcher = watcher
         self._order: Callable[[int], None] | None = None
@@ -216,9 +229,42 @@ class JobClient:
         for number in self._early:
             order(number)
 
+    def show(self, line: jobs.LogLine) -> None:
+        """Show a line of the job's log."""
+        if missed := self.cursor.take(line):
+            whose = f"rank {line.label}" if line.label else "potluck"
+            self._watcher.note(f"{missed} lines of {whose} before this are not kept any more")
+        if line.stream == jobs.NOTE:
+            self._watcher.note(line.text)
+        else:
+            self._watcher.line(line.label, line.stream, line.text, line.end)
+
+    async def follow(self, ask: AskLog) -> None:
+        """Show the log of the job to its end, once the cluster has taken it: ``ask`` asks its
+        starter."""
+        taken = await self.taken
+        info = jobs.JobInfo(
+            job=taken.job,
+            starter=taken.node,
+            machine="",
+            script="",
+            started=0.0,
+            phase="placed",
+        )
+        await follow(
+            ask,
+            info,
+            self.cursor,
+            self.show,
+            is_behind=lambda: self.is_behind,
+            is_over=self.summary.done,
+        )
+
     def take(self, message: local.Reply) -> None:
         """The agent sent ``message``."""
         match message:
+            case local.JobTaken() if not self.taken.done():
+                self.taken.set_result(message)
             case jobs.JobNote(_, text):
                 self._watcher.note(text)
             case jobs.LabelledOutput(_, worker, stream, text, end):
@@ -232,7 +278,10 @@ class JobClient:
             case jobs.JobEnded(_, summary):
                 self.summary.set_result(decoded(_summaries, summary, "the summary of a job"))
             case local.CommandResult(_, text):
-                self.summary.set_exception(ConfigurationError(text))
+                for future in (self.taken, self.summary):
+                    if not future.done():
+                        future.set_exception(ConfigurationError(text))
+                        future.exception()  # whoever waits for the other one has it
             case _:
                 pass
 
@@ -255,6 +304,25 @@ def run_job(
     return asyncio.run(_run(request, settings, watcher, agent, outer_world))
 
 
+def start_job(request: RunRequest, settings: Settings, watcher: Watcher, agent: AgentRecord) -> str:
+    """Start a job that ``outlives`` this command on the cluster of this machine's ``agent``; its
+    id. Errors as for ``run_job``, whose place it takes."""
+    return asyncio.run(_start(request, settings, watcher, agent))
+
+
+async def _start(
+    request: RunRequest, settings: Settings, watcher: Watcher, agent: AgentRecord
+) -> str:
+    client = JobClient(request.script, (), watcher)
+    watcher.begin(client)
+    try:
+        with _signals(client.interrupt):
+            async with _submitted(agent, settings, request, client) as (_, taken):
+                return taken.job
+    finally:
+        watcher.end()
+
+
 async def _run(
     request: RunRequest,
     settings: Settings,
@@ -270,52 +338,129 @@ async def _run(
         with _signals(client.interrupt):
             if agent is None:
                 return await _run_alone(settings, request, client, outer_world)
-            request = await asyncio.to_thread(travelling, request)
             return await _run_by_agent(agent, settings, request, client)
     finally:
         watcher.end()
 
 
-async def _run_by_agent(
+@contextlib.asynccontextmanager
+async def _submitted(
     agent: AgentRecord, settings: Settings, request: RunRequest, client: JobClient
-) -> Summary:
-    """Have ``agent`` run the job on its cluster.
-
-    LinkError if it goes away meanwhile; ConfigurationError if the cluster does not take the job.
-    """
+) -> AsyncIterator[tuple[AgentLink, local.JobTaken]]:
+    """Have ``agent`` start the job on its cluster: the connection to it. LinkError if it goes away;
+    ConfigurationError if the cluster does not take the job."""
     main, num_interrupts = asyncio.current_task(), 0
     assert main is not None
 
     def interrupt(number: int) -> None:
-        """The third time, leave."""
+        """The third time, leave; at once if the terminal has gone and the job outlives it."""
         nonlocal num_interrupts
         num_interrupts += 1
-        link.send(local.InterruptRequest(number))
-        if num_interrupts >= 3:
+        outlives = request.outlives and number == SIGHUP
+        if not outlives:
+            link.link.send(local.InterruptRequest(number))
+        if num_interrupts >= 3 or outlives:
             main.cancel()
 
     try:
         local.REQUEST.decode(local.REQUEST.encode(request)[PREFIX_BYTES:])
     except ProtocolError as error:
         raise ConfigurationError(f"no agent takes this job: {error}") from None
-    link = await call_agent(settings, agent)
-    try:
-        link.send(request)
+    request = await asyncio.to_thread(travelling, request)
+    async with connected(settings, agent, client.take) as link:
+        link.link.send(request)
         client.interrupts_by(interrupt)
-        while not client.summary.done():
-            client.take(await link.receive())
-        return client.summary.result()
-    except LinkError as error:
-        raise LinkError(
-            "this machine's agent has ended; if others are left, they go on with the job: see "
-            "`potluck status` there"
-        ) from error
-    except asyncio.CancelledError:
-        raise LinkError(
-            "left without waiting for the end; `potluck status` shows what still runs"
-        ) from None
-    finally:
-        await link.close()
+        try:
+            yield link, await link.result(client.taken)
+        except asyncio.CancelledError:
+            raise LinkError(
+                "left without waiting for the end; `potluck status` shows what still runs"
+            ) from None
+
+
+async def _run_by_agent(
+    agent: AgentRecord, settings: Settings, request: RunRequest, client: JobClient
+) -> Summary:
+    """Have ``agent`` run the job on its cluster, and show it to its end; errors as for
+    ``_submitted``."""
+    async with _submitted(agent, settings, request, client) as (link, taken):
+        try:
+            await client.follow(asking(link, taken.node))
+            return await link.result(client.summary)
+        except LinkError as error:
+            raise LinkError(
+                "this machine's agent has ended; if others are left, they go on with the job: "
+                f"`potluck attach {taken.job}` there"
+            ) from error
+        except ConfigurationError:  # the end was told to others, while this machine was away
+            machines = await machines_of(settings, link)
+            found = await find_job(machines, taken.job)
+            if found.state != "ended":
+                raise
+            return await summary_of(machines, found)
+
+
+_TWICE_S = 2.0
+_LAST_LINES = 10
+_STATUS_S = 0.5
+
+
+def attach_to(settings: Settings, text: str, watcher: Watcher) -> Summary | None:
+    """Show the job that ``text`` names, which runs, to its end; None if Ctrl-C ends that, or has it
+    cancelled. ConfigurationError, with what to do instead, if it does not run."""
+    return asyncio.run(_attach_to(settings, text, watcher))
+
+
+async def _attach_to(settings: Settings, text: str, watcher: Watcher) -> Summary | None:
+    async with reached(settings) as machines:
+        job = await find_job(machines, text)
+        name, agent = job.info.job, machines.agent
+        if job.is_over or agent is None:
+            raise ConfigurationError(
+                f"job {name} does not run: `potluck jobs {name}` shows how it ended, "
+                f"`potluck logs {name}` what it wrote"
+            )
+        client = JobClient(job.info.script, (), watcher)
+        client.cursor.is_partial = True
+        left = asyncio.Event()
+
+        async def tell_status() -> None:
+            while True:
+                reply = await agent.ask(local.JobsRequest(), local.JobsReply)
+                for status in reply.jobs:
+                    if status.job == name:
+                        client.take(jobs.JobStatus(status))
+                await asyncio.sleep(_STATUS_S)
+
+        def interrupt(number: int) -> None:
+            watcher.note(f"leaving job {name}, which goes on")
+            left.set()
+
+        watcher.begin(client)
+        client.interrupts_by(interrupt)
+        telling = asyncio.create_task(tell_status())
+        attached = asyncio.create_task(
+            attach(
+                machines,
+                job,
+                client.cursor,
+                client.show,
+                is_behind=lambda: client.is_behind,
+                num_last=_LAST_LINES,
+            )
+        )
+        leaving = asyncio.create_task(left.wait())
+        try:
+            with _signals(client.interrupt, signal.SIGINT):
+                ends = {attached, leaving}
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not attached.done():
+                return None
+            attached.result()
+        finally:
+            await stop(telling, attached, leaving)
+            watcher.end()
+        return await summary_of(machines, await wait_for(machines, job))
 
 
 async def _run_alone(
@@ -340,11 +485,11 @@ async def _run_alone(
 
 
 @contextlib.contextmanager
-def _signals(interrupt: Callable[[int], None]) -> Iterator[None]:
-    """Have signals that ask for the end passed to ``interrupt``. A job that was started to outlive
-    its terminal does so."""
+def _signals(interrupt: Callable[[int], None], *only: int) -> Iterator[None]:
+    """Have signals that ask for the end passed to ``interrupt``, or ``only`` these. A job that was
+    started to outlive its terminal does so."""
     loop = asyncio.get_running_loop()
-    numbers = heard(signal.SIGINT, signal.SIGTERM, SIGHUP)
+    numbers = heard(*(only or (signal.SIGINT, signal.SIGTERM, SIGHUP)))
     for number in numbers:
         loop.add_signal_handler(number, interrupt, number)
     try:

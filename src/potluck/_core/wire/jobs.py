@@ -34,10 +34,29 @@ JobNumber = Annotated[int, msgspec.Meta(ge=0, le=MAX_JOB_NUMBER)]
 Workers = Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_PLACES)]
 Attempt = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
 Signal = Annotated[int, msgspec.Meta(ge=1, le=64)]
-Line = Annotated[str, msgspec.Meta(max_length=64 * 1024)]
+MAX_TEXT = 64 * 1024
+Line = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 End = Literal["\n", "\r", ""]
 """The end of a piece of output: of a whole line; of a line that the next piece replaces, such as a
 progress bar; of a prompt, behind which something is typed."""
+Stamp = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+"""Microseconds of Unix time at the node of a log's source; rises from line to line."""
+NOTE = "note"
+"""The stream of notes in a log."""
+
+
+class LogLine(msgspec.Struct, frozen=True, array_like=True):
+    """A line of a job's log, ``number`` of its ``source``: a worker, or ``@`` and a node that led
+    the job, of which it is a note. ``label`` is the worker's rank then, with the name of its
+    node."""
+
+    at: Stamp
+    number: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 53)]
+    source: Name
+    stream: Name
+    label: Name
+    text: Line
+    end: End = "\n"
 
 
 class JobOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -173,14 +192,19 @@ class Submitted(msgspec.Struct, frozen=True, tag=True):
 
 
 class LabelledOutput(msgspec.Struct, frozen=True, tag=True):
-    """A line of a worker's output for the user; ``worker`` is its rank, with the name of its
-    node."""
+    """A line of a worker's output for the user; ``worker`` is its rank, with the name of its node.
+    In a cluster it is the ``number``-th line of its ``source``, of the time ``at`` (LogLine), and
+    the receiver keeps it in its log; it may be a note, and the receiver another node than the
+    starter."""
 
     job: Job
     worker: Name
     stream: Name
     text: Line
     end: End = "\n"
+    source: Name = ""
+    at: Stamp = 0
+    number: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 53)] = 0
 
 
 class JobNote(msgspec.Struct, frozen=True, tag=True):
@@ -326,13 +350,16 @@ class NodeReport(msgspec.Struct, frozen=True, tag=True):
 
 
 class Output(msgspec.Struct, frozen=True, tag=True):
-    """A line that a worker on the sending node wrote to ``stream``: stdout or stderr."""
+    """A line that a worker on the sending node wrote to ``stream``: stdout or stderr. In a cluster
+    it is the ``number``-th of the worker, of the time ``at`` (LogLine)."""
 
     job: Job
     worker: Name
     stream: Name
     text: Line
     end: End = "\n"
+    at: Stamp = 0
+    number: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 53)] = 0
 
 
 # From a node to a job's starter, and back.
@@ -362,8 +389,9 @@ class JobInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a node's history has of ``job``. ``machine`` is the name of its ``starter``,
     ``machines`` are those that ran it; ``package`` is the hash of its code. Of one that has ended:
     when (Unix time), after how many ``seconds``, its ``exit_code``, the last exit code of each
-    worker, the first of its problems, and, only if one job was asked for, its ``summary`` (JSON,
-    as in JobEnded)."""
+    worker, the first of its problems. Only if one job was asked for: its ``summary`` (JSON, as in
+    JobEnded), and the ``sources`` of its log on this node, with the number of lines that are kept
+    and the label of the last one."""
 
     job: Job
     starter: Name
@@ -380,6 +408,7 @@ class JobInfo(msgspec.Struct, frozen=True, kw_only=True):
     exits: Annotated[tuple[tuple[Name, int | None], ...], msgspec.Meta(max_length=64)] = ()
     problem: Annotated[str, msgspec.Meta(max_length=512)] = ""
     summary: Annotated[bytes, msgspec.Meta(max_length=MAX_SUMMARY)] = b""
+    sources: Annotated[tuple[tuple[Name, int, Name], ...], msgspec.Meta(max_length=1024)] = ()
 
 
 class HistoryRequest(msgspec.Struct, frozen=True, tag=True):
@@ -410,9 +439,36 @@ class Kept(msgspec.Struct, frozen=True, tag=True):
     """It is on the sender's disk."""
 
 
+class LogRequest(msgspec.Struct, frozen=True, tag=True):
+    """A request for the next lines of the log of ``job`` of ``starter``: of ``sources`` (empty:
+    all), each after its time in ``after``, others after ``since``; or for the ``num_last`` of
+    those that came last. Answered with LogLines: at once if there are any or the job is over, else
+    after ``wait_s``. A node that started or ran the job may send it, and one whose jobs the
+    receiver's machine runs."""
+
+    job: Job
+    starter: Name
+    after: Annotated[tuple[tuple[Name, Stamp], ...], msgspec.Meta(max_length=MAX_PLACES)] = ()
+    since: Stamp = 0
+    sources: Workers = ()
+    num_last: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 0
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=30)] = 0.0
+
+
+class LogLines(msgspec.Struct, frozen=True, tag=True):
+    """Lines of a log, by time. ``has_more``: there are more now; ``is_over``: the job does not run,
+    as far as the sender knows. After a request for the last lines, ``newest`` has the time of the
+    last line of each source."""
+
+    lines: tuple[LogLine, ...]
+    has_more: bool
+    is_over: bool
+    newest: Annotated[tuple[tuple[Name, Stamp], ...], msgspec.Meta(max_length=MAX_PLACES)] = ()
+
+
 FromLeader = Order | JobList | StartWorker | SignalWorkers | SendToWorkers | JobStatus
 ToStarter = Submitted | LabelledOutput | JobNote | JobEnded
 FromNode = NodeReport | WorkerEvent | Output
 ToLeader = Submit | InterruptJob | FromNode
 JobMessage = FromLeader | ToStarter | ToLeader
-HistoryQuestion = HistoryRequest | KeepEnd
+HistoryQuestion = HistoryRequest | KeepEnd | LogRequest

@@ -19,6 +19,8 @@ from potluck._core.wire.jobs import (
     JobOptions,
     JobStatus,
     LabelledOutput,
+    LogLines,
+    LogRequest,
 )
 from potluck._core.wire.nodes import MAX_NODES, Count
 from potluck._core.wire.peers import (
@@ -54,7 +56,8 @@ class ShareRequest(msgspec.Struct, frozen=True, tag=True):
 class RunRequest(JobOptions, frozen=True, kw_only=True, tag=True):
     """A request to run ``script``, a path below ``folder``, on the cluster, which must have
     ``min_nodes`` within ``wait_s``. Answered with CommandResult if that is impossible; else with
-    JobNote, LabelledOutput and JobStatus while the job runs, and JobEnded at its end.
+    JobNote and JobTaken, with JobStatus while the job runs, and JobEnded at its end. A private
+    agent also gives it LabelledOutput; others keep that in the job's log.
 
     ``root`` is the folder that the user wants to travel; empty: ``cluster.run.checked`` finds it.
     An empty ``folder`` makes it a local job (``JobSpec.is_local``). ``include`` has the patterns of
@@ -68,6 +71,14 @@ class RunRequest(JobOptions, frozen=True, kw_only=True, tag=True):
     include: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_INCLUDE)] = ()
     on: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_INCLUDE)] = ()
     modules: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_INCLUDE)] = ()
+    outlives: bool = False
+
+
+class JobTaken(msgspec.Struct, frozen=True, tag=True):
+    """The cluster runs ``job`` for the command; its log is read from ``node``, the starter."""
+
+    job: Name
+    node: Name
 
 
 class InterruptRequest(msgspec.Struct, frozen=True, tag=True):
@@ -169,7 +180,9 @@ class NodesReply(msgspec.Struct, frozen=True, tag=True):
     is_open: bool = False
 
 
-Forwarded = ResultsRequest | DescriptionRequest | HoldingRequest | PartRequest | HistoryRequest
+Forwarded = (
+    ResultsRequest | DescriptionRequest | HoldingRequest | PartRequest | HistoryRequest | LogRequest
+)
 
 
 class ForwardedRequest(msgspec.Struct, frozen=True, tag=True):
@@ -186,7 +199,7 @@ class ForwardedResponse(msgspec.Struct, frozen=True, tag=True):
 
     number: Count
     node: Name
-    content: Results | Part | Holding | History | Failure
+    content: Results | Part | Holding | History | LogLines | Failure
 
 
 class CommandResult(msgspec.Struct, frozen=True, tag=True):
@@ -196,7 +209,7 @@ class CommandResult(msgspec.Struct, frozen=True, tag=True):
     text: Text
 
 
-JobReply = JobNote | LabelledOutput | JobStatus | JobEnded
+JobReply = JobTaken | JobNote | LabelledOutput | JobStatus | JobEnded
 Request = (
     NodesRequest
     | ContinueRequest

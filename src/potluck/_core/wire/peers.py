@@ -33,6 +33,7 @@ from potluck._core.wire.jobs import (
     JobRuns,
     JobRunsRequest,
     Kept,
+    LogLines,
 )
 from potluck._core.wire.nodes import Count, NodeMessage
 from potluck._core.wire.worker_link import Seconds
@@ -161,7 +162,7 @@ class Failure(msgspec.Struct, frozen=True, tag=True):
 
 
 RequestContent = ResultsRequest | NodeServicesRequest | JobRunsRequest | HistoryQuestion
-ResponseContent = Results | NodeServices | JobRuns | History | Kept | Failure
+ResponseContent = Results | NodeServices | JobRuns | History | Kept | LogLines | Failure
 
 
 class Request(msgspec.Struct, frozen=True, tag=True):

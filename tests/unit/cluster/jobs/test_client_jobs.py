@@ -8,6 +8,7 @@ import pytest
 
 from potluck._core.cluster.jobs.client_jobs import ClientJobs
 from potluck._core.cluster.topology.hardware import own_versions
+from potluck._core.system import SIGHUP
 from potluck._core.wire import jobs, local
 from potluck._core.wire.worker_link import JobState
 
@@ -82,7 +83,27 @@ def test_a_job_that_ended_while_this_node_was_away_ends_its_command(watched: Cli
     watched.submit(spec("b-2"), new)
     watched.show(jobs.JobStatus(JobState("a-1", "ada", 1, "train.py", 0.0, 3, 7, None, (), ())))
     watched.listed(())
-    assert [type(message) for message in taken.told] == [jobs.JobStatus, local.CommandResult]
+    told = [type(message) for message in taken.told]
+    assert told == [local.JobTaken, jobs.JobStatus, local.CommandResult]
     assert new.told == [], "the leader may not have heard of it yet"
     watched.out("paused")
-    assert len(taken.told) == 2
+    assert len(taken.told) == 3
+
+
+def test_a_job_that_outlives_its_command_goes_on_when_that_leaves(
+    watched: ClientJobs, leader: Asked
+) -> None:
+    terminal, other = Terminal(), Terminal()
+    watched.submit(spec("a-1"), terminal, outlives=True)
+    watched.submit(spec("b-2"), other)
+    watched.received(jobs.Submitted("a-1", ""))
+    watched.received(jobs.Submitted("a-1", ""))  # a new leader says it again
+    assert terminal.told[0] == local.JobTaken("a-1", "ada")
+    leader.clear()
+    watched.left(terminal)
+    watched.left(other)
+    assert leader == [jobs.InterruptJob("b-2", SIGHUP, 1)]
+    told = len(terminal.told)
+    watched.received(jobs.JobEnded("a-1", b"{}"))
+    assert len(terminal.told) == told
+    assert watched.names == ("b-2",)

@@ -15,6 +15,7 @@ from potluck._core.cluster.code_store.job_folders import KEPT_JOBS, Record
 from potluck._core.cluster.code_store.store import CodeStore
 from potluck._core.cluster.content.package import Package
 from potluck._core.cluster.content.shelf import Shelf
+from potluck._core.cluster.jobs import output_relay
 from potluck._core.cluster.jobs.dispatcher import JobDispatcher
 from potluck._core.cluster.jobs.summary import Summary
 from potluck._core.cluster.membership import events
@@ -212,7 +213,7 @@ def test_the_leader_leaves_out_a_machine_whose_owner_does_not_allow_the_starter(
         assert placed(all_jobs) == [LEADER, ME]
         for node in (ME, LEADER):
             all_jobs.received(node, jobs.NodeReport("job"))
-        notes = [each.text for _, each in machine.sent if isinstance(each, jobs.JobNote)]
+        notes = notes_of(machine)
         assert "eve (eve) takes no part: its owner does not let it run jobs of leader" in notes
         all_jobs.received(EVE, jobs.NodeReport("job", error=machine.refusals[EVE]))
         assert phases(all_jobs) == {LEADER: "starting", ME: "starting"}
@@ -273,7 +274,7 @@ def test_a_paused_machine_leaves_the_job_and_comes_back(tmp_path: Path) -> None:
         all_jobs.received(EVE, busy)
         assert phases(all_jobs)[EVE] == "away", "its old worker is still ending"
         all_jobs.received(EVE, jobs.NodeReport("job", error="it is paused"))
-        lines = [each.text for _, each in machine.sent if isinstance(each, jobs.JobNote)]
+        lines = notes_of(machine)
         assert not any("it is paused" in line for line in lines), "an old report"
         all_jobs.received(EVE, jobs.WorkerEvent("job", jobs.Exited(worker, -15, 0)))
         all_jobs.received(EVE, idle)
@@ -415,8 +416,10 @@ def test_an_agent_that_ends_does_not_wait_for_a_folder_on_its_way(tmp_path: Path
 
 
 def test_a_starter_that_was_cut_off_at_the_end_of_its_job_hears_that_it_is_over(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(output_relay, "COPY_S", 0.05)
+
     async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
         await submit(machine, all_jobs, code_store, tmp_path / "code", (LEADER,), max_nodes=1)
         all_jobs.received(LEADER, jobs.NodeReport("job"))
@@ -424,8 +427,9 @@ def test_a_starter_that_was_cut_off_at_the_end_of_its_job_hears_that_it_is_over(
         all_jobs.received(LEADER, jobs.WorkerEvent("job", jobs.Exited("0", 0, 0)))
         all_jobs.received(LEADER, jobs.WorkerEvent("job", jobs.OutputEnded("0", 0)))
         await until_over(all_jobs)
-        last = msgspec.json.decode(machine.notes[-2], type=Summary)
-        assert last.exit_code == 0, "its summary is in the log"
+        assert machine.notes[-1] == "job job is over: exit code 0"
+        kept = [each for _, each in machine.sent if isinstance(each, jobs.KeepEnd)]
+        assert msgspec.json.decode(kept[0].summary, type=Summary).exit_code == 0
         machine.unreachable.clear()
         machine.sent.clear()
         all_jobs.linked(LEADER)
@@ -481,7 +485,7 @@ def test_who_leads_no_more_keeps_no_task_for_the_job(tmp_path: Path) -> None:
         install(machine, all_jobs, view(ME, LEADER))
         before = len(asyncio.all_tasks())
         all_jobs.received(LEADER, jobs.Submit(spec(package, LEADER)))
-        assert len(asyncio.all_tasks()) == before + 2, "the end of the job, and the roll call"
+        assert len(asyncio.all_tasks()) == before + 3, "the end, the roll call, the copy of the log"
         install(machine, all_jobs, view(LEADER, ME, epoch=4))
         async with asyncio.timeout(20):
             while len(asyncio.all_tasks()) > before:
@@ -577,8 +581,10 @@ def test_a_node_that_floods_with_orders_it_may_not_give_is_cut_off(tmp_path: Pat
     play(tmp_path, story)
 
 
-def notes_to(machine: Machine, node: str) -> list[str]:
-    return [each.text for to, each in machine.sent if to == node and isinstance(each, jobs.JobNote)]
+def notes_of(machine: Machine) -> list[str]:
+    """Of a job of another node, which this one leads."""
+    said = (note.partition("job job: ") for note in machine.notes)
+    return [text for before, _, text in said if not before and text]
 
 
 def test_a_job_names_the_machines_and_workers_that_its_beginning_waits_for(
@@ -589,9 +595,9 @@ def test_a_job_names_the_machines_and_workers_that_its_beginning_waits_for(
 
     async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
         async def says(part: str) -> None:
-            machine.sent.clear()
+            machine.notes.clear()
             async with asyncio.timeout(20):
-                while not any(part in text for text in notes_to(machine, LEADER)):
+                while not any(part in text for text in notes_of(machine)):
                     await asyncio.sleep(0)
 
         await submit(machine, all_jobs, code_store, tmp_path / "code")

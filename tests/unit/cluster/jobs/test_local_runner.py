@@ -11,6 +11,7 @@ from potluck._core.cluster.code_store.store import CodeStore
 from potluck._core.cluster.jobs.agent_parts import AgentParts
 from potluck._core.cluster.jobs.history import JobHistory
 from potluck._core.cluster.jobs.local_runner import LocalRunner
+from potluck._core.cluster.jobs.log import JobLog
 from potluck._core.cluster.names import NodeNames
 from potluck._core.cluster.topology.hardware import own_versions
 from potluck._core.types import Member
@@ -37,6 +38,7 @@ class Machine:
     pid, stands_still, is_sandboxed = 1, "", False
     view = View("L", 1, (ViewMember(ME, 1, 1),))
     history = JobHistory(None)
+    log = JobLog(None, print)
 
     def __init__(self) -> None:
         self.sent: list[Any] = []

@@ -97,7 +97,7 @@ SPEC = jobs.JobSpec(
 
 
 def relay() -> OutputRelay:
-    return OutputRelay(cast(Any, None), SPEC, lambda: True)
+    return OutputRelay(cast(Any, None), SPEC)
 
 
 async def unread(output: OutputRelay, nodes: set[str]) -> list[str]:

@@ -58,10 +58,19 @@ def test_the_table_of_questions_has_every_one() -> None:
 @pytest.mark.parametrize("kind", ASKERS, ids=lambda kind: kind.__name__)
 def test_who_gets_an_answer(kind: type) -> None:
     question = Hostile(random.Random(kind.__name__), ["job", "b"]).anything(kind)
-    allowed = {n for n in "abcz" if not objection_to_asking(n, question, VIEW, me="c")}
-    assert allowed == ({"a"} if ASKERS[kind] is Role.LEADER else {"a", "b", "c"})
-    nobody = {n for n in "abz" if not objection_to_asking(n, question, None, me="c")}
-    assert nobody == set()
+
+    def answered(view: View | None, *, is_reader: bool) -> set[str]:
+        return {
+            node
+            for node in "abcz"
+            if not objection_to_asking(node, question, view, me="c", is_reader=is_reader)
+        }
+
+    wanted = {Role.LEADER: ({"a"}, {"a"}), Role.READER: (set("abc"), set[str]())}
+    readers, others = wanted.get(ASKERS[kind], (set("abc"), set("abc")))
+    assert answered(VIEW, is_reader=True) == readers
+    assert answered(VIEW, is_reader=False) == others
+    assert answered(None, is_reader=True) <= {"c"}, "without a view only its own commands"
 
 
 def test_orders_of_a_node_outside_of_the_view_are_not_even_kept() -> None:

@@ -247,7 +247,7 @@ def test_a_job_whose_state_was_lost_with_the_leader_waits_for_it_and_not_for_eve
                 await asyncio.sleep(0)
                 led.agree()
         assert len(led.refusals) == 5
-        lines = [each for each in machine.notes if each.startswith("potluck: epoch")]
+        lines = [each for each in machine.notes if each.startswith("job job: epoch")]
         assert len(lines) == 1, "it says so once"
         assert controller.state.failure.text.endswith(
             "agreed on no group of worker 1, 2 for 0.05 s: leader is silent: no worker of its "

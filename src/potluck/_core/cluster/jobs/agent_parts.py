@@ -31,8 +31,8 @@ class AgentParts:
     ``worker_homes`` are the folders with the credentials of each job's workers; ``broker`` makes
     the socket broker of workers in a sandbox. ``launcher`` makes the launcher of a job's workers
     (``process.launcher_of``), which ``confinement`` holds to the owner's limits. ``note`` shows a
-    line to people at this machine; ``log`` keeps lines of jobs whose starter has gone, ``history``
-    what is known of each job.
+    line to people at this machine; ``log`` keeps what workers write, ``history`` what is known of
+    each job.
     ``outer_world(index)``: the variables of the workers of a private agent whose command is a part
     of another launcher's world."""
 

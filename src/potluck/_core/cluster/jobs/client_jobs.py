@@ -6,16 +6,28 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from potluck._core.cluster.links.local import Client
+from potluck._core.system import SIGHUP
 from potluck._core.wire import jobs, local, worker_link
+
+
+class _Nobody:
+    """The command of a job that outlives it has left."""
+
+    is_behind = False
+
+    def take(self, message: local.Reply) -> None:
+        """Nobody reads it."""
 
 
 @dataclass(slots=True, eq=False)
 class ClientJob:
-    """A job and ``client``, the command that waits for it. ``is_taken``: the leader has
-    the job. ``number`` and ``times``: the last signal for the job, and how many came."""
+    """A job and ``client``, the command that waits for it. A job that ``outlives`` its command goes
+    on when that leaves. ``is_taken``: the leader has the job. ``number`` and ``times``: the last
+    signal for the job, and how many came."""
 
     spec: jobs.JobSpec
     client: Client
+    outlives: bool = False
     is_taken: bool = False
     number: int = 0
     times: int = 0
@@ -47,9 +59,9 @@ class ClientJobs:
 
     # Requests of commands.
 
-    def submit(self, spec: jobs.JobSpec, client: Client) -> None:
+    def submit(self, spec: jobs.JobSpec, client: Client, *, outlives: bool = False) -> None:
         """``client`` waits for the job of ``spec``, which is the leader's to begin."""
-        self._jobs[spec.job] = ClientJob(spec, client)
+        self._jobs[spec.job] = ClientJob(spec, client, outlives)
         self.to_leader(jobs.Submit(spec))
 
     def interrupt(self, client: Client, number: int) -> None:
@@ -59,6 +71,13 @@ class ClientJobs:
                 each.number = number
                 each.times = min(each.times + 1, jobs.MAX_INTERRUPTS)
                 self.to_leader(jobs.InterruptJob(job, number, each.times))
+
+    def left(self, client: Client) -> None:
+        """The command has gone: its job ends as if the terminal had closed, or outlives it."""
+        for each in self._jobs.values():
+            if each.client is client and each.outlives:
+                each.client = _Nobody()
+        self.interrupt(client, SIGHUP)
 
     def ask_again(self) -> None:
         """The leader may have changed: messages to the former leader may be lost."""
@@ -77,7 +96,9 @@ class ClientJobs:
             return
         if isinstance(message, jobs.Submitted):
             each.is_taken = not message.error
-            if message.error:
+            if not message.error:
+                each.client.take(local.JobTaken(message.job, each.spec.starter))
+            else:
                 self._remove(message.job)
                 each.client.take(local.CommandResult(False, message.error))
             return
@@ -88,15 +109,16 @@ class ClientJobs:
     def show(self, message: jobs.JobStatus) -> None:
         """The leader sent the status of a job, maybe of this machine."""
         if (each := self._jobs.get(message.status.job)) is not None:
-            # The leader's ``Submitted`` may have been lost with the leader that sent it.
-            each.is_taken = True
+            if not each.is_taken:  # ``Submitted`` was lost, with the leader that sent it
+                each.is_taken = True
+                each.client.take(local.JobTaken(each.spec.job, each.spec.starter))
             each.client.take(message)
 
     def listed(self, running: Collection[str]) -> None:
         """The leader has these jobs; others that it had taken are over."""
         gone = [job for job, each in self._jobs.items() if each.is_taken and job not in running]
         for job in gone:
-            text = "it ended while this node was away; the leader's log says how"
+            text = f"it ended while this node was away: `potluck wait {job}` tells how"
             self._remove(job).client.take(local.CommandResult(False, text))
 
     def out(self, reason: str) -> None:

@@ -29,7 +29,7 @@ from potluck._core.cluster.jobs.journal import Journal, first_line, lost_text
 from potluck._core.cluster.jobs.orders import Endings, Faults, Orders
 from potluck._core.cluster.jobs.output_relay import OutputRelay, RollCall
 from potluck._core.cluster.jobs.permissions import DeferredMessages
-from potluck._core.cluster.jobs.placement import Placement
+from potluck._core.cluster.jobs.placement import Placement, keepers_of, rank_in_words
 from potluck._core.cluster.jobs.summary import Summary, missing_workers, status_of, summarize
 from potluck._core.system import SIGKILL
 from potluck._core.wire import jobs, worker_link
@@ -89,7 +89,7 @@ class JobController:
         self._looked_at = float("-inf")
         self._groups = GroupAgreement(spec.job, view.group(spec.job))
         self._journal = Journal(names, time.monotonic())
-        self._output = OutputRelay(agent, spec, lambda: spec.starter in self._nodes)
+        self._output = OutputRelay(agent, spec)
         self._endings = Endings(self._orders, lambda worker: self.state.worker(worker), self.note)
         self._roll_call = RollCall(self._awaited, self.note, on_broken=self._broke)
         self.state: State
@@ -135,6 +135,7 @@ class JobController:
         self._alarm.set(None)
         self._roll_call.close()
         self._endings.close()
+        self._output.close()
 
     def handle(self, event: events.Event) -> None:
         """Have membership decide about ``event``, then about the events that its actions cause."""
@@ -231,11 +232,31 @@ class JobController:
                 self.note(reason)
                 self._leave_out(node)
         self._output.nodes_changed()
+        self.copy_output()
         if self.has_begun:
             self._take_in()
         for node in view.nodes:
             self.order(node)
         self._want_all_hold()
+
+    def copy_output(self) -> None:
+        """A second node keeps the log: the starter, which gets all that it has not written itself;
+        else another of those that keep the job's history, which gets what no other node has."""
+        view, me, starter = self._agent.plane.view, self._agent.me, self.spec.starter
+        keepers = () if view is None else keepers_of(self.spec, self.placement.places, view)
+        others = [node for node in keepers if node != me]
+        target = starter if starter in others else next(iter(others), "")
+
+        def is_wanted(source: str) -> bool:
+            node = self.placement.node_of(source)
+            return node != target if target == starter else node in (None, me)
+
+        self._output.copies_to(target, is_wanted)
+
+    def linked(self, node: str) -> None:
+        """There is a new link to ``node``: messages over the link before it may be lost."""
+        self._output.linked(node)
+        self.order(node)
 
     def _group_installed(self, group: JobGroup, reason: str) -> None:
         decided, joined = self._groups.installed(group, reason)
@@ -274,18 +295,14 @@ class JobController:
         elif isinstance(event, jobs.Output):
             if event.stream == "stderr" and event.end == "\n":
                 self._journal.wrote(event.worker, event.text)
-            label = f"{self._rank(event.worker)} {self.placement.label(event.worker)}".strip()
-            self._output.line(event, label)
+            self._output.line(event, self._label(event.worker))
         else:
             self._happened(event, node)
 
-    def _rank(self, worker: str) -> str:
-        """Its rank in the newest group, else in the world that it was started for; a worker that
-        came later has its own number there."""
+    def _label(self, worker: str) -> str:
         group = self.state.newest_group
-        members = () if group is None else group.members
-        members = members if worker in members else self.world.members
-        return str(members.index(worker)) if worker in members else worker
+        rank = rank_in_words(worker, () if group is None else group.members, self.world)
+        return f"{rank} {self.placement.label(worker)}".strip()
 
     def _knows(self, worker: str) -> bool:
         return any(each.name == worker for each in self.state.workers)
@@ -545,6 +562,7 @@ class JobController:
         if unread:
             names = ", ".join(f"{worker} ({self.placement.label(worker)})" for worker in unread)
             self.note(f"the last output of worker {names} did not arrive in time")
+        await self._output.all_sent()
 
     def summary(self) -> Summary:
         """The job, now that it is over."""

@@ -38,7 +38,6 @@ from potluck._core.cluster.membership.view import describe
 from potluck._core.cluster.names import find_node
 from potluck._core.cluster.topology.hardware import own_versions
 from potluck._core.printable import name_of
-from potluck._core.system import SIGHUP
 from potluck._core.transport import aio
 from potluck._core.waiting import Complaint
 from potluck._core.wire import jobs, local, worker_link
@@ -131,7 +130,7 @@ class JobDispatcher:
             started=time.time(),
         )
         spec = agent.sign(await agent.vouching.start_own(spec))
-        self._clients.submit(spec, client)
+        self._clients.submit(spec, client, outlives=request.outlives)
         return job
 
     def _named(self, texts: Sequence[str]) -> tuple[str, ...]:
@@ -238,8 +237,8 @@ class JobDispatcher:
         return local.JobsReply(self.status(), tuple(self.runners.keys() | self._controllers.keys()))
 
     def abandon(self, client: Client) -> None:
-        """The command has gone: its job, if it still runs, ends as if the terminal had closed."""
-        self.interrupt(client, SIGHUP)
+        """The command has gone."""
+        self._clients.left(client)
 
     def interrupt(self, client: Client, number: int) -> None:
         """The operator wants the job of ``client`` to end, by signal ``number``."""
@@ -285,8 +284,11 @@ class JobDispatcher:
                 self._deferred.keep_orders(node, message)
         elif isinstance(message, jobs.FromLeader):
             self._ordered(message)
+        elif isinstance(message, jobs.LabelledOutput) and message.source:
+            self._keeping.keep_line(message)
         elif isinstance(message, jobs.ToStarter):
             self._clients.received(message)
+            self._keeping.wake(message.job)
         elif isinstance(message, jobs.Submit):
             assert view is not None
             self._submitted(node, message.spec, view)
@@ -342,8 +344,14 @@ class JobDispatcher:
     def _drop(self, ended: Collection[str]) -> None:
         """End the workers here of the ``ended`` jobs."""
         for job in ended:
-            self._agent.history.let_go(self.runners[job].spec)
-            self._ending.start(self.runners.pop(job).put_away())
+            self._keeping.wake(job)
+            runner = self.runners.pop(job)
+            self._ending.start(self._put_away(runner))
+
+    async def _put_away(self, runner: LocalRunner) -> None:
+        await runner.put_away()
+        if runner.spec.job not in self.runners:
+            self._keeping.ended_here(runner.spec)
 
     def is_elastic(self, job: str) -> bool:
         """Whether the workers of ``job`` here go on in another group after a loss."""
@@ -383,6 +391,7 @@ class JobDispatcher:
     def _lead(self, controller: JobController, view: View) -> None:
         self._controllers[controller.spec.job] = controller
         self._tasks.start(self._finish(controller))
+        controller.copy_output()
         for node in view.nodes:
             controller.order(node)
 
@@ -406,8 +415,6 @@ class JobDispatcher:
                 view = self._agent.plane.view
                 is_in = view is not None and starter in view.nodes
                 if not is_in or not self._agent.links.send(starter, ended):
-                    self._agent.log.write(job, ended.summary.decode())
-                    await self._agent.log.written()
                     self._agent.note(f"job {job} is over: exit code {summary.exit_code}")
         finally:
             controller.close()
@@ -529,7 +536,7 @@ class JobDispatcher:
         if view is None or view.member(node) is None:
             return
         for controller in self._controllers.values():
-            controller.order(node)
+            controller.linked(node)
         if view.leader == self._agent.me:
             self._agent.links.send(node, self._list())  # a job may have ended meanwhile
         if node == view.leader:

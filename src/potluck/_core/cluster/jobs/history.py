@@ -5,7 +5,8 @@ Each job has a folder below ``<home>/history``, named after the job and its star
 the leader lets go of a job, two machines have its end on disk, if there are two (``keeping.py``).
 So who asks later asks all nodes, and takes the entry that is furthest (``merged``).
 
-Bounded: ``KEPT_JOBS``, ``KEPT_DAYS``. The oldest of the starter with the most jobs goes first, so
+Bounded: ``KEPT_JOBS``, ``KEPT_DAYS``, and ``KEPT_LOG_BYTES`` of their logs (``log.py``), which are
+in the same folders. The oldest of the starter with the most jobs goes first, so
 that a member with many jobs displaces its own. An end is written once: no leader writes over it.
 A private agent has no history.
 """
@@ -25,6 +26,7 @@ from typing import get_args
 import msgspec
 
 from potluck._core.background import Tasks, why
+from potluck._core.cluster.code_store.job_folders import newest
 from potluck._core.cluster.home.keyfile import replace_private
 from potluck._core.cluster.jobs.summary import Summary, encode_summary
 from potluck._core.waiting import Complaint
@@ -34,6 +36,7 @@ from potluck.errors import ConfigurationError, PotluckError
 
 KEPT_JOBS = 256
 KEPT_DAYS = 90.0
+KEPT_LOG_BYTES = 2 << 30
 _DAY_S = 86400.0
 _ENTRY = "entry"
 _WHAT = "the history of jobs"
@@ -55,7 +58,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def key(self) -> str:
         """The name of its folder. No member can choose that of another one's job."""
-        return key_of(self.spec)
+        return key_of(self.spec.job, self.spec.starter)
 
     def info(self, *, is_whole: bool = False) -> jobs.JobInfo:
         """What others are told; with the summary if it ``is_whole``."""
@@ -91,10 +94,10 @@ def _clipped(code: int) -> int:
     return max(-(1 << 31), min(code, 1 << 32))
 
 
-def key_of(spec: jobs.JobSpec) -> str:
+def key_of(job: str, starter: str) -> str:
     """The name of the folder of a job."""
-    whose = hashlib.sha256(f"{spec.starter}\n{spec.job}".encode()).hexdigest()
-    return f"{spec.job[:50]}.{whose[:20]}"
+    whose = hashlib.sha256(f"{starter}\n{job}".encode()).hexdigest()
+    return f"{job[:50]}.{whose[:20]}"
 
 
 class JobHistory:
@@ -120,7 +123,7 @@ class JobHistory:
         """The job of ``spec`` has come to ``phase``, with workers on ``machines``. Written soon."""
         if self.root is None:
             return
-        old = self._live.get(key_of(spec))
+        old = self._live.get(key_of(spec.job, spec.starter))
         new = Entry(spec=spec, machine=machine, phase=phase, machines=tuple(machines))
         if old is not None and not _is_further(new.phase, old.phase):
             new = msgspec.structs.replace(new, phase=old.phase)
@@ -131,7 +134,7 @@ class JobHistory:
     def let_go(self, spec: jobs.JobSpec) -> None:
         """This node has the job of ``spec`` no more. If it was not told of an end and nothing ran
         here, it forgets the job: maybe that never began."""
-        live = self._live.get(key_of(spec))
+        live = self._live.get(key_of(spec.job, spec.starter))
         if live is not None and live.phase != "ended":
             del self._live[live.key]
             if live.phase == "placed":
@@ -149,7 +152,7 @@ class JobHistory:
         can't be written."""
         if self.root is None:
             return
-        known = self._live.get(key_of(spec)) or await asyncio.to_thread(self._read, key_of(spec))
+        known = await self.entry(spec.job, spec.starter)
         if known is None or known.phase != "ended":
             known = Entry(
                 spec=spec,
@@ -166,6 +169,11 @@ class JobHistory:
     async def found(self, prefix: str = "") -> list[Entry]:
         """The jobs whose ids begin with ``prefix``, the newest first."""
         return await asyncio.to_thread(self._found, prefix)
+
+    async def entry(self, job: str, starter: str) -> Entry | None:
+        """What is known of one job."""
+        key = key_of(job, starter)
+        return self._live.get(key) or await asyncio.to_thread(self._read, key)
 
     async def answer(self, request: jobs.HistoryRequest) -> jobs.History:
         """The response to ``request`` of any member."""
@@ -232,7 +240,8 @@ class JobHistory:
         replace_private(self.root / entry.key / _ENTRY, _WHAT, msgspec.json.encode(entry))
 
     def _read(self, key: str) -> Entry | None:
-        assert self.root is not None
+        if self.root is None:
+            return None
         try:
             return msgspec.json.decode((self.root / key / _ENTRY).read_bytes(), type=Entry)
         except (OSError, msgspec.MsgspecError):
@@ -254,6 +263,14 @@ class JobHistory:
         kept.sort(key=lambda each: max(each.ended, each.spec.started))
         for each in _to_forget(kept, now):
             self._remove(each)
+        assert self.root is not None
+        num_bytes = 0
+        for folder in newest(self.root):
+            logs = [(path, path.stat().st_size) for path in folder.glob("*.log")]
+            num_bytes += sum(size for _, size in logs)
+            if num_bytes > KEPT_LOG_BYTES and folder.name not in self._live:
+                for path, _ in logs:
+                    path.unlink(missing_ok=True)
 
 
 def _to_forget(oldest_first: Sequence[Entry], now: float) -> list[Entry]:

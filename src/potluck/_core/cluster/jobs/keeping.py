@@ -9,8 +9,10 @@ from collections.abc import Mapping
 import msgspec
 
 from potluck._core.cluster.jobs.agent_parts import AgentParts
+from potluck._core.cluster.jobs.history import Entry, key_of
 from potluck._core.cluster.jobs.local_runner import LocalRunner
 from potluck._core.cluster.jobs.permissions import objection_to_asking
+from potluck._core.cluster.jobs.placement import COPIES, keepers_of
 from potluck._core.cluster.jobs.summary import Summary
 from potluck._core.wire import jobs
 from potluck._core.wire.format import decoded
@@ -19,9 +21,6 @@ from potluck.errors import LinkError, PotluckError
 _summaries = msgspec.json.Decoder(Summary)
 
 _ANSWER_S = 5.0
-COPIES = 2
-"""Machines that have the end of a job on disk before its leader lets go of it, if there are so
-many."""
 
 
 class Keeping:
@@ -34,8 +33,33 @@ class Keeping:
 
     def placed(self, runner: LocalRunner) -> None:
         """The leader has ordered a job."""
-        if self._agent.me in self._keepers(runner.spec, runner.places):
+        view = self._agent.plane.view
+        if view is None or self._agent.me in keepers_of(runner.spec, runner.places, view):
             self._reached(runner, "placed")
+
+    def keep_line(self, shown: jobs.LabelledOutput) -> None:
+        """The leader sent a line of a job's log."""
+        if (runner := self._runners.get(shown.job)) is not None:
+            line = jobs.LogLine(
+                shown.at,
+                shown.number,
+                shown.source,
+                shown.stream,
+                shown.worker,
+                shown.text,
+                shown.end,
+            )
+            self._agent.log.write(key_of(shown.job, runner.spec.starter), line)
+
+    def wake(self, job: str) -> None:
+        """Something happened to a job that a reader of its log may wait for."""
+        if (runner := self._runners.get(job)) is not None:
+            self._agent.log.wake(key_of(job, runner.spec.starter))
+
+    def ended_here(self, spec: jobs.JobSpec) -> None:
+        """This node has the job of ``spec`` no more."""
+        self._agent.history.let_go(spec)
+        self._agent.log.forget(key_of(spec.job, spec.starter))
 
     def runs(self, runner: LocalRunner) -> None:
         """The first worker on this node was started."""
@@ -49,7 +73,7 @@ class Keeping:
         view, num_kept = self._agent.plane.view, 0
         if spec.is_local or view is None:
             return
-        keepers = self._keepers(spec, places)
+        keepers = keepers_of(spec, places, view)
         spare = [node for node in view.nodes if node not in keepers]
         request = jobs.KeepEnd(spec.job, ended.summary, time.time())
 
@@ -62,18 +86,9 @@ class Keeping:
                 return 0
             return 1
 
-        num_kept = sum(await asyncio.gather(*map(keep, sorted(keepers))))
+        num_kept = sum(await asyncio.gather(*map(keep, keepers)))
         while num_kept < COPIES and spare:
             num_kept += await keep(spare.pop(0))
-
-    def _keepers(self, spec: jobs.JobSpec, places: jobs.Places) -> set[str]:
-        """The nodes that keep what becomes of a job, of those that are there: those that run it,
-        its starter, its leader."""
-        view = self._agent.plane.view
-        if view is None:
-            return {self._agent.me}
-        keepers = {spec.starter, view.leader, *(each.node for each in places)}
-        return keepers & set(view.nodes)
 
     def _reached(self, runner: LocalRunner, phase: jobs.Phase) -> None:
         self._agent.history.reached(runner.spec, *self._whereabouts(runner), phase)
@@ -84,12 +99,46 @@ class Keeping:
         nodes = dict.fromkeys(each.node for each in runner.places)
         return label(runner.spec.starter), [(node, label(node)) for node in nodes]
 
-    async def _asked(self, node: str, question: jobs.HistoryQuestion) -> jobs.History | jobs.Kept:
-        view = self._agent.plane.view
-        if objection := objection_to_asking(node, question, view, me=self._agent.me):
-            raise LinkError(objection)
-        if isinstance(question, jobs.HistoryRequest):
-            return await self._agent.history.answer(question)
+    async def _asked(
+        self, node: str, question: jobs.HistoryQuestion
+    ) -> jobs.History | jobs.Kept | jobs.LogLines:
+        view, reader = self._agent.plane.view, False
+        entry = None
+        if isinstance(question, jobs.LogRequest):
+            entry = await self._agent.history.entry(question.job, question.starter)
+            reader = self._may_read(node, question, entry)
+        if why := objection_to_asking(node, question, view, me=self._agent.me, is_reader=reader):
+            raise LinkError(why)
+        match question:
+            case jobs.HistoryRequest():
+                return await self._history(question)
+            case jobs.KeepEnd():
+                return await self._keep_end(question)
+            case jobs.LogRequest():
+                return await self._lines(question)
+
+    def _may_read(self, node: str, question: jobs.LogRequest, entry: Entry | None) -> bool:
+        """Whether ``node`` may read what workers wrote. A member whose scripts run here can read
+        it anyway, as the owner's files; not, if the files of the job stay with their owners."""
+        if node in (self._agent.me, question.starter):
+            return True
+        if entry is None or entry.spec.keeps_files:
+            return False
+        ran_it = any(node == each for each, _ in entry.machines)
+        return ran_it or not self._agent.offers.objection(self._agent.me, node)
+
+    async def _history(self, question: jobs.HistoryRequest) -> jobs.History:
+        answer = await self._agent.history.answer(question)
+        if not question.starter:
+            return answer
+        key = key_of(question.job, question.starter)
+        held = await asyncio.to_thread(self._agent.log.held, key)
+        sources = tuple((name, *of) for name, of in held.items())[:1024]
+        return jobs.History(
+            tuple(msgspec.structs.replace(each, sources=sources) for each in answer.jobs)
+        )
+
+    async def _keep_end(self, question: jobs.KeepEnd) -> jobs.Kept:
         runner = self._runners.get(question.job)
         if runner is None or not self._agent.vouching.is_genuine(runner.spec):
             raise LinkError("no such job was started, as far as this node knows")
@@ -97,3 +146,28 @@ class Keeping:
         where = self._whereabouts(runner)
         await self._agent.history.end(runner.spec, *where, summary, question.when)
         return jobs.Kept()
+
+    async def _lines(self, question: jobs.LogRequest) -> jobs.LogLines:
+        log, key = self._agent.log, key_of(question.job, question.starter)
+        after = dict(question.after)
+        deadline = time.monotonic() + question.wait_s
+        while True:
+            lines, has_more = await log.read(
+                key,
+                after,
+                since=question.since,
+                sources=question.sources,
+                num_last=question.num_last,
+            )
+            left = deadline - time.monotonic()
+            is_over = not self._is_known(question.job, question.starter)
+            if lines or is_over or left <= 0:
+                newest = log.newest(key) if question.num_last else ()
+                return jobs.LogLines(tuple(lines), has_more, is_over, newest)
+            await log.changed(key, left)
+            deadline = 0.0
+
+    def _is_known(self, job: str, starter: str) -> bool:
+        """Whether the cluster has this job, as far as this node knows."""
+        runner = self._runners.get(job)
+        return runner is not None and runner.spec.starter == starter

@@ -14,7 +14,6 @@ import logging
 import os
 import signal
 import sys
-from collections import deque
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +27,9 @@ from potluck._core.cluster.code_store.store import CodeStore
 from potluck._core.cluster.discovery.interfaces import interface_of
 from potluck._core.cluster.jobs.agent_parts import AgentParts
 from potluck._core.cluster.jobs.chaos import parse_chaos
+from potluck._core.cluster.jobs.history import key_of
+from potluck._core.cluster.jobs.log import LogPump
+from potluck._core.cluster.jobs.placement import rank_in_words
 from potluck._core.cluster.jobs.process import Launch, WorkerProcess
 from potluck._core.cluster.jobs.worker_probe import WorkerProbe
 from potluck._core.cluster.jobs.worker_reports import WorkerReports
@@ -44,7 +46,7 @@ from potluck.errors import ConfigurationError, LinkError, PotluckError, Protocol
 _log = logging.getLogger(__name__)
 
 _MAX_UNSENT = 1 << 20
-_MAX_KEPT_LINES = 1000
+_OUTPUT_S = 20.0
 _LAST_MESSAGES_S = 1.0
 _WITHDRAW_S = 3.0
 
@@ -90,7 +92,8 @@ class LocalRunner:
         self._lacks = False
         self._is_withdrawing = False
         self._reports = WorkerReports()
-        self._unsent: deque[jobs.Output] = deque(maxlen=_MAX_KEPT_LINES)
+        self._key = key_of(self.spec.job, self.spec.starter)
+        self._pump: LogPump | None = None
         self._processes: dict[str, WorkerProcess] = {}
         self._alive: set[str] = set()
         self._short_of_memory: set[str] = set()
@@ -118,6 +121,8 @@ class LocalRunner:
         """End all processes, links and tasks. Nothing more is reported."""
         await stop(self._preparing)  # the folder may be on its way, over a slow link
         self._probes.close()
+        if self._pump is not None:
+            self._pump.close()
         await self._tasks.close()
         for process in self._processes.values():
             process.signal(SIGKILL)
@@ -155,6 +160,10 @@ class LocalRunner:
                 opening = asyncio.to_thread(self._code_store.open, _record_of(spec))
                 self._opening = asyncio.create_task(opening)
                 self._folder = await asyncio.shield(self._opening)
+            if self._pump is None and not spec.is_local:
+                self._pump = LogPump(
+                    self._agent.log, self._key, self._send_line, self._reports.has_run
+                )
             if self._worker_home is None:
                 make = self._agent.worker_homes.make
                 self._worker_home = await asyncio.to_thread(make, spec.job)
@@ -387,10 +396,8 @@ class LocalRunner:
         send(jobs.NodeReport(job, self._reports.seen(alive), self._error, lacks))
         for event in self._reports.standing(alive):
             send(jobs.WorkerEvent(job, event))
-        while self._unsent:
-            if not send(self._unsent[0]):
-                return
-            self._unsent.popleft()
+        if self._pump is not None:
+            self._pump.again()
 
     def _happened(self, event: jobs.Event) -> None:
         self._agent.plane.to_leader(jobs.WorkerEvent(self.spec.job, self._reports.take(event)))
@@ -405,14 +412,29 @@ class LocalRunner:
     def _line(self, worker: str, stream: str, text: str, end: jobs.End) -> None:
         if self._agent.confinement.is_memory_error(text):
             self._short_of_memory.add(worker)
-        line = jobs.Output(self.spec.job, worker, stream, text, end)
-        if (self._unsent or not self._agent.plane.to_leader(line)) and end != "\r":
-            self._unsent.append(line)
+        if self.spec.is_local:
+            self._agent.plane.to_leader(jobs.Output(self.spec.job, worker, stream, text, end))
+            return
+        members = () if self.group is None else self.group.members
+        rank = rank_in_words(worker, [each.worker for each in members], self.world)
+        label = f"{rank} {self._agent.names.label(self._agent.me)}"
+        self._agent.log.add(self._key, worker, stream, label, text, end)
+
+    def _send_line(self, line: jobs.LogLine) -> bool:
+        """Give a line of the log to the leader, which may be here and have the same log."""
+        view, plane = self._agent.plane.view, self._agent.plane
+        if view is None or self._agent.links.unsent(view.leader) > _MAX_UNSENT:
+            return False
+        if view.leader == self._agent.me:
+            return True
+        return plane.to_leader(
+            jobs.Output(
+                self.spec.job, line.source, line.stream, line.text, line.end, line.at, line.number
+            )
+        )
 
     def _is_behind(self) -> bool:
-        view = self._agent.plane.view
-        is_far_behind = view is not None and self._agent.links.unsent(view.leader) > _MAX_UNSENT
-        return is_far_behind or self._must_wait()
+        return self._must_wait() if self.spec.is_local else self._agent.log.is_behind
 
     # Connections and ends of workers.
 
@@ -497,6 +519,8 @@ class LocalRunner:
         if self._folder is not None and not self.spec.keeps_files:
             results = await asyncio.to_thread(self._folder.results)
         num_bytes = sum(each.size for each in results)
+        if self._pump is not None:
+            await self._pump.sent(_OUTPUT_S)
         self._happened(jobs.OutputEnded(worker, attempt, len(results), num_bytes))
 
     async def _why_ended(self, worker: str, process: WorkerProcess, code: int) -> str:

@@ -1,4 +1,5 @@
-"""Lines of a job for people, on their way from the leader to the command that started the job.
+"""Lines of a job for people: on their way from its leader to the log, and to the command of a local
+job.
 
 ``OutputRelay`` passes on the output of the workers; ``RollCall`` names the machines and workers
 that the first group waits for."""
@@ -8,29 +9,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from functools import partial
 
 from potluck._core.background import OnBroken, start_task
 from potluck._core.cluster.jobs.agent_parts import AgentParts
+from potluck._core.cluster.jobs.history import key_of
+from potluck._core.cluster.jobs.log import LogPump
 from potluck._core.waiting import Reminder
 from potluck._core.wire import jobs, worker_link
 
-_MAX_UNSENT = 4 << 20
+_MAX_UNSENT = 1 << 20
+COPY_S = 5.0
 _OUTPUT_S = 30.0
 """How long the end of a cluster's job waits for the last output of workers on nodes in the view:
 the agent of a busy machine may stand still for seconds."""
 
 
 class OutputRelay:
-    """Passes on the output of the job of ``spec``: to the starter while ``is_starter_here()``, else
-    to a log."""
+    """Passes on the output of the job of ``spec``: a local job's to its command, that of other jobs
+    to the log here and on another node."""
 
-    def __init__(
-        self, agent: AgentParts, spec: jobs.JobSpec, is_starter_here: Callable[[], bool]
-    ) -> None:
+    def __init__(self, agent: AgentParts, spec: jobs.JobSpec) -> None:
         self._agent = agent
         self._spec = spec
-        self._is_starter_here = is_starter_here
-        self._num_dropped = 0
+        self._key = key_of(spec.job, spec.starter)
+        self._copy_at = ""
+        self._pump: LogPump | None = None
         # By worker, the newest attempt.
         self._exited: dict[str, int] = {}
         self._read: dict[str, int] = {}
@@ -51,36 +55,65 @@ class OutputRelay:
 
     def line(self, line: jobs.Output, label: str) -> None:
         """A worker wrote ``line``; people know it by ``label``."""
-        label = label[:256]
-        if line.end == "\r" and not self._has_room():
-            return  # the next state of the line replaces it
-        if not self._is_starter_here():
-            self._agent.log.write(self._spec.job, f"[{label}] {line.text}")
+        if self._spec.is_local:
+            shown = jobs.LabelledOutput(line.job, label, line.stream, line.text, line.end)
+            self._agent.links.send(self._spec.starter, shown)
             return
-        if not self._has_room():
-            self._num_dropped += 1
-            return
-        if self._num_dropped:
-            text = f"{self._num_dropped} lines of output were left out: they were not read in time"
-            self._num_dropped = 0
-            self.note(text)
-        shown = jobs.LabelledOutput(line.job, label, line.stream, line.text, line.end)
-        self._agent.links.send(self._spec.starter, shown)
-
-    def _has_room(self) -> bool:
-        """Whether the starter is here and reads fast enough."""
-        unsent = self._agent.links.unsent(self._spec.starter)
-        return self._is_starter_here() and unsent <= _MAX_UNSENT
+        kept = jobs.LogLine(
+            line.at, line.number, line.worker, line.stream, label[:256], line.text, line.end
+        )
+        self._agent.log.write(self._key, kept)
 
     def note(self, text: str) -> None:
         """Show a line to people."""
         job, starter = self._spec.job, self._spec.starter
-        if self._is_starter_here():
+        if self._spec.is_local:
             self._agent.links.send(starter, jobs.JobNote(job, worker_link.clip(text)))
         else:
-            self._agent.log.write(job, f"potluck: {text}")
+            source = f"@{self._agent.me[:12]}"
+            self._agent.log.add(self._key, source, jobs.NOTE, "", worker_link.clip(text))
         if starter != self._agent.me:
             self._agent.note(f"job {job}: {text}"[:4096])
+
+    def copies_to(self, node: str, is_wanted: Callable[[str], bool] = lambda source: True) -> None:
+        """Another node has the log, too, from now on: ``node``; nobody, if it is empty."""
+        if node == self._copy_at or self._spec.is_local:
+            return
+        self._copy_at = node
+        if self._pump is not None:
+            self._pump.close()
+            self._pump = None
+        if node:
+            self._pump = LogPump(self._agent.log, self._key, partial(self._send, node), is_wanted)
+
+    def linked(self, node: str) -> None:
+        """There is a new link to ``node``."""
+        if node == self._copy_at and self._pump is not None:
+            self._pump.again()
+
+    def _send(self, node: str, line: jobs.LogLine) -> bool:
+        shown = jobs.LabelledOutput(
+            self._spec.job,
+            line.label,
+            line.stream,
+            line.text,
+            line.end,
+            line.source,
+            line.at,
+            line.number,
+        )
+        links = self._agent.links
+        return links.unsent(node) <= _MAX_UNSENT and links.send(node, shown)
+
+    async def all_sent(self) -> None:
+        """Return when the other node has the log, or has not got it for ``COPY_S``."""
+        if self._pump is not None:
+            await self._pump.sent(COPY_S)
+
+    def close(self) -> None:
+        """Send nothing more."""
+        if self._pump is not None:
+            self._pump.close()
 
     async def all_read(self, is_here: Callable[[str], bool]) -> list[str]:
         """Return when all output of ended workers was passed on, except that of nodes that have

@@ -31,6 +31,7 @@ class Role(StrEnum):
     LEADER = "the leader of this node's view"
     MEMBER = "a member of this node's view"
     STARTER = "the node on which the job was started"
+    READER = "a node that started the job or ran it, or whose jobs run on the asked machine"
 
 
 SENDERS: dict[type, Role] = {
@@ -55,6 +56,7 @@ SENDERS: dict[type, Role] = {
 ASKERS: dict[type, Role] = {
     jobs.HistoryRequest: Role.MEMBER,
     jobs.KeepEnd: Role.LEADER,
+    jobs.LogRequest: Role.READER,
 }
 """The role of a node that asks about jobs; a node's own commands ask in its name."""
 
@@ -77,16 +79,21 @@ def may_send(
 
 
 def objection_to_asking(
-    node: str, question: jobs.HistoryQuestion, view: View | None, *, me: str
+    node: str, question: jobs.HistoryQuestion, view: View | None, *, me: str, is_reader: bool
 ) -> str:
     """Why ``node`` gets no answer to ``question`` from node ``me``, which uses ``view``; empty if
-    it gets one."""
+    it gets one. ``is_reader``: it has that role for the job."""
     role = ASKERS[type(question)]
     is_member = node == me or (view is not None and view.member(node) is not None)
     if not is_member:
         return "it is asked about jobs by members of its cluster's view only"
     if role is Role.LEADER and (view is None or node != view.leader):
         return "only the leader of its view may tell that"
+    if role is Role.READER and not is_reader:
+        return (
+            "the log of this job is read on machines that started or ran it, and on those whose "
+            "scripts run here: ask the owner of this machine for `potluck allow`"
+        )
     return ""
 
 

@@ -9,7 +9,7 @@ from itertools import product
 
 from potluck._core.cluster.names import NodeNames
 from potluck._core.wire.format import Versions
-from potluck._core.wire.jobs import JobSpec, Places, WorkerPlace
+from potluck._core.wire.jobs import JobSpec, Places, WorkerPlace, WorldSpec
 from potluck._core.wire.nodes import View
 from potluck._core.wire.peers import Introduction
 
@@ -39,6 +39,27 @@ def place(
         WorkerPlace(str(number), node, local_rank)
         for number, (node, local_rank) in enumerate(added, len(taken))
     )
+
+
+COPIES = 2
+"""Machines that have the log of a job, and its end on disk before its leader lets go of it, if
+there are so many."""
+
+
+def keepers_of(spec: JobSpec, places: Places, view: View) -> tuple[str, ...]:
+    """The nodes of ``view`` that keep what becomes of a job, the most senior first: those that run
+    it, its starter, its leader; and the next in seniority, if these are one."""
+    nodes = {spec.starter, view.leader, *(each.node for each in places)} & set(view.nodes)
+    spare = [node for node in view.nodes if node not in nodes]
+    nodes |= set(spare[: max(0, COPIES - len(nodes))])
+    return tuple(node for node in view.nodes if node in nodes)
+
+
+def rank_in_words(worker: str, group: Sequence[str], world: WorldSpec) -> str:
+    """The rank of ``worker`` in the members of its newest ``group``, else in the ``world`` that it
+    was started for; a worker that came later has its own number there."""
+    members = group if worker in group else world.members
+    return str(members.index(worker)) if worker in members else worker
 
 
 @dataclass(eq=False, repr=False)

@@ -33,6 +33,10 @@ class WorkerReports:
         """The world that the newest process of ``worker`` was started for; None if none was."""
         return self._worlds.get(worker)
 
+    def has_run(self, worker: str) -> bool:
+        """Whether a process of ``worker`` was started here."""
+        return worker in self._attempts
+
     def has_finished(self, worker: str) -> bool:
         """Whether the newest process of ``worker`` has reported that it is done."""
         return worker in self._finished
