@@ -47,8 +47,8 @@ class Loader:
         for name, value, least in (("num_workers", num_workers, 0), ("prefetch", prefetch, 1)):
             if not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} is {value!r}; it must be a whole number from {least} on")
-        is_stream = isinstance(dataset, Stream)
-        self._is_empty = not (is_stream or len(dataset) or isinstance(dataset, TensorDataset))
+        may_be_empty = isinstance(dataset, Stream | TensorDataset)
+        self._is_empty = not may_be_empty and not len(dataset)
         self._source: _Mapped
         if isinstance(dataset, Stream):
             dataset.ahead = num_workers * prefetch + 1
@@ -246,42 +246,20 @@ def check_samples(samples: object) -> None:
 
 def stream_of(dataset: Any) -> Stream | None:
     """The stream of a data set that has no samples by number; None of one that has."""
-    is_function = callable(dataset) and not hasattr(dataset, "__getitem__")
-    if isinstance(dataset, DataLoader | type) or not (is_function or hasattr(dataset, "__iter__")):
-        return None
-    has_numbers = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    is_map = has_numbers and not isinstance(dataset, IterableDataset)  # which inherits one of them
-    return None if is_map else Stream(dataset)
-
-
-def stream_schedule(
-    batch_size: int, epochs: int | None, max_steps: int, samples: str
-) -> StreamSchedule:
-    """The schedule of a stream. ValueError for what a stream can't be trained with."""
-    if epochs is None and not max_steps:
-        raise ValueError(
-            "a stream may have no end: pass max_steps=, the number of steps after which the "
-            "training ends, or epochs=1 if the stream ends by itself"
-        )
-    if samples == "own":
-        raise ValueError(
-            "all ranks read the same stream, and each trains on its share of it: leave "
-            'samples="own" out'
-        )
-    return StreamSchedule(
-        STREAM,
-        batch_size,
-        STREAM if epochs is None else epochs,
-        shuffle=False,
-        is_open=epochs is None,
-        max_steps=max_steps,
-    )
+    is_map = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    is_stream = isinstance(dataset, IterableDataset)  # which may have both, from Dataset
+    is_stream |= not is_map and (callable(dataset) or hasattr(dataset, "__iter__"))
+    return Stream(dataset) if is_stream and not isinstance(dataset, DataLoader | type) else None
 
 
 def schedule_of(
     dataset: Any, batch_size: int, epochs: int, seed: int, shuffle: bool, samples: str
 ) -> Schedule:
     """The schedule of ``epochs`` passes over ``dataset``."""
+    if isinstance(dataset, Stream):
+        if samples == "own":
+            raise ValueError("all ranks read the same stream: leave samples='own' out")
+        return StreamSchedule(STREAM, batch_size, epochs, shuffle=False, is_open=epochs == STREAM)
     num, shards = len(dataset), None
     if isinstance(dataset, ShardedDataset) and num:
         shards = ShardOrder(dataset.sizes, dataset.lanes)

@@ -20,20 +20,14 @@ from potluck.data.shards import ShardedDataset
 from potluck.torch.amp import GradScaler
 from potluck.torch.ddp import DistributedDataParallel
 from potluck.torch.intercept import Capture, GradientInterceptor
-from potluck.torch.loading import (
-    Loader,
-    check_samples,
-    schedule_of,
-    stream_of,
-    stream_schedule,
-)
+from potluck.torch.loading import Loader, check_samples, schedule_of, stream_of
 from potluck.torch.outer import OuterStrategy, outer_of
 from potluck.torch.planning import Planned, Planning, Rehearsal, Suggestion, is_planning
 from potluck.torch.replica import TorchReplica, parameter_hash
 from potluck.training import elastic
 from potluck.training.noise import unbiased
 from potluck.training.policy import Policy
-from potluck.training.sampler import Batch, Share
+from potluck.training.sampler import STREAM, Batch, Share
 from potluck.training.strategies import Strategy
 
 
@@ -143,18 +137,22 @@ class ElasticLoop(elastic.ElasticLoop):
             if not isinstance(each, Optimizer):
                 raise TypeError(f"optimizer is a {type(each).__name__}, not a torch Optimizer")
         _check_parameters(optimizers, [model, *(also or {}).values()])
-        num_steps = 0 if max_steps is None else checked_whole("max_steps", max_steps, at_least=1)
         stream = stream_of(dataset)
+        if stream is not None and epochs is None and max_steps is None:
+            raise ValueError(
+                "a stream may have no end: pass max_steps=, the number of steps after which the "
+                "training ends, or epochs=1 if the stream ends by itself"
+            )
         dataset = _with_length(dataset) if stream is None else stream
+        if epochs is None:
+            epochs = 1 if stream is None else STREAM
         if checkpoint is not None and not isinstance(checkpoint, CheckpointStore):
             checkpoint = CheckpointStore(checkpoint)
         self._model, self._ddp = model, ddp
-        if stream is None:
-            passes = 1 if epochs is None else epochs
-            schedule = schedule_of(dataset, batch_size, passes, seed, shuffle, samples)
-            schedule = replace(schedule, max_steps=num_steps)
-        else:
-            schedule = stream_schedule(batch_size, epochs, num_steps, samples)
+        schedule = schedule_of(dataset, batch_size, epochs, seed, shuffle, samples)
+        if max_steps is not None:
+            max_steps = checked_whole("max_steps", max_steps, at_least=1)
+            schedule = replace(schedule, max_steps=max_steps)
         self._loader = Loader(
             dataset, collate, num_workers=num_workers, prefetch=prefetch, seed=seed
         )
@@ -312,16 +310,9 @@ def _with_length(dataset: Any) -> Any:
         )
     # A dict by name, as datasets.IterableDatasetDict is, has both methods but no sample 0.
     is_named = isinstance(dataset, Mapping) and 0 not in dataset
-    is_class = isinstance(dataset, type)
-    if (
-        is_named
-        or is_class
-        or not hasattr(dataset, "__len__")
-        or not hasattr(dataset, "__getitem__")
-    ):
-        name = f"the class {dataset.__name__}" if is_class else type(dataset).__name__
+    if is_named or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise TypeError(
-            f"{name} is no map-style data set: the loop needs __len__ and "
+            f"{type(dataset).__name__} is no map-style data set: the loop needs __len__ and "
             "__getitem__, or __iter__ of a stream"
             + ("; of a dict of data sets, pass one" if is_named else "")
         )

@@ -123,8 +123,7 @@ class ElasticLoop(Uncopied):
             )
         in_rounds = strategy is not None
         if in_rounds and (stream is not None or schedule.max_steps):
-            what = "max_steps counts steps" if stream is None else "a stream is dealt in steps"
-            raise ValueError(f"{what} that all ranks take together: leave the strategy out")
+            raise ValueError("streams and max_steps need steps of all ranks: leave strategy= out")
         training = Training(
             ctx, progress, replica, checkpoint, policy, in_rounds=in_rounds, stream=stream
         )

@@ -162,7 +162,7 @@ class Schedule:
     ends: tuple[int, ...] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
-        for name in ("num_samples", "batch_size", "epochs", "seed", "max_steps"):
+        for name in ("num_samples", "batch_size", "epochs", "seed"):
             if not isinstance(getattr(self, name), int | np.integer):
                 raise TypeError(f"{name} is {getattr(self, name)!r}; it must be a whole number")
         if self.num_samples < 1:
@@ -171,8 +171,6 @@ class Schedule:
             raise ValueError(f"batch_size is {self.batch_size}; it must be at least 1")
         if self.epochs < 0 or self.seed < 0:
             raise ValueError(f"epochs {self.epochs} and seed {self.seed} must not be negative")
-        if self.max_steps < 0:
-            raise ValueError(f"max_steps is {self.max_steps}; it must not be negative")
         if self.shards is not None and self.shards.num_samples != self.num_stored:
             raise ValueError(
                 f"num_samples is {self.num_stored}, but the shards have {self.shards.num_samples}"
@@ -214,7 +212,8 @@ class Schedule:
     @property
     def aim(self) -> int:
         """The number of samples at which the training ends; 0 if it is unknown."""
-        return 0 if self.is_open or self.max_steps else self.total
+        is_unknown = self.is_open or self.max_steps or self.total == sys.maxsize
+        return 0 if is_unknown else self.total
 
     def find(self, committed: int) -> tuple[int, int]:
         """The epoch of the next sample after ``committed`` (of all epochs), and its position."""
@@ -450,10 +449,6 @@ class StreamSchedule(Schedule):
         if len(self.ends) < self.epochs:
             return sys.maxsize
         return self.ends[self.epochs - 1] if self.epochs else 0
-
-    @property
-    def aim(self) -> int:
-        return self.total if self.epochs == len(self.ends) and not self.max_steps else 0
 
     def find(self, committed: int) -> tuple[int, int]:
         epoch = bisect_right(self.ends, committed)

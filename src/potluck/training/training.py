@@ -23,12 +23,11 @@ import numpy as np
 
 from potluck._core.context.commit import Resolution, Standing, reconcile
 from potluck._core.context.structure import compare, hash_of
-from potluck.checkpoint.state import State, fingerprint
+from potluck.checkpoint.state import State
 from potluck.checkpoint.store import CheckpointStore
 from potluck.data.stream import Stream
 from potluck.errors import (
     CheckpointError,
-    DataError,
     Diverged,
     Evicted,
     GroupError,
@@ -111,9 +110,8 @@ class Training:
 
     def __post_init__(self) -> None:
         if self.stream is not None:
-            self.stream.tell, self.stream.hashed = self._tell, hashed
+            self.stream.tell = self._tell
         self._told: set[str] = set()
-        self._has_checked_state = False
         self.pace = Pace(self.policy)
         self.interrupt = Interrupt()
         self.alignment = Alignment(self.ctx, self.progress, self.replica, self.policy)
@@ -313,29 +311,19 @@ class Training:
             return
         assert isinstance(schedule, StreamSchedule)
         epoch, start = schedule.find(progress.committed)
-        mine = self.stream.expect(epoch, start, progress.batch_size)
-        if not self._has_checked_state and (state := self.stream.capture()) is not None:
-            fingerprint(state)  # TypeError, now and not at the first checkpoint or newcomer
-            self._has_checked_state = True
-        numbers = {"num": mine.num, "ended": mine.has_ended, "first": mine.first}
-        timeout_s = max(self.ctx.timeout_s, _MAX_READ_S)
-        rows = gather_numbers(self.ctx, numbers, timeout=timeout_s)
-        num = int(rows["num"].min())
+        num, has_ended = self.stream.expect(epoch, start, progress.batch_size)
+        mine = {"num": num, "ended": has_ended, "first": hashed(self.stream.take([start]))}
+        rows = gather_numbers(self.ctx, mine, timeout=max(self.ctx.timeout_s, _MAX_READ_S))
+        num, shortest = int(rows["num"].min()), int(rows["num"].argmin())
         has_ended = bool(rows["ended"][rows["num"] == num].any())
-        if not num:
-            raise DataError(_why_empty(epoch, start))
-        describe, odd = self.ctx.group.describe, int(rows["num"].argmin())
-        others = [rank for rank, first in enumerate(rows["first"]) if first != rows["first"][0]]
-        if has_ended and not (rows["ended"].all() and (rows["num"] == num).all()):
+        others = np.flatnonzero(rows["first"] != rows["first"][0]).tolist()
+        why = f"has another item {start}, so some are never trained on unless only noise differs"
+        if has_ended and (rows["ended"] * rows["num"] != num).any():
+            others, why = [shortest], f"ends after {start + num} items, so the epoch ends for all"
+        if others:
             self._tell(
-                f"the stream of {describe(odd)} has ended after {start + num} items, that of "
-                "others goes on: the epoch ends there on all ranks"
-            )
-        elif others:
-            self._tell(
-                f"the stream of {describe(others[0])} has other items than that of {describe(0)}, "
-                "so some are never trained on: give all ranks the same stream in the same order, "
-                "not split by rank (if only random changes of the items differ, all is well)"
+                f"the stream of {self.ctx.group.describe(others[0])} {why}: give all ranks the "
+                "same stream in the same order, not split by rank"
             )
         progress.schedule = schedule.after(progress.committed, num, has_ended=has_ended)
 
@@ -472,17 +460,6 @@ class Training:
     def _report(self, error: CheckpointError) -> None:
         _log.error("%s", error)
         self.ctx.report(event=str(error))
-
-
-def _why_empty(epoch: int, start: int) -> str:
-    if start:
-        return f"the stream ends at item {start}, but has gone on there before"
-    if epoch:
-        return (
-            f"the stream has no items in epoch {epoch}, after it had some: an iterator can't begin "
-            "again. Pass a function that returns an iterator, or epochs=1"
-        )
-    return "the data set is empty: the stream has no items"
 
 
 class Interrupt:

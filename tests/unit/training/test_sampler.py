@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tracemalloc
 
 import numpy as np
@@ -10,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from potluck.training import sampler
-from potluck.training.sampler import Schedule, order, shares
+from potluck.training.sampler import STREAM, Batch, Schedule, StreamSchedule, order, shares
+from potluck.training.shares import Cost
 
 
 def test_an_order_is_what_it_was_on_the_day_it_was_written_down() -> None:
@@ -124,3 +126,34 @@ def test_over_any_losses_and_joins_every_sample_is_committed_exactly_once_per_ep
 def test_impossible_schedules_are_refused(arguments: dict[str, int], what: str) -> None:
     with pytest.raises(ValueError, match=what):
         Schedule(**arguments)
+
+
+def test_a_stream_has_an_end_once_it_is_known() -> None:
+    schedule = StreamSchedule(STREAM, 8, 2, shuffle=False)
+    assert (schedule.total, schedule.aim) == (sys.maxsize, 0)
+    schedule = schedule.after(0, 17, has_ended=False)
+    assert schedule.batch(0) == Batch(0, 0, 8)
+    assert [schedule.knows(at, 8) for at in (0, 8, 9, 10)] == [True, True, True, False]
+    schedule = schedule.after(8, 12, has_ended=True)
+    assert schedule.batch(16) == Batch(0, 16, 4)
+    assert [schedule.find(at) for at in (0, 19, 20, 25)] == [(0, 0), (0, 19), (1, 0), (1, 5)]
+    assert [schedule.knows(at, 8) for at in (16, 19, 20)] == [True, True, False]
+    again = StreamSchedule(STREAM, 8, 2, shuffle=False).resumed(STREAM, schedule.ends)
+    assert again.find(25) == (1, 5)
+    assert isinstance(again, StreamSchedule)
+    again = again.after(20, 3, has_ended=True)
+    assert (again.total, again.aim) == (23, 23)
+    assert again.after(16, 4, has_ended=True).ends == (20,)  # an end that was not agreed on
+    assert StreamSchedule(STREAM, 8, 0, shuffle=False).total == 0
+
+
+def test_a_share_of_a_stream_is_a_part_of_the_batch_in_rank_order() -> None:
+    schedule = StreamSchedule(STREAM, 8, shuffle=False).after(0, 9, has_ended=True)
+    parts = [schedule.share(schedule.batch(0), rank, 3).indices.tolist() for rank in range(3)]
+    assert parts == [[0, 1, 2], [3, 4, 5], [6, 7]]
+    costs = (Cost(0.0, 1.0), Cost(0.0, 3.0))
+    fast, slow = (schedule.share(schedule.batch(0), rank, 2, costs) for rank in range(2))
+    assert (fast.indices.tolist(), fast.weight) == ([0, 1, 2, 3, 4, 5], 0.75)
+    assert slow.indices.tolist() == [6, 7]
+    last = [schedule.share(schedule.batch(8), rank, 2) for rank in range(2)]
+    assert [(each.indices.tolist(), each.weight) for each in last] == [([8], 1.0), ([8], 0.0)]

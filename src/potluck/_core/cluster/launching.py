@@ -82,6 +82,11 @@ class Fleet(Protocol):
         """Returns when no member is left and none can be started; LinkError says why."""
 
 
+async def by_themselves(invitation: Invitation) -> None:
+    """The fleet of pods: Kubernetes starts them."""
+    await asyncio.Event().wait()
+
+
 async def launch(
     request: RunRequest,
     settings: Settings,

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
+import secrets
+import signal
 import sys
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from potluck.cli.run import Wait, script_of
+from potluck.cli.launch.manifests import Kind
+from potluck.cli.run import ScriptArguments, Wait, script_of
 from potluck.cli.terminal import say
 from potluck.errors import ConfigurationError
 
@@ -54,6 +61,7 @@ _PASSES_ON = {
     "ignore_unknown_options": True,
     "help_option_names": ["--help"],
 }
+_STOPS = {"allow_interspersed_args": False}
 
 
 @app.callback()
@@ -80,6 +88,8 @@ class Launching:
         from potluck.cli.job_display import print_summary, watcher_for
 
         loaded = load_settings(**{"discovery_port": 0} | settings)
+        if not trains:  # the environment of a login may name another cluster
+            loaded = replace(loaded, psk=None)
         request = self.request(min_nodes=num, peer_timeout_s=loaded.peer_timeout_s)
         summary = asyncio.run(
             launch(
@@ -194,6 +204,145 @@ def split_words(words: Sequence[str], manager: str) -> tuple[list[str], Path, li
             )
         return options, Path(word), list(words[index + 1 :])
     raise ConfigurationError(f"name a SCRIPT after the options of {manager}")
+
+
+@app.command(
+    context_settings=_STOPS,
+    epilog=(
+        "Examples:\n\n"
+        "potluck launch kubernetes --image registry.lan/me/digits --nodes 3 train.py\n\n"
+        "potluck launch kubernetes --kind trainjob --print --image digits train.py | kubectl apply "
+        "-f -"
+    ),
+)
+def kubernetes(
+    script: Script,
+    image: Annotated[
+        str,
+        typer.Option(
+            help="The image, with SCRIPT, potluck and what SCRIPT needs (`potluck launch docker`)."
+        ),
+    ],
+    arguments: ScriptArguments = None,
+    nodes: Annotated[int, typer.Option(min=1, max=250, help="How many pods.")] = 2,
+    kind: Annotated[
+        Kind,
+        typer.Option(
+            help="What keeps the pods: a StatefulSet, which every cluster has, a JobSet, or a "
+            "TrainJob of Kubeflow.",
+        ),
+    ] = Kind.STATEFULSET,
+    name: Annotated[
+        str, typer.Option(help="The name of all objects (default: SCRIPT's name).")
+    ] = "",
+    workers: Workers = 1,
+    gpus: Annotated[int, typer.Option(min=0, help="GPUs of each pod.")] = 0,
+    print_: Annotated[
+        bool, typer.Option("--print", help="Write the manifest to stdout instead of a file.")
+    ] = False,
+) -> None:
+    """Write a manifest (NAME.json, for kubectl apply -f) of pods that run SCRIPT.
+
+    SCRIPT is a path in the image, below its working directory. The manifest has a secret made for
+    these pods, so only you can read the file. A lost pod is left behind by the others, and taken
+    back in when Kubernetes has started it again; with pod 0 all begin again, from the checkpoint.
+    """
+    from potluck.cli.launch import manifests
+
+    stem = re.sub("[^a-z0-9]+", "-", script.stem.lower()).strip("-")
+    command = ["potluck", "launch", "pod", f"--workers={workers}", "--", str(script)]
+    listed = manifests.pods(
+        kind,
+        name=name or stem,
+        image=image,
+        num=nodes,
+        command=[*command, *(arguments or ())],
+        psk=secrets.token_hex(32),
+        gpus=gpus,
+    )
+    text = json.dumps(listed, indent=2) + "\n"
+    if print_:
+        sys.stdout.write(text)
+        return
+    path = Path(f"{name or stem}.json")
+    _write_new(path, text)
+    say(f"{path} is written, with a secret; to start the pods: kubectl apply -f {path}")
+
+
+@app.command(
+    context_settings=_STOPS,
+    epilog=(
+        "Example:\n\n"
+        "potluck launch docker train.py && docker build -t digits . && "
+        "docker run --network host digits"
+    ),
+)
+def docker(
+    script: Script,
+    arguments: ScriptArguments = None,
+    base: Annotated[
+        str, typer.Option("--from", help="The image to begin with, with Python and its venv.")
+    ] = "python:3.12-slim",
+    install: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What pip installs (default: potluck[torch] in this release); several with "
+            "--install again. A requirements.txt in this folder is installed, too."
+        ),
+    ] = None,
+) -> None:
+    """Write a Dockerfile for an image that runs SCRIPT, with this folder in it.
+
+    Hidden files do not get into the image (Dockerfile.dockerignore); everything else here does.
+    """
+    from potluck.cli.launch import manifests
+
+    Launching(script, arguments or (), 1, None).request()
+    packages = install or [f"potluck[torch]=={version('potluck')}"]
+    command = ["potluck", "run", str(script), *(arguments or ())]
+    has_requirements = Path("requirements.txt").is_file()
+    text = manifests.dockerfile(base, packages, command, has_requirements=has_requirements)
+    for name, content in (("Dockerfile", text), ("Dockerfile.dockerignore", manifests.IGNORED)):
+        _write_new(Path(name), content, mode=0o644)
+    say("Dockerfile is written; to make the image: docker build -t NAME .")
+
+
+def _write_new(path: Path, text: str, mode: int = 0o600) -> None:
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    except FileExistsError:
+        raise ConfigurationError(f"{path} is there already: move it away") from None
+    with open(descriptor, "w") as file:
+        file.write(text)
+
+
+@app.command(hidden=True, context_settings=_STOPS)
+def pod(
+    script: Script,
+    arguments: ScriptArguments = None,
+    workers: Workers = 1,
+    stay: Annotated[bool, typer.Option("--stay", help="After the end wait for SIGTERM.")] = False,
+) -> None:
+    """Take part in the allocation of these pods; pod 0 starts the job."""
+    from potluck._core.backends.launchers import read_launched_rank
+    from potluck._core.cluster.launching import MEET_S, Invitation, by_themselves, take_part
+    from potluck._core.settings import load_settings
+    from potluck.cli.launch.manifests import PORT
+
+    launched = read_launched_rank(os.environ)
+    if launched.rank == 0:
+        launching = Launching(script, arguments or (), workers, None, MEET_S)
+        code = launching.run(by_themselves, launched.world_size, trains=True, discovery_port=PORT)
+    else:
+        settings = load_settings(discovery_port=0)
+        invitation = Invitation(settings.psk or "", ((launched.host, PORT),))
+        code = asyncio.run(take_part(invitation, settings, asyncio.Event()))
+    if stay and code == 0:
+        for number in (signal.SIGTERM, signal.SIGINT):  # no process with the number 1 heeds these
+            signal.signal(number, lambda *_: sys.exit(0))
+        say("the job is over; this pod waits to be deleted")
+        threading.Event().wait()
+    raise typer.Exit(code)
 
 
 @app.command(hidden=True)
