@@ -32,7 +32,7 @@ def required() -> set[tuple[str, str]]:
 
 def test_each_package_that_is_asked_for_is_in_its_extra() -> None:
     names = {
-        extra: {re.split(r"[<>=!~; ]", each)[0] for each in packages}
+        extra: {re.split(r"[<>=!~; \[]", each)[0] for each in packages}
         for extra, packages in EXTRAS.items()
     }
     assert [
@@ -52,5 +52,5 @@ def test_every_extra_that_a_text_names_exists() -> None:
     assert {"torch", "sklearn"} <= named <= set(EXTRAS)
     assert {extra for _, extra in required()} == {
         *("torch", "mpi", "data", "tensorboard", "ecosystem", "bench", "torchft", "sklearn"),
-        "privacy",
+        *("privacy", "ray", "dask"),
     }

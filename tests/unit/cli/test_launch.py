@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -150,3 +151,17 @@ def test_what_is_no_invitation_is_refused_and_not_shown(line: bytes) -> None:
 def test_a_launcher_names_addresses_that_others_can_call() -> None:
     assert own_addresses()
     assert not any(each.startswith(("fe80", "127.")) for each in own_addresses()[1:])
+
+
+# ---------------------------------------------------------------- Ray and Dask
+
+
+@pytest.mark.parametrize(
+    ("words", "module"),
+    [(["ray"], "ray"), (["dask", "--scheduler", "tcp://127.0.0.1:1"], "distributed")],
+)
+def test_without_its_package_the_error_says_how_to_install_it(
+    script: Path, words: list[str], module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    assert f"pip install 'potluck[{words[0]}]'" in refused(*words, script.name)

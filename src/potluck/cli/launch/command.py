@@ -47,6 +47,7 @@ Words = Annotated[
         help="Options of the other launcher, one word each (--nodes=3); the script; its arguments.",
     ),
 ]
+Nodes = Annotated[int, typer.Option(min=1, max=250, help="How many machines.")]
 Workers = Annotated[int, typer.Option(min=1, help="How many workers to start on each machine.")]
 Collect = Annotated[
     Path | None,
@@ -159,6 +160,7 @@ def slurm(
     script writes its checkpoint.
     """
     from potluck.cli.launch import slurm as slurm_
+    from potluck.cli.launch.fleets import potluck_command
 
     options, script, arguments = split_words(words, "sbatch")
     launching = Launching(script, arguments, workers, collect, wait)
@@ -171,7 +173,7 @@ def slurm(
     ours = [f"--workers={workers}", f"--wait={wait:g}", *(["--requeue"] if requeue else [])]
     if collect is not None:
         ours.append(f"--collect={collect.absolute()}")
-    command = [*slurm_.potluck_command(), "launch", "slurm", *ours, "--", str(script.absolute())]
+    command = [*potluck_command(), "launch", "slurm", *ours, "--", str(script.absolute())]
     text = slurm_.batch_script(
         options, [*command, *arguments], requeue=requeue, directory=str(Path.cwd())
     )
@@ -210,6 +212,65 @@ def split_words(words: Sequence[str], manager: str) -> tuple[list[str], Path, li
     context_settings=_STOPS,
     epilog=(
         "Examples:\n\n"
+        "potluck launch ray --nodes 3 train.py --epochs 3\n\n"
+        "potluck launch ray --nodes 3 --cpus 8 --gpus 2 --workers 2 train.py"
+    ),
+)
+def ray(
+    script: Script,
+    arguments: ScriptArguments = None,
+    nodes: Nodes = 2,
+    address: Annotated[
+        str, typer.Option(help="The address of Ray's cluster (default: the one of this machine).")
+    ] = "auto",
+    cpus: Annotated[float, typer.Option(min=0, help="Ray's CPUs for SCRIPT on each node.")] = 1.0,
+    gpus: Annotated[float, typer.Option(min=0, help="Ray's GPUs for SCRIPT on each node.")] = 0.0,
+    workers: Workers = 1,
+    collect: Collect = None,
+    wait: Wait = 60.0,
+) -> None:
+    """Run SCRIPT on nodes of Ray: an actor on each, which Ray places.
+
+    When a node is lost, the others go on; Ray starts its actor again on a node that is free, also
+    one that comes later, and it joins.
+    """
+    from potluck.cli.launch.fleets import on_ray
+
+    launching = Launching(script, arguments or (), workers, collect, wait)
+    raise typer.Exit(launching.run(on_ray(address, nodes, cpus=cpus, gpus=gpus), nodes))
+
+
+@app.command(
+    context_settings=_STOPS,
+    epilog="Example:\n\npotluck launch dask --scheduler tcp://10.0.0.1:8786 --nodes 3 train.py",
+)
+def dask(
+    script: Script,
+    scheduler: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Dask's scheduler: tcp://10.0.0.1:8786.")
+    ],
+    arguments: ScriptArguments = None,
+    nodes: Nodes = 2,
+    workers: Workers = 1,
+    collect: Collect = None,
+    wait: Wait = 60.0,
+) -> None:
+    """Run SCRIPT on all machines with workers of Dask, by a task on each; --nodes are enough to
+    begin.
+
+    When Dask's worker is lost, the machines of the others go on; a machine whose worker comes later
+    joins.
+    """
+    from potluck.cli.launch.fleets import on_dask
+
+    launching = Launching(script, arguments or (), workers, collect, wait)
+    raise typer.Exit(launching.run(on_dask(scheduler), nodes))
+
+
+@app.command(
+    context_settings=_STOPS,
+    epilog=(
+        "Examples:\n\n"
         "potluck launch kubernetes --image registry.lan/me/digits --nodes 3 train.py\n\n"
         "potluck launch kubernetes --kind trainjob --print --image digits train.py | kubectl apply "
         "-f -"
@@ -224,7 +285,7 @@ def kubernetes(
         ),
     ],
     arguments: ScriptArguments = None,
-    nodes: Annotated[int, typer.Option(min=1, max=250, help="How many pods.")] = 2,
+    nodes: Nodes = 2,
     kind: Annotated[
         Kind,
         typer.Option(

@@ -1,37 +1,21 @@
-"""Slurm: the batch script, and the members of an allocation, one on each node.
-
-A member is a process of its own, ``potluck launch member``, which reads the invitation from its
-standard input: so the secret is in no argument and no environment, and a member whose launcher was
-killed sees the end of its input, and ends.
-"""
+"""Slurm: the batch script, and the members of an allocation, one on each node."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shlex
-import shutil
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
-from potluck._core.cluster.launching import Fleet, Invitation
-from potluck.errors import ConfigurationError, LinkError
+from potluck._core.cluster.launching import Fleet
+from potluck.cli.launch.fleets import by_command
+from potluck.errors import ConfigurationError
 
 MARK = "# Made by `potluck launch slurm`, which may overwrite it."
 _OWN = ("--no-kill", "--open-mode=append", "--signal=B:USR1@120")
 """The allocation stays when a node fails; the output of a requeued job goes on in its file; the
 launcher, which is the batch script's process, is told two minutes before the end."""
-_MAIN = "from potluck.cli.main import app; app()"
-_END_S = 30.0
-
-
-def potluck_command() -> list[str]:
-    """The command ``potluck`` of this interpreter's environment."""
-    found = shutil.which("potluck", path=str(Path(sys.executable).parent))
-    return [found] if found else [sys.executable, "-P", "-c", _MAIN]
 
 
 def checked_text(text: str, what: str) -> str:
@@ -82,33 +66,6 @@ def submit(path: Path) -> str:
     if done.returncode:
         raise ConfigurationError(f"sbatch does not take {path}: {done.stderr.strip()}")
     return done.stdout.strip().partition(";")[0]
-
-
-def by_command(*command: str) -> Fleet:
-    """``command`` (srun, mpirun) starts the members, and gives each its own standard input."""
-
-    async def fleet(invitation: Invitation) -> None:
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *command, *potluck_command(), "launch", "member", stdin=subprocess.PIPE
-            )
-        except FileNotFoundError:
-            raise ConfigurationError(f"there is no program {command[0]} on this machine") from None
-        assert process.stdin is not None
-        try:
-            process.stdin.write(invitation.line())
-            code = await process.wait()
-            raise LinkError(f"{command[0]} ended with exit code {code}; its own words are above")
-        finally:
-            process.stdin.close()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_END_S):
-                    await process.wait()
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-
-    return fleet
 
 
 def on_slurm(environment: Mapping[str, str]) -> tuple[Fleet, int]:

@@ -1,0 +1,143 @@
+"""The members of an allocation (``cluster/launching.py``), started by srun or mpirun, as actors of
+Ray, or as tasks of Dask.
+
+On each machine a member is a process of its own, ``potluck launch member``, which reads the
+invitation from its standard input: so the secret is in no argument and no environment, and a member
+whose starter was killed sees the end of its input, and ends. Ray and Dask carry the invitation as
+an argument of a call, which their own connections protect or not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from potluck._core.cluster.launching import Fleet, Invitation
+from potluck._core.optional import require
+from potluck.errors import ConfigurationError, LinkError
+
+_MAIN = "from potluck.cli.main import app; app()"
+_END_S = 30.0
+_LOOK_S = 1.0
+
+
+def potluck_command() -> list[str]:
+    """The command ``potluck`` of this interpreter's environment."""
+    found = shutil.which("potluck", path=str(Path(sys.executable).parent))
+    return [found] if found else [sys.executable, "-P", "-c", _MAIN]
+
+
+def by_command(*command: str) -> Fleet:
+    """``command`` (srun, mpirun) starts the members, and gives each its own standard input."""
+
+    async def fleet(invitation: Invitation) -> None:
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command, *potluck_command(), "launch", "member", stdin=subprocess.PIPE
+            )
+        except FileNotFoundError:
+            raise ConfigurationError(f"there is no program {command[0]} on this machine") from None
+        assert process.stdin is not None
+        try:
+            process.stdin.write(invitation.line())
+            code = await process.wait()
+            raise LinkError(f"{command[0]} ended with exit code {code}; its own words are above")
+        finally:
+            process.stdin.close()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_END_S):
+                    await process.wait()
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+
+    return fleet
+
+
+def run_member(invitation: bytes) -> int:
+    """Run a member on this machine to its end, in an actor of Ray or a task of Dask; its exit
+    code."""
+    command = [*potluck_command(), "launch", "member"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        process.stdin.write(invitation)
+        process.stdin.flush()  # it stays open as long as this process lives
+        return process.wait()
+
+
+class Member:
+    """An actor of Ray."""
+
+    def run(self, invitation: bytes) -> int:
+        """See ``run_member``."""
+        return run_member(invitation)
+
+
+def on_ray(address: str, num: int, *, cpus: float, gpus: float) -> Fleet:
+    """``num`` actors, each on a node of its own with ``cpus`` and ``gpus``. Ray starts a lost one
+    again, on another node as soon as one is free. MissingDependency without Ray."""
+    ray: Any = require("ray", "ray")
+    strategies: Any = require("ray.util.scheduling_strategies", "ray")
+
+    async def fleet(invitation: Invitation) -> None:
+        try:
+            await asyncio.to_thread(ray.init, address=address)
+        except ConnectionError as error:
+            raise LinkError(f"there is no cluster of Ray at {address}: {error}") from error
+        bundle = {"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus}
+        group = ray.util.placement_group([bundle] * num, strategy="STRICT_SPREAD")
+        options = {"max_restarts": -1, "max_task_retries": -1, "num_cpus": cpus, "num_gpus": gpus}
+        actors = []
+        for index in range(num):
+            place = strategies.PlacementGroupSchedulingStrategy(group, index)
+            actor = ray.remote(Member).options(scheduling_strategy=place, **options)
+            actors.append(actor.remote())
+        running = [each.run.remote(invitation.line()) for each in actors]
+        try:
+            codes = await asyncio.gather(*running)
+            raise LinkError(f"the members on Ray's nodes ended with the exit codes {codes}")
+        finally:
+            await asyncio.to_thread(ray.wait, running, num_returns=num, timeout=_END_S)
+            await asyncio.to_thread(ray.shutdown)  # which ends actors that are left
+
+    return fleet
+
+
+def on_dask(address: str) -> Fleet:
+    """A task on each machine with workers of Dask, also on machines that come later.
+    MissingDependency without Dask."""
+    distributed: Any = require("distributed", "dask")
+
+    async def fleet(invitation: Invitation) -> None:
+        members: dict[str, Any] = {}
+        try:
+            client = await distributed.Client(address, asynchronous=True, set_as_default=False)
+        except OSError as error:
+            raise LinkError(f"there is no scheduler of Dask at {address}: {error}") from error
+        async with client:
+            try:
+                while True:
+                    workers = await client.nthreads()
+                    for worker, future in list(members.items()):
+                        if worker not in workers or future.done():
+                            await client.cancel([members.pop(worker)], force=True)
+                    hosts = {urlsplit(worker).hostname for worker in members}
+                    for worker in workers:
+                        if (host := urlsplit(worker).hostname) not in hosts:
+                            hosts.add(host)
+                            members[worker] = client.submit(
+                                run_member, invitation.line(), workers=[worker], pure=False
+                            )
+                    await asyncio.sleep(_LOOK_S)
+            finally:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_END_S):
+                        await distributed.wait(members.values())
+
+    return fleet
