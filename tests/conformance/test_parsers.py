@@ -33,6 +33,7 @@ from potluck._core.cluster.content.package import (
     check_manifest,
     decode_description,
 )
+from potluck._core.cluster.environments.plan import Plan, decode_plan
 from potluck._core.transport.delegation import Delegation, decode_delegation
 from potluck._core.wire import broker, frames, services
 from potluck._core.wire.format import MessageFormat, decoded
@@ -86,6 +87,7 @@ def described(manifest: bytes) -> object:
 PARSERS = [
     Parser("payload", lambda data: unpack(data, WHOLE), None, WHOLE),
     *formats(),
+    Parser("plan of an environment", decode_plan, Plan, is_json=True),
     Parser("request of a service", head(services.Request), services.Request),
     Parser("reply of a service", head(services.Reply), services.Reply),
     Parser("request of a sandbox", broker.decode_request, broker.Request, broker.MAX_PACKET),
@@ -421,12 +423,14 @@ ELSEWHERE = {
     "backends/store_rendezvous.py": "`wire.format.decoded`",
     "backends/torchdist/store.py": "`wire.format.decoded`",
     "training/planner/measured.py": "`wire.format.decoded`",
+    "cluster/environments/making.py": "a note of this machine's own",
     "cluster/trust/pairing.py": "`wire.format.decoded`, of what a pairing key has sealed",
 }
 SEARCHED = {
     "checkpoint/manifest.py",
     "checkpoint/state.py",
     "cluster/content/package.py",
+    "cluster/environments/plan.py",
     "parameter_server/log.py",
     "services/channel.py",
     "transport/delegation.py",

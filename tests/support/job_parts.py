@@ -50,6 +50,7 @@ def parts_of(
         offers=machine,
         vouching=machine,
         confinement=Confinement(Limits()),
+        environments=machine,
         sign=lambda spec: spec,
         worker_homes=machine,
         broker=machine,

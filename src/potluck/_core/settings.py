@@ -175,6 +175,25 @@ class Settings:
         Meta(gt=0, le=1_000_000),
         About("gigabytes (2**30 bytes) of such files that this machine keeps, the newest first"),
     ] = 20.0
+    environments: Annotated[
+        Literal["off", "wheels"],
+        About(
+            "whether this machine makes the environment that a script asks for: wheels (it fetches "
+            "and installs wheels), or off: such a script does not run here"
+        ),
+    ] = "wheels"
+    environments_gb: Annotated[
+        float,
+        Meta(gt=0, le=1_000_000),
+        About("gigabytes (2**30 bytes) of environments and wheels that this machine keeps"),
+    ] = 20.0
+    package_index: Annotated[
+        str,
+        About(
+            "the package index that is asked instead of PyPI, also one at a private address: "
+            "http://10.0.0.5:3141/simple"
+        ),
+    ] = ""
     log_level: Annotated[Level, About("least important log lines to show")] = "warning"
 
     @property

@@ -202,6 +202,14 @@ def run(
             "`potluck up` it ends.",
         ),
     ] = None,
+    installed: Annotated[
+        bool,
+        typer.Option(
+            "--installed",
+            help="Run with the packages that each machine has, whatever SCRIPT's block, uv.lock, "
+            "pylock.toml or requirements.txt says.",
+        ),
+    ] = False,
     collect: Annotated[
         Path | None,
         typer.Option(
@@ -235,6 +243,11 @@ def run(
     in travels there, without hidden files, links, and what `.gitignore` and `.potluckignore` name;
     what looks like a key or credentials is refused. Machines may come and go meanwhile. Elsewhere
     they start on this machine.
+
+    What SCRIPT needs is installed on each machine, in an environment of its own: what its block
+    `# /// script` says (PEP 723), else a `uv.lock` beside `pyproject.toml`, a `pylock.toml` or a
+    `requirements.txt`, in SCRIPT's folder or above it within the folder that travels. Without any
+    of them it runs with the packages that each machine has.
 
     Each line a worker writes is shown with its rank (and machine) in front. A worker
     that is killed is left behind by the others within a step, started again, and taken back in; a
@@ -282,6 +295,7 @@ def run(
             include=tuple(include or ()),
             on=machines_of(on),
             outlives=on_hangup is not OnHangup.END,
+            is_installed=installed,
         )
     )
     if dry_run:

@@ -88,6 +88,15 @@ def up(
             "(needs bubblewrap).",
         ),
     ] = False,
+    environments: Annotated[
+        str | None,
+        typer.Option(
+            metavar="off|wheels",
+            help="Whether the packages that a script asks for are installed here, in an "
+            "environment of its own: wheels (the default), or off: such a script does not run "
+            "here.",
+        ),
+    ] = None,
     allow_root: Annotated[
         bool,
         typer.Option(
@@ -126,6 +135,7 @@ def up(
             nice=nice,
             gpus=gpus,
             sandbox=sandbox or None,
+            environments=environments,
             allow_root=allow_root or None,
         )
         check_user(settings)

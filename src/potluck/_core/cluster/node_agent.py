@@ -21,6 +21,7 @@ from potluck._core.cluster.content.store import ContentStore
 from potluck._core.cluster.control_plane import ControlPlane
 from potluck._core.cluster.discovery.advert import Hint, new_instance
 from potluck._core.cluster.discovery.finder import Finder, Presence, running_finders
+from potluck._core.cluster.environments.making import Environments
 from potluck._core.cluster.home.node_state import NodeState, PrivateState
 from potluck._core.cluster.jobs.agent_parts import AgentParts, OuterWorld
 from potluck._core.cluster.jobs.dispatcher import JobDispatcher
@@ -115,8 +116,8 @@ class _Members:
 
 class _Machine:
     """This machine as jobs use it: whose jobs it runs (``offers``), the part of it that workers get
-    (``confinement``), its measured links (``surveyor``), and the folders and credentials of jobs
-    (``code_store``, ``worker_homes``)."""
+    (``confinement``), its measured links (``surveyor``), and the folders, environments
+    and credentials of jobs (``code_store``, ``environments``, ``worker_homes``)."""
 
     def __init__(self, agent: NodeAgent, members: _Members, commands: Commands) -> None:
         settings, links = agent.settings, members.links
@@ -147,6 +148,8 @@ class _Machine:
             settings.home, agent.me, self.content, keeping=keeping_of(settings), on_note=agent.note
         )
         links.on_request(peers.ResultsRequest, self.code_store.answer)
+        self.environments = Environments(settings)
+        self.environments.remove_incomplete()
         self.worker_homes = WorkerHomes(
             settings.home,
             agent.key,
@@ -186,6 +189,7 @@ class _Jobs:
             ),
             launcher=partial(launcher_of, settings, machine.confinement, is_own=agent.is_launched),
             confinement=machine.confinement,
+            environments=machine.environments,
             links=members.links,
             plane=members.plane,
             surveyor=machine.surveyor,

@@ -80,7 +80,8 @@ Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 class Versions(msgspec.Struct, frozen=True):
     """The versions with which a node runs workers. ``torch`` is empty if it is not installed, or,
-    in a job, if the script does not use it. ``executable`` is the path of Python."""
+    in a job, if the script does not use it; ``python``, in a job that brings an environment.
+    ``executable`` is the path of Python; which wheels fit, ``kind`` says (see ``environments``)."""
 
     python: Name
     potluck: Name
@@ -89,6 +90,7 @@ class Versions(msgspec.Struct, frozen=True):
     machine: Name
     byte_order: Name = "little"
     executable: Name = ""
+    kind: Name = ""
 
 
 MAX_PAIRS = 1024

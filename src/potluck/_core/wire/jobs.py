@@ -119,6 +119,8 @@ class JobSpec(JobOptions, frozen=True, kw_only=True):
     ``number`` is higher than that of each job which the node started before.
     ``only`` these nodes run it (empty: all may). ``needs`` are the packages that a node must have;
     ``own`` are modules of the user's own that do not travel, with their folders on the starter.
+    ``plan`` is the package with the plan of the environment in which workers run (``environments``
+    in ``cluster``); None: they run with the packages that each machine has.
     """
 
     job: Job
@@ -133,6 +135,7 @@ class JobSpec(JobOptions, frozen=True, kw_only=True):
     only: Annotated[tuple[Name, ...], msgspec.Meta(max_length=1024)] = ()
     needs: Annotated[tuple[Need, ...], msgspec.Meta(max_length=MAX_NEEDS)] = ()
     own: Annotated[tuple[tuple[Name, Text], ...], msgspec.Meta(max_length=MAX_NEEDS)] = ()
+    plan: Digest | None = None
     proof: Proof | None = None
 
     @property

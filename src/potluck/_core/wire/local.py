@@ -63,7 +63,8 @@ class RunRequest(JobOptions, frozen=True, kw_only=True, tag=True):
     An empty ``folder`` makes it a local job (``JobSpec.is_local``). ``include`` has the patterns of
     files that travel with the script although they are hidden, ignored, or look like keys. ``on``
     names the machines that run it (empty: all may). ``modules`` are files that the script imports
-    by names which its text does not show.
+    by names which its text does not show. ``is_installed``: it runs with the packages that machines
+    have, whatever its folder says that it needs.
     """
 
     folder: Text = ""
@@ -72,6 +73,7 @@ class RunRequest(JobOptions, frozen=True, kw_only=True, tag=True):
     on: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_INCLUDE)] = ()
     modules: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_INCLUDE)] = ()
     outlives: bool = False
+    is_installed: bool = False
 
 
 class JobTaken(msgspec.Struct, frozen=True, tag=True):

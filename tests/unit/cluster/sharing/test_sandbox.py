@@ -95,6 +95,7 @@ def test_jobs_of_other_machines_run_in_it_and_the_owners_own_do_not(tmp_path: Pa
             spec(bytes(32), starter),
             folder,
             own,
+            made=None,
             me=ME,
             sink=lambda worker, stream, line, end: lines.append(line),
             is_behind=lambda: False,

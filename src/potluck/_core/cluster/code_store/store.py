@@ -103,6 +103,24 @@ class CodeStore:
         """Whether ``package`` is here, and served."""
         return self._content.has("code", package)
 
+    def read(self, package: bytes, path: str) -> bytes:
+        """The file ``path`` of ``package``. ConfigurationError if it is not here any more."""
+        for file in (
+            self._content.package("code", package).manifest.files if self.has(package) else ()
+        ):
+            if file.path == path:
+                with self._saying_what_is_wrong():
+                    return self._shelf.path_of(file.content).read_bytes()
+        raise ConfigurationError(f"{path} of the job is not here any more")
+
+    def hold(self, package: bytes) -> None:
+        """A job needs ``package``, as long as it is not released."""
+        self._content.hold("code", package)
+
+    def release(self, package: bytes) -> None:
+        """The end of ``hold``."""
+        self._content.release("code", package)
+
     async def take_in(
         self, folder: Path, script: str, include: Sequence[str]
     ) -> tuple[bytes, Selection]:

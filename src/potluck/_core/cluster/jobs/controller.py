@@ -584,6 +584,11 @@ class JobController:
         introduction = None if node is None else self._agent.links.introduction(node)
         python = "" if introduction is None else introduction.versions.executable
         machine = self.placement.label(worker)
+        if self.spec.plan is not None and module not in dict(self.spec.own):
+            return (
+                f"the script needs the Python package {module!r}, which is not in its environment: "
+                "add it to the file that says what the script needs"
+            )
         return describe_missing(module, self.spec.needs, self.spec.own, machine, python)
 
     def _all_written(self) -> list[Written]:

@@ -19,7 +19,6 @@ from pathlib import Path, PurePosixPath
 import msgspec
 
 from potluck._core.background import Tasks
-from potluck._core.cluster.code_store.imports import imported, needs_of, own_modules, wants_torch
 from potluck._core.cluster.code_store.store import CodeStore
 from potluck._core.cluster.code_store.wording import in_words, links_in_words
 from potluck._core.cluster.jobs.agent_parts import AgentParts
@@ -29,6 +28,7 @@ from potluck._core.cluster.jobs.environment import free_port
 from potluck._core.cluster.jobs.groups.events import Severed
 from potluck._core.cluster.jobs.keeping import Keeping
 from potluck._core.cluster.jobs.local_runner import LocalRunner
+from potluck._core.cluster.jobs.needs import look_at, plan_of
 from potluck._core.cluster.jobs.permissions import DeferredMessages, may_lead_soon, may_send
 from potluck._core.cluster.jobs.placement import differences, place
 from potluck._core.cluster.jobs.summary import encode_summary
@@ -41,7 +41,6 @@ from potluck._core.printable import name_of
 from potluck._core.transport import aio
 from potluck._core.waiting import Complaint
 from potluck._core.wire import jobs, local, worker_link
-from potluck._core.wire.format import Versions
 from potluck._core.wire.greeting import Hello, Refusal
 from potluck._core.wire.nodes import View
 from potluck.errors import ConfigurationError, PotluckError
@@ -114,8 +113,17 @@ class JobDispatcher:
             with contextlib.suppress(ValueError):
                 relative = Path(request.directory).relative_to(request.folder)
                 below = relative.as_posix() if relative.parts else ""
+        plan = await plan_of(
+            request,
+            self._kinds(only),
+            agent.environments,
+            self._code_store,
+            lambda text: client.take(jobs.JobNote(job, text)),
+        )
         chosen = {name: getattr(request, name) for name in jobs.JobOptions.__struct_fields__}
-        versions, needs, own = await asyncio.to_thread(_looked_at, request)
+        versions, needs, own = await asyncio.to_thread(look_at, request)
+        if plan is not None:
+            versions, needs = msgspec.structs.replace(versions, python="", torch=""), ()
         spec = jobs.JobSpec(
             **chosen,
             job=job,
@@ -125,6 +133,7 @@ class JobDispatcher:
             needs=needs,
             own=own,
             only=only,
+            plan=plan,
             below=below,
             master_port=free_port(),
             started=time.time(),
@@ -192,6 +201,15 @@ class JobDispatcher:
         me = self._agent.me
         nodes = (each for each in self._willing(me) if each != me and (each in only or not only))
         return [self._agent.names.label(node) for node in nodes]
+
+    def _kinds(self, only: tuple[str, ...]) -> set[str]:
+        """The kinds of the machines that may run a job of this node."""
+        kinds = {own_versions().kind}
+        for node in self._willing(self._agent.me):
+            introduction = self._agent.links.introduction(node)
+            if introduction is not None and (node in only or not only):
+                kinds.add(introduction.versions.kind)
+        return kinds - {""}
 
     def _willing(self, starter: str) -> tuple[str, ...]:
         """The nodes of the view that run jobs of ``starter``."""
@@ -555,19 +573,3 @@ class JobDispatcher:
         await self._tasks.close()
         self._drop(list(self.runners))
         await self._ending.ended()
-
-
-def _looked_at(
-    request: local.RunRequest,
-) -> tuple[Versions, tuple[jobs.Need, ...], tuple[tuple[str, str], ...]]:
-    """What the script of ``request`` needs: the versions that count, packages, and modules of the
-    user's own that do not travel."""
-    root = Path(request.folder or request.directory)
-    files = [root / each for each in (request.script, *request.modules)]
-    own = () if request.module else (each.parent for each in files)
-    places = [*dict.fromkeys([*own, root, *(root / each for each in request.importable)])]
-    names, versions = imported(files, places), own_versions()
-    needs = needs_of(names) if request.folder else ()
-    if request.folder and not wants_torch(needs):
-        versions = msgspec.structs.replace(versions, torch="")
-    return versions, needs, own_modules(names, places)

@@ -25,10 +25,12 @@ from potluck._core.cluster.code_store.imports import describe_lack, lacking
 from potluck._core.cluster.code_store.job_folders import JobFolder, Record
 from potluck._core.cluster.code_store.store import CodeStore
 from potluck._core.cluster.discovery.interfaces import interface_of
+from potluck._core.cluster.environments.making import Environment
 from potluck._core.cluster.jobs.agent_parts import AgentParts
 from potluck._core.cluster.jobs.chaos import parse_chaos
 from potluck._core.cluster.jobs.history import key_of
 from potluck._core.cluster.jobs.log import LogPump
+from potluck._core.cluster.jobs.needs import read_plan
 from potluck._core.cluster.jobs.placement import rank_in_words
 from potluck._core.cluster.jobs.process import Launch, WorkerProcess
 from potluck._core.cluster.jobs.worker_probe import WorkerProbe
@@ -84,6 +86,7 @@ class LocalRunner:
         self._launch: Launch | None = None
         self._opening: asyncio.Task[JobFolder] | None = None
         self._folder: JobFolder | None = None
+        self._environment: Environment | None = None
         self._worker_home: Path | None = None
         self._broker: Broker | None = None
         self._peers: frozenset[tuple[str, int]] = frozenset()
@@ -104,6 +107,8 @@ class LocalRunner:
             lambda worker, reason: self._happened(jobs.Stalled(worker, worker_link.clip(reason))),
             self._note,
         )
+        if order.spec.plan is not None:
+            code_store.hold(order.spec.plan)
         self._tasks = Tasks()
         self._preparing = self._tasks.start(self._prepare())
 
@@ -132,6 +137,10 @@ class LocalRunner:
             link.abort()
         if self._broker is not None:
             await self._broker.close()
+        if self._environment is not None:
+            self._environment.release()
+        if self.spec.plan is not None:
+            self._code_store.release(self.spec.plan)
         if self._worker_home is not None:
             await asyncio.to_thread(self._agent.worker_homes.remove, self._worker_home)
         if self._opening is not None:
@@ -148,7 +157,7 @@ class LocalRunner:
             if refusal := self._refusal():
                 raise ConfigurationError(refusal)
             await self._agent.vouching.confirm(spec)
-            if missing := await asyncio.to_thread(lacking, spec.needs):
+            if spec.plan is None and (missing := await asyncio.to_thread(lacking, spec.needs)):
                 self._lacks = True
                 raise ConfigurationError(describe_lack(missing, spec.own, sys.executable))
             if spec.package is not None:
@@ -171,6 +180,8 @@ class LocalRunner:
             sandbox = self._agent.confinement.sandbox_of(spec, self._agent.me)
             if sandbox is not None and not sandbox.has_network and self._broker is None:
                 self._broker = self._agent.broker(worker_home / BROKER_FILE, self._may_dial)
+            if spec.plan is not None and self._awaits_environment:
+                await self._make_environment(spec.plan)
         except (PotluckError, OSError) as error:
             self._error = str(error)[:4000]
         except Exception as error:  # the leader would wait for this node's report for ever
@@ -181,21 +192,40 @@ class LocalRunner:
                 spec,
                 self._folder,
                 worker_home,
+                made=self._environment,
                 me=self._agent.me,
                 sink=self._line,
                 is_behind=self._is_behind,
             )
         self._report()
 
+    @property
+    def _awaits_environment(self) -> bool:
+        """Whether workers are placed here, and their environment is not made yet."""
+        is_placed = any(place.node == self._agent.me for place in self.places)
+        return self.spec.plan is not None and self._environment is None and is_placed
+
+    async def _make_environment(self, package: bytes) -> None:
+        if not self._code_store.has(package):
+            await self._code_store.fetch(package, self.spec.starter)
+        plan = await asyncio.to_thread(read_plan, self._code_store, package)
+        try:
+            self._environment = await self._agent.environments.make(
+                plan, lambda text: self._note(f"environment: {text}")
+            )
+        except ConfigurationError:
+            self._lacks = True
+            raise
+
     # What the leader orders.
 
     def order_again(self, order: jobs.Order) -> None:
         """The leader, maybe a new one, ordered the job once more."""
         self.places, self.world = order.places, order.world
-        if self._launch is not None:
+        if self._launch is not None and not self._awaits_environment:
             self._report()
-        elif self._error:
-            self._error = ""
+        elif self._launch is not None or self._error:
+            self._launch, self._error = None, ""
             self._preparing = self._tasks.start(self._prepare())
 
     def ordered(self, message: jobs.StartWorker | jobs.SignalWorkers | jobs.SendToWorkers) -> None:

@@ -188,13 +188,14 @@ def differences(name: str, mine: Versions, theirs: Versions) -> list[str]:
     """The differences because of which workers on the node ``name`` and here can't be in one job,
     in words, with what to do; empty if they can.
 
-    Python must have the same major and minor version; torch, unless ``mine.torch`` is empty, and
-    potluck must be the same release.
+    Python must have the same major and minor version, and torch be the same release, unless
+    ``mine`` has none: a job that brings its environment asks for neither. potluck must be the same
+    release.
     """
     texts = []
     pip = f"there: {theirs.executable or 'python'} -m pip install"
     again = "and start its potluck up again"
-    if _minor(mine.python) != _minor(theirs.python):
+    if mine.python and _minor(mine.python) != _minor(theirs.python):
         texts.append(
             f"{name} has Python {theirs.python}, this node {mine.python} (there: uv venv --python "
             f"{_minor(mine.python)}, install potluck and the script's packages into it, {again})"

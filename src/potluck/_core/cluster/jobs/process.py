@@ -23,6 +23,7 @@ import msgspec
 
 from potluck._core.background import start_thread
 from potluck._core.cluster.code_store.job_folders import JobFolder
+from potluck._core.cluster.environments.making import Environment
 from potluck._core.cluster.jobs.environment import accepted, all_but_secrets, passed_on
 from potluck._core.cluster.jobs.orphans import Orphans
 from potluck._core.cluster.jobs.shim import GIVEN
@@ -332,6 +333,7 @@ def launcher_of(
     folder: JobFolder,
     worker_home: Path,
     *,
+    made: Environment | None,
     me: str,
     is_own: bool = False,
     sink: Callable[[str, str, str, End], None],
@@ -339,7 +341,8 @@ def launcher_of(
 ) -> Launch:
     """A function that starts a worker of ``spec`` on this node, ``me``, from ``folder``, with the
     credentials in ``worker_home``.
-    ``sink(worker, stream, line, end)`` gets the worker's output.
+    ``sink(worker, stream, line, end)`` gets the worker's output. Without an environment ``made``
+    for the job, workers run with the packages of this agent.
 
     Workers run in the job's copy of the code; on the machine where ``potluck run`` was called they
     run in that directory, so that what they write is found there. A local job, which has no copy,
@@ -357,13 +360,16 @@ def launcher_of(
         inherited = all_but_secrets(os.environ)
     else:
         inherited = passed_on(os.environ, settings.pass_env)
+    if made is not None:
+        inherited = made.variables(inherited)
     inherited |= confinement.variables()
     sandbox = confinement.sandbox_of(spec, me)
     shell: list[str] | None = None
     if sandbox is not None:
         inherited |= sandbox.variables(worker_home)
         memory = confinement.memory_of(spec.per_node)
-        shell = sandbox.command([code, output], directory, worker_home, memory)
+        packages = () if made is None else (made.base, made.path)
+        shell = sandbox.command([code, output], directory, worker_home, memory, packages)
     fixed = confinement.variables()
     sent = {name: text for name, text in accepted(spec.environment).items() if name not in fixed}
     given = {name: value for name, value in (inherited | sent).items() if value}
@@ -374,7 +380,8 @@ def launcher_of(
         sent.pop("PYTHONPATH", None)  # it is in there
     # -P: without it the working directory is searched first, which on the starter's machine is not
     # the job's copy of the code. It is among the importable folders.
-    python = [sys.executable, *(["-P", "-m", spec.module] if spec.module else [script])]
+    interpreter = sys.executable if made is None else str(made.python)
+    python = [interpreter, *(["-P", "-m", spec.module] if spec.module else [script])]
     # A local job's agent is the command itself.
     is_alone = spec.is_local and spec.per_node + spec.extra_workers == 1
     environment = inherited | {

@@ -71,10 +71,12 @@ class Sandbox:
         directory: Path,
         worker_home: Path,
         memory_bytes: int = 0,
+        environment: Iterable[Path] = (),
     ) -> list[str]:
         """What to put before the command of a worker that runs in ``directory``, may write in
-        ``folders``, and has its job's credentials in ``worker_home``. Its files in memory take
-        ``memory_bytes`` at most (0: as the system bounds them)."""
+        ``folders``, has its job's credentials in ``worker_home``, and can read the folders of its
+        ``environment``. Its files in memory take ``memory_bytes`` at most (0: as the system bounds
+        them)."""
         empty = self._empty()
         in_memory = [*empty, self._home]
         sizes = {str(path): memory_bytes // 4 // len(in_memory) for path in in_memory}
@@ -104,6 +106,9 @@ class Sandbox:
         for path in self._readable:
             words += ["--ro-bind", str(path), str(path)]
         words += [*emptied(str(self._home)), "--ro-bind", str(worker_home), str(worker_home)]
+        for path in environment:
+            if _is_in(path, [*empty, self._home]):
+                words += ["--ro-bind", str(path), str(path)]
         for folder in folders:
             words += ["--bind", str(folder), str(folder)]
         return [*words, "--chdir", str(directory), "--"]

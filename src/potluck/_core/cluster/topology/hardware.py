@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from potluck._core import native
+from potluck._core.cluster.environments.kinds import own_kind
 from potluck._core.optional import installed
 from potluck._core.system import usable_cpus
 from potluck._core.wire.facts import MAX_ADDRESSES, Address, NodeFacts
@@ -32,6 +33,7 @@ def own_versions() -> Versions:
         machine=platform.machine(),
         byte_order=sys.byteorder,
         executable=sys.executable[:256] if sys.executable.isprintable() else "",
+        kind=own_kind(),
     )
 
 

@@ -1,0 +1,69 @@
+"""Kinds of machines, as far as wheels differ between them: system, processor and C library.
+
+A kind is a word that begins like uv's name of a platform: ``x86_64-manylinux_2_36`` (glibc 2.36),
+``aarch64-unknown-linux-musl``, ``aarch64-apple-darwin-14.5`` (macOS 14.5).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import re
+import sys
+
+_ARCHITECTURES = {"amd64": "x86_64", "arm64": "aarch64"}
+_KIND = re.compile(
+    r"(?P<arch>[a-z0-9_]{1,20})-(?:manylinux_2_(?P<glibc>\d{1,3})|(?P<musl>unknown-linux-musl)"
+    r"|apple-darwin-(?P<macos>\d{1,3}\.\d{1,3})|(?P<windows>pc-windows-msvc))"
+)
+_GLIBC = (17, 28, *range(31, 41))
+"""The minor versions of glibc that uv knows."""
+
+
+@functools.cache
+def own_kind() -> str:
+    """The kind of this machine; empty if it is of none of these systems."""
+    machine = platform.machine().lower()
+    arch = _ARCHITECTURES.get(machine, machine)
+    if sys.platform == "darwin":
+        return f"{arch}-apple-darwin-{'.'.join([*platform.mac_ver()[0].split('.'), '0'][:2])}"
+    if sys.platform == "win32":
+        return f"{arch}-pc-windows-msvc"
+    if not sys.platform.startswith("linux"):
+        return ""
+    try:
+        libc = os.confstr("CS_GNU_LIBC_VERSION") or ""
+    except (ValueError, OSError):
+        libc = ""
+    minor = libc.removeprefix("glibc 2.")
+    return f"{arch}-manylinux_2_{minor}" if minor.isdecimal() else f"{arch}-unknown-linux-musl"
+
+
+def platform_of(kind: str) -> tuple[str, dict[str, str]] | None:
+    """uv's name for the platform of ``kind``, and variables for uv; None if there is none."""
+    found = _KIND.fullmatch(kind)
+    if found is None:
+        return None
+    arch = found["arch"]
+    if found["macos"]:
+        return f"{arch}-apple-darwin", {"MACOSX_DEPLOYMENT_TARGET": found["macos"]}
+    if found["glibc"]:
+        known = [minor for minor in _GLIBC if minor <= int(found["glibc"])]
+        return (f"{arch}-manylinux_2_{known[-1]}", {}) if known else None
+    return kind, {}
+
+
+def in_words(kind: str) -> str:
+    """``linux aarch64``, ``macOS 14.5 aarch64``."""
+    found = _KIND.fullmatch(kind)
+    if found is None:
+        return kind or "an unknown system"
+    system = "linux"
+    if found["macos"]:
+        system = f"macOS {found['macos']}"
+    elif found["windows"]:
+        system = "windows"
+    elif found["musl"]:
+        system = "linux (musl)"
+    return f"{system} {found['arch']}"

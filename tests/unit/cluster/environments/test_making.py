@@ -1,0 +1,290 @@
+"""Environments made by uv of an index of the test's own: what is kept, refused and removed."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from potluck._core.cluster.environments import making
+from potluck._core.cluster.environments.kinds import own_kind
+from potluck._core.cluster.environments.making import Environment, Environments
+from potluck._core.cluster.environments.plan import Part, Plan, Wheel
+from potluck._core.settings import Settings
+from potluck.errors import ConfigurationError
+from support.commands import comes_true
+from support.package_index import Index, package_index, tiny_wheel
+
+FOO = "foo-1.0-py3-none-any.whl"
+
+
+@pytest.fixture
+def index(monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
+    small = tiny_wheel("potluck", "0.1.0")  # the real one takes a second to compile
+    monkeypatch.setattr(making, "own_wheel", lambda: small)
+    with package_index(with_installed=False) as index:
+        index.add(tiny_wheel("foo", content=bytes(range(256)) * 4096), tiny_wheel("bar"))
+        yield index
+
+
+class Maker:
+    """Makes environments below ``home``."""
+
+    def __init__(self, home: Path, index: Index, **settings: object) -> None:
+        self.index = index
+        given = {"home": home, "package_index": index.url} | settings
+        self.environments = Environments(Settings(**given))  # type: ignore[arg-type]
+        self.notes: list[str] = []
+
+    def wheel(self, file: str) -> Wheel:
+        name, version, *_ = file.split("-")
+        data = self.index.files[file]
+        url = self.index.url.replace("/simple", f"/files/{file}")
+        return Wheel(name, version, file, hashlib.sha256(data).digest(), len(data), url)
+
+    def plan(self, *files: str) -> Plan:
+        wheels = tuple(map(self.wheel, files or (FOO, "bar-1.0-py3-none-any.whl")))
+        return Plan(python=_MINOR, source="uv.lock", parts=(Part(own_kind(), wheels),))
+
+    async def make(self, *files: str) -> Environment:
+        return await self.environments.make(self.plan(*files), self.notes.append)
+
+    def made(self, *files: str) -> Environment:
+        return asyncio.run(self.make(*files))
+
+    def folders(self) -> list[str]:
+        return [each.name for each in self.environments.root.iterdir() if len(each.name) == 32]
+
+
+_MINOR = f"3.{sys.version_info[1]}"
+
+
+@pytest.fixture
+def maker(tmp_path: Path, index: Index) -> Maker:
+    return Maker(tmp_path / "home", index)
+
+
+def said(environment: Environment, code: str) -> str:
+    command = [str(environment.python), "-c", code]
+    variables = environment.variables(dict(os.environ))
+    return subprocess.check_output(command, env=variables, text=True).strip()
+
+
+def test_an_environment_is_made_once_and_used_again(maker: Maker, index: Index) -> None:
+    first = maker.made()
+    code = "import foo, sys; print(foo.VERSION, sys.prefix)"
+    assert said(first, code) == f"1.0 {first.path}"
+    assert maker.notes[0].startswith("0 of 2 packages are here; fetching 2, 1.0")
+    assert "MB from 127.0.0.1)" in maker.notes[-1]
+    first.release()
+    maker.notes.clear()
+    plan = maker.plan()
+    index.close()
+    second = asyncio.run(maker.environments.make(plan, maker.notes.append))
+    assert (second.path, maker.notes) == (first.path, [])
+    assert index.asked == {FOO: 1, "bar-1.0-py3-none-any.whl": 1}
+    second.release()
+
+
+def test_no_file_is_shared_with_another_environment(maker: Maker) -> None:
+    first, second = maker.made(FOO), maker.made()
+    for environment in (first, second):
+        files = [path for path in environment.path.rglob("*") if not path.is_symlink()]
+        module = next(path for path in files if path.name == "data.bin" and "foo" in path.parts)
+        assert module.stat().st_nlink == 1
+        assert not any(path.stat().st_mode & 0o222 for path in files)
+        assert list(environment.path.rglob("foo/__pycache__/*.pyc"))
+        environment.release()
+
+
+def test_an_environment_that_a_script_wrote_into_is_made_anew(maker: Maker) -> None:
+    first = maker.made()
+    module = next(first.path.rglob("foo/__init__.py"))
+    module.chmod(0o644)
+    module.write_text("VERSION = 'changed'")
+    first.release()
+    second = maker.made()
+    assert said(second, "import foo; print(foo.VERSION)") == "1.0"
+    second.release()
+
+
+def test_variables_lead_uv_and_workers_to_no_other_environment(
+    maker: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "other"
+    (other / "foo").mkdir(parents=True)
+    (other / "foo" / "__init__.py").write_text("VERSION = 'of another place'")
+    for name in ("UV_PYTHON", "VIRTUAL_ENV", "CONDA_PREFIX", "UV_PROJECT_ENVIRONMENT"):
+        monkeypatch.setenv(name, sys.prefix)
+    monkeypatch.setenv("PYTHONPATH", str(other))
+    monkeypatch.setenv("UV_SYSTEM_PYTHON", "1")
+    before = sorted(path.name for path in Path(making.__file__).parents[5].glob("*"))
+    environment = maker.made()
+    assert said(environment, "import foo; print(foo.VERSION)") == "1.0"
+    assert environment.path.is_relative_to(tmp_path)
+    assert sorted(path.name for path in Path(making.__file__).parents[5].glob("*")) == before
+    environment.release()
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("flip", r"gives other content for foo-1\.0-py3-none-any\.whl than was signed"),
+        ("endless", r"gives more than the \d+ bytes of foo"),
+        ("404", "answers 404 Not Found for foo"),
+    ],
+)
+def test_an_index_that_lies_is_named_and_leaves_nothing(
+    maker: Maker, index: Index, fault: str, words: str
+) -> None:
+    index.faults[FOO] = fault
+    with pytest.raises(ConfigurationError, match=rf"^lacks foo 1\.0: 127\.0\.0\.1:\d+ {words}"):
+        maker.made()
+    assert maker.folders() == []
+    wheels = [path.name for path in maker.environments.wheels.folder.iterdir()]
+    assert wheels == [f"{maker.wheel('bar-1.0-py3-none-any.whl').sha256.hex()}.whl"]
+    index.faults.clear()
+    environment = maker.made()
+    assert index.asked["bar-1.0-py3-none-any.whl"] == 1
+    environment.release()
+
+
+def test_a_broken_connection_goes_on_where_it_was(maker: Maker, index: Index) -> None:
+    index.faults[FOO] = "truncate"
+    size = len(index.files[FOO])
+    environment = maker.made(FOO)
+    assert (index.asked[FOO], index.sent[FOO]) == (2, size)
+    environment.release()
+
+
+def test_a_machine_without_an_index_says_what_it_lacks(
+    tmp_path: Path, index: Index, maker: Maker
+) -> None:
+    plan = maker.plan()
+    maker.made(FOO).release()
+    index.close()
+    with pytest.raises(ConfigurationError, match=r"^lacks bar 1\.0: 127\.0\.0\.1:\d+ can't be ask"):
+        asyncio.run(maker.environments.make(plan, maker.notes.append))
+
+
+def test_a_private_address_that_the_owner_did_not_name_is_not_asked(
+    tmp_path: Path, index: Index, maker: Maker
+) -> None:
+    stranger = Maker(tmp_path / "stranger", index, package_index="https://pypi.org/simple")
+    with pytest.raises(ConfigurationError, match=r"foo 1\.0 .* not a public address"):
+        stranger.made()
+    assert index.asked.total() == 0
+
+
+def test_an_owner_may_want_no_environments(tmp_path: Path, index: Index) -> None:
+    with pytest.raises(ConfigurationError, match=r"makes no environments .* wheels lets it"):
+        Maker(tmp_path / "home", index, environments="off").made()
+    assert index.asked.total() == 0
+
+
+def test_what_can_not_fit_is_refused_before_it_is_fetched(tmp_path: Path, index: Index) -> None:
+    with pytest.raises(ConfigurationError, match=r"has no room .* at most"):
+        Maker(tmp_path / "home", index, environments_gb=0.001).made()
+    assert index.asked.total() == 0
+
+
+def test_what_was_used_last_stays_and_what_is_used_now(tmp_path: Path, index: Index) -> None:
+    names = [f"big{number}-1.0-py3-none-any.whl" for number in range(3)]
+    for name in names:  # of 1 MB, and as much unpacked
+        index.add(tiny_wheel(name.split("-")[0], content=os.urandom(1 << 20)))
+    maker = Maker(tmp_path / "home", index, environments_gb=4 / 1024)
+    used = maker.made(names[0])
+    second = maker.made(names[1])
+    second.release()
+    third = maker.made(names[2])
+    assert used.path.exists()
+    assert third.path.exists()
+    assert not second.path.exists()
+    total = sum(each.num_bytes for each in maker.environments.kept())
+    assert total <= 4 << 20
+    used.release()
+    third.release()
+
+
+def test_interrupted_it_leaves_nothing_half_made(maker: Maker, index: Index) -> None:
+    index.faults[FOO] = "stall"
+
+    async def interrupted() -> None:
+        making = asyncio.create_task(maker.make())
+        assert await asyncio.to_thread(comes_true, lambda: bool(index.sent[FOO]), 30)
+        making.cancel()
+        index.released.set()
+        with pytest.raises(asyncio.CancelledError):
+            await making
+
+    asyncio.run(interrupted())
+    assert maker.folders() == []
+    assert not list(maker.environments.wheels.folder.glob("*.part"))
+
+
+KILLED = """
+import asyncio, os, sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from potluck._core.cluster.environments import making
+from potluck._core.settings import Settings
+from potluck._core.cluster.environments.plan import decode_plan
+made = making._Build._install
+async def install(self):
+    await made(self)
+    print("installed", flush=True)
+    await asyncio.sleep(600)
+making._Build._install = install
+environments = making.Environments(Settings(home=Path({home!r}), package_index={index!r}))
+asyncio.run(environments.make(decode_plan(Path({plan!r}).read_bytes()), print))
+"""
+
+
+def test_a_killed_builder_leaves_nothing_that_counts(
+    maker: Maker, index: Index, tmp_path: Path
+) -> None:
+    plan = tmp_path / "plan.json"
+    plan.write_bytes(maker.plan().encode())
+    text = KILLED.format(
+        tests=str(Path(__file__).parents[3]),
+        home=str(tmp_path / "home"),
+        index=index.url,
+        plan=str(plan),
+    )
+    with subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE) as builder:
+        assert builder.stdout is not None
+        assert any(b"installed" in line for line in builder.stdout)
+        (folder,) = maker.folders()
+        maker.environments.remove_incomplete()
+        assert maker.folders() == [folder]  # it is being made
+        assert maker.environments.kept()[0].key == ""
+        builder.send_signal(signal.SIGKILL)
+    assert comes_true(lambda: _is_removed(maker), 10)
+    environment = maker.made()
+    assert said(environment, "import foo; print(foo.VERSION)") == "1.0"
+    environment.release()
+
+
+def _is_removed(maker: Maker) -> bool:
+    maker.environments.remove_incomplete()
+    return maker.folders() == []
+
+
+def test_two_who_want_the_same_make_it_once(maker: Maker, index: Index) -> None:
+    async def both() -> Sequence[Environment]:
+        return await asyncio.gather(maker.make(), maker.make())
+
+    one, other = asyncio.run(both())
+    assert one.path == other.path
+    assert sum("ready after" in note for note in maker.notes) == 1
+    assert index.asked[FOO] == 1
+    one.release()
+    assert maker.environments.is_used(maker.environments.kept()[0])
+    other.release()
