@@ -32,6 +32,7 @@ MAX_FILES = 20_000
 MAX_MANIFEST = 8 << 20
 MAX_MESSAGE = 1 << 20
 _MAX_RANGES = 4096
+_MAX_DECLARED = 1 << 14
 
 Namespace = Literal["code", "result", "wheel", "data", "checkpoint"]
 """They differ in who may have a package, how long it is kept, and in the bytes that all of them
@@ -43,6 +44,9 @@ Bitmap = Annotated[bytes, msgspec.Meta(max_length=MAX_CHUNKS // 8)]
 """Of a package's chunks, the lowest bit of the first byte first."""
 Ranges = Annotated[tuple[tuple[Index, Index], ...], msgspec.Meta(max_length=_MAX_RANGES)]
 """(first chunk, last chunk) each."""
+Declared = Annotated[tuple[tuple[Index, Digest], ...], msgspec.Meta(max_length=_MAX_DECLARED)]
+"""SHA-256 of chunks that the sender answers for: it has them from outside of the cluster, or has
+verified the whole. Only of a package that is named by the SHA-256 of its one file."""
 
 
 class DescriptionRequest(msgspec.Struct, frozen=True, tag=True):
@@ -71,12 +75,15 @@ class Part(msgspec.Struct, frozen=True, tag=True):
 
 
 class HoldingRequest(msgspec.Struct, frozen=True, tag=True):
-    """The sender fetches ``package``, and has and awaits these chunks."""
+    """The sender fetches ``package``, and has and awaits these chunks. ``reaches``: it can also get
+    them from outside of the cluster."""
 
     namespace: Namespace
     package: Digest
     has: Bitmap = b""
     awaits: Bitmap = b""
+    declares: Declared = ()
+    reaches: bool = False
 
 
 class Holding(msgspec.Struct, frozen=True, tag=True):
@@ -86,6 +93,8 @@ class Holding(msgspec.Struct, frozen=True, tag=True):
     has: Bitmap = b""
     awaits: Bitmap = b""
     is_fetching: bool = False
+    declares: Declared = ()
+    reaches: bool = False
 
 
 class Announce(msgspec.Struct, frozen=True, tag=True):
@@ -97,6 +106,7 @@ class Announce(msgspec.Struct, frozen=True, tag=True):
     got: Ranges = ()
     awaits: Ranges = ()
     given_up: Ranges = ()
+    declares: Declared = ()
 
 
 Request = DescriptionRequest | PartRequest | HoldingRequest

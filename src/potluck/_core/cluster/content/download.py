@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import groupby
 from typing import Protocol, TypeVar
@@ -116,7 +116,7 @@ class Download:
         self._news = asyncio.Event()
         self._moved = 0.0
         self._why: dict[str, str] = {}
-        self._failure: OSError | None = None
+        self._failure: Exception | None = None
         self._tasks = Tasks()
         self._lanes: Counter[str] = Counter()
 
@@ -136,8 +136,8 @@ class Download:
             if missing:
                 self._missing[content] = missing
             elif not self.shelf.has(content):  # killed before the last step
-                await asyncio.to_thread(self.shelf.finish, content)
-        return int(package.sizes[wanted & ~has].sum())
+                await self._finish(content)
+        return int(package.sizes[wanted & ~self.swarm.has].sum())
 
     def prefer(self, contents: Iterable[Content]) -> None:
         """Fetch these first, also if they were not wanted before."""
@@ -149,10 +149,9 @@ class Download:
         """Fetch what is wanted. LinkError, with what was heard, if nobody has what is missing;
         OSError if it can't be written."""
         self._moved = _now()
+        self._begin()
         try:
-            while not self._is_over:
-                if self._failure is not None:
-                    raise self._failure
+            while self._failure is None and not self._is_over:
                 self._look_for_members()
                 await self._wait()
                 silence_s = _now() - self._moved
@@ -160,12 +159,17 @@ class Download:
                 patience_s = self.patience_s if is_idle else _MAX_SILENCE_S
                 if silence_s > patience_s and not self._is_over:
                     raise LinkError(self._stalled())
+            if self._failure is not None:
+                raise self._failure
         finally:
             await self._tasks.close()
 
     @property
     def _is_over(self) -> bool:
         return self.swarm.is_done and not self._num_finishing
+
+    def _begin(self) -> None:
+        """Whatever else is to happen before the first look for members."""
 
     def _stalled(self) -> str:
         missing = int((self.swarm.wanted & ~self.swarm.has).sum())
@@ -185,38 +189,70 @@ class Download:
             self._tasks.start(self._ask_for_holding(node))
 
     async def _ask_for_holding(self, node: str) -> None:
-        swarm, name = self.swarm, self.package.name
-        request = bulk.HoldingRequest(self.namespace, name, packed(swarm.has), packed(swarm.awaits))
+        mine = self.holding
+        request = bulk.HoldingRequest(
+            self.namespace, self.package.name, mine.has, mine.awaits, mine.declares, mine.reaches
+        )
         try:
-            holding = await self.members.ask(node, request, bulk.Holding)
-            self.joined(node, holding.has, holding.awaits, is_fetching=holding.is_fetching)
+            self.joined(node, await self.members.ask(node, request, bulk.Holding))
         except PotluckError as error:
             self._why[node] = str(error)
         finally:
             self._num_asking -= 1
+            self._wake()
 
-    def joined(self, node: str, has: bytes, awaits: bytes, *, is_fetching: bool) -> None:
+    @property
+    def holding(self) -> bulk.Holding:
+        """What this node has and awaits."""
+        return bulk.Holding(packed(self.swarm.has), packed(self.swarm.awaits), True)
+
+    def joined(self, node: str, holding: bulk.Holding) -> None:
         """``node`` said what it has and awaits. ProtocolError if that can't be."""
         count = len(self.package.hashes)
-        masks = unpacked(has, count), unpacked(awaits, count)
-        if node in self._liars or not (masks[0].any() or is_fetching):
+        masks = unpacked(holding.has, count), unpacked(holding.awaits, count)
+        if node in self._liars or not (masks[0].any() or holding.is_fetching):
             return
         if self._lanes[node] or len(+self._lanes) < _MAX_MEMBERS:
-            self.swarm.joined(node, *masks, is_fetching=is_fetching)
+            self._learn(node, holding.declares)
+            self.swarm.joined(
+                node,
+                *masks,
+                is_fetching=holding.is_fetching,
+                reaches=holding.reaches,
+                now=_now(),
+            )
             self._why.pop(node, None)
-            for _ in range(LANES - self._lanes[node]):
-                self._lanes[node] += 1
-                self._tasks.start(self._lane(node))
-            self._wake()
+            self._open(node)
+
+    def _open(self, node: str) -> None:
+        for _ in range(LANES - self._lanes[node]):
+            self._lanes[node] += 1
+            self._tasks.start(self._lane(node))
+        self._wake()
 
     def told(self, node: str, message: bulk.Announce) -> None:
         """``node`` announced what changed there. ProtocolError if that can't be."""
-        self.swarm.heard(node, message.got, message.awaits, message.given_up)
-        self._wake()
+        if node not in self._liars:
+            self._learn(node, message.declares)
+            self.swarm.heard(node, message.got, message.awaits, message.given_up, now=_now())
+            self._wake()
+
+    def _learn(self, node: str, declares: bulk.Declared) -> None:
+        """``node`` declared hashes of chunks: of no use where the package has all of them."""
+
+    def _declared(self, runs: Iterable[Run]) -> bulk.Declared:
+        """What this node declares of the chunks of ``runs``."""
+        return ()
 
     def _leaves(self, node: str, why: str) -> None:
         self._why[node] = why
         self._announce(given_up=self.swarm.left(node))
+
+    def _lied(self, node: str, text: str) -> None:
+        if node not in self._liars:
+            self._liars.add(node)
+            self.on_liar(node, text)
+        self._leaves(node, text)
 
     # Chunks.
 
@@ -235,10 +271,7 @@ class Download:
                 else:
                     await self._take(node, run, data)
         except ProtocolError as error:
-            if node not in self._liars:
-                self._liars.add(node)
-                self.on_liar(node, str(error))
-            self._leaves(node, str(error))
+            self._lied(node, str(error))
         except PotluckError as error:
             self._leaves(node, str(error))
         except OSError as error:
@@ -285,10 +318,7 @@ class Download:
                 at, size = int(package.offsets[chunk]) - begin, int(package.sizes[chunk])
                 some = memoryview(data)[at : at + size]
                 content, offset = package.place_of(chunk)
-                if hashlib.sha256(some).digest() != package.hashes[chunk]:
-                    raise ProtocolError(
-                        f"node {node[:12]} sent other bytes than those of chunk {chunk}"
-                    )
+                self._check(node, chunk, hashlib.sha256(some).digest())
                 self.shelf.write(content, offset, some)
 
         self._num_finishing += 1
@@ -300,8 +330,9 @@ class Download:
                 self._missing[content] -= len(list(chunks))
                 if not self._missing[content]:
                     del self._missing[content]
-                    if content.num_chunks > 1:
-                        await asyncio.to_thread(self.shelf.finish, content)
+                    if content.num_chunks > 1 and not await self._finish(content):
+                        self.swarm.failed(run)
+                        return
                     self.on_whole(content)
         finally:
             self._num_finishing -= 1
@@ -310,11 +341,27 @@ class Download:
         self.on_progress(int(package.sizes[fresh].sum()), node)
         self._wake()
 
+    def _check(self, node: str, chunk: int, digest: bytes) -> None:
+        """ProtocolError if ``node`` sent a chunk with a wrong SHA-256."""
+        if digest != self.package.hashes[chunk]:
+            raise ProtocolError(f"node {node[:12]} sent other bytes than those of chunk {chunk}")
+
+    async def _finish(self, content: Content) -> bool:
+        """All chunks of ``content`` are written: whether they are right, and it is whole now."""
+        await asyncio.to_thread(self.shelf.finish, content)
+        return True
+
     def _announce(
-        self, *, got: Iterable[Run] = (), awaits: Iterable[Run] = (), given_up: Iterable[Run] = ()
+        self, *, got: Sequence[Run] = (), awaits: Sequence[Run] = (), given_up: Sequence[Run] = ()
     ) -> None:
-        ranges = (tuple((run.first, run.last) for run in runs) for runs in (got, awaits, given_up))
-        message = bulk.Announce(self.namespace, self.package.name, *ranges)
+        message = bulk.Announce(
+            self.namespace,
+            self.package.name,
+            got=_ranges(got),
+            awaits=_ranges(awaits),
+            given_up=_ranges(given_up),
+            declares=self._declared(got),
+        )
         if message.got or message.awaits or message.given_up:
             for node in self.swarm.fetching:
                 self.members.tell(node, message)
@@ -328,6 +375,10 @@ class Download:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LOOK_S):
                 await self._news.wait()
+
+
+def _ranges(runs: Sequence[Run]) -> bulk.Ranges:
+    return tuple((run.first, run.last) for run in runs)
 
 
 def packed(mask: Mask) -> bytes:

@@ -154,9 +154,22 @@ class Package:
         return range(int(ends[0]) - 1, int(ends[1]))
 
 
-def decode_description(data: bytes, name: bytes) -> Package:
+UNKNOWN = bytes(32)
+"""In the place of the SHA-256 of a chunk."""
+
+
+def whole_file(sha256: bytes, size: int, hashes: Sequence[bytes] = ()) -> Package:
+    """The package of one file of which only the SHA-256 of the whole is known, and maybe what nodes
+    declared of its chunks. All nodes give it the same name."""
+    file = PackageFile(sha256.hex(), size, sha256)
+    lists = {file.content: hashes or (UNKNOWN,) * file.content.num_chunks}
+    return Package(PackageManifest((file,)), lists)
+
+
+def decode_description(data: bytes, name: bytes, *, is_own: bool = False) -> Package:
     """The package ``name`` of its description; ProtocolError if this is of another one, or lists
-    of chunks do not belong to the files. ``check_manifest`` is left to the caller."""
+    of chunks do not belong to the files (not verified if this machine made it: ``is_own``).
+    ``check_manifest`` is left to the caller."""
     length = _LENGTH.unpack_from(data)[0] if len(data) >= 4 else 0
     encoded = data[4 : 4 + length]
     if hashlib.sha256(encoded).digest() != name:
@@ -167,7 +180,8 @@ def decode_description(data: bytes, name: bytes) -> Package:
         if content.num_chunks > 1:
             end = offset + 32 * content.num_chunks
             hashes = [data[at : at + 32] for at in range(offset, min(end, len(data)), 32)]
-            if len(data) < end or root_of(content.size, hashes) != content.root:
+            is_right = is_own or root_of(content.size, hashes) == content.root
+            if len(data) < end or not is_right:
                 raise ProtocolError("a list of chunks is not the one of its file")
             offset, lists[content] = end, hashes
     if offset != len(data):

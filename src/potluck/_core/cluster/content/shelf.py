@@ -103,6 +103,11 @@ class Shelf:
             file.seek(offset)
             file.write(data)
 
+    def hash(self, content: Content) -> bytes:
+        """The SHA-256 of all of a content of several chunks that were all written."""
+        with self._part(content).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").digest()
+
     def finish(self, content: Content) -> None:
         """All chunks of a content of several were written: it counts from now on."""
         part = self._part(content)
@@ -135,16 +140,16 @@ class Shelf:
         here."""
         try:
             data = (self._packages / name.hex()).read_bytes()
-            return decode_description(data, name)
+            return decode_description(data, name, is_own=True)
         except (FileNotFoundError, ProtocolError):
             return None
 
-    def keep(self, package: Package) -> None:
-        """Remember ``package``, and that it is used now."""
+    def keep(self, package: Package, *, anew: bool = False) -> None:
+        """Remember ``package``, and that it is used now. ``anew``: with hashes that may differ."""
         self._make()
         path = self._packages / package.name.hex()
-        if not path.exists():
-            self._write_whole(path, package.description, True)
+        if anew or not path.exists():
+            self._write_whole(path, package.description, not anew)
         os.utime(path)
 
     def unpack(self, package: Package, target: Path) -> None:

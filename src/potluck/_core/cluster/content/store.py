@@ -32,10 +32,13 @@ from potluck._core.cluster.content.package import (
     decode_description,
     open_below,
     read_below,
+    root_of,
     scanned,
+    whole_file,
 )
 from potluck._core.cluster.content.shelf import Kept, Shelf
 from potluck._core.cluster.content.swarm import Mask
+from potluck._core.cluster.content.whole import Outside, WholeDownload
 from potluck._core.wire import bulk
 from potluck._core.wire.bulk import MAX_PART, Namespace
 from potluck.errors import ConfigurationError, LinkError, PotluckError, ProtocolError
@@ -69,6 +72,15 @@ class _Served:
     has: Mask
     folder: Path | None = None
     download: Download | None = None
+
+    @property
+    def is_by_whole(self) -> bool:
+        """Whether receivers know the SHA-256 of its one file only."""
+        package = self.package
+        if len(package.contents) != 1 or not self.has.all():
+            return False
+        [content] = package.contents
+        return content.root != root_of(content.size, package.hashes)
 
 
 class ContentStore:
@@ -242,8 +254,8 @@ class ContentStore:
         it; ProtocolError if it is larger than ``max_bytes`` or may not be; ConfigurationError if
         there is no room; OSError if it can't be written.
         """
-        shelf, key = self._shelves[namespace], (namespace, name)
-        async with self._busy[key]:
+        shelf = self._shelves[namespace]
+        async with self._busy[namespace, name]:
             package = await asyncio.to_thread(shelf.package, name)
             if package is None:
                 package = await self._describe(namespace, name, first, max_bytes, portable)
@@ -260,18 +272,56 @@ class ContentStore:
                 on_liar=self._on_liar,
                 patience_s=self._patience_s,
             )
-            missing = await download.look()
-            await asyncio.to_thread(self._make_room, namespace, missing, name)
-            await asyncio.to_thread(shelf.keep, package)
-            self.hold(namespace, name)
-            self._served[key] = _Served(package, download.swarm.has, download=download)
-            try:
-                on_begin(download, missing)
-                await download.run()
-            finally:
-                self.release(namespace, name)
-                del self._served[key]
+            await self._run(download, on_begin)
         return package
+
+    async def fetch_file(
+        self,
+        namespace: Namespace,
+        sha256: bytes,
+        size: int,
+        *,
+        outside: Outside | None = None,
+        on_progress: Progress = lambda num_bytes, node: None,
+        on_begin: Callable[[Download, int], None] = lambda download, missing: None,
+    ) -> Path:
+        """The file of ``size`` bytes with this ``sha256``, brought here if it is not here, and
+        verified; nobody may write to it. ``outside(begin, count)`` reads it outside of the cluster,
+        from where, however many nodes fetch it at one time, each byte is read about once. All else
+        as for ``fetch``; the name of its package is that of ``whole_file(sha256, size)``."""
+        shelf, package = self._shelves[namespace], whole_file(sha256, size)
+        [content] = package.contents
+        async with self._busy[namespace, package.name]:
+            if not shelf.has(content):
+                known = await asyncio.to_thread(shelf.package, package.name)
+                download = WholeDownload(
+                    self._members,
+                    shelf,
+                    namespace,
+                    known or package,
+                    me=self.me,
+                    outside=outside,
+                    on_progress=on_progress,
+                    on_liar=self._on_liar,
+                    patience_s=self._patience_s,
+                )
+                await self._run(download, on_begin)
+        return shelf.path_of(content)
+
+    async def _run(self, download: Download, on_begin: Callable[[Download, int], None]) -> None:
+        namespace, package, shelf = download.namespace, download.package, download.shelf
+        missing = await download.look()
+        await asyncio.to_thread(self._make_room, namespace, missing, package.name)
+        await asyncio.to_thread(shelf.keep, package)
+        self.hold(namespace, package.name)
+        key = namespace, package.name
+        self._served[key] = _Served(package, download.swarm.has, download=download)
+        try:
+            on_begin(download, missing)
+            await download.run()
+        finally:
+            self.release(namespace, package.name)
+            del self._served[key]
 
     async def _describe(
         self, namespace: Namespace, name: bytes, first: str, max_bytes: int, portable: bool
@@ -321,9 +371,11 @@ class ContentStore:
             if served is None:
                 return bulk.Holding()
             if (download := served.download) is not None:
-                download.joined(node, request.has, request.awaits, is_fetching=True)
-                return bulk.Holding(packed(served.has), packed(download.swarm.awaits), True)
-            return bulk.Holding(packed(served.has))
+                theirs = (request.has, request.awaits, True, request.declares, request.reaches)
+                download.joined(node, bulk.Holding(*theirs))
+                return download.holding
+            hashes = served.package.hashes if served.is_by_whole else ()
+            return bulk.Holding(packed(served.has), declares=tuple(enumerate(hashes)))
         if served is None:
             raise ProtocolError("this node has no such package")
         if isinstance(request, bulk.DescriptionRequest):

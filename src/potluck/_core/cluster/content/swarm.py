@@ -7,6 +7,11 @@ node takes the chunk that the fewest members have or await, so the source first 
 has yet, about once each. Among equals it takes the chunks of which it is the first by rendezvous
 hashing (Thaler and Ravishankar, 1998) over (place in the package, fetching node): nodes that begin
 at the same time begin with different ones.
+
+What is fetched from ``OUTSIDE`` of the cluster, as from an index of packages, leaves it once: each
+range of ``RANGE_BYTES`` is fetched by the one node that is the first by rendezvous hashing among
+those that reach it, and by all others from there. A node that tells of no progress for
+``TAKE_OVER_S`` is passed over.
 """
 
 from __future__ import annotations
@@ -26,6 +31,10 @@ LANES = 2
 PATIENCE_S = 2.0
 """A chunk that a member has not sent for so long, and for twice the time that another one took for
 its last, is also asked of that one, if it has nothing else to send."""
+OUTSIDE = ""
+"""In the place of a member's id."""
+RANGE_BYTES = 16 << 20
+TAKE_OVER_S = 10.0
 _MAX_RUN = 1024
 _NEVER = np.iinfo(np.int64).max
 
@@ -52,6 +61,8 @@ class _Member:
     has: Mask
     awaits: Mask
     is_fetching: bool
+    reaches: bool
+    moved: float
     runs: list[Run] = field(default_factory=list)
     took_s: float = 0.0
 
@@ -66,9 +77,13 @@ class Swarm:
         self.has = has.copy()
         self.wanted = np.ones(len(sizes), bool) if wanted is None else wanted.copy()
         self.awaits = np.zeros(len(sizes), bool)
+        self.known = np.ones(len(sizes), bool)
+        """Chunks that can be verified; others are asked of ``OUTSIDE`` only."""
         self._sizes = sizes
         self._me = me
-        self._window = np.cumsum(sizes).astype(np.uint64) // np.uint64(CHUNK_BYTES)
+        ends = np.cumsum(sizes).astype(np.uint64)
+        self._window = ends // np.uint64(CHUNK_BYTES)
+        self._range = (ends - np.uint64(1)) // np.uint64(RANGE_BYTES)
         self._members: dict[str, _Member] = {}
         self._count = np.zeros(len(sizes), np.int64)
         self._rank = np.zeros(len(sizes), np.int64)
@@ -102,10 +117,19 @@ class Swarm:
 
     # What members tell.
 
-    def joined(self, node: str, has: Mask, awaits: Mask, *, is_fetching: bool) -> None:
-        """``node`` has and awaits these chunks."""
+    def joined(
+        self,
+        node: str,
+        has: Mask,
+        awaits: Mask,
+        *,
+        is_fetching: bool,
+        reaches: bool = False,
+        now: float = 0.0,
+    ) -> None:
+        """``node`` has and awaits these chunks; ``reaches``: it gets some from ``OUTSIDE``."""
         before = self._members.get(node)
-        member = _Member(has.copy(), awaits & ~has, is_fetching)
+        member = _Member(has.copy(), awaits & ~has, is_fetching, reaches, now)
         if before is not None:
             self._count -= before.has.astype(np.int64) + before.awaits
             member.runs = before.runs
@@ -130,12 +154,14 @@ class Swarm:
         got: Iterable[tuple[int, int]] = (),
         awaits: Iterable[tuple[int, int]] = (),
         given_up: Iterable[tuple[int, int]] = (),
+        now: float = 0.0,
     ) -> None:
         """``node`` announced changes, as ranges (first, last). ProtocolError if there are no such
         chunks."""
         member = self._members.get(node)
         if member is None:
             return
+        member.moved = now
         self._count -= member.has.astype(np.int64) + member.awaits
         try:
             for mask, ranges, value in (
@@ -160,8 +186,9 @@ class Swarm:
         if member is None or len(member.runs) >= LANES:
             return None
         open_ = member.has & self.wanted & ~self.has & ~self.awaits
+        open_ &= self._mine(now) if node == OUTSIDE else self.known
         if not open_.any():
-            return self._again(node, member, now)
+            return None if node == OUTSIDE else self._again(node, member, now)
         cost = (self._later << 40) + (self._count << 20) + self._rank
         first = int(np.where(open_, cost, _NEVER).argmin())
         return self._ask(node, member, first, self._end(open_, first), now)
@@ -177,6 +204,16 @@ class Swarm:
                 break
             last += 1
         return last
+
+    def _mine(self, now: float) -> Mask:
+        """What this node is to fetch from ``OUTSIDE``."""
+        mine, free = _scores(self._range, self._me), np.ones(len(self.has), bool)
+        for node, member in self._members.items():
+            if node != OUTSIDE:
+                free &= ~member.has
+                if member.reaches and now - member.moved < TAKE_OVER_S:
+                    free &= ~member.awaits & (_scores(self._range, node) <= mine)
+        return free
 
     def _again(self, node: str, member: _Member, now: float) -> Run | None:
         """The oldest request that another member is slow to answer."""
@@ -210,6 +247,10 @@ class Swarm:
         self.has[run.first : run.last + 1] = True
         self.awaits[run.first : run.last + 1] = False
         self._forget(run)
+
+    def lacks(self, chunks: Iterable[int]) -> None:
+        """These chunks are not here after all."""
+        self.has[list(chunks)] = False
 
     def failed(self, run: Run) -> None:
         """``run`` is not waited for any more."""
