@@ -173,11 +173,19 @@ class Machine:
     def relayed(self, nodes: tuple[str, ...]) -> frozenset[tuple[str, str]]:
         return frozenset()
 
+    def facts(self, node: str) -> None:
+        return None
+
     def paths(self, nodes: set[str]) -> tuple[MeasuredPath, ...]:
         return ()
 
     def launcher(
-        self, spec: jobs.JobSpec, folder: JobFolder, worker_home: Path, **how: object
+        self,
+        confinement: Confinement,
+        spec: jobs.JobSpec,
+        folder: JobFolder,
+        worker_home: Path,
+        **how: object,
     ) -> Any:
         self.launched.append(spec.job)
         return self

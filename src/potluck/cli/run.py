@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -95,6 +96,34 @@ def machines_of(text: str) -> tuple[str, ...]:
     return names
 
 
+_TIME = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
+
+
+def seconds_of(text: str) -> float:
+    """The seconds that ``--time`` names; ConfigurationError if that is none."""
+    match = _TIME.fullmatch(text.strip().lower())
+    found = [int(each or 0) for each in match.groups()] if match else [0]
+    seconds = sum(count * size for count, size in zip(found, (86400, 3600, 60, 1), strict=False))
+    if not 0 < seconds < 1e9:
+        raise ConfigurationError(f"--time {text!r}: write 90m, 2h, 1h30m or 3d")
+    return float(seconds)
+
+
+def part_of_machines(cores: int, gpus: int, memory: str) -> dict[str, Any]:
+    """The part of each machine that a job takes, as fields of a ``RunRequest``. ConfigurationError
+    for GPUs or memory without cores, or for no size."""
+    if cores == 0 and (gpus or memory):
+        given = f"--gpus {gpus}" if gpus else f"--memory {memory}"
+        raise ConfigurationError(
+            f"{given}: give --cores, too, how many of each machine's cores the job takes; without "
+            "them it takes whole machines"
+        )
+    from potluck._core.cluster.sharing.limits import parse_size
+
+    size = parse_size(memory) if memory else 0
+    return {"cores": cores, "gpus": gpus, "memory_bytes": size}
+
+
 def check_cluster(request: RunRequest, settings: Settings, *, min_nodes: int | None) -> None:
     """ConfigurationError if ``request`` names machines or a number of them, on a machine without an
     agent. ``min_nodes`` is what the caller said."""
@@ -158,6 +187,42 @@ def run(
         typer.Option(help="How many workers are enough to begin when --wait is over."),
     ] = 1,
     wait: Wait = 60.0,
+    cores: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Of each machine take so many cores, so that other jobs can run beside this one; "
+            "0: the whole machine, alone.",
+        ),
+    ] = 0,
+    gpus: Annotated[
+        int, typer.Option(min=0, help="With --cores: so many GPUs of each machine.")
+    ] = 0,
+    memory: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE",
+            help="With --cores: so much memory of each machine, such as 4GiB (default: in "
+            "proportion to the cores). The workers get no more.",
+        ),
+    ] = "",
+    priority: Annotated[
+        int,
+        typer.Option(
+            min=-100, max=100, help="Of jobs that wait for machines, the higher goes first."
+        ),
+    ] = 0,
+    time: Annotated[
+        str,
+        typer.Option(
+            metavar="TIME",
+            help="End the job after so long: 90m, 2h, 1h30m. A short job may pass longer ones that "
+            "wait.",
+        ),
+    ] = "",
+    now: Annotated[
+        bool, typer.Option("--now", help="Fail if the machines are busy, in place of waiting.")
+    ] = False,
     on_loss: Annotated[
         OnLoss,
         typer.Option(
@@ -296,6 +361,10 @@ def run(
             on=machines_of(on),
             outlives=on_hangup is not OnHangup.END,
             is_installed=installed,
+            priority=priority,
+            seconds=seconds_of(time) if time else 0.0,
+            starts_now=now,
+            **part_of_machines(cores, gpus, memory),
         )
     )
     if dry_run:

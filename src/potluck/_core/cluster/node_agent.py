@@ -44,7 +44,11 @@ from potluck._core.cluster.sharing.confinement import Confinement, own_limits, o
 from potluck._core.cluster.sharing.limits import Limits
 from potluck._core.cluster.sharing.offers import Offers, SharingStore
 from potluck._core.cluster.topology import measure
-from potluck._core.cluster.topology.hardware import own_facts, own_versions
+from potluck._core.cluster.topology.hardware import (
+    own_accelerators,
+    own_facts,
+    own_versions,
+)
 from potluck._core.cluster.topology.surveyor import Surveyor
 from potluck._core.cluster.trust.credentials import (
     load_admissions,
@@ -123,7 +127,9 @@ class _Machine:
         settings, links = agent.settings, members.links
         limits = Limits() if agent.is_private else own_limits(settings)
         sandbox = None if agent.is_private else own_sandbox(settings, limits)
-        self.confinement = confinement = Confinement(limits, sandbox)
+        self.confinement = confinement = Confinement(
+            limits, sandbox, lambda: len(own_accelerators())
+        )
         self.surveyor = Surveyor(
             agent.credentials,
             links,
@@ -187,7 +193,7 @@ class _Jobs:
             broker=partial(
                 Broker, eras=lambda: credentials.eras, bind=agent.bind, on_broken=agent.fail
             ),
-            launcher=partial(launcher_of, settings, machine.confinement, is_own=agent.is_launched),
+            launcher=partial(launcher_of, settings, is_own=agent.is_launched),
             confinement=machine.confinement,
             environments=machine.environments,
             links=members.links,

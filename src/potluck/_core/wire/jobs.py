@@ -24,6 +24,7 @@ MAX_JOBS = 64
 MAX_INTERRUPTS = 100
 MAX_SUMMARY = 512 * 1024
 MAX_NEEDS = 256
+MAX_QUEUED = 256
 MAX_LISTED = 256
 """Jobs of the history in one message."""
 
@@ -70,7 +71,12 @@ class JobOptions(msgspec.Struct, frozen=True, kw_only=True):
     by ``python -m``, found in the first of these folders that has it; empty: it runs as a file.
     ``keeps_files``: what workers write stays there, and the
     starter can't fetch it. ``commit`` is that of the folder's git repository, in words (empty: it
-    is in none)."""
+    is in none).
+
+    Of each machine the job takes ``cores`` (0: the whole machine, alone), ``gpus`` and
+    ``memory_bytes`` (0: in proportion to the cores). Of jobs that wait for machines, those of a
+    higher ``priority`` go first. The job is ended after ``seconds`` (0: never), and is refused
+    in place of waiting if it ``starts_now``."""
 
     script: Text
     arguments: Annotated[tuple[Line, ...], msgspec.Meta(max_length=MAX_ARGUMENTS)] = ()
@@ -92,6 +98,12 @@ class JobOptions(msgspec.Struct, frozen=True, kw_only=True):
     module: Text = ""
     min_nodes: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
     commit: Name = ""
+    cores: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
+    gpus: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
+    memory_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 60)] = 0
+    priority: Annotated[int, msgspec.Meta(ge=-100, le=100)] = 0
+    seconds: worker_link.Seconds = 0.0
+    starts_now: bool = False
 
 
 class Need(msgspec.Struct, frozen=True):
@@ -238,9 +250,10 @@ class Order(msgspec.Struct, frozen=True, tag=True):
 
 
 class JobList(msgspec.Struct, frozen=True, tag=True):
-    """All jobs that the sender leads; other jobs have ended."""
+    """All jobs that the sender leads, and those that are ``queued``; other jobs have ended."""
 
     jobs: Annotated[tuple[Job, ...], msgspec.Meta(max_length=MAX_JOBS)]
+    queued: Annotated[tuple[Job, ...], msgspec.Meta(max_length=MAX_QUEUED)] = ()
 
 
 class JobStatus(msgspec.Struct, frozen=True, tag=True):
@@ -415,12 +428,13 @@ class JobInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HistoryRequest(msgspec.Struct, frozen=True, tag=True):
-    """A request for the jobs in the receiver's history whose ids begin with ``job`` (empty: all),
-    or for the one of that id of ``starter``, with its summary; answered with History. Any node of
-    the cluster may send it."""
+    """A request for the jobs in the receiver's history whose ids begin with ``job`` (empty: all)
+    and that are ``queued`` (False: any), or for the one of that id of ``starter``, with its
+    summary; answered with History. Any node of the cluster may send it."""
 
     job: Annotated[str, msgspec.Meta(max_length=256)] = ""
     starter: Name = ""
+    queued: bool = False
 
 
 class History(msgspec.Struct, frozen=True, tag=True):
@@ -436,6 +450,27 @@ class KeepEnd(msgspec.Struct, frozen=True, tag=True):
     job: Job
     summary: Annotated[bytes, msgspec.Meta(max_length=MAX_SUMMARY)]
     when: worker_link.Seconds
+
+
+class KeepQueued(msgspec.Struct, frozen=True, tag=True):
+    """A request of the leader to keep the job of ``spec``, which waits for machines; answered with
+    Kept when it is on disk."""
+
+    spec: JobSpec
+
+
+class SpecRequest(msgspec.Struct, frozen=True, tag=True):
+    """A request of the leader for what it has to know to start ``job`` of ``starter``, of the
+    receiver's history; answered with Spec."""
+
+    job: Job
+    starter: Name
+
+
+class Spec(msgspec.Struct, frozen=True, tag=True):
+    """The ``spec`` that was asked for."""
+
+    spec: JobSpec
 
 
 class Kept(msgspec.Struct, frozen=True, tag=True):
@@ -474,4 +509,4 @@ ToStarter = Submitted | LabelledOutput | JobNote | JobEnded
 FromNode = NodeReport | WorkerEvent | Output
 ToLeader = Submit | InterruptJob | FromNode
 JobMessage = FromLeader | ToStarter | ToLeader
-HistoryQuestion = HistoryRequest | KeepEnd | LogRequest
+HistoryQuestion = HistoryRequest | KeepEnd | KeepQueued | SpecRequest | LogRequest

@@ -12,6 +12,7 @@ from potluck._core.wire.facts import MAX_LINKS, LinkFacts
 from potluck._core.wire.format import MachineName, MessageFormat, Name, Text
 from potluck._core.wire.jobs import (
     MAX_JOBS,
+    MAX_QUEUED,
     History,
     HistoryRequest,
     JobEnded,
@@ -98,7 +99,7 @@ class JobsReply(msgspec.Struct, frozen=True, tag=True):
     jobs that run or are about to, also those that have no status yet."""
 
     jobs: Annotated[tuple[JobState, ...], msgspec.Meta(max_length=MAX_JOBS)]
-    names: Annotated[tuple[Name, ...], msgspec.Meta(max_length=2 * MAX_JOBS)] = ()
+    names: Annotated[tuple[Name, ...], msgspec.Meta(max_length=2 * MAX_JOBS + MAX_QUEUED)] = ()
 
 
 class ServeRequest(msgspec.Struct, frozen=True, tag=True):

@@ -34,6 +34,7 @@ from potluck._core.wire.jobs import (
     JobRunsRequest,
     Kept,
     LogLines,
+    Spec,
 )
 from potluck._core.wire.nodes import Count, NodeMessage
 from potluck._core.wire.worker_link import Seconds
@@ -162,7 +163,7 @@ class Failure(msgspec.Struct, frozen=True, tag=True):
 
 
 RequestContent = ResultsRequest | NodeServicesRequest | JobRunsRequest | HistoryQuestion
-ResponseContent = Results | NodeServices | JobRuns | History | Kept | LogLines | Failure
+ResponseContent = Results | NodeServices | JobRuns | History | Kept | Spec | LogLines | Failure
 
 
 class Request(msgspec.Struct, frozen=True, tag=True):

@@ -52,7 +52,7 @@ class Machine:
         return parts_of(
             self,
             names=NodeNames(ME, ME),
-            launcher=lambda spec, folder, worker_home, **how: self.launch,
+            launcher=lambda *place, **how: self.launch,
             note=print,
         )
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from potluck._core.cluster.sharing import cgroups
+from potluck._core.cluster.sharing import cgroups, confinement
 from potluck._core.cluster.sharing.confinement import Confinement
 from potluck._core.cluster.sharing.limits import Limits, limits_of, parse_memory
+from potluck._core.cluster.topology.hardware import own_versions
 from potluck._core.settings import Settings
 from potluck._core.wire.facts import NodeFacts
+from potluck._core.wire.jobs import JobSpec
 from potluck.errors import ConfigurationError
 
 GIB = 1 << 30
@@ -97,3 +99,39 @@ def test_without_a_control_group_it_is_said_what_is_not_enforced(
     assert held.describe() == f"1 GiB of memory ({enforced})"
     assert held.orders(2) == {"data": GIB // 2}
     assert "not enforced" not in Confinement(Limits(cpus=1)).describe()
+
+
+def asking(job: str, **options: int) -> JobSpec:
+    return JobSpec(
+        script="x.py", job=job, package=None, starter="ada", versions=own_versions(), **options
+    )
+
+
+def test_each_job_gets_cores_and_gpus_that_the_others_do_not_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(confinement, "usable_cpus", lambda: [*range(8)])
+    machine = Confinement(Limits(), num_gpus=lambda: 2)
+    assert machine.part_of(asking("all")) is machine
+    one = machine.part_of(asking("one", cores=3, gpus=1, memory_bytes=GIB))
+    two = machine.part_of(asking("two", cores=3, gpus=1))
+    assert one.orders(2) == {"cpus": [0, 1, 2], "data": GIB // 2}
+    assert two.orders(1) == {"cpus": [3, 4, 5]}
+    assert one.processors() == 3
+    assert one.variables()["CUDA_VISIBLE_DEVICES"] == "0"
+    assert two.variables()["CUDA_VISIBLE_DEVICES"] == "1"
+    assert machine.part_of(asking("none", cores=1)).variables()["CUDA_VISIBLE_DEVICES"] == ""
+    machine.give_back("one")
+    assert machine.part_of(asking("four", cores=3)).orders(1) == {"cpus": [0, 1, 2]}
+
+
+def test_a_job_gets_its_part_of_what_the_owner_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(confinement, "usable_cpus", lambda: [*range(8)])
+    monkeypatch.setattr(cgroups, "make", lambda limits: "there are none here")
+    machine = Confinement(Limits(cpus=3, memory_bytes=4 * GIB, gpus=("2", "5"), nice=7))
+    part = machine.part_of(asking("job", cores=2, gpus=1))
+    assert part.orders(2) == {"cpus": [5, 6], "data": 2 * GIB, "nice": 7}
+    assert part.variables()["CUDA_VISIBLE_DEVICES"] == "2"
+    assert "the owner of this machine gives 4 GiB" in part.why_ended(-9, said_so=True)
+    asked = machine.part_of(asking("asked", cores=1, memory_bytes=GIB))
+    assert "this job asked for 1 GiB on each machine" in asked.why_ended(-9, said_so=True)

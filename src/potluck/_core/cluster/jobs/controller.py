@@ -12,7 +12,7 @@ import logging
 import signal
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -59,8 +59,12 @@ class JobController:
         before: JobGroup | None = None,
         world: jobs.WorldSpec | None = None,
         last_status: tuple[worker_link.JobState, float] | None = None,
+        busy: Callable[[str, jobs.JobSpec], str] = lambda node, spec: "",
     ) -> None:
-        """A new job, of which nothing runs; or one that another leader had begun, whose group was
+        """``busy(node, spec)``: why the job gets no further workers on a node, which other jobs
+        have; empty if it may.
+
+        A new job, of which nothing runs; or one that another leader had begun, whose group was
         ``before`` in the view before this one, and whose workers were started for ``world``. That
         leader sent ``last_status``, received at this time."""
         names = tuple(each.worker for each in places)
@@ -70,8 +74,9 @@ class JobController:
             places,
             agent.names,
             agent.links.introduction,
-            lambda node: agent.offers.objection(node, spec.starter),
+            lambda node: agent.offers.objection(node, spec.starter) or busy(node, spec),
         )
+        self.since = time.monotonic()
         self._orders = Orders(spec.job, self.placement, agent.links)
         self._faults = Faults(parse_chaos(spec.chaos), self._orders, self.note)
         self._withdrawn: set[str] = set()
@@ -453,6 +458,13 @@ class JobController:
         if group is not None and now - self._looked_at >= _LOOK_AGAIN_S:
             self._looked_at = now
             self._orders.send(group.members, worker_link.Probe(_A_LOOK))
+
+    def check_time(self) -> None:
+        """End the job if its time is over."""
+        limit = self.spec.seconds
+        if limit and self.num_interrupts == 0 and time.monotonic() - self.since > limit:
+            self.note(f"it has taken {limit:g} s, as long as it may by its --time: it is ended")
+            self.interrupted(jobs.InterruptJob(self.spec.job, signal.SIGTERM, 1))
 
     def interrupted(self, message: jobs.InterruptJob) -> None:
         """The operator wants the job to end."""

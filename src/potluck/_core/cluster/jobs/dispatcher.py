@@ -30,7 +30,9 @@ from potluck._core.cluster.jobs.keeping import Keeping
 from potluck._core.cluster.jobs.local_runner import LocalRunner
 from potluck._core.cluster.jobs.needs import look_at, plan_of
 from potluck._core.cluster.jobs.permissions import DeferredMessages, may_lead_soon, may_send
-from potluck._core.cluster.jobs.placement import differences, place
+from potluck._core.cluster.jobs.placement import Placement, differences, place
+from potluck._core.cluster.jobs.queue import Running
+from potluck._core.cluster.jobs.queued import QueuedJobs, as_running, never_begun
 from potluck._core.cluster.jobs.summary import encode_summary
 from potluck._core.cluster.links.local import Client
 from potluck._core.cluster.membership import events
@@ -68,7 +70,14 @@ class JobDispatcher:
         self._tasks = Tasks()
         self._ending = Tasks()
         self._submitting: dict[Client, asyncio.Task[None]] = {}
-        self._keeping = Keeping(agent, self.runners)
+        self._queue = QueuedJobs(
+            agent,
+            code_store,
+            running=self._running,
+            start=self._start,
+            on_changed=self._send_list,
+        )
+        self._keeping = Keeping(agent, self.runners, self._queue.why)
         self._tasks.start(self._send_status())
         agent.links.on(jobs.JobMessage, self.received)
         agent.links.on_linked.append(lambda node, introduction: self.linked(node))
@@ -232,6 +241,7 @@ class JobDispatcher:
             controller.offers_changed()
         for runner in list(self.runners.values()):
             runner.offers_changed()
+        self._queue.look()
 
     async def _run_asked(self, request: local.RunRequest, client: Client) -> None:
         """Submit a job, unless the command interrupts it or leaves before that is done."""
@@ -252,7 +262,8 @@ class JobDispatcher:
         self.interrupt(client, request.number)
 
     async def _status_asked(self, request: local.JobsRequest, client: Client) -> local.JobsReply:
-        return local.JobsReply(self.status(), tuple(self.runners.keys() | self._controllers.keys()))
+        known = self.runners.keys() | self._controllers.keys() | self._keeping.waiting
+        return local.JobsReply(self.status(), tuple(known))
 
     def abandon(self, client: Client) -> None:
         """The command has gone."""
@@ -310,6 +321,8 @@ class JobDispatcher:
         elif isinstance(message, jobs.Submit):
             assert view is not None
             self._submitted(node, message.spec, view)
+        elif isinstance(message, jobs.InterruptJob) and message.job in self._queue.names:
+            self._tasks.start(self._cancel(message))
         elif (controller := self._controllers.get(message.job)) is not None:
             if isinstance(message, jobs.InterruptJob):
                 controller.interrupted(message)
@@ -318,7 +331,7 @@ class JobDispatcher:
 
     def _starter_of(self, job: str) -> str:
         controller = self._controllers.get(job)
-        return "" if controller is None else controller.spec.starter
+        return self._queue.starter_of(job) if controller is None else controller.spec.starter
 
     def _ordered(self, message: jobs.FromLeader) -> None:
         """The leader of this node's view sent ``message``."""
@@ -341,10 +354,12 @@ class JobDispatcher:
                         self._keeping.runs,
                     )
                     self._keeping.placed(self.runners[spec.job])
-            case jobs.JobList(listed):
+            case jobs.JobList(listed, queued):
                 self._end(self.runners.keys() - set(listed))
-                self._clients.listed(listed)
-                self._agent.vouching.listed({*listed, *self._clients.names})
+                known = {*listed, *queued}
+                self._clients.listed(known)
+                self._agent.vouching.listed({*known, *self._clients.names})
+                self._keeping.listed(listed, queued)
             case jobs.JobStatus(status):
                 if (runner := self.runners.get(status.job)) is not None:
                     runner.last_status = status, time.monotonic()
@@ -380,6 +395,12 @@ class JobDispatcher:
     def _submitted(self, node: str, spec: jobs.JobSpec, view: View) -> None:
         if spec.job in self._controllers:
             return
+        if spec.job in self._queue.names:
+            self._agent.links.send(node, jobs.Submitted(spec.job))
+            return
+        if view.leader == self._agent.me and not self._queue.is_known:
+            self._tasks.start(self._submitted_early(node, spec))
+            return
         try:
             if view.leader != self._agent.me or node != spec.starter:
                 raise ConfigurationError("this node does not lead the cluster, or not for you")
@@ -389,15 +410,53 @@ class JobDispatcher:
             if not willing:
                 refusals = self._refusals(spec.starter)
                 raise ConfigurationError(f"no machine runs this job{refusals}")
-            places = place(spec, [node for node in willing if self._is_alike(node, spec)], ())
-            controller = JobController(self._agent, spec, places, view, is_new=True)
-            objection = controller.placement.objection(view)
-            if objection:
+            alike = [node for node in willing if self._is_alike(node, spec)]
+            placement = Placement(
+                spec,
+                place(spec, alike, ()),
+                self._agent.names,
+                self._agent.links.introduction,
+                lambda node: self._agent.offers.objection(node, spec.starter),
+            )
+            if objection := placement.objection(view):
                 raise ConfigurationError(objection)
+            self._queue.submitted(spec)
         except PotluckError as error:
             self._agent.links.send(node, jobs.Submitted(spec.job, str(error)[:4000]))
+
+    async def _submitted_early(self, node: str, spec: jobs.JobSpec) -> None:
+        """This node leads since a moment ago, and is still asking which jobs wait."""
+        with contextlib.suppress(TimeoutError):  # then the starter has asked the next leader
+            async with asyncio.timeout(_VIEW_S):
+                await self._queue.known.wait()
+            if (view := self._agent.plane.view) is not None:
+                self._submitted(node, spec, view)
+
+    def _start(self, spec: jobs.JobSpec, nodes: Sequence[str]) -> None:
+        """Begin the job of ``spec`` on ``nodes``."""
+        view = self._agent.plane.view
+        assert view is not None
+        places = place(spec, nodes, ())
+        self._lead(
+            JobController(self._agent, spec, places, view, is_new=True, busy=self._queue.objection),
+            view,
+        )
+
+    def _running(self) -> list[Running]:
+        return [
+            as_running(each.spec, each.placement.nodes, each.since)
+            for each in self._controllers.values()
+        ]
+
+    async def _cancel(self, message: jobs.InterruptJob) -> None:
+        """A job that waits is not to begin."""
+        spec = self._queue.cancel(message.job)
+        if spec is None:
             return
-        self._lead(controller, view)
+        ended = jobs.JobEnded(spec.job, never_begun(spec, message.number))
+        await self._keeping.ended(spec, (), ended)
+        self._agent.links.send(spec.starter, ended)
+        self._queue.forget(spec)
 
     def _is_alike(self, node: str, spec: jobs.JobSpec) -> bool:
         """Whether the versions on ``node`` are the versions that the job wants."""
@@ -438,10 +497,17 @@ class JobDispatcher:
             controller.close()
             self._controllers.pop(job, None)
             self._agent.plane.handle(events.JobOver(job))
+            self._send_list()
+            self._queue.look()
+            for other in list(self._controllers.values()):
+                other.offers_changed()  # there is room on machines
+
+    def _send_list(self) -> None:
+        if self._queue.is_known:
             self._send_all(self._list())
 
     def _list(self) -> jobs.JobList:
-        return jobs.JobList(tuple(sorted(self._controllers)))
+        return jobs.JobList(tuple(sorted(self._controllers)), tuple(sorted(self._queue.names)))
 
     def _send_all(self, message: jobs.FromLeader) -> None:
         view = self._agent.plane.view
@@ -456,6 +522,7 @@ class JobDispatcher:
                 view = self._agent.plane.view
                 relayed = self._agent.surveyor.relayed(() if view is None else view.nodes)
                 for controller in self._controllers.values():
+                    controller.check_time()
                     if controller.has_begun:
                         controller.handle(Severed(controller.placement.pairs(relayed)))
                         self._send_all(jobs.JobStatus(controller.status()))
@@ -519,9 +586,11 @@ class JobDispatcher:
                         before=here.group,
                         world=here.world,
                         last_status=here.last_status,
+                        busy=self._queue.objection,
                     )
                     self._lead(controller, view)
-            self._send_all(self._list())
+            self._queue.lead(view)
+            self._send_list()
         else:
             self._stop_leading()
         for runner in self.runners.values():
@@ -547,6 +616,7 @@ class JobDispatcher:
                 self._agent.note(f"job {job} ends: {controller.spec.starter}, its starter, is out")
                 controller.interrupted(jobs.InterruptJob(job, signal.SIGTERM, 2))
         self._end([job for job, each in self.runners.items() if each.spec.starter in nodes])
+        self._queue.barred(nodes)
 
     def linked(self, node: str) -> None:
         """There is a new link to ``node``: messages over the link before it may be lost."""
@@ -555,7 +625,7 @@ class JobDispatcher:
             return
         for controller in self._controllers.values():
             controller.linked(node)
-        if view.leader == self._agent.me:
+        if view.leader == self._agent.me and self._queue.is_known:
             self._agent.links.send(node, self._list())  # a job may have ended meanwhile
         if node == view.leader:
             for runner in self.runners.values():
@@ -566,10 +636,12 @@ class JobDispatcher:
             controller.close()
             controller.over.set()
         self._controllers.clear()
+        self._queue.stop()
 
     async def close(self) -> None:
         """End all workers here; no task stays."""
         self._stop_leading()
+        await self._queue.close()
         await self._tasks.close()
         self._drop(list(self.runners))
         await self._ending.ended()

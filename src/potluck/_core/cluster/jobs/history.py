@@ -19,7 +19,7 @@ import hashlib
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -131,6 +131,25 @@ class JobHistory:
             self._live[new.key] = new
             self._writing.start(self._write_soon(new))
 
+    async def waits(self, spec: jobs.JobSpec, machine: str) -> None:
+        """The job of ``spec`` waits for machines; on disk when this returns. IdentityError or
+        OSError if it can't be written."""
+        if self.root is not None:
+            entry = Entry(spec=spec, machine=machine, phase="queued")
+            await self._write(self._live.setdefault(entry.key, entry))
+
+    def waits_no_more(self, names: Collection[str]) -> None:
+        """Only the jobs ``names`` run or wait: others that waited, as far as this node knows, were
+        started and have ended while it was away."""
+        self._writing.start(self._drop_waiting(frozenset(names)))
+
+    async def _drop_waiting(self, names: frozenset[str]) -> None:
+        for each in await self.found():
+            if each.phase == "queued" and each.spec.job not in names:
+                assert self.root is not None
+                self._live.pop(each.key, None)
+                await asyncio.to_thread(shutil.rmtree, self.root / each.key, ignore_errors=True)
+
     def let_go(self, spec: jobs.JobSpec) -> None:
         """This node has the job of ``spec`` no more. If it was not told of an end and nothing ran
         here, it forgets the job: maybe that never began."""
@@ -178,6 +197,8 @@ class JobHistory:
     async def answer(self, request: jobs.HistoryRequest) -> jobs.History:
         """The response to ``request`` of any member."""
         found = await self.found(request.job)
+        if request.queued:
+            found = [each for each in found if each.phase == "queued"]
         if request.starter:
             one = [
                 each.info(is_whole=True)
@@ -293,7 +314,8 @@ def _is_further(phase: jobs.Phase, other: jobs.Phase) -> bool:
 
 
 def merged(answers: Iterable[jobs.JobInfo]) -> list[jobs.JobInfo]:
-    """One entry of each job, of all that nodes told: the one that is furthest. Newest first."""
+    """One entry of each job, of all that nodes told: the one that is furthest, and has most to say.
+    Newest first."""
     best: dict[tuple[str, str], jobs.JobInfo] = {}
     for each in answers:
         known = best.setdefault((each.job, each.starter), each)
@@ -302,8 +324,8 @@ def merged(answers: Iterable[jobs.JobInfo]) -> list[jobs.JobInfo]:
     return sorted(best.values(), key=lambda each: -each.started)
 
 
-def _how_much(info: jobs.JobInfo) -> tuple[int, int]:
-    return _PHASES.index(info.phase), len(info.machines)
+def _how_much(info: jobs.JobInfo) -> tuple[int, int, bool]:
+    return _PHASES.index(info.phase), len(info.machines), bool(info.problem)
 
 
 def one_job(text: str, found: Sequence[jobs.JobInfo]) -> jobs.JobInfo:

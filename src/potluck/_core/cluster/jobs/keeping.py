@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 
@@ -14,7 +14,7 @@ from potluck._core.cluster.jobs.local_runner import LocalRunner
 from potluck._core.cluster.jobs.permissions import objection_to_asking
 from potluck._core.cluster.jobs.placement import COPIES, keepers_of
 from potluck._core.cluster.jobs.summary import Summary
-from potluck._core.wire import jobs
+from potluck._core.wire import jobs, peers
 from potluck._core.wire.format import decoded
 from potluck.errors import LinkError, PotluckError
 
@@ -26,9 +26,18 @@ _ANSWER_S = 5.0
 class Keeping:
     """The history (``agent.history``) of the jobs in ``runners``, which this node knows."""
 
-    def __init__(self, agent: AgentParts, runners: Mapping[str, LocalRunner]) -> None:
+    def __init__(
+        self,
+        agent: AgentParts,
+        runners: Mapping[str, LocalRunner],
+        why_waits: Callable[[str], str] = lambda job: "",
+    ) -> None:
+        """``why_waits(job)``: why a job waits for machines, in words."""
         self._agent = agent
         self._runners = runners
+        self._why_waits = why_waits
+        self._waiting: frozenset[str] = frozenset()
+        self._known: frozenset[str] = frozenset()
         agent.links.on_request(jobs.HistoryQuestion, self._asked)
 
     def placed(self, runner: LocalRunner) -> None:
@@ -60,6 +69,18 @@ class Keeping:
         """This node has the job of ``spec`` no more."""
         self._agent.history.let_go(spec)
         self._agent.log.forget(key_of(spec.job, spec.starter))
+
+    def listed(self, running: Collection[str], waiting: Collection[str]) -> None:
+        """The leader has the jobs ``running``, and those ``waiting``."""
+        known = frozenset((*running, *waiting))
+        if known != self._known:
+            self._known, self._waiting = known, frozenset(waiting)
+            self._agent.history.waits_no_more(known)
+
+    @property
+    def waiting(self) -> frozenset[str]:
+        """The jobs that wait for machines, as the leader said last."""
+        return self._waiting
 
     def runs(self, runner: LocalRunner) -> None:
         """The first worker on this node was started."""
@@ -99,9 +120,7 @@ class Keeping:
         nodes = dict.fromkeys(each.node for each in runner.places)
         return label(runner.spec.starter), [(node, label(node)) for node in nodes]
 
-    async def _asked(
-        self, node: str, question: jobs.HistoryQuestion
-    ) -> jobs.History | jobs.Kept | jobs.LogLines:
+    async def _asked(self, node: str, question: jobs.HistoryQuestion) -> peers.ResponseContent:
         view, reader = self._agent.plane.view, False
         entry = None
         if isinstance(question, jobs.LogRequest):
@@ -114,6 +133,12 @@ class Keeping:
                 return await self._history(question)
             case jobs.KeepEnd():
                 return await self._keep_end(question)
+            case jobs.KeepQueued(spec):
+                self._check(spec)
+                await self._agent.history.waits(spec, self._agent.names.label(spec.starter))
+                return jobs.Kept()
+            case jobs.SpecRequest(job, starter):
+                return jobs.Spec((await self._entry(job, starter)).spec)
             case jobs.LogRequest():
                 return await self._lines(question)
 
@@ -130,7 +155,7 @@ class Keeping:
     async def _history(self, question: jobs.HistoryRequest) -> jobs.History:
         answer = await self._agent.history.answer(question)
         if not question.starter:
-            return answer
+            return jobs.History(tuple(map(self._with_why, answer.jobs)))
         key = key_of(question.job, question.starter)
         held = await asyncio.to_thread(self._agent.log.held, key)
         sources = tuple((name, *of) for name, of in held.items())[:1024]
@@ -140,12 +165,31 @@ class Keeping:
 
     async def _keep_end(self, question: jobs.KeepEnd) -> jobs.Kept:
         runner = self._runners.get(question.job)
-        if runner is None or not self._agent.vouching.is_genuine(runner.spec):
-            raise LinkError("no such job was started, as far as this node knows")
+        if runner is None:  # it never began
+            entry = await self._entry(question.job)
+            spec, where = entry.spec, (entry.machine, [*entry.machines])
+        else:
+            spec, where = runner.spec, self._whereabouts(runner)
+        self._check(spec)
         summary = decoded(_summaries, question.summary, "the summary of a job")
-        where = self._whereabouts(runner)
-        await self._agent.history.end(runner.spec, *where, summary, question.when)
+        await self._agent.history.end(spec, *where, summary, question.when)
         return jobs.Kept()
+
+    def _check(self, spec: jobs.JobSpec) -> None:
+        if not self._agent.vouching.is_genuine(spec):
+            raise LinkError("no such job was started, as far as this node knows")
+
+    async def _entry(self, job: str, starter: str = "") -> Entry:
+        """A job that waits here; LinkError if there is none."""
+        for each in await self._agent.history.found(job):
+            is_it = each.spec.job == job and starter in ("", each.spec.starter)
+            if is_it and each.phase == "queued":
+                return each
+        raise LinkError("no such job was started, or waits, as far as this node knows")
+
+    def _with_why(self, info: jobs.JobInfo) -> jobs.JobInfo:
+        why = self._why_waits(info.job) if info.phase == "queued" else ""
+        return msgspec.structs.replace(info, problem=why[:512]) if why else info
 
     async def _lines(self, question: jobs.LogRequest) -> jobs.LogLines:
         log, key = self._agent.log, key_of(question.job, question.starter)
@@ -170,4 +214,4 @@ class Keeping:
     def _is_known(self, job: str, starter: str) -> bool:
         """Whether the cluster has this job, as far as this node knows."""
         runner = self._runners.get(job)
-        return runner is not None and runner.spec.starter == starter
+        return job in self._waiting or (runner is not None and runner.spec.starter == starter)

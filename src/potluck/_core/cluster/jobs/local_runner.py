@@ -83,6 +83,7 @@ class LocalRunner:
         self._code_store = code_store
         self._must_wait = must_wait
         self._on_running = on_running
+        self._confinement = agent.confinement.part_of(order.spec)
         self._launch: Launch | None = None
         self._opening: asyncio.Task[JobFolder] | None = None
         self._folder: JobFolder | None = None
@@ -133,6 +134,7 @@ class LocalRunner:
             process.signal(SIGKILL)
         for process in self._processes.values():
             await process.release()
+        self._agent.confinement.give_back(self.spec.job)
         for link in list(self._links.values()):
             link.abort()
         if self._broker is not None:
@@ -177,7 +179,7 @@ class LocalRunner:
                 make = self._agent.worker_homes.make
                 self._worker_home = await asyncio.to_thread(make, spec.job)
             worker_home = self._worker_home
-            sandbox = self._agent.confinement.sandbox_of(spec, self._agent.me)
+            sandbox = self._confinement.sandbox_of(spec, self._agent.me)
             if sandbox is not None and not sandbox.has_network and self._broker is None:
                 self._broker = self._agent.broker(worker_home / BROKER_FILE, self._may_dial)
             if spec.plan is not None and self._awaits_environment:
@@ -189,6 +191,7 @@ class LocalRunner:
             self._error = f"this is potluck's fault, please report it: {why(error)}"[:4000]
         else:
             self._launch = self._agent.launcher(
+                self._confinement,
                 spec,
                 self._folder,
                 worker_home,
@@ -440,7 +443,7 @@ class LocalRunner:
         self._happened(worker_link.WorkerNote("", worker_link.clip(text)))
 
     def _line(self, worker: str, stream: str, text: str, end: jobs.End) -> None:
-        if self._agent.confinement.is_memory_error(text):
+        if self._confinement.is_memory_error(text):
             self._short_of_memory.add(worker)
         if self.spec.is_local:
             self._agent.plane.to_leader(jobs.Output(self.spec.job, worker, stream, text, end))
@@ -555,7 +558,7 @@ class LocalRunner:
 
     async def _why_ended(self, worker: str, process: WorkerProcess, code: int) -> str:
         """Why the process ended with ``code``, if the owner's limits were the reason."""
-        confinement = self._agent.confinement
+        confinement = self._confinement
         if code != 0 and confinement.limits.memory_bytes:
             # Its last words may not have been read yet; it may be stopped while it writes them.
             await process.release()

@@ -57,6 +57,8 @@ ASKERS: dict[type, Role] = {
     jobs.HistoryRequest: Role.MEMBER,
     jobs.KeepEnd: Role.LEADER,
     jobs.LogRequest: Role.READER,
+    jobs.KeepQueued: Role.LEADER,
+    jobs.SpecRequest: Role.LEADER,
 }
 """The role of a node that asks about jobs; a node's own commands ask in its name."""
 

@@ -24,10 +24,7 @@ def place(
     node's, also while that is away.
     """
     used = {each.node for each in taken}
-    ordered = sorted(nodes, key=lambda node: node != spec.starter)
-    if spec.only:
-        ordered = [node for node in ordered if node in spec.only]
-    new = [node for node in ordered if node not in used]
+    new = [node for node in preferred(spec, nodes) if node not in used]
     if spec.max_nodes:
         new = new[: max(0, spec.max_nodes - len(used))]
     added = [
@@ -60,6 +57,13 @@ def rank_in_words(worker: str, group: Sequence[str], world: WorldSpec) -> str:
     was started for; a worker that came later has its own number there."""
     members = group if worker in group else world.members
     return str(members.index(worker)) if worker in members else worker
+
+
+def preferred(spec: JobSpec, nodes: Sequence[str]) -> list[str]:
+    """Those of ``nodes`` (in order of seniority) that may run the job of ``spec``, by its own
+    options, in the order in which it takes them: the starter first."""
+    ordered = sorted(nodes, key=lambda node: node != spec.starter)
+    return [node for node in ordered if node in spec.only or not spec.only]
 
 
 @dataclass(eq=False, repr=False)
@@ -142,6 +146,8 @@ class Placement:
         """Give places to those of ``nodes`` that have none and can take part; ``note`` gets why
         others can't."""
         fitting, taken = [], set(self.nodes)
+        if self.spec.max_nodes and len(taken) >= self.spec.max_nodes:
+            return
         for node in nodes:
             if node in taken or self._is_fit(node, note):
                 fitting.append(node)

@@ -7,7 +7,11 @@ under its limits: ``cluster/jobs/shim.py`` sets them before the script starts.
 
 from __future__ import annotations
 
+import copy
 import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -27,18 +31,54 @@ _MEMORY_ERROR = re.compile(r"MemoryError|bad_alloc|[Cc]an(?:no|')t allocate memo
 class Confinement:
     """The limits of all workers here, from construction to ``close``."""
 
-    def __init__(self, limits: Limits, sandbox: Sandbox | None = None) -> None:
-        """Scripts of other members run in ``sandbox``, if there is one."""
+    def __init__(
+        self, limits: Limits, sandbox: Sandbox | None = None, num_gpus: Callable[[], int] = int
+    ) -> None:
+        """Scripts of other members run in ``sandbox``, if there is one. The machine has
+        ``num_gpus()`` GPUs."""
         self.limits = limits
         self.sandbox = sandbox
+        self._num_gpus = num_gpus
         self._cgroup: cgroups.Cgroup | None = None
         self._why_none = ""
+        self._processors: tuple[int, ...] = ()
+        """Of the part of one job; empty: those of ``limits``."""
+        self._is_asked = False
+        """Whether the job itself asked for no more memory than that."""
+        self._parts: dict[str, Confinement] = {}
+        """By job: the part of each that does not get all."""
         if limits.cpus or limits.memory_bytes:
             made = cgroups.make(limits)
             if isinstance(made, str):
                 self._why_none = made
             else:
                 self._cgroup = made
+
+    def part_of(self, spec: JobSpec) -> Confinement:
+        """What the workers of ``spec`` get of this machine, until ``give_back``: all, or the cores,
+        GPUs and memory that it asked for, those that the fewest other jobs have."""
+        if not spec.cores or spec.job in self._parts:
+            return self._parts.get(spec.job, self)
+        others, limits = list(self._parts.values()), self.limits
+        cpus = limits.processors(list(usable_cpus())) or sorted(usable_cpus())
+        gpus = limits.gpus or tuple(map(str, range(self._num_gpus())))
+        used = Counter(cpu for each in others for cpu in each._processors)
+        busy = Counter(gpu for each in others for gpu in each.limits.gpus or ())
+        part = copy.copy(self)
+        part._processors = tuple(sorted(sorted(cpus, key=used.__getitem__)[: spec.cores]))
+        part.limits = replace(
+            limits,
+            cpus=len(part._processors),
+            gpus=tuple(sorted(gpus, key=busy.__getitem__)[: spec.gpus]) if gpus else limits.gpus,
+            memory_bytes=spec.memory_bytes or limits.memory_bytes,
+        )
+        part._is_asked = bool(spec.memory_bytes)
+        self._parts[spec.job] = part
+        return part
+
+    def give_back(self, job: str) -> None:
+        """The workers of ``job`` have ended."""
+        self._parts.pop(job, None)
 
     def describe(self) -> str:
         """The limits, and what enforces them; empty without limits."""
@@ -73,7 +113,8 @@ class Confinement:
     def memory_of(self, num_workers: int) -> int:
         """The bytes of memory that each of ``num_workers`` gets by itself: 0 where nothing bounds
         it, and where a control group bounds them all together."""
-        return 0 if self._cgroup is not None else self.limits.memory_bytes // num_workers
+        is_held = self._cgroup is not None and not self._is_asked
+        return 0 if is_held else self.limits.memory_bytes // num_workers
 
     def orders(self, num_workers: int) -> dict[str, object]:
         """What ``shim.py`` has to set for a worker, one of ``num_workers`` of its job here."""
@@ -81,10 +122,10 @@ class Confinement:
         orders: dict[str, object] = {}
         if self._cgroup is not None:
             orders["cgroup"] = str(self._cgroup.path)
-        elif memory := self.memory_of(num_workers):
+        if memory := self.memory_of(num_workers):
             orders["data"] = memory
         if limits.cpus:
-            orders["cpus"] = limits.processors(list(usable_cpus()))
+            orders["cpus"] = list(self._processors) or limits.processors(list(usable_cpus()))
         if limits.nice:
             orders["nice"] = limits.nice
         return orders
@@ -101,9 +142,12 @@ class Confinement:
         was_killed = self._cgroup is not None and self._cgroup.was_out_of_memory() and code < 0
         if not (was_killed or said_so):
             return ""
+        size = in_units(self.limits.memory_bytes)
+        if self._is_asked:
+            return f"out of memory: this job asked for {size} on each machine (--memory)"
         return (
-            f"out of memory: the owner of this machine gives {in_units(self.limits.memory_bytes)} "
-            "to all jobs (potluck up --memory)"
+            f"out of memory: the owner of this machine gives {size} to all jobs (potluck up "
+            "--memory)"
         )
 
     async def close(self) -> None:

@@ -87,17 +87,30 @@ def parse_memory(text: str, total: int) -> int:
     wanted = text.strip()
     if wanted.endswith("%") and wanted[:-1].isdecimal() and 0 < int(wanted[:-1]) <= 100:
         size = total * int(wanted[:-1]) // 100
-    elif (match := _SIZE.fullmatch(wanted)) is not None:
-        size = int(float(match[1]) * 1024 ** _POWERS[match[2].upper()])
     else:
-        raise ConfigurationError(f"--memory {text!r}: write a size, 8GiB or 500M, or a part, 50%")
+        size = parse_size(text, ", or a part, 50%")
+    _check_size(size, text)
+    if size > total:
+        raise ConfigurationError(f"--memory {text}: this machine has {in_units(total)}")
+    return size
+
+
+def parse_size(text: str, or_else: str = "") -> int:
+    """The bytes that ``text`` means: ``8GiB``, ``500M``; units are powers of 1024.
+    ConfigurationError, with what else may be written (``or_else``), if it means none."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigurationError(f"--memory {text!r}: write a size, 8GiB or 500M{or_else}")
+    size = int(float(match[1]) * 1024 ** _POWERS[match[2].upper()])
+    _check_size(size, text)
+    return size
+
+
+def _check_size(size: int, text: str) -> None:
     if size < MIN_MEMORY:
         raise ConfigurationError(
             f"--memory {text}: a worker needs at least {in_units(MIN_MEMORY)} to start"
         )
-    if size > total:
-        raise ConfigurationError(f"--memory {text}: this machine has {in_units(total)}")
-    return size
 
 
 def _parse_gpus(text: str) -> tuple[str, ...] | None:

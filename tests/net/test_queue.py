@@ -1,0 +1,127 @@
+"""Jobs that wait for machines: begun in turn, under whichever leader, once."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.commands import Command, comes_true
+from support.machines import Machine, cluster_of, form, leader_of
+from support.sums import TRAINING
+
+pytestmark = pytest.mark.needs_root_netns
+
+RAN = """
+import os, pathlib, potluck, sys
+ctx = potluck.init()
+with open(sys.argv[1], "a") as file:
+    file.write(f"{os.environ['POTLUCK_NAME']} {ctx.world_size} {len(os.sched_getaffinity(0))}\\n")
+ctx.close()
+"""
+WAITING = """
+import os, pathlib, potluck, sys, time
+ctx = potluck.init()
+print("has", len(os.sched_getaffinity(0)), flush=True)
+while not pathlib.Path(sys.argv[1]).exists():
+    time.sleep(0.05)
+ctx.close()
+"""
+
+
+def states(machine: Machine) -> dict[str, str]:
+    """By job: its state, and why."""
+    done = machine.runs("jobs", "--json")
+    found: list[dict[str, Any]] = json.loads(done.stdout)["jobs"]
+    return {each["job"].partition("-")[0]: f"{each['state']} {each['problem']}" for each in found}
+
+
+def script(folder: Path, name: str, text: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.py").write_text(text)
+    return folder / f"{name}.py"
+
+
+def is_waiting(run: Command, reason: str) -> None:
+    run.wait_for(lambda line: " waits: it needs " in line and reason in line)
+
+
+def test_a_job_waits_for_machines_and_begins_when_they_are_free(tmp_path: Path) -> None:
+    long = script(tmp_path / "long", "long", WAITING)
+    short = script(tmp_path / "short", "short", RAN)
+    stop, ran = tmp_path / "stop", tmp_path / "ran"
+    with cluster_of(2, tmp_path / "homes") as (ada, bob):
+        form(ada, bob)
+        with ada.run(long, stop) as first:
+            first.wait_for("has")
+            refused = bob.runs("run", "--now", str(short), str(ran))
+            assert refused.returncode == 2
+            assert "it can't start now: it needs 1 machine, 0 are free; ada's long-" in (
+                refused.stderr
+            )
+            with bob.run(short, ran) as second:
+                is_waiting(second, "ada's long-")
+                assert states(ada)["short"].startswith("queued it needs 1 machine, 0 are free")
+                assert states(ada)["long"].startswith("running")
+                with ada.run("--priority", "5", short, ran, "urgent") as third:
+                    is_waiting(third, "ada's long-")
+                    third.process.send_signal(signal.SIGINT)
+                    assert third.finish() == 130, third.text
+                assert not ran.exists()
+                stop.touch()
+                assert first.finish() == 0, first.text
+                assert second.finish() == 0, second.text
+        assert len(ran.read_text().splitlines()) == 2
+        assert comes_true(lambda: states(bob)["short"].startswith("ended"), 10)
+
+
+def test_small_jobs_share_a_machine_and_each_has_its_cores(tmp_path: Path) -> None:
+    job = script(tmp_path / "job", "small", WAITING)
+    stop = tmp_path / "stop"
+    part = ("--cores", "1", "--min-nodes", "1", "--nodes", "1")
+    with cluster_of(2, tmp_path / "homes") as (ada, bob):
+        form(ada, bob)
+        with ada.run(*part, job, stop) as one, ada.run(*part, job, stop) as two:
+            assert one.wait_for("has") == "[0 ada] has 1"
+            assert two.wait_for("has") == "[0 ada] has 1"
+            with bob.run("--min-nodes", "2", job, stop) as whole:
+                is_waiting(whole, "2 machines, 1 is free")
+                stop.touch()
+                assert [each.finish() for each in (one, two, whole)] == [0, 0, 0]
+
+
+def test_a_job_that_waits_begins_once_under_the_next_leader(tmp_path: Path) -> None:
+    short = script(tmp_path / "short", "short", RAN)
+    ran = tmp_path / "ran"
+    with cluster_of(3, tmp_path / "homes") as machines:
+        form(*machines)
+        leader = leader_of(machines)
+        starter, other = (each for each in machines if each is not leader)
+        only = f"{starter.name},{other.name}"
+        with other.run("--on", only, TRAINING, tmp_path / "stop") as first:
+            first.wait_for("step 5 of 2")
+            with starter.run("--on", only, short, ran) as second:
+                is_waiting(second, f"{other.name}'s ")
+                leader.kill()
+                starter.sees(starter, other)
+                again = len(first.lines)
+                first.wait_for(lambda line: "of 2" in line and line in first.lines[again:])
+                assert not ran.exists()
+                (tmp_path / "stop").touch()
+                assert first.finish() == 0, first.text
+                assert second.finish() == 0, second.text
+        assert sorted(line.split()[0] for line in ran.read_text().splitlines()) == sorted(
+            [starter.name, other.name]
+        )
+
+
+def test_a_job_ends_when_its_time_is_over(tmp_path: Path) -> None:
+    job = script(tmp_path / "job", "long", WAITING)
+    with cluster_of(2, tmp_path / "homes") as (ada, bob):
+        form(ada, bob)
+        with ada.run("--time", "3s", job, tmp_path / "stop") as run:
+            run.wait_for("as long as it may by its --time")
+            assert run.finish() == 143, run.text
