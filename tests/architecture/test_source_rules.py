@@ -24,6 +24,7 @@ SMALL = {
     "_core/collectives/doubling.py": "one file for each algorithm",
     "_core/engine/arrays/kernels.py": "the seam between the native kernels and their twins",
     "_core/optional.py": "imported by every package that needs an optional one",
+    "_core/wire/versions.py": "mostly a list of names, which greetings and formats ask",
     "_core/portable_math.py": "imported by packages that do not know each other",
     "_core/version.py": "read before anything else is imported",
     "_core/wire/broker.py": "messages of agents and sandboxes, which do not know each other",

@@ -130,6 +130,12 @@ def show_nodes(cluster: NodesReply) -> None:
     _show_links(cluster, names, console)
     lines = [
         *_versions(cluster.nodes, names),
+        *(
+            f"{names[each.node]}: its potluck is too old for this machine's jobs. Enter there: "
+            f"{each.upgrade}"
+            for each in cluster.nodes
+            if each.upgrade
+        ),
         _sites(cluster.nodes, names),
         _engines(cluster.nodes, names),
         *(f"{names[each.node]}: {text}" for each in cluster.nodes if (text := _terms(each))),

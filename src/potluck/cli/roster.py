@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from potluck._core.version import VERSION
 from potluck.cli.terminal import console_on, date, print_json, table_of
 from potluck.errors import PotluckError
 
@@ -27,7 +28,9 @@ def nodes(
     With --json: {"version": 1, "open", "cluster" (null if open), "codes_needed" (recovery codes, 0:
     there are none), "nodes": [...]}; each node has
     node, name, role, since and until (Unix times; until 0: no end), reason, last_seen (Unix time,
-    0: never), is_here (this machine has a link to it now, or is it), site (empty: not told).
+    0: never), is_here (this machine has a link to it now, or is it), site (empty: not told),
+    potluck (the release there, empty: not told), upgrade (what to enter there if that release is
+    too old to run jobs of this machine; else empty).
     """
     from potluck._core.cluster.trust.credentials import load_admissions, load_node_credentials
     from potluck._core.settings import load_settings
@@ -95,6 +98,12 @@ def _rows(settings: Settings, me: str) -> list[dict[str, Any]]:
                 "last_seen": met.last if met else 0,
                 "is_here": node == me or node in linked,
                 "site": linked[node].site if node in linked else "",
+                "potluck": linked[node].potluck
+                if node in linked
+                else VERSION
+                if node == me
+                else "",
+                "upgrade": linked[node].upgrade if node in linked else "",
             }
         )
     return rows
@@ -117,7 +126,8 @@ def _of_only_admin(rows: list[dict[str, Any]]) -> str:
 
 def _show(rows: list[dict[str, Any]], me: str) -> None:
     sites = ("site",) if any(row["site"] for row in rows) else ()
-    table = table_of("machine", *sites, "node", "role", "since", "until", "last seen")
+    columns = ("machine", *sites, "node", "role", "potluck", "since", "until", "last seen")
+    table = table_of(*columns)
     for row in rows:
         seen = "this machine" if row["node"] == me else "now" if row["is_here"] else None
         reason = f" ({row['reason']})" if row["reason"] else ""
@@ -126,8 +136,15 @@ def _show(rows: list[dict[str, Any]], me: str) -> None:
             *((row["site"] or "-",) if sites else ()),
             row["node"][:12],
             (row["role"] or "-") + reason,
+            (row["potluck"] or "-") + (" (other)" if row["potluck"] not in ("", VERSION) else ""),
             date(row["since"]),
             date(row["until"]),
             seen or date(row["last_seen"]),
         )
     console_on().print(table)
+    for row in filter(lambda row: row["upgrade"], rows):
+        called = row["name"] or row["node"][:12]
+        typer.echo(
+            f"The potluck of {called} is too old to run jobs of this machine. Enter there: "
+            f"{row['upgrade']}"
+        )

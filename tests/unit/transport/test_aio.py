@@ -8,11 +8,13 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 
+import msgspec
 import pytest
 
 from potluck._core.transport import aio
 from potluck._core.transport.listener import Limits
 from potluck._core.wire.greeting import GREETING, Hello, Refusal, Welcome
+from potluck._core.wire.versions import NEWEST
 from potluck.errors import ConfigurationError, LinkError, ProtocolError, Refused, WrongSecret
 from support.knocking import client_hello, do_hear, do_knock, knocked_streams, raw
 from support.links import new_credentials
@@ -82,9 +84,10 @@ def test_peers_learn_each_others_identity_and_talk() -> None:
             reader, writer, welcome = await aio.connect(
                 "127.0.0.1", host.server.port, hello(worker="2"), mine
             )
-            assert welcome == Welcome(rank=5)
+            assert welcome == Welcome(rank=5, newest=NEWEST)
             assert aio.peer_identity(writer).node == host.credentials.node_id
-            assert host.asked == [(hello(worker="2"), mine.node_id)]
+            said = msgspec.structs.replace(hello(worker="2"), newest=NEWEST)
+            assert host.asked == [(said, mine.node_id)]
             await aio.end(writer)
             del reader
 

@@ -28,7 +28,7 @@ from potluck._core.forks import Owner
 from potluck._core.transport import aio
 from potluck._core.transport.credentials import Credentials
 from potluck._core.wire import worker_link
-from potluck._core.wire.greeting import WORKER, Hello
+from potluck._core.wire.greeting import WORKER, Hello, common_version
 from potluck.errors import AgentLost, ConfigurationError, LinkError, PotluckError
 
 LONG_S = 2.0
@@ -271,7 +271,7 @@ class AgentLink:
         self._tasks = Tasks()
         self._done = asyncio.Event()
         try:
-            reader, writer, _ = await aio.connect(
+            reader, writer, welcome = await aio.connect(
                 self._host, self._port, self._hello, self.credentials
             )
         except (PotluckError, TimeoutError) as error:
@@ -279,7 +279,11 @@ class AgentLink:
             self._failure = error if isinstance(error, PotluckError) else failure
             return
         self._link = link = aio.MessageLink(
-            reader, writer, received=worker_link.FROM_AGENT, sent=worker_link.TO_AGENT
+            reader,
+            writer,
+            received=worker_link.FROM_AGENT,
+            sent=worker_link.TO_AGENT,
+            version=common_version(welcome),
         )
         listening = asyncio.create_task(self._listen(link))
         looking = start_task(

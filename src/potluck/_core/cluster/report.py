@@ -16,7 +16,9 @@ from potluck._core.cluster.trust.admission_file import AdmissionFile
 from potluck._core.transport.credentials import Credentials
 from potluck._core.wire import local
 from potluck._core.wire.facts import NodeFacts
+from potluck._core.wire.format import Versions
 from potluck._core.wire.nodes import View
+from potluck._core.wire.versions import JOBS_SINCE
 from potluck.errors import PotluckError
 
 
@@ -98,6 +100,7 @@ class Report:
             python=introduction.versions.python if introduction else "",
             torch=introduction.versions.torch if introduction else "",
             potluck=introduction.versions.potluck if introduction else "",
+            upgrade=_upgrade(introduction.versions) if introduction else "",
             cores=facts.cores,
             memory_bytes=facts.memory_bytes,
             accelerators=facts.accelerators,
@@ -109,6 +112,10 @@ class Report:
             paused=offer is not None and offer.is_paused,
             secret=self.credentials.namespace if is_me else self.exchange.namespaces.get(node, ""),
         )
+
+
+def _upgrade(versions: Versions) -> str:
+    return versions.upgrade if versions.protocol < JOBS_SINCE else ""
 
 
 def _role(node: str, view: View | None) -> str:

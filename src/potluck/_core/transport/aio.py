@@ -24,11 +24,20 @@ from potluck._core.transport.credentials import Credentials, Identity, identity_
 from potluck._core.transport.failures import translated
 from potluck._core.transport.handshake import check_identity, hear_knock, knock, objection, welcomed
 from potluck._core.transport.tcp import tune
-from potluck._core.wire.format import PREFIX_BYTES, MessageFormat
-from potluck._core.wire.greeting import GREETING, Greeting, Hello, Welcome
+from potluck._core.wire.format import PREFIX_BYTES, MessageFormat, UnknownMessage
+from potluck._core.wire.greeting import (
+    GREETING,
+    Greeting,
+    Hello,
+    Welcome,
+    sent_greeting,
+)
+from potluck._core.wire.versions import NEWEST
 from potluck.errors import LinkError, ProtocolError, Refused, SecurityError
 
 _log = logging.getLogger(__name__)
+
+_MAX_TOLD = 16
 
 T = TypeVar("T")
 Received = TypeVar("Received")
@@ -55,7 +64,7 @@ async def read_greeting(reader: asyncio.StreamReader) -> Greeting:
 
 async def write_greeting(writer: asyncio.StreamWriter, message: Greeting) -> None:
     """Send one greeting and wait until the socket took it. No deadline."""
-    writer.write(GREETING.encode(message))
+    writer.write(sent_greeting(message))
     await writer.drain()
 
 
@@ -164,7 +173,7 @@ class Server:
     """Listens on ``host:port`` (0: any; see ``port``) from construction to ``close``, and runs
     ``greeted`` in a task of its own for each caller.
 
-    A caller reaches ``greeted`` once TLS is up and its HELLO has this version;
+    A caller reaches ``greeted`` once TLS is up and its HELLO has a version that is spoken here;
     ``greeted`` writes WELCOME or REFUSAL. The connection ends when it returns. After
     ``on_broken(error)`` no connection is accepted. ConfigurationError if the port can't be had.
     """
@@ -285,7 +294,8 @@ class MessageLink(Generic[Received, Sent]):
     formats of those that the other side and this side may send.
 
     Sending never blocks. If the other side does not read, the link ends once ``max_unsent`` bytes
-    wait to be sent.
+    wait to be sent. ``version`` is the one of the protocol that both sides speak: a message that
+    the other side does not know is not sent, one that this side does not know is dropped.
     """
 
     reader: asyncio.StreamReader
@@ -294,10 +304,12 @@ class MessageLink(Generic[Received, Sent]):
     received: MessageFormat[Received]
     sent: MessageFormat[Sent]
     max_unsent: int = 4 << 20
+    version: int = NEWEST
 
     def __post_init__(self) -> None:
         self.reason = ""
         """Why this side ended the link; empty if it did not."""
+        self._dropped: set[str] = set()
 
     @property
     def unsent(self) -> int:
@@ -307,14 +319,24 @@ class MessageLink(Generic[Received, Sent]):
     async def receive(self) -> Received:
         """The next message. LinkError when the link has ended, ProtocolError for bytes that are no
         message. No deadline."""
-        try:
-            return await receive(self.reader, self.received)
-        except (asyncio.IncompleteReadError, OSError) as error:
-            raise LinkError(self.reason or "the other side ended the link") from error
+        while True:
+            try:
+                return await receive(self.reader, self.received)
+            except UnknownMessage as error:
+                self.drop(error)
+            except (asyncio.IncompleteReadError, OSError) as error:
+                raise LinkError(self.reason or "the other side ended the link") from error
+
+    def drop(self, unknown: UnknownMessage) -> None:
+        """A message of another release was dropped: say so, once for each type."""
+        if unknown.kind not in self._dropped and len(self._dropped) < _MAX_TOLD:
+            self._dropped.add(unknown.kind)
+            _log.warning("dropped a message of another release of potluck: %s", unknown)
 
     def send(self, message: Sent) -> bool:
-        """Send ``message``, without blocking; False, and dropped, if the link has ended."""
-        if self.writer.transport.is_closing():
+        """Send ``message``, without blocking; False, and dropped, if the link has ended or the
+        other side does not know such messages."""
+        if self.writer.transport.is_closing() or not self.sent.is_known(message, self.version):
             return False
         self.writer.write(self.sent.encode(message))
         if self.unsent > self.max_unsent:

@@ -34,13 +34,15 @@ from potluck._core.transport.tcp import TcpLink, secured, tune
 from potluck._core.wire.format import PREFIX_BYTES
 from potluck._core.wire.greeting import (
     GREETING,
-    PROTOCOL_VERSION,
     WORKER,
     Greeting,
     Hello,
     Refusal,
     Welcome,
+    common_version,
+    sent_greeting,
 )
+from potluck._core.wire.versions import NEWEST, OLDEST
 from potluck.errors import (
     LinkError,
     PotluckError,
@@ -161,7 +163,7 @@ def _connect_once(
         if hello.kind == "data" and memory is not None:
             offered = offer_link_memory(*memory)
         said = msgspec.structs.replace(hello, memory=None if offered is None else offered.offer)
-        drive(write_all(tls, GREETING.encode(said)), tls, limit, "sending HELLO", peer, cancelled)
+        drive(write_all(tls, sent_greeting(said)), tls, limit, "sending HELLO", peer, cancelled)
         # The server may hold a newcomer back until it is ready itself: the whole deadline counts.
         answer = drive(
             read_greeting(tls), tls, patience.deadline, "waiting for WELCOME", peer, cancelled
@@ -186,8 +188,8 @@ def welcomed(answer: Greeting, peer: str) -> Welcome:
         raise Refused(f"{peer} refused this connection: {answer.reason}", answer.code)
     if not isinstance(answer, Welcome):
         raise ProtocolError(f"{peer} answered HELLO with another HELLO")
-    if answer.version != PROTOCOL_VERSION:
-        raise Refused(_version_text(peer, answer.version), "version")
+    if not common_version(answer):
+        raise Refused(_version_text(peer, "this machine", answer), "version")
     return answer
 
 
@@ -290,7 +292,7 @@ def receive_hello(tls: TlsSocket, credentials: Credentials) -> Steps[tuple[Hello
     client = identity_of_certificate(tls.getpeercert(binary_form=True))
     refusal = credentials.refusal_of(client)
     if refusal is not None:
-        yield from write_all(tls, GREETING.encode(refusal))
+        yield from write_all(tls, sent_greeting(refusal))
         raise Refused(f"node {client.node[:12]} was refused: {refusal.reason}", refusal.code)
     hello = yield from read_greeting(tls)
     if not isinstance(hello, Hello):
@@ -311,8 +313,9 @@ def check_identity(server: Identity, peer: str, credentials: Credentials) -> Non
 def objection(hello: Hello, client: Identity, credentials: Credentials) -> Refusal | None:
     """Why a server must refuse ``hello`` from ``client``, whatever takes this kind of connection,
     or None."""
-    if hello.version != PROTOCOL_VERSION:
-        return Refusal("version", _version_text("this node", PROTOCOL_VERSION, hello.version))
+    if not common_version(hello):
+        caller = f"the machine that called (node {client.node[:12]})"
+        return Refusal("version", _version_text(caller, "the machine that was called", hello))
     is_worker_elsewhere = client.job and not credentials.job  # it calls the node itself
     if is_worker_elsewhere and (hello.kind, hello.job) != (WORKER, client.job):
         return Refusal(
@@ -323,10 +326,14 @@ def objection(hello: Hello, client: Identity, credentials: Credentials) -> Refus
     return None
 
 
-def _version_text(who: str, theirs: int, ours: int = PROTOCOL_VERSION) -> str:
+def _version_text(they: str, we: str, theirs: Hello | Welcome) -> str:
+    """Which of the two machines to upgrade, and how."""
+    newest = max(theirs.version, theirs.newest)
+    older, newer = (they, we) if newest < OLDEST else (we, they)
     return (
-        f"{who} speaks protocol version {theirs}, the other side version {ours}: "
-        "install the same potluck on both"
+        f"{they} speaks versions {theirs.version} to {newest} of potluck's protocol, {we} {OLDEST} "
+        f"to {NEWEST}: the potluck of {older} is too old for that of {newer}. Enter there: "
+        "python -m pip install --upgrade potluck"
     )
 
 

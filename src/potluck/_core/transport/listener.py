@@ -49,7 +49,7 @@ from potluck._core.transport.handshake import (
 from potluck._core.transport.link_memory import map_link_memory
 from potluck._core.transport.native_tls import TlsSocket
 from potluck._core.transport.tcp import TcpLink, secured, tune
-from potluck._core.wire.greeting import GREETING, Hello, Refusal, Welcome
+from potluck._core.wire.greeting import Hello, Refusal, Welcome, sent_greeting
 from potluck.errors import ConfigurationError, LinkError, PotluckError, Refused
 
 T = TypeVar("T")
@@ -577,7 +577,7 @@ class Listener:
                     memory = map_link_memory(hello.memory)
                 answer = msgspec.structs.replace(answer, memory=memory is not None)
             deadline = time.monotonic() + self._limits.timeout_s
-            drive(write_all(sock, GREETING.encode(answer)), sock, deadline, "answering", peer)
+            drive(write_all(sock, sent_greeting(answer)), sock, deadline, "answering", peer)
             if isinstance(answer, Welcome):
                 return TcpLink(sock, peer=peer, peer_node=node, memory=memory)
             _log.debug("refused %s: %s", peer, answer.reason)

@@ -3,12 +3,14 @@ their fields."""
 
 from __future__ import annotations
 
+import re
 import struct
 from typing import Annotated, Any, Generic, Protocol, TypeVar
 
 import msgspec
 
-from potluck._core.printable import MAX_NAME, PRINTABLE
+from potluck._core.printable import MAX_NAME, PRINTABLE, plain
+from potluck._core.wire.versions import KNOWN
 from potluck.errors import ProtocolError
 
 T = TypeVar("T")
@@ -17,6 +19,7 @@ T_co = TypeVar("T_co", covariant=True)
 PREFIX_BYTES = 4
 
 _LENGTH = struct.Struct("<I")
+_UNKNOWN_TYPE = re.compile(r"Invalid value '(.*)' - at `\$[.a-z_]*\.type`", re.DOTALL)
 
 
 class Decoder(Protocol[T_co]):
@@ -32,6 +35,22 @@ def decoded(decoder: Decoder[T], data: bytes | memoryview | str, name: str) -> T
         return decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"not {name}: {error}") from error
+
+
+class UnknownMessage(ProtocolError):
+    """A whole message whose type, or the type of what it carries, this release does not know: the
+    sender has another one. ``kind`` is the name of that type, ``number`` that of the request (0:
+    it is none)."""
+
+    def __init__(self, text: str, kind: str, number: int) -> None:
+        super().__init__(text)
+        self.kind = kind
+        self.number = number
+
+
+class _Numbered(msgspec.Struct):
+    type: str = ""
+    number: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] = 0
 
 
 class MessageFormat(Generic[T]):
@@ -68,8 +87,39 @@ class MessageFormat(Generic[T]):
         return length
 
     def decode(self, body: bytes) -> T:
-        """The message in ``body``; ProtocolError if it is no message of this type."""
-        return decoded(self._decoder, body, self.name)
+        """The message in ``body``; ProtocolError if it is no message of this type, UnknownMessage
+        if another release may know what it is."""
+        try:
+            return decoded(self._decoder, body, self.name)
+        except ProtocolError as error:
+            unknown = _UNKNOWN_TYPE.search(str(error))
+            if unknown is None:
+                raise
+            numbered = decoded(_NUMBERED, body, self.name)
+            kind = plain(unknown[1])[:64]
+            text = f"not {self.name}: this release knows no {kind!r}"
+            number = numbered.number if numbered.type == "Request" else 0
+            raise UnknownMessage(text, kind, number) from None
+
+    def is_known(self, message: T, version: int) -> bool:
+        """Whether a peer that speaks ``version`` knows the type of ``message``, and of each
+        message in it."""
+        known = KNOWN.get(version)
+        if known is None:
+            return True
+        parts = (message, *(getattr(message, name) for name in _fields(message)))
+        return all(
+            type(part).__name__ in known
+            for part in parts
+            if isinstance(part, msgspec.Struct) and part.__struct_config__.tag is not None
+        )
+
+
+_NUMBERED = msgspec.msgpack.Decoder(_Numbered)
+
+
+def _fields(message: Any) -> tuple[str, ...]:
+    return tuple(message.__struct_fields__)
 
 
 Name = Annotated[str, msgspec.Meta(max_length=256, pattern=PRINTABLE)]
@@ -81,7 +131,8 @@ Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 class Versions(msgspec.Struct, frozen=True):
     """The versions with which a node runs workers. ``torch`` is empty if it is not installed, or,
     in a job, if the script does not use it; ``python``, in a job that brings an environment.
-    ``executable`` is the path of Python; which wheels fit, ``kind`` says (see ``environments``)."""
+    ``executable`` is the path of Python; which wheels fit, ``kind`` says (see ``environments``).
+    ``protocol`` is the newest version of the protocol that its potluck speaks."""
 
     python: Name
     potluck: Name
@@ -91,6 +142,13 @@ class Versions(msgspec.Struct, frozen=True):
     byte_order: Name = "little"
     executable: Name = ""
     kind: Name = ""
+    protocol: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)] = 1
+
+    @property
+    def upgrade(self) -> str:
+        """What a person enters on that node to upgrade its potluck."""
+        python = self.executable or "python"
+        return f"{python} -m pip install --upgrade potluck, then start its potluck up again"
 
 
 MAX_PAIRS = 1024

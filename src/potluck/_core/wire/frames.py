@@ -33,12 +33,12 @@ from typing import NamedTuple
 import msgspec
 
 from potluck._core.wire.format import decoded
-from potluck._core.wire.greeting import PROTOCOL_VERSION
 from potluck.errors import ProtocolError
 
 _FRAME = struct.Struct("<2sBBIIIQIIQHBBi")
 FRAME_BYTES = _FRAME.size
 _MAGIC = b"PL"
+_VERSION = 1
 
 MAX_PAYLOAD = 16 * 1024 * 1024
 """The limit of a frame's payload in bytes, checked before memory is allocated."""
@@ -133,7 +133,7 @@ _rts = msgspec.msgpack.Decoder(Rts)
 def encode(frame: Frame) -> bytes:
     kind, epoch, channel, chunk, sequence, segment, length, fingerprint, source, *rest = frame
     return _FRAME.pack(
-        _MAGIC, PROTOCOL_VERSION, kind, epoch, channel, chunk, sequence, segment, length,
+        _MAGIC, _VERSION, kind, epoch, channel, chunk, sequence, segment, length,
         fingerprint, source, *rest,
     )  # fmt: skip
 
@@ -143,8 +143,8 @@ def decode(header: bytes | bytearray | memoryview) -> Frame:
     magic, version, number, *fields = _FRAME.unpack(header)
     if magic != _MAGIC:
         raise ProtocolError(f"not a potluck frame: it begins with {bytes(header[:4])!r}")
-    if version != PROTOCOL_VERSION:
-        raise ProtocolError(f"a frame of protocol {version}; this is protocol {PROTOCOL_VERSION}")
+    if version != _VERSION:
+        raise ProtocolError(f"a frame of protocol {version}; this is protocol {_VERSION}")
     kind = _KINDS.get(number)
     if kind is None:
         raise ProtocolError(f"a frame of unknown kind {number}")

@@ -5,7 +5,8 @@ little-endian u32 length in front, of at most ``MAX_GREETING`` bytes, which is c
 is allocated. No other data is sent before ``Welcome``: in TLS 1.3 a client's handshake ends before
 the server has verified the client's certificate.
 
-Unknown fields are ignored, so that peers of different versions can report the difference.
+Each side says the versions of the protocol that it speaks, from ``version`` to ``newest``
+(``versions.py``); releases of version 1 say no ``newest``. Unknown fields are ignored.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import msgspec
 
 from potluck._core.types import Engine, Site
 from potluck._core.wire.format import MessageFormat, Name
+from potluck._core.wire.versions import NEWEST, OLDEST
 
-PROTOCOL_VERSION = 1
 MAX_GREETING = 64 * 1024
 
 WORKER: Final = "worker"
@@ -60,7 +61,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     rank: int = -1
     to_rank: int = -1
     worker: str = ""
-    version: int = PROTOCOL_VERSION
+    version: int = OLDEST
     memory: LinkMemoryOffer | None = None
     port: int = 0
     world_size: int = 0
@@ -70,6 +71,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     via: Name = ""
     site: Site = ""
     for_files: bool = False
+    newest: int = 0
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
@@ -79,8 +81,9 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     """
 
     rank: int = -1
-    version: int = PROTOCOL_VERSION
+    version: int = OLDEST
     memory: bool = False
+    newest: int = 0
 
 
 class Refusal(msgspec.Struct, frozen=True, tag=True):
@@ -95,3 +98,16 @@ Greeting = Hello | Welcome | Refusal
 GREETING: MessageFormat[Greeting] = MessageFormat(
     Greeting, limit=MAX_GREETING, name="a potluck greeting"
 )
+
+
+def sent_greeting(message: Greeting) -> bytes:
+    """``message`` as it is sent, with the versions that this release speaks."""
+    if not isinstance(message, Refusal) and not message.newest:
+        message = msgspec.structs.replace(message, newest=max(NEWEST, message.version))
+    return GREETING.encode(message)
+
+
+def common_version(theirs: Hello | Welcome) -> int:
+    """The newest version of the protocol that the sender and this release speak; 0 if none."""
+    version = min(NEWEST, max(theirs.newest, theirs.version))
+    return version if version >= max(OLDEST, theirs.version) else 0

@@ -141,7 +141,8 @@ class NodeInfo(msgspec.Struct, frozen=True):
     ``latency_ms`` is one-way (0: not measured). ``limits``: what its owner gives to jobs, and
     ``runs_for``: whose jobs it runs, both in words (empty: all of it; not told). ``secret`` is the
     namespace of the secret that the node has, ``engine`` native or python, ``site`` where it
-    stands (empty: not told)."""
+    stands (empty: not told). ``upgrade``: what to enter there, if its potluck is too old to run
+    jobs of this node's."""
 
     node: Name
     name: Name
@@ -162,6 +163,7 @@ class NodeInfo(msgspec.Struct, frozen=True):
     secret: Name = ""
     engine: Name = ""
     site: Site = ""
+    upgrade: Text = ""
 
 
 class NodesReply(msgspec.Struct, frozen=True, tag=True):

@@ -157,11 +157,14 @@ def test_versions_that_do_not_fit_are_told_with_the_name_of_the_node() -> None:
     mine = own_versions()
     fits = msgspec.structs.replace(mine, python=mine.python.rpartition(".")[0] + ".99")
     assert differences("attic", mine, fits) == differences("laptop", mine, mine) == []
+    assert differences("attic", mine, msgspec.structs.replace(mine, potluck="9", protocol=3)) == []
     cases = {
         "has Python 3.9.1": msgspec.structs.replace(mine, python="3.9.1"),
         "has torch 1.0": msgspec.structs.replace(mine, torch="1.0"),
         "has no torch": msgspec.structs.replace(mine, torch=""),
-        "has potluck 9": msgspec.structs.replace(mine, potluck="9"),
+        "(there: /old/python -m pip install --upgrade potluck": msgspec.structs.replace(
+            mine, potluck="0.0.9", protocol=1, executable="/old/python"
+        ),
         "big-endian": msgspec.structs.replace(mine, byte_order="big"),
     }
     for text, theirs in cases.items():

@@ -21,7 +21,7 @@ from potluck._core.cluster.links.peers import KIND, PeerLinks, _host_of
 from potluck._core.cluster.topology.hardware import own_versions
 from potluck._core.transport import aio, binding
 from potluck._core.transport.credentials import Credentials
-from potluck._core.wire import admissions, nodes, peers
+from potluck._core.wire import admissions, jobs, nodes, peers
 from potluck._core.wire.greeting import Hello, Refusal, Welcome
 from potluck._core.wire.jobs import JobRuns, JobRunsRequest
 from potluck.errors import (
@@ -470,7 +470,9 @@ def test_a_peer_of_another_protocol_version_is_refused_in_clear_words() -> None:
         [ada] = await opened(stack, Agent())
         eve = new_credentials()
         hello = Hello(KIND, version=7)
-        with pytest.raises(Refused, match="install the same potluck on both") as caught:
+        with pytest.raises(
+            Refused, match=r"the machine that was called is too old .* pip install --upgrade"
+        ) as caught:
             await aio.connect("127.0.0.1", ada.server.port, hello, eve)
         assert caught.value.code == "version"
 
@@ -534,3 +536,46 @@ def test_a_link_local_end_without_a_scope_gets_the_interface_that_has_the_addres
     monkeypatch.setattr("psutil.net_if_addrs", lambda: {"eth3": [address]})
     assert _host_of(("fe80::7", 7, 0, 0)) == "fe80::7%eth3"
     assert _host_of(("fe80::8", 7, 0, 0)) == "fe80::8"
+
+
+def test_messages_of_another_release_cut_no_link_and_older_peers_get_none(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A peer of the first version of the protocol, which asks what is not known any more."""
+
+    async def story(stack: contextlib.AsyncExitStack) -> None:
+        [ada] = await opened(stack, Agent())
+        eve = Agent(2)
+        reader, writer, _ = await aio.connect(
+            "127.0.0.1", ada.server.port, Hello(KIND, newest=1), eve.credentials
+        )
+        stack.push_async_callback(aio.end, writer)
+        old = msgspec.structs.replace(own_versions(), protocol=1, potluck="0.0.9", executable="py")
+        me = peers.Introduction(2, "eve", eve.credentials.public_key, 7, old)
+        writer.write(peers.MESSAGE.encode(me))
+        await ada.sees("linked", eve.id)
+        for body in (
+            {"type": "Levitate"},
+            {"type": "Levitate"},
+            {"type": "Request", "number": 5, "content": {"type": "PartRequest"}},
+        ):
+            data = msgspec.msgpack.encode(body)
+            writer.write(len(data).to_bytes(4, "little") + data)
+        assert not ada.links.send(eve.id, peers.BulkCall())
+        with pytest.raises(LinkError, match=r"eve has potluck 0.0.9.* py -m pip install --upgrade"):
+            await ada.links.ask(eve.id, jobs.HistoryRequest(), jobs.History, timeout_s=None)
+        assert ada.links.send(eve.id, peers.Offer("none"))
+        writer.write(peers.MESSAGE.encode(peers.Offer("all")))
+        assert isinstance(await aio.receive(reader, peers.MESSAGE), peers.Introduction)
+        heard = [await aio.receive(reader, peers.MESSAGE) for _ in range(2)]
+        assert peers.Offer("none") in heard
+        [answer] = [each for each in heard if isinstance(each, peers.Response)]
+        assert answer.number == 5
+        assert isinstance(answer.content, peers.Failure)
+        assert "PartRequest" in answer.content.reason
+        await ada.sees("received", eve.id, 2, peers.Offer("all"))
+        told = [each.message for each in caplog.records if "another release" in each.message]
+        assert sum("Levitate" in each for each in told) == 1
+        assert len(told) == 2
+
+    run(story)

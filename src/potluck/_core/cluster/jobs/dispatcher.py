@@ -45,6 +45,7 @@ from potluck._core.waiting import Complaint
 from potluck._core.wire import jobs, local, worker_link
 from potluck._core.wire.greeting import Hello, Refusal
 from potluck._core.wire.nodes import View
+from potluck._core.wire.versions import JOBS_SINCE
 from potluck.errors import ConfigurationError, PotluckError
 
 _log = logging.getLogger(__name__)
@@ -110,6 +111,7 @@ class JobDispatcher:
         job = f"{name_of(name)}-{secrets.token_hex(4)}"
         only = self._named(request.on)
         await self._await_nodes(job, request, only, client)
+        self._check_leader()
         package, below = None, ""
         if request.folder:
             package, selection = await self._code_store.take_in(
@@ -150,6 +152,17 @@ class JobDispatcher:
         spec = agent.sign(await agent.vouching.start_own(spec))
         self._clients.submit(spec, client, outlives=request.outlives)
         return job
+
+    def _check_leader(self) -> None:
+        """ConfigurationError if the leader's potluck is too old to lead jobs of this release: it
+        would forget the fields that it does not know, and with them what was signed."""
+        view = self._agent.plane.view
+        leader = None if view is None else self._agent.links.introduction(view.leader)
+        if leader is not None and leader.versions.protocol < JOBS_SINCE:
+            raise ConfigurationError(
+                f"{leader.name} leads the cluster, and its potluck {leader.versions.potluck} is "
+                f"too old to lead jobs of this machine's. Enter there: {leader.versions.upgrade}"
+            )
 
     def _named(self, texts: Sequence[str]) -> tuple[str, ...]:
         """The nodes that ``potluck run --on`` names; ConfigurationError for unknown ones."""

@@ -41,7 +41,7 @@ from potluck._core.system import SIGKILL
 from potluck._core.transport import aio
 from potluck._core.types import Member
 from potluck._core.wire import jobs, worker_link
-from potluck._core.wire.greeting import Hello, Refusal, Welcome
+from potluck._core.wire.greeting import Hello, Refusal, Welcome, common_version
 from potluck._core.wire.nodes import JobGroup, View
 from potluck.errors import ConfigurationError, LinkError, PotluckError, ProtocolError
 
@@ -481,7 +481,11 @@ class LocalRunner:
             return
         worker = hello.worker
         link = aio.MessageLink(
-            reader, writer, received=worker_link.TO_AGENT, sent=worker_link.FROM_AGENT
+            reader,
+            writer,
+            received=worker_link.TO_AGENT,
+            sent=worker_link.FROM_AGENT,
+            version=common_version(hello),
         )
         ended = self._unlinked[worker]
         ended.clear()

@@ -12,6 +12,7 @@ from potluck._core.wire.format import Versions
 from potluck._core.wire.jobs import JobSpec, Places, WorkerPlace, WorldSpec
 from potluck._core.wire.nodes import View
 from potluck._core.wire.peers import Introduction
+from potluck._core.wire.versions import JOBS_SINCE
 
 
 def place(
@@ -195,8 +196,8 @@ def differences(name: str, mine: Versions, theirs: Versions) -> list[str]:
     in words, with what to do; empty if they can.
 
     Python must have the same major and minor version, and torch be the same release, unless
-    ``mine`` has none: a job that brings its environment asks for neither. potluck must be the same
-    release.
+    ``mine`` has none: a job that brings its environment asks for neither. The protocol of both
+    potlucks must carry jobs between them.
     """
     texts = []
     pip = f"there: {theirs.executable or 'python'} -m pip install"
@@ -206,10 +207,12 @@ def differences(name: str, mine: Versions, theirs: Versions) -> list[str]:
             f"{name} has Python {theirs.python}, this node {mine.python} (there: uv venv --python "
             f"{_minor(mine.python)}, install potluck and the script's packages into it, {again})"
         )
-    if mine.potluck != theirs.potluck:
+    older = min(mine, theirs, key=lambda each: each.protocol)
+    if older.protocol < JOBS_SINCE and mine.protocol != theirs.protocol:
+        where = "there" if older is theirs else "on this node"
         texts.append(
-            f"{name} has potluck {theirs.potluck}, this node {mine.potluck} (install the same "
-            f"release on both, {again})"
+            f"{name} has potluck {theirs.potluck}, this node {mine.potluck}, and the older can't "
+            f"run jobs of the newer ({where}: {older.upgrade})"
         )
     if mine.torch and mine.torch != theirs.torch:
         theirs_is = f"torch {theirs.torch}" if theirs.torch else "no torch"

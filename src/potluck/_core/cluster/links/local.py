@@ -13,7 +13,7 @@ from potluck._core.cluster.trust.credentials import load_admissions, load_node_c
 from potluck._core.settings import Settings
 from potluck._core.transport import aio
 from potluck._core.wire import local
-from potluck._core.wire.greeting import Hello, Welcome
+from potluck._core.wire.greeting import Hello, Welcome, common_version
 from potluck._core.wire.jobs import JobEnded
 from potluck.errors import ConfigurationError, LinkError, PotluckError, Refused
 
@@ -78,7 +78,12 @@ class Commands:
         """Serve the connection of a command: answer its requests until it leaves."""
         await aio.write_greeting(writer, Welcome())
         link = aio.MessageLink(
-            reader, writer, received=local.REQUEST, sent=local.REPLY, max_unsent=2 * _MAX_UNSENT
+            reader,
+            writer,
+            received=local.REQUEST,
+            sent=local.REPLY,
+            max_unsent=2 * _MAX_UNSENT,
+            version=common_version(hello),
         )
         client = _Connected(link)
         tasks = Tasks()
@@ -135,7 +140,7 @@ async def call_agent(
         )
     hello = Hello(CLIENT)
     try:
-        reader, writer, _ = await aio.connect(
+        reader, writer, welcome = await aio.connect(
             "127.0.0.1",
             record.port,
             hello,
@@ -147,7 +152,13 @@ async def call_agent(
             f"at port {record.port} of this machine, where its agent should be, answers {error}: "
             "another node's agent. Stop it, or start this one's again: potluck up"
         ) from None
-    return aio.MessageLink(reader, writer, received=local.REPLY, sent=local.REQUEST)
+    return aio.MessageLink(
+        reader,
+        writer,
+        received=local.REPLY,
+        sent=local.REQUEST,
+        version=common_version(welcome),
+    )
 
 
 async def ask_agent(
@@ -165,6 +176,11 @@ async def ask_agent(
         async with asyncio.timeout(timeout_s):
             link = await call_agent(settings, agent)
             try:
+                if not link.sent.is_known(request, link.version):
+                    raise ConfigurationError(
+                        "this machine's agent runs an older potluck, which can't do this: end it "
+                        "and start it again: potluck up"
+                    )
                 link.send(request)
                 return await link.receive()
             except LinkError as error:

@@ -29,7 +29,8 @@ from potluck._core.transport import aio
 from potluck._core.transport.credentials import Credentials, node_id_of_bytes
 from potluck._core.transport.listener import REFUSAL_S, RateLimitedLog
 from potluck._core.wire import peers
-from potluck._core.wire.greeting import Hello, Refusal, Welcome
+from potluck._core.wire.format import UnknownMessage
+from potluck._core.wire.greeting import Hello, Refusal, Welcome, common_version
 from potluck.errors import LinkError, PotluckError, ProtocolError, Refused, WrongSecret
 
 KIND = "node"
@@ -117,15 +118,38 @@ class _Link(aio.MessageLink[peers.PeerMessage, peers.PeerMessage]):
     """The link to ``node`` at ``host``, made at this time; ``via`` is the node that relays it."""
 
     def __init__(
-        self, node: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, via: str = ""
+        self,
+        node: str,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        greeting: Hello | Welcome,
+        via: str = "",
     ) -> None:
-        form = peers.MESSAGE
-        super().__init__(reader, writer, received=form, sent=form, max_unsent=_MAX_UNSENT)
+        form, version = peers.MESSAGE, common_version(greeting)
+        super().__init__(
+            reader, writer, received=form, sent=form, max_unsent=_MAX_UNSENT, version=version
+        )
         self.node = node
         self.via = via
         self.host = "" if via else _host_of(writer.get_extra_info("peername"))
         self.made = _now()
         self.introduction: peers.Introduction | None = None
+
+    def drop(self, unknown: UnknownMessage) -> None:
+        super().drop(unknown)
+        if unknown.number:
+            text = f"the potluck of node {self.node[:12]} asked what this one's does not know"
+            self.send(peers.Response(unknown.number, peers.Failure(f"{text}: {unknown.kind}")))
+
+    def objection(self, content: peers.RequestContent) -> str:
+        """Why the peer can't be asked this; empty if it can."""
+        if self.introduction is None or self.sent.is_known(peers.Request(0, content), self.version):
+            return ""
+        versions = self.introduction.versions
+        return (
+            f"{self.introduction.name} has potluck {versions.potluck}, which is too old for this. "
+            f"Enter there: {versions.upgrade}"
+        )
 
 
 class PeerLinks:
@@ -177,7 +201,11 @@ class PeerLinks:
     async def ask(
         self, node: str, request: peers.RequestContent, kind: type[T], *, timeout_s: float | None
     ) -> T:
-        """The response to ``request`` of ``node``, maybe this node; see ``Requests.ask``."""
+        """The response to ``request`` of ``node``, maybe this node; see ``Requests.ask``. LinkError
+        also if the potluck there is too old for such a request."""
+        link = self._links.get(node)
+        if link is not None and (text := link.objection(request)):
+            raise LinkError(text)
 
         def send(number: int) -> bool:
             return self.send(node, peers.Request(number, request))
@@ -284,7 +312,7 @@ class PeerLinks:
         other = self._calling.pop(node, None)
         if other is not None:
             other.cancel()
-        link = self._take(node, reader, writer, hello.via)
+        link = self._take(node, reader, writer, hello, hello.via)
         try:
             await aio.write_greeting(writer, Welcome())
         except BaseException:
@@ -329,7 +357,7 @@ class PeerLinks:
         link = None
         is_refused = False
         try:
-            reader, writer, _ = await aio.connect(
+            reader, writer, welcome = await aio.connect(
                 hint.host,
                 hint.port,
                 hello,
@@ -342,7 +370,7 @@ class PeerLinks:
             if self._has_own_link(reached) and reached != replaces:
                 await aio.end(writer)
             else:
-                link = self._take(reached, reader, writer)
+                link = self._take(reached, reader, writer, welcome)
         except aio.Unwanted:
             pass
         except (PotluckError, TimeoutError) as error:
@@ -367,7 +395,7 @@ class PeerLinks:
     async def call_by(self, via: str, node: str, sock: socket.socket) -> bool:
         """Make the link to ``node`` over ``sock``, which ``via`` connects with it. It replaces a
         link that does not work. Returns whether it is made; errors as for ``aio.connect``."""
-        reader, writer, _ = await aio.connect(
+        reader, writer, welcome = await aio.connect(
             f"node {node[:12]} by way of {via[:12]}",
             0,
             Hello(KIND, via=via),
@@ -379,7 +407,7 @@ class PeerLinks:
         if self._is_closed:
             await aio.end(writer)
             return False
-        self._tasks.start(self._serve(self._take(node, reader, writer, via)))
+        self._tasks.start(self._serve(self._take(node, reader, writer, welcome, via)))
         return True
 
     def _failed(self, hint: Hint, error: PotluckError | TimeoutError) -> None:
@@ -401,10 +429,15 @@ class PeerLinks:
     # One link, from its start to its end.
 
     def _take(
-        self, node: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, via: str = ""
+        self,
+        node: str,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        greeting: Hello | Welcome,
+        via: str = "",
     ) -> _Link:
         old = self._links.get(node)
-        link = _Link(node, reader, writer, via)
+        link = _Link(node, reader, writer, greeting, via)
         self._links[node] = link
         if via:  # its own addresses are called until one answers
             self._book.unlinked(node, _now())

@@ -20,6 +20,7 @@ from potluck._core.optional import installed
 from potluck._core.system import usable_cpus
 from potluck._core.wire.facts import MAX_ADDRESSES, Address, NodeFacts
 from potluck._core.wire.format import Versions
+from potluck._core.wire.versions import NEWEST
 
 
 @functools.cache
@@ -34,6 +35,7 @@ def own_versions() -> Versions:
         byte_order=sys.byteorder,
         executable=sys.executable[:256] if sys.executable.isprintable() else "",
         kind=own_kind(),
+        protocol=NEWEST,
     )
 
 
