@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from support.clusters import found_cluster
 from support.commands import Command, comes_true
-from support.machines import Machine, cluster_of, form, leader_of
+from support.machines import PSK, Machine, agreed, cluster_of, form, leader_of, marks
 from support.sums import TRAINING
 
 pytestmark = pytest.mark.needs_root_netns
@@ -125,3 +126,34 @@ def test_a_job_ends_when_its_time_is_over(tmp_path: Path) -> None:
         with ada.run("--time", "3s", job, tmp_path / "stop") as run:
             run.wait_for("as long as it may by its --time")
             assert run.finish() == 143, run.text
+
+
+def test_a_job_of_a_banned_machine_that_waits_in_the_queue_never_begins(tmp_path: Path) -> None:
+    """Also not under the next leader, which has it on its disk, and although its code is there."""
+    loot = tmp_path / "loot"
+    steal = script(tmp_path / "steal", "steal", f"open({str(loot)!r}, 'w').write('here')")
+    long = script(tmp_path / "long", "long", WAITING)
+    stop = tmp_path / "stop"
+    with cluster_of(3, tmp_path / "homes", psk="") as machines:
+        found_cluster(*(each.home for each in machines), psk=bytes.fromhex(PSK))
+        form(*machines)
+        leader, founder = leader_of(machines), machines[0]
+        thief = next(each for each in machines if each not in (leader, founder))
+        [other] = (each for each in machines if each not in (leader, thief))
+        only = f"{leader.name},{other.name}"
+        with other.run("--on", only, long, stop) as first:
+            first.wait_for("has")
+            with thief.run("--on", only, steal) as waiting:
+                is_waiting(waiting, f"{other.name}'s long-")
+                since = marks([leader, other])
+                assert founder.runs("ban", thief.name, "--yes").returncode == 0
+                agreed(leader, other, since=since)
+                assert comes_true(lambda: "steal" not in str(states(other)), 20), states(other)
+                leader.kill()
+                other.sees(other)
+                stop.touch()
+                assert first.finish() == 0, first.text
+        leader.start()
+        agreed(leader, other)
+        assert other.runs("run", "--min-nodes", "2", str(long), str(stop)).returncode == 0
+        assert not loot.exists(), "and the queue has moved on"
