@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from potluck._core.cluster import admission_exchange
+from potluck._core.cluster.content.store import Terms
 from potluck._core.cluster.discovery.configured import StaticPeers
 from potluck._core.cluster.home import node_state
 from potluck._core.cluster.home.node_state import AgentRecord, NodeState, find_agent
@@ -29,6 +30,7 @@ from potluck._core.settings import Settings
 from potluck._core.transport import aio
 from potluck._core.transport.credentials import namespace_of
 from potluck._core.wire import admissions, local
+from potluck._core.wire.bulk import Holding, HoldingRequest
 from potluck._core.wire.greeting import Hello
 from potluck._core.wire.nodes import StableRecord
 from potluck.errors import ConfigurationError, IdentityError, Refused
@@ -275,8 +277,12 @@ def test_a_machine_that_was_away_during_a_ban_and_a_change_comes_back(tmp_path: 
 def test_a_ban_is_taken_back(tmp_path: Path) -> None:
     async def story(cluster: Cluster) -> None:
         ada, bob, carl = await cluster.three()
+        bob.agent.content.open("data", Terms(lambda node, package: True))
+        wanted = HoldingRequest("data", bytes(32))
+        assert await carl.agent._bulk.ask(bob.id, wanted, Holding) == Holding()
         ban(ada.home, carl.id, psk=NEW)
         await bob.sees(ada, bob)
+        await bob.has(lambda agent: not agent._bulk._all)
         await carl.says("this node is banned from the cluster")
         key = carl.agent.credentials.public_key
         operator.admit(AdmissionFile(ada.home), load_or_create_identity(ada.home), key)

@@ -347,3 +347,17 @@ def test_only_the_files_that_are_wanted_are_fetched_and_others_on_demand(
         assert [shelf.has(contents[path]) for path in PATHS] == [False, True, True, True]
 
     play(story)
+
+
+def test_of_many_nodes_that_fetch_at_once_all_have_it(nodes: Nodes, tmp_path: Path) -> None:
+    """More than requests may be open at one time: nobody's place is taken by those with nothing."""
+
+    async def story() -> None:
+        others = [store_of(nodes, tmp_path, f"{number:02x}" * 32) for number in range(12)]
+        ada = store_of(nodes, tmp_path, ADA)
+        (tmp_path / "file").write_bytes(os.urandom(2 * CHUNK_BYTES))
+        name = ada.add("data", tmp_path, ["file"]).name
+        await asyncio.gather(*(each.fetch("data", name) for each in others))
+        assert all(each.has("data", name) for each in others)
+
+    play(story)

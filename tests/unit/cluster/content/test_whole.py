@@ -25,7 +25,7 @@ from potluck.errors import LinkError
 from support.requests import Nodes
 
 ADA, BOB, CARL, EVE = "a1" * 32, "b2" * 32, "c3" * 32, "e5" * 32
-DATA = os.urandom(9 * CHUNK_BYTES + 12_345)
+DATA = os.urandom(5 * CHUNK_BYTES + 12_345)
 SHA256 = hashlib.sha256(DATA).digest()
 
 

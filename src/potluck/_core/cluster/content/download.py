@@ -36,8 +36,8 @@ PATIENCE_S = 10.0
 _MAX_SILENCE_S = 120.0
 _LOOK_S = 0.5
 _ASK_AGAIN_S = 2.0
-_MAX_MEMBERS = 8
-"""Asked at one time: each may fill ``LANES`` chunks of memory."""
+_MAX_RUNS = 16
+"""Requests that are open at one time, to all members: each fills memory of about one chunk."""
 
 T = TypeVar("T")
 Progress = Callable[[int, str], None]
@@ -119,6 +119,7 @@ class Download:
         self._failure: Exception | None = None
         self._tasks = Tasks()
         self._lanes: Counter[str] = Counter()
+        self._room = asyncio.Semaphore(_MAX_RUNS)
 
     async def look(self) -> int:
         """Look what is on the disk; how many bytes are missing. Reads what there is of files that
@@ -212,17 +213,11 @@ class Download:
         masks = unpacked(holding.has, count), unpacked(holding.awaits, count)
         if node in self._liars or not (masks[0].any() or holding.is_fetching):
             return
-        if self._lanes[node] or len(+self._lanes) < _MAX_MEMBERS:
-            self._learn(node, holding.declares)
-            self.swarm.joined(
-                node,
-                *masks,
-                is_fetching=holding.is_fetching,
-                reaches=holding.reaches,
-                now=_now(),
-            )
-            self._why.pop(node, None)
-            self._open(node)
+        self._learn(node, holding.declares)
+        is_fetching, reaches = holding.is_fetching, holding.reaches
+        self.swarm.joined(node, *masks, is_fetching=is_fetching, reaches=reaches, now=_now())
+        self._why.pop(node, None)
+        self._open(node)
 
     def _open(self, node: str) -> None:
         for _ in range(LANES - self._lanes[node]):
@@ -260,16 +255,12 @@ class Download:
         """One of the requests that are open at ``node``, one after the other, until it leaves."""
         try:
             while node in self.swarm.members:
-                run = self.swarm.next(node, _now())
+                async with self._room:
+                    run = self.swarm.next(node, _now())
+                    if run is not None:
+                        await self._bring(node, run)
                 if run is None:
                     await self._wait()
-                    continue
-                self._announce(awaits=[run])
-                data = await self._receive(node, run)
-                if data is None:
-                    self.swarm.failed(run)
-                else:
-                    await self._take(node, run, data)
         except ProtocolError as error:
             self._lied(node, str(error))
         except PotluckError as error:
@@ -279,6 +270,14 @@ class Download:
         finally:
             self._lanes[node] -= 1
             self._wake()
+
+    async def _bring(self, node: str, run: Run) -> None:
+        self._announce(awaits=[run])
+        data = await self._receive(node, run)
+        if data is None:
+            self.swarm.failed(run)
+        else:
+            await self._take(node, run, data)
 
     async def _receive(self, node: str, run: Run) -> bytearray | None:
         """The bytes of ``run``; None if they came from elsewhere meanwhile."""

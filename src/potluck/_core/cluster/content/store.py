@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -261,18 +262,8 @@ class ContentStore:
                 package = await self._describe(namespace, name, first, max_bytes, portable)
             files = package.manifest.files
             contents = None if wanted is None else {f.content for f in files if wanted(f)}
-            download = Download(
-                self._members,
-                shelf,
-                namespace,
-                package,
-                me=self.me,
-                wanted=contents,
-                on_progress=on_progress,
-                on_liar=self._on_liar,
-                patience_s=self._patience_s,
-            )
-            await self._run(download, on_begin)
+            how = {"wanted": contents, "on_progress": on_progress}
+            await self._run(Download, namespace, package, on_begin, **how)
         return package
 
     async def fetch_file(
@@ -294,22 +285,21 @@ class ContentStore:
         async with self._busy[namespace, package.name]:
             if not shelf.has(content):
                 known = await asyncio.to_thread(shelf.package, package.name)
-                download = WholeDownload(
-                    self._members,
-                    shelf,
-                    namespace,
-                    known or package,
-                    me=self.me,
-                    outside=outside,
-                    on_progress=on_progress,
-                    on_liar=self._on_liar,
-                    patience_s=self._patience_s,
-                )
-                await self._run(download, on_begin)
+                how = {"outside": outside, "on_progress": on_progress}
+                await self._run(WholeDownload, namespace, known or package, on_begin, **how)
         return shelf.path_of(content)
 
-    async def _run(self, download: Download, on_begin: Callable[[Download, int], None]) -> None:
-        namespace, package, shelf = download.namespace, download.package, download.shelf
+    async def _run(
+        self,
+        kind: type[Download],
+        namespace: Namespace,
+        package: Package,
+        on_begin: Callable[[Download, int], None],
+        **how: Any,
+    ) -> None:
+        shelf, how = self._shelves[namespace], how | {"me": self.me, "on_liar": self._on_liar}
+        how["patience_s"] = self._patience_s
+        download = kind(self._members, shelf, namespace, package, **how)
         missing = await download.look()
         await asyncio.to_thread(self._make_room, namespace, missing, package.name)
         await asyncio.to_thread(shelf.keep, package)
