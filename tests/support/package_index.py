@@ -206,9 +206,11 @@ class _Server(http.server.ThreadingHTTPServer):
 
 
 @contextmanager
-def package_index(host: str = "127.0.0.1", *, with_installed: bool = True) -> Iterator[Index]:
+def package_index(
+    host: str = "127.0.0.1", port: int = 0, *, with_installed: bool = True
+) -> Iterator[Index]:
     """An index at ``host``, by default with what potluck needs."""
-    server = _Server((host, 0), _Handler)
+    server = _Server((host, port), _Handler)
     files = dict(installed_wheels()) if with_installed else {}
     index = Index(f"http://{host}:{server.server_address[1]}/simple", files)
     server.index = index  # type: ignore[attr-defined]
@@ -226,3 +228,19 @@ def package_index(host: str = "127.0.0.1", *, with_installed: bool = True) -> It
         yield index
     finally:
         close()
+
+
+def serve(host: str, port: int, faults: dict[str, str]) -> None:
+    """An index for other processes: says its URL, and, for each line on stdin, how many bytes of
+    each file it has sent."""
+    with package_index(host, port) as index:
+        index.add(tiny_wheel("foo"), tiny_wheel("large", content=bytes(8 << 20)))
+        index.faults |= faults
+        print("index:", index.url, flush=True)
+        for _ in sys.stdin:
+            sizes = {name: len(data) for name, data in index.files.items()}
+            print("sent:", json.dumps({"sent": index.sent, "sizes": sizes}), flush=True)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], int(sys.argv[2]), dict(word.split("=", 1) for word in sys.argv[3:]))

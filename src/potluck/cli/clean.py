@@ -31,9 +31,9 @@ def clean(
     What a running job uses stays. The next run of a script fetches and installs what it needs
     again; without a lock, its packages are then chosen anew.
 
-    With --json: {"version": 1, "freed_bytes", "kept": [{"environment" (its key; null: a wheel),
-    "path", "bytes", "used" (Unix time), "packages", "source", "state" ("removed", "in use", "kept":
-    used too recently; with --dry-run "free")}]}.
+    With --json: {"version": 1, "freed_bytes", "kept": [{"environment" (its key), "wheel" (its name
+    in the content store; one of both is null), "bytes", "used" (Unix time), "packages", "source",
+    "state" ("removed", "in use", "kept": used too recently; with --dry-run "free")}]}.
     """
     from potluck._core.cluster.environments.making import Environments
     from potluck._core.settings import load_settings
@@ -69,8 +69,8 @@ def clean(
 
 def _as_json(kept: Kept, state: str) -> dict[str, Any]:
     return {
-        "environment": kept.key or None,
-        "path": str(kept.path),
+        "environment": None if kept.path is None else kept.key,
+        "wheel": kept.key if kept.path is None else None,
         "bytes": kept.num_bytes,
         "used": kept.used,
         "packages": kept.num_packages,
@@ -84,10 +84,10 @@ def _show(states: list[tuple[Kept, str]]) -> None:
     rows = [
         (kept.key[:8], kept.source, str(kept.num_packages), kept.num_bytes, kept.used, state)
         for kept, state in states
-        if kept.key
+        if kept.path is not None
     ]
-    for state in dict.fromkeys(state for kept, state in states if not kept.key):
-        wheels = [kept for kept, each in states if not kept.key and each == state]
+    for state in dict.fromkeys(state for kept, state in states if kept.path is None):
+        wheels = [kept for kept, each in states if kept.path is None and each == state]
         size, used = sum(each.num_bytes for each in wheels), max(each.used for each in wheels)
         rows.append(("wheels", "", str(len(wheels)), size, used, state))
     titles = ("environment", "from", "packages", "MB", "used", "state")

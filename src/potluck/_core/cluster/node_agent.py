@@ -154,7 +154,7 @@ class _Machine:
             settings.home, agent.me, self.content, keeping=keeping_of(settings), on_note=agent.note
         )
         links.on_request(peers.ResultsRequest, self.code_store.answer)
-        self.environments = Environments(settings)
+        self.environments = Environments(settings, self.content, agent.names.called)
         self.environments.remove_incomplete()
         self.worker_homes = WorkerHomes(
             settings.home,

@@ -1,10 +1,9 @@
 """The environments of this machine: made of a plan's wheels by uv, kept, and reused.
 
-Below ``home/environments``: ``wheels`` (see ``wheels.py``), ``plans`` of jobs that were started
-here, ``pythons`` that uv fetched, and for each environment a folder by its key, with a lock file
-beside it. The file ``complete`` in it is written last: without it an environment counts for
-nothing, and is removed by the next agent. Whoever uses or makes an environment holds its lock,
-across processes.
+Below ``home/environments``: ``plans`` of jobs that were started here, ``pythons`` that uv fetched,
+and for each environment a folder by its key, with a lock file beside it. The file ``complete`` in
+it is written last: without it an environment counts for nothing, and is removed by the next agent.
+Whoever uses or makes an environment holds its lock, across processes.
 
 An environment shares no file with another or with a cache: what a script writes into its packages
 stays there, and the fingerprint shows it.
@@ -29,9 +28,10 @@ import msgspec
 
 from potluck._core import system
 from potluck._core.background import why
+from potluck._core.cluster.content.store import ContentStore
 from potluck._core.cluster.environments.kinds import own_kind
 from potluck._core.cluster.environments.own_wheel import own_wheel
-from potluck._core.cluster.environments.plan import Plan, Wheel, environment_key
+from potluck._core.cluster.environments.plan import Part, Plan, Wheel, environment_key
 from potluck._core.cluster.environments.uv import run_uv
 from potluck._core.cluster.environments.wheels import Wheels
 from potluck._core.cluster.home.keyfile import make_private
@@ -42,7 +42,7 @@ COMPLETE = "complete"
 _LOCK_AGAIN_S = 0.1
 _MAX_CHANGED = 20
 _TELL_S = 2.0
-_OWN = ("wheels", "plans", "pythons")
+_OWN = ("plans", "pythons")
 
 
 class _Complete(msgspec.Struct, frozen=True):
@@ -79,9 +79,10 @@ class Environment:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What is kept: an environment, or (``key`` empty) a wheel. ``used``: when last, Unix time."""
+    """What is kept: the environment ``key`` in ``path``, or (without) the wheel ``key`` in the
+    content store. ``used``: when last, Unix time."""
 
-    path: Path
+    path: Path | None
     key: str
     num_bytes: int
     used: float
@@ -92,22 +93,32 @@ class Kept:
 class Environments:
     """The environments below ``settings.home``, within the quota and consent in ``settings``."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        content: ContentStore | None = None,
+        called: Callable[[str], str] = lambda node: node,
+    ) -> None:
+        """Without the agent's ``content`` store they can be looked at and removed. ``called(node)``
+        is the name of a node for people."""
         self.root = settings.home / "environments"
-        self.consent = settings.environments
+        self._consent = settings.environments
         self.index = settings.package_index
         self._quota = int(settings.environments_gb * (1 << 30))
-        self.wheels = Wheels(self.root / "wheels", self.index)
+        self.wheels = Wheels(settings.home, self.index, self._quota, content, called)
 
-    @property
-    def refusal(self) -> str:
-        """Why this machine makes none: the text follows its name. Empty if it does."""
-        if self.consent != "off":
-            return ""
-        return (
-            "makes no environments for scripts: its owner set POTLUCK_ENVIRONMENTS=off (potluck up "
-            "--environments wheels lets it; potluck run --installed does without)"
-        )
+    def part_of(self, plan: Plan) -> Part:
+        """The part of ``plan`` for this machine. ConfigurationError if this machine makes no such
+        environment: the text follows its name."""
+        if self._consent == "off":
+            raise ConfigurationError(
+                "makes no environments for scripts: its owner set POTLUCK_ENVIRONMENTS=off "
+                "(potluck up --environments wheels lets it; potluck run --installed does without)"
+            )
+        part = plan.part(own_kind())
+        if objection := self.wheels.objection(part.wheels):
+            raise ConfigurationError(f"fetches no such wheel: {objection}")
+        return part
 
     async def make(self, plan: Plan, note: Callable[[str], None]) -> Environment:
         """The environment of ``plan``, which may be here. ``note`` gets lines about the progress.
@@ -115,11 +126,7 @@ class Environments:
 
         ConfigurationError if it can't be made: the text follows the name of this machine.
         """
-        if self.refusal:
-            raise ConfigurationError(self.refusal)
-        part = plan.part(own_kind())
-        if objection := self.wheels.objection(part.wheels):
-            raise ConfigurationError(f"fetches no such wheel: {objection}")
+        part = self.part_of(plan)
         make_private(self.root)
         python, version = await self._interpreter(plan.python, note)
         file, own = await asyncio.to_thread(own_wheel)
@@ -212,10 +219,8 @@ class Environments:
                         size, packages = complete.num_bytes, complete.num_packages
                         source = f"{complete.source}, Python {complete.python}"
                         found.append(Kept(path, path.name, size, used, packages, source))
-        for path in self.wheels.folder.glob("*.whl"):
-            with contextlib.suppress(OSError):
-                status = path.stat()
-                found.append(Kept(path, "", status.st_size, status.st_mtime))
+        for wheel in self.wheels.kept():
+            found.append(Kept(None, wheel.package.hex(), wheel.num_bytes, wheel.used))
         return sorted(found, key=lambda each: -each.used)
 
     def remove_incomplete(self) -> None:
@@ -224,23 +229,18 @@ class Environments:
             for path in [*self.root.iterdir()]:
                 if path.is_dir() and path.name not in _OWN and _read_complete(path) is None:
                     self.remove(Kept(path, path.name, 0, 0.0))
-        for path in self.wheels.folder.glob("*.part"):
-            with contextlib.suppress(OSError):
-                if time.time() - path.stat().st_mtime > 3600:  # another process may be at it
-                    path.unlink()
 
     def is_used(self, kept: Kept) -> bool:
         """Whether a job uses it, or a process makes it."""
-        if not kept.key:
+        if kept.path is None:
             return False
         with self._alone(kept.key) as alone:
             return alone < 0
 
     def remove(self, kept: Kept) -> bool:
         """Remove it, unless a job uses it; whether it was removed."""
-        if not kept.key:
-            kept.path.unlink(missing_ok=True)
-            return True
+        if kept.path is None:
+            return self.wheels.remove(bytes.fromhex(kept.key))
         with self._alone(kept.key) as alone:
             if alone >= 0:
                 _remove_tree(kept.path)
@@ -272,11 +272,11 @@ class Environments:
         """Remove what was not used for the longest time until ``num_bytes`` more fit into the
         quota; not the ``needed`` wheels. ConfigurationError if they can't, or the disk has less
         room."""
-        names = {self.wheels.path(wheel) for wheel in needed}
+        names = {self.wheels.name(wheel) for wheel in needed}
         kept = self.kept()
         total = sum(each.num_bytes for each in kept) + num_bytes
         for each in reversed(kept):
-            if total > self._quota and each.path not in names and self.remove(each):
+            if total > self._quota and each.key not in names and self.remove(each):
                 total -= each.num_bytes
         gb = num_bytes / (1 << 30)
         if total > self._quota:
@@ -317,7 +317,13 @@ class _Build:
                 f"fetching {len(lacking)}, {_megabytes(to_fetch)}"
             )
         fetched = _Fetched(to_fetch, self.note)
-        await self.home.wheels.fetch(self.wheels, fetched)
+        with self.home.wheels.held(self.wheels):
+            await self.home.wheels.fetch(self.wheels, fetched)
+            await self._make(own_file, own)
+        seconds = time.monotonic() - began
+        self.note(f"ready after {seconds:.1f} s{fetched.origins()}")
+
+    async def _make(self, own_file: str, own: bytes) -> None:
         unpacked = await asyncio.to_thread(self._unpacked)
         await asyncio.to_thread(self.home.make_room, unpacked, self.wheels)
         try:
@@ -332,8 +338,6 @@ class _Build:
                     f"can't keep an environment in {self.home.root}: {why(error)}"
                 ) from error
             raise
-        seconds = time.monotonic() - began
-        self.note(f"ready after {seconds:.1f} s{fetched.origins()}")
 
     def _unpacked(self) -> int:
         """The bytes that the wheels have when unpacked, as their directories say."""

@@ -1,61 +1,114 @@
-"""The wheels on this machine: each in a file by its SHA-256, fetched once, checked before its use.
+"""The wheels on this machine: by SHA-256, from the machines of the cluster that have them, else
+from the package index, which each byte leaves once for all machines that fetch it at one time.
 
-A file appears under its name only whole and checked. What an index sends is never believed: its
-length is bounded by the plan's, and other content is refused.
+Nothing that is sent is believed: the content store checks the SHA-256 that was signed with the job
+(``content.store.ContentStore.fetch_file``).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
-import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
-from hashlib import sha256
-from http.client import HTTPException
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
+from http.client import HTTPException, HTTPResponse
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from potluck._core.background import why
+from potluck._core.cluster.content.package import Package, whole_file
+from potluck._core.cluster.content.shelf import Kept, Shelf
+from potluck._core.cluster.content.store import ContentStore, Terms
 from potluck._core.cluster.environments.plan import Wheel, objection_to_host, objection_to_url
-from potluck._core.cluster.home.keyfile import make_private
-from potluck.errors import ConfigurationError
+from potluck.errors import ConfigurationError, LinkError, PotluckError
 
 _AT_ONCE = 4
 _SILENCE_S = 30.0
 _BLOCK = 1 << 18
 _MAX_NAMED = 8
+_OUTSIDE = "the source outside of the cluster"
+"""What the content store calls the index."""
 
 Progress = Callable[[Wheel, int, str], None]
 """``progress(wheel, num_bytes, origin)``: so many more bytes of ``wheel`` came from there."""
 
 
 class Wheels:
-    """The wheels in ``folder``. ``index`` is the package index that this machine's owner named."""
+    """The wheels in the content store of ``home``. ``index`` is the package index that this
+    machine's owner named; they take at most ``quota`` bytes."""
 
-    def __init__(self, folder: Path, index: str) -> None:
-        self.folder = folder
+    def __init__(
+        self,
+        home: Path,
+        index: str,
+        quota: int,
+        content: ContentStore | None,
+        called: Callable[[str], str],
+    ) -> None:
+        """Without the agent's ``content`` store nothing is fetched. ``called(node)`` is the name of
+        a node for people."""
         self._index = index
-        self._fetching: dict[bytes, asyncio.Lock] = {}
+        self._content = content
+        self._called = called
+        self._held = Counter[bytes]()
         self._room = asyncio.Semaphore(_AT_ONCE)
+        self._shelf = Shelf(home / "content" / "wheel")
+        if content is not None:
+            terms = Terms(may_have=lambda node, package: True, quota=quota)
+            self._shelf = content.open("wheel", terms)
 
     def path(self, wheel: Wheel) -> Path:
-        """Where ``wheel`` is, or will be."""
-        return self.folder / f"{wheel.sha256.hex()}.whl"
+        """Where ``wheel`` is, or will be; nobody may write to it."""
+        return self._shelf.path_of(_package(wheel).contents[0])
+
+    def name(self, wheel: Wheel) -> str:
+        """The name of ``wheel`` in the content store, hexadecimal."""
+        return _package(wheel).name.hex()
 
     def missing(self, wheels: Sequence[Wheel]) -> list[Wheel]:
         """Those of ``wheels`` that are not here; the others count as used now."""
         lacking = []
         for wheel in wheels:
-            try:
-                os.utime(self.path(wheel))
-            except OSError:
+            package = _package(wheel)
+            if not self._shelf.has(package.contents[0]):
                 lacking.append(wheel)
+            elif known := self._shelf.package(package.name):
+                self._shelf.keep(known)
         return lacking
+
+    def kept(self) -> list[Kept]:
+        """What is here, the wheel used last first."""
+        return self._shelf.packages()
+
+    def remove(self, name: bytes) -> bool:
+        """Remove a wheel of ``kept``, unless it is held; whether it was removed."""
+        if self._held[name] > 0:
+            return False
+        if self._content is None:
+            self._shelf.delete([name])
+        else:
+            self._content.delete("wheel", [name])
+        return True
+
+    @contextlib.contextmanager
+    def held(self, wheels: Sequence[Wheel]) -> Iterator[None]:
+        """The store keeps ``wheels`` meanwhile."""
+        assert self._content is not None, "only an agent makes environments"
+        names = [_package(wheel).name for wheel in wheels]
+        for name in names:
+            self._content.hold("wheel", name)
+        self._held.update(names)
+        try:
+            yield
+        finally:
+            self._held.subtract(names)
+            for name in names:
+                self._content.release("wheel", name)
 
     def objection(self, wheels: Sequence[Wheel]) -> str:
         """Why these wheels, chosen by another machine, are not fetched; empty if they may be."""
@@ -65,12 +118,12 @@ class Wheels:
         return ""
 
     async def fetch(self, wheels: Sequence[Wheel], progress: Progress) -> None:
-        """Bring those of ``wheels`` that are not here. Cancelled, it leaves nothing half-made.
+        """Bring those of ``wheels`` that are not here. What came before a cancellation, or the end
+        of this process, is not fetched again.
 
         ConfigurationError that names the ones that can't be had, and why: the text follows the name
         of the machine.
         """
-        make_private(self.folder)
         missing = self.missing(wheels)
         fetches = (self._fetch(wheel, progress) for wheel in missing)
         done = await asyncio.gather(*fetches, return_exceptions=True)
@@ -79,10 +132,12 @@ class Wheels:
         for wheel, error in zip(missing, done, strict=True):
             if error is None:
                 continue
-            if not isinstance(error, Exception):
+            if not isinstance(error, PotluckError | OSError):
                 raise error
             lacks.append(f"{wheel.name} {wheel.version}")
-            reasons[str(error) or why(error)] = None
+            host = urlsplit(wheel.url).netloc
+            reason = str(error).replace(_OUTSIDE, host)
+            reasons[reason.replace("(: ", "(").replace(", : ", ", ")] = None
         if lacks:
             more = f" and {len(lacks) - _MAX_NAMED} more" if len(lacks) > _MAX_NAMED else ""
             raise ConfigurationError(
@@ -90,113 +145,58 @@ class Wheels:
             )
 
     async def _fetch(self, wheel: Wheel, progress: Progress) -> None:
-        lock = self._fetching.setdefault(wheel.sha256, asyncio.Lock())
-        try:
-            async with lock, self._room:
-                if self.missing([wheel]):
-                    await self._from_index(wheel, progress)
-        finally:
-            if not lock.locked():
-                self._fetching.pop(wheel.sha256, None)
-
-    async def _from_index(self, wheel: Wheel, progress: Progress) -> None:
-        loop, stopped = asyncio.get_running_loop(), threading.Event()
+        assert self._content is not None, "only an agent makes environments"
         host = urlsplit(wheel.url).hostname or ""
 
-        def count(num_bytes: int) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop may have ended
-                loop.call_soon_threadsafe(progress, wheel, num_bytes, host)
+        def came(num_bytes: int, node: str) -> None:
+            progress(wheel, num_bytes, self._called(node) if node else host)
 
-        download = _Download(wheel, self.path(wheel), self._index, stopped, count)
-        running = asyncio.ensure_future(asyncio.to_thread(download.run))
-        try:
-            await asyncio.shield(running)
-        except asyncio.CancelledError:
-            stopped.set()
-            await asyncio.wait([running])
-            raise
-
-
-class _Download:
-    """One wheel on its way from its index to the file ``target``; runs in a thread."""
-
-    def __init__(
-        self,
-        wheel: Wheel,
-        target: Path,
-        index: str,
-        stopped: threading.Event,
-        count: Callable[[int], None],
-    ) -> None:
-        self._wheel = wheel
-        self._target = target
-        self._index = index
-        self._stopped = stopped
-        self._count = count
-
-    def run(self) -> None:
-        """ConfigurationError if the file can't be had from there."""
-        partial = self._target.with_suffix(f".{os.getpid()}-{threading.get_ident()}.part")
-        try:
-            with open(partial, "w+b") as file:
-                self._fill(file)
-                file.flush()
-                os.fsync(file)
-            os.replace(partial, self._target)
-        finally:
-            partial.unlink(missing_ok=True)
-
-    def _fill(self, file: IO[bytes]) -> None:
-        wheel, before = self._wheel, -1
-        while file.tell() < wheel.size:
-            # A connection that broke is taken up where it was, as long as it brings more each time.
-            if file.tell() == before:
-                raise ConfigurationError(f"{self._host} stopped sending {wheel.file}")
-            before = file.tell()
-            try:
-                self._read(file)
-            except urllib.error.HTTPError as error:
-                error.close()
-                raise ConfigurationError(
-                    f"{self._host} answers {error.code} {error.reason} for {wheel.file}"
-                ) from error
-            except (urllib.error.URLError, OSError, HTTPException) as error:
-                if file.tell() == before:
-                    reason = getattr(error, "reason", None) or why(error)
-                    raise ConfigurationError(f"{self._host} can't be asked: {reason}") from error
-        file.seek(0)
-        hashed = sha256()
-        while block := file.read(_BLOCK):
-            hashed.update(block)
-        if hashed.digest() != wheel.sha256:
-            raise ConfigurationError(
-                f"{self._host} gives other content for {wheel.file} than was signed for the job "
-                f"(SHA-256 {hashed.hexdigest()[:16]}..., not {wheel.sha256.hex()[:16]}...): refused"
+        async with self._room:
+            await self._content.fetch_file(
+                "wheel",
+                wheel.sha256,
+                wheel.size,
+                outside=partial(self._from_index, wheel),
+                on_progress=came,
             )
 
-    @property
-    def _host(self) -> str:
-        return urlsplit(self._wheel.url).netloc
+    async def _from_index(self, wheel: Wheel, begin: int, count: int) -> AsyncIterator[bytes]:
+        """``count`` bytes of ``wheel``, from ``begin`` on, as its index sends them. LinkError if it
+        does not."""
+        host, response = urlsplit(wheel.url).netloc, None
+        try:
+            response = await asyncio.to_thread(self._open, wheel, begin, count)
+            # A server without ranges sends all from the beginning.
+            skip = begin if response.status != 206 else 0
+            while count:
+                block = await asyncio.to_thread(response.read1, min(_BLOCK, skip or count))
+                if not block:
+                    raise LinkError(f"{host} stopped sending {wheel.file}")
+                if skip:
+                    skip -= len(block)
+                else:
+                    count -= len(block)
+                    yield block
+        except urllib.error.HTTPError as error:
+            error.close()
+            text = f"{host} answers {error.code} {error.reason} for {wheel.file}"
+            raise LinkError(text) from error
+        except (OSError, HTTPException) as error:
+            reason = getattr(error, "reason", None) or why(error)
+            raise LinkError(f"{host} can't be asked: {reason}") from error
+        finally:
+            if response is not None:
+                response.close()
 
-    def _read(self, file: IO[bytes]) -> None:
-        """Read one response into ``file``, behind what it has."""
-        begin = file.tell()
-        request = urllib.request.Request(self._wheel.url, headers={"User-Agent": "potluck"})
-        if begin:
-            request.add_header("Range", f"bytes={begin}-")
-        with _Opener(self._index).open(request, timeout=_SILENCE_S) as response:
-            if begin and response.status != 206:
-                file.seek(0)
-            while block := response.read1(_BLOCK):
-                if self._stopped.is_set():
-                    raise ConfigurationError("interrupted")
-                if file.tell() + len(block) > self._wheel.size:
-                    raise ConfigurationError(
-                        f"{self._host} gives more than the {self._wheel.size} bytes of "
-                        f"{self._wheel.file}: refused"
-                    )
-                file.write(block)
-                self._count(len(block))
+    def _open(self, wheel: Wheel, begin: int, count: int) -> HTTPResponse:
+        headers = {"User-Agent": "potluck", "Range": f"bytes={begin}-{begin + count - 1}"}
+        request = urllib.request.Request(wheel.url, headers=headers)
+        response: HTTPResponse = _Opener(self._index).open(request, timeout=_SILENCE_S)
+        return response
+
+
+def _package(wheel: Wheel) -> Package:
+    return whole_file(wheel.sha256, wheel.size)
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
@@ -206,8 +206,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         self._index = index
 
     def redirect_request(self, *given: Any) -> urllib.request.Request | None:
-        url = given[-1]
-        _check(url, self._index)
+        _check(given[-1], self._index)
         return super().redirect_request(*given)
 
 

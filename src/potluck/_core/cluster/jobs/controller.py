@@ -199,7 +199,8 @@ class JobController:
         return self._agent.offers.refusal(node, self.spec.starter)
 
     def _withdraw(self, node: str, refusal: str) -> None:
-        """The owner takes ``node`` out of the job; the node ends its workers by itself."""
+        """The owner takes ``node`` out of the job, and the node ends its workers by itself; or it
+        lacks something, and starts none."""
         self._withdrawn.add(node)
         gone, reason = self.placement.at(node), f"{self._agent.names.called(node)}: {refusal}"
         self._groups.away(gone)
@@ -323,7 +324,10 @@ class JobController:
         if report.error:
             if node not in self.placement.nodes:
                 return  # it may lead the job, but runs no workers of it
-            if report.lacks and not self.has_begun:
+            if report.lacks and self.has_begun:
+                self._withdraw(node, report.error)
+                return
+            if report.lacks:
                 self._leave_out(node)
                 return
             announce = self.note if self.has_begun else self.refuse

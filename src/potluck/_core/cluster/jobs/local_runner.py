@@ -88,6 +88,7 @@ class LocalRunner:
         self._opening: asyncio.Task[JobFolder] | None = None
         self._folder: JobFolder | None = None
         self._environment: Environment | None = None
+        self._not_made = ""
         self._worker_home: Path | None = None
         self._broker: Broker | None = None
         self._peers: frozenset[tuple[str, int]] = frozenset()
@@ -182,7 +183,7 @@ class LocalRunner:
             sandbox = self._confinement.sandbox_of(spec, self._agent.me)
             if sandbox is not None and not sandbox.has_network and self._broker is None:
                 self._broker = self._agent.broker(worker_home / BROKER_FILE, self._may_dial)
-            if spec.plan is not None and self._awaits_environment:
+            if spec.plan is not None:
                 await self._make_environment(spec.plan)
         except (PotluckError, OSError) as error:
             self._error = str(error)[:4000]
@@ -209,15 +210,22 @@ class LocalRunner:
         return self.spec.plan is not None and self._environment is None and is_placed
 
     async def _make_environment(self, package: bytes) -> None:
-        if not self._code_store.has(package):
+        """Make the environment, if workers are placed here. Whether it can be had at all is found
+        out elsewhere, too: such a machine gets no places."""
+        if not await asyncio.to_thread(self._code_store.has, package):
             await self._code_store.fetch(package, self.spec.starter)
         plan = await asyncio.to_thread(read_plan, self._code_store, package)
+        environments = self._agent.environments
         try:
-            self._environment = await self._agent.environments.make(
-                plan, lambda text: self._note(f"environment: {text}")
-            )
-        except ConfigurationError:
-            self._lacks = True
+            environments.part_of(plan)
+            if self._awaits_environment:
+                self._environment = await environments.make(
+                    plan, lambda text: self._note(f"environment: {text}")
+                )
+            elif self._environment is None and self._not_made:
+                raise ConfigurationError(self._not_made)
+        except ConfigurationError as error:
+            self._lacks, self._not_made = True, str(error)
             raise
 
     # What the leader orders.

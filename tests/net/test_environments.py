@@ -1,0 +1,122 @@
+"""Scripts with packages on machines that have none of them: from an index on a host of its own,
+each wheel once; and on a machine that reaches no index."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.commands import Command
+from support.hosts import Host, Network
+from support.machines import Machine, cluster_of, form
+
+pytestmark = pytest.mark.needs_root_netns
+
+PORT = 3141
+URL = f"http://10.88.0.{{}}:{PORT}/simple"
+"""Of the index on the host of this number."""
+SCRIPT = """
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["foo", "large==1.0"]
+# ///
+import os, sys, time
+import numpy as np
+import foo, large, potluck
+with potluck.init() as ctx:
+    total = ctx.all_reduce(np.ones(1))
+    print("has", foo.VERSION, large.VERSION, sys.prefix.count("environments"), "of", int(total[0]))
+    if ctx.rank == 1:  # in the sandbox
+        try:
+            os.chmod(foo.__file__, 0o644)
+        except OSError as error:
+            print("can't change it:", error.strerror)
+"""
+
+
+@contextmanager
+def index_at(host: Host, *faults: str) -> Iterator[Command]:
+    """A package index on ``host``."""
+    words = [sys.executable, "-m", "support.package_index", host.address, str(PORT), *faults]
+    tests = {"PYTHONPATH": str(Path(__file__).parents[1])}
+    with Command(host.command(words), env=tests, orders=True) as index:
+        index.wait_for("index: ")
+        yield index
+
+
+def written(folder: Path) -> Path:
+    folder.mkdir()
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    go = str(folder.parent / "go")
+    waits = (
+        f"    print('it waits')\n    while not os.path.exists({go!r}):\n        time.sleep(0.1)\n"
+    )
+    script.with_name("waits.py").write_text(SCRIPT + waits)
+    return script
+
+
+def sent_by(index: Command) -> dict[str, Any]:
+    since = index.mark
+    index.order("count")
+    found: dict[str, Any] = json.loads(index.wait_for("sent: ", since=since).partition(" ")[2])
+    return found
+
+
+def test_each_wheel_leaves_the_index_once_and_a_machine_without_it_takes_part(
+    tmp_path: Path,
+) -> None:
+    script = written(tmp_path / "script")
+    given = {"POTLUCK_PACKAGE_INDEX": URL.format(4), "POTLUCK_SANDBOX": "1"}
+    with (
+        cluster_of(4, tmp_path / "homes", **given) as (ada, bob, carl, dora),
+        index_at(dora.host) as index,
+    ):
+        form(ada, bob)
+        with ada.run(script) as run:
+            assert run.finish() == 0, run.text
+        assert run.text.count("has 1.0 1.0 1 of 2") == 2
+        assert "bob: environment: ready after" in run.text
+        assert "can't change it: Read-only file system" in run.text
+        counted = sent_by(index)
+        for name, num_bytes in counted["sent"].items():
+            assert num_bytes <= 1.3 * counted["sizes"][name], (name, counted)
+        carl.host.blackhole(dora.host)
+        carl.start()
+        ada.sees(ada, bob, carl)
+        with ada.run(script) as run:
+            assert run.finish() == 0, run.text
+        assert run.text.count("has 1.0 1.0 1 of 3") == 3
+        ready = next(line for line in run.lines if "carl: environment: ready after" in line)
+        assert "MB from ada" in ready or "MB from bob" in ready
+        assert dora.host.address not in ready
+        assert sent_by(index) == counted
+
+
+def test_who_takes_no_part_is_named_and_the_others_go_on(tmp_path: Path) -> None:
+    script, homes = written(tmp_path / "script"), tmp_path / "homes"
+    with (
+        Network(3) as network,
+        Machine(network[0], homes, POTLUCK_PACKAGE_INDEX=URL.format(3)) as ada,
+        Machine(network[1], homes, POTLUCK_ENVIRONMENTS="off") as bob,
+        index_at(network[2]),
+    ):
+        form(ada, bob)
+        with ada.run(script) as run:
+            assert run.finish() == 0, run.text
+        assert "has 1.0 1.0 1 of 1" in run.text
+        assert run.text.count("a node can't take part: bob") == 1, run.text
+        assert "makes no environments for scripts" in run.text
+        bob.kill()
+        with ada.run(script.with_name("waits.py")) as run:
+            run.wait_for("it waits")
+            bob.start()
+            run.wait_for(f"bob ({bob.id}): makes no environments for scripts")
+            (tmp_path / "go").touch()
+            assert run.finish() == 0, run.text
