@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -12,8 +14,11 @@ from typing import Any
 import pytest
 
 from potluck._core.system import SIGHUP, SIGKILL
+from support.clusters import found_cluster
 from support.commands import Command, potluck_command
-from support.machines import Machine, cluster_of, form, leader_of
+from support.hosts import Network
+from support.machines import Machine, cluster_of, form, leader_of, machines
+from support.pages import DOCS
 from support.sums import TRAINING
 from support.terminal import Terminal
 
@@ -237,6 +242,60 @@ def test_a_job_goes_on_without_the_agent_of_its_starter_and_tells_it_later(tmp_p
         assert "not kept" not in told.stdout
 
 
+def test_a_job_is_cancelled_by_whom_it_concerns_and_run_again_by_its_starter(
+    tmp_path: Path,
+) -> None:
+    homes = [tmp_path / "homes" / name for name in ("ada", "bob", "carl")]
+    found_cluster(*homes)
+    with Network(3) as network, machines(network, tmp_path / "homes", psk="") as (ada, bob, carl):
+        form(ada, bob, carl)
+        job = detached(bob, TRAINING, tmp_path / "stop")
+        with command(ada, "attach", job) as attached:
+            attached.wait_for("step 5 of 3")
+            refused = carl.runs("cancel", job)
+            assert refused.returncode == 2
+            assert f"job {job}, started on bob, is not cancelled: it is cancelled on the" in (
+                " ".join(refused.stderr.split())
+            )
+            done = ada.runs("cancel", job[:-2])  # the admin
+            assert done.returncode == 0, done.stderr
+            assert attached.finish() == 143, attached.text
+            assert "cancelled by ada" in attached.text
+        waited = carl.runs("wait", job)
+        assert waited.returncode == 143
+        again = bob.runs("cancel", job)
+        assert again.returncode == 2
+        assert "ended with exit code 143: there is nothing to cancel" in again.stderr
+
+        elsewhere = carl.runs("rerun", job)
+        assert elsewhere.returncode == 2
+        assert "was started on bob, and runs in that machine's name only" in elsewhere.stderr
+        (tmp_path / "stop").touch()
+        rerun = bob.runs("rerun", "--plain", job)
+        assert rerun.returncode == 0, rerun.stdout + rerun.stderr
+        assert rerun.stdout.count("counted ") == 3
+        first, second = history_of(bob)
+        assert {first["job"], second["job"]} > {job}
+        assert first["package"] == second["package"]
+        ambiguous = carl.runs("wait", "sums-")
+        assert ambiguous.returncode == 2
+        assert "'sums-' is the beginning of 2 jobs: " in ambiguous.stderr
+
+        (tmp_path / "stop").unlink()
+        third = detached(bob, TRAINING, tmp_path / "stop")
+        variables = [f"{name}={value}" for name, value in bob.environment.items()]
+        words = ["env", *variables, *potluck_command(), "attach", third]
+        with Terminal(*bob.host.command(words)) as terminal:
+            terminal.read_until(lambda drawn: " of 3" in drawn)
+            terminal.type("\x03")
+            terminal.read_until(lambda drawn: "Ctrl-C again now to cancel it" in drawn)
+            terminal.type("\x03")
+            terminal.read_until(lambda drawn: f"Cancel job {third}?" in drawn)
+            terminal.type("y\n")
+            assert terminal.finish() == 143, terminal.text
+        assert carl.runs("wait", third).returncode == 143
+
+
 ESCAPES = """
 import potluck
 ctx = potluck.init()
@@ -261,3 +320,34 @@ def test_a_log_line_that_is_an_escape_sequence_obeys_no_terminal(tmp_path: Path)
             assert r"\x1b]0;owned\x07\x1b[2J" in shown
             assert "red and back" in shown
             assert "\x1b]" not in shown
+
+
+PAGE = (DOCS / "jobs.md").read_text()
+
+
+def test_the_commands_of_the_page_do_what_it_says(tmp_path: Path) -> None:
+    """Those behind ``desk$``, in their order, with the id of the job that is started."""
+    commands = re.findall(r"^desk\$ potluck (.*)$", PAGE, re.MULTILINE)
+    assert len(commands) >= 7
+    script = tmp_path / "code" / "train.py"
+    shutil.copytree(TRAINING.parent, script.parent)
+    shutil.copy(TRAINING, script)
+    job = ""
+    with cluster_of(2, tmp_path / "homes") as (desk, laptop):
+        form(desk, laptop)
+        for text in commands:
+            words = text.replace("train.py", f"{script} {tmp_path / 'never'}").split()
+            words = [re.sub(r"^train-\w+$", job[:-1], word) for word in words]
+            if words[0] in ("logs", "attach"):  # that go on until somebody leaves
+                with command(laptop, *words) as shown:
+                    shown.wait_for(" of 2")
+                    shown.signal(signal.SIGINT)
+                    shown.finish()
+                continue
+            done = desk.runs(*words)
+            assert done.returncode == (143 if words[0] == "wait" else 0), (words, done.stderr)
+            if "--detach" in words:
+                job = done.stdout.strip()
+                assert re.fullmatch(r"train-[0-9a-f]{8}", job), "only the id"
+        assert desk.runs("cancel", "--kill", job).returncode == 0
+        assert laptop.runs("wait", job).returncode != 0

@@ -58,6 +58,7 @@ def parts_of(
         log=machine.log,
         history=machine.history,
         note=note,
+        is_admin=lambda node: node == EVE,
     )
 
 

@@ -215,12 +215,97 @@ def attach(
     from potluck._core.settings import load_settings
     from potluck.cli.job_display import print_summary, watcher_for
 
-    summary = attach_to(load_settings(), job, watcher_for(sys.stdout, plain=plain))
+    def is_to_cancel(name: str) -> bool:
+        return sys.stdin.isatty() and typer.confirm(f"Cancel job {name}?")
+
+    watcher = watcher_for(sys.stdout, plain=plain)
+    summary = attach_to(load_settings(), job, watcher, is_to_cancel)
     if summary is None:
         say("potluck: detached; the job goes on")
         return
     print_summary(summary)
     raise typer.Exit(summary.exit_code)
+
+
+def cancel(
+    job: Job,
+    kill: Annotated[
+        bool, typer.Option("--kill", help="End its workers at once, by SIGKILL.")
+    ] = False,
+) -> None:
+    """End JOB: SIGTERM to its workers, SIGKILL after 15 s, or a second time.
+
+    Only the machine that started the job may, and the admins of the cluster. The owner of another
+    machine takes that out of all jobs of a member with `potluck deny`, or of all jobs with
+    `potluck pause`.
+    """
+    from potluck._core.settings import load_settings
+
+    name = asyncio.run(_cancel(load_settings(), job, kill))
+    say(f"job {name} is ending; `potluck wait {name}` returns when it is over")
+
+
+async def _cancel(settings: Settings, text: str, kills: bool) -> str:
+    from potluck._core.cluster.members import reached
+    from potluck._core.cluster.past_jobs import cancel, find_job
+
+    async with reached(settings) as machines:
+        found = await find_job(machines, text)
+        await cancel(machines, found, kills=kills)
+        return found.info.job
+
+
+def rerun(
+    job: Job,
+    detach: Annotated[
+        bool, typer.Option("--detach", "-d", help="Return when it was started, as `potluck run`.")
+    ] = False,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Lines instead of the live table, also on a terminal.")
+    ] = False,
+) -> None:
+    """Start JOB again as a new job: the same code, as it was then, the same options and variables.
+
+    Only on the machine that started JOB: nobody runs a job in the name of another. Code that is no
+    longer here is fetched from a machine that has it.
+    """
+    from potluck._core.cluster.links.local import running_agent
+    from potluck._core.cluster.run import run_job, start_job
+    from potluck._core.settings import load_settings
+    from potluck._core.wire.local import RunRequest
+    from potluck.cli.job_display import PlainView, print_summary, watcher_for
+
+    settings = load_settings()
+    agent = running_agent(settings)
+    name = asyncio.run(_own(settings, job))
+    request = RunRequest(script=name, again=name, outlives=True)
+    if detach:
+        say_started(start_job(request, settings, PlainView(to_stderr=True), agent))
+        return
+    summary = run_job(request, settings, watcher_for(sys.stdout, plain=plain), agent)
+    print_summary(summary)
+    raise typer.Exit(summary.exit_code)
+
+
+def say_started(job: str) -> None:
+    """The id of a detached job on stdout, what to do with it on stderr."""
+    typer.echo(job)
+    say(f"potluck: it runs; to see it: potluck attach {job}", err=True)
+
+
+async def _own(settings: Settings, text: str) -> str:
+    """The id of a job that this machine started."""
+    from potluck._core.cluster.members import reached
+    from potluck._core.cluster.past_jobs import find_job
+
+    async with reached(settings) as machines:
+        info = (await find_job(machines, text)).info
+        if info.starter != machines.all[0].node:
+            raise ConfigurationError(
+                f"job {info.job} was started on {info.machine}, and runs in that machine's name "
+                f"only: potluck rerun {info.job} there"
+            )
+        return info.job
 
 
 async def _all(settings: Settings) -> list[KnownJob]:

@@ -24,7 +24,7 @@ from potluck.cli.federated import app as federated
 from potluck.cli.fetch import fetch
 from potluck.cli.init import init
 from potluck.cli.job_display import silence
-from potluck.cli.jobs import attach, jobs, logs, wait
+from potluck.cli.jobs import attach, cancel, jobs, logs, rerun, wait
 from potluck.cli.join import join
 from potluck.cli.launch.command import app as launch
 from potluck.cli.owner_commands import allow, continue_, deny, pause, resume
@@ -199,6 +199,8 @@ app.command(
     )
 )(logs)
 app.command(epilog="Example:\n\npotluck attach sweep-14e6")(attach)
+app.command(epilog="Examples:\n\npotluck cancel sweep-14e6\n\npotluck cancel --kill sweep")(cancel)
+app.command(epilog="Examples:\n\npotluck rerun sweep-14e6\n\npotluck rerun -d sweep")(rerun)
 app.command(epilog="Examples:\n\npotluck wait sweep-14e6\n\npotluck wait sweep --timeout 60")(wait)
 app.command(epilog="Examples:\n\npotluck services\n\npotluck services --json")(services)
 app.command(epilog="Examples:\n\npotluck doctor\n\npotluck doctor --json")(doctor)

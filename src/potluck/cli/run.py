@@ -15,6 +15,7 @@ import msgspec
 import typer
 
 from potluck._core import native
+from potluck.cli.jobs import say_started
 from potluck.cli.terminal import check_writable, write_json
 from potluck.errors import ConfigurationError
 
@@ -384,9 +385,7 @@ def run(
             "agent with: potluck up. Without one: nohup potluck run ... &"
         )
     if detach and place.agent is not None:
-        job = start_job(request, settings, PlainView(to_stderr=True), place.agent)
-        typer.echo(job)
-        typer.echo(f"potluck: it runs; to see it: potluck attach {job}", err=True)
+        say_started(start_job(request, settings, PlainView(to_stderr=True), place.agent))
         return
     if place.launched is not None:
         request = msgspec.structs.replace(request, max_restarts=0)  # none could join again

@@ -120,12 +120,13 @@ class Machine:
 @dataclass(frozen=True, slots=True)
 class Machines:
     """The machines of the cluster, this one first; how to ask them about results; the history on
-    this machine. ``agent`` is this machine's; None if none runs."""
+    this machine. ``agent`` is this machine's; None if none runs. ``leader`` leads their jobs."""
 
     all: tuple[Machine, ...]
     results: ResultsClient
     history: JobHistory
     agent: AgentLink | None = None
+    leader: str = ""
 
     async def histories(
         self, request: jobs.HistoryRequest
@@ -174,7 +175,8 @@ async def machines_of(settings: Settings, link: AgentLink) -> Machines:
     """The machines that the agent at ``link`` knows; LinkError if it does not answer."""
     reply = await link.ask(local.NodesRequest(), local.NodesReply)
     results = ResultsClient(link.ask_node, AskedByName(link.ask_node))
-    return Machines(_machines(reply), results, JobHistory(settings.home), link)
+    leader = next((each.node for each in reply.nodes if each.role == "leader"), "")
+    return Machines(_machines(reply), results, JobHistory(settings.home), link, leader)
 
 
 @asynccontextmanager

@@ -78,6 +78,7 @@ _FORWARDED: dict[type, type] = {
     PartRequest: Part,
     wire_jobs.HistoryRequest: wire_jobs.History,
     wire_jobs.LogRequest: wire_jobs.LogLines,
+    wire_jobs.CancelJob: wire_jobs.Kept,
 }
 """The response to each request that a command may have forwarded."""
 
@@ -205,6 +206,7 @@ class _Jobs:
             log=self._log,
             history=self._history,
             note=agent.note,
+            is_admin=lambda node: agent.admissions.roster.is_admin(node),
             outer_world=agent.outer_world,
         )
         self.dispatcher = JobDispatcher(self.parts, machine.code_store)

@@ -90,6 +90,23 @@ async def wait_for(machines: Machines, job: KnownJob) -> KnownJob:
     return job
 
 
+async def cancel(machines: Machines, job: KnownJob, *, kills: bool = False) -> None:
+    """Have the leader end a job. ConfigurationError if it is over; LinkError with the reason if the
+    leader refuses, or does not answer."""
+    info = job.info
+    if job.is_over or machines.agent is None:
+        ended = f"ended with exit code {info.exit_code}" if job.state == "ended" else "is lost"
+        raise ConfigurationError(f"job {info.job} {ended}: there is nothing to cancel")
+    try:
+        await machines.agent.ask_node(
+            machines.leader, jobs.CancelJob(info.job, kills), jobs.Kept, timeout_s=_ANSWER_S
+        )
+    except LinkError as error:
+        raise LinkError(
+            f"job {info.job}, started on {info.machine}, is not cancelled: {error}"
+        ) from error
+
+
 async def summary_of(machines: Machines, job: KnownJob) -> Summary:
     """The summary of a job that has ended; LinkError if no machine that is there has it."""
     info = job.info

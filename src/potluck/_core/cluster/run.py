@@ -35,6 +35,7 @@ from potluck._core.cluster.past_jobs import (
     Cursor,
     asking,
     attach,
+    cancel,
     find_job,
     follow,
     summary_of,
@@ -366,7 +367,8 @@ async def _submitted(
         local.REQUEST.decode(local.REQUEST.encode(request)[PREFIX_BYTES:])
     except ProtocolError as error:
         raise ConfigurationError(f"no agent takes this job: {error}") from None
-    request = await asyncio.to_thread(travelling, request)
+    if not request.again:
+        request = await asyncio.to_thread(travelling, request)
     async with connected(settings, agent, client.take) as link:
         link.link.send(request)
         client.interrupts_by(interrupt)
@@ -405,13 +407,18 @@ _LAST_LINES = 10
 _STATUS_S = 0.5
 
 
-def attach_to(settings: Settings, text: str, watcher: Watcher) -> Summary | None:
-    """Show the job that ``text`` names, which runs, to its end; None if Ctrl-C ends that, or has it
-    cancelled. ConfigurationError, with what to do instead, if it does not run."""
-    return asyncio.run(_attach_to(settings, text, watcher))
+def attach_to(
+    settings: Settings, text: str, watcher: Watcher, is_to_cancel: Callable[[str], bool]
+) -> Summary | None:
+    """Show the job that ``text`` names, which runs, to its end; None if Ctrl-C ends that. Pressed
+    twice, the job is cancelled if ``is_to_cancel(job)``, and its end waited for.
+    ConfigurationError, with what to do instead, if it does not run."""
+    return asyncio.run(_attach_to(settings, text, watcher, is_to_cancel))
 
 
-async def _attach_to(settings: Settings, text: str, watcher: Watcher) -> Summary | None:
+async def _attach_to(
+    settings: Settings, text: str, watcher: Watcher, is_to_cancel: Callable[[str], bool]
+) -> Summary | None:
     async with reached(settings) as machines:
         job = await find_job(machines, text)
         name, agent = job.info.job, machines.agent
@@ -432,9 +439,16 @@ async def _attach_to(settings: Settings, text: str, watcher: Watcher) -> Summary
                         client.take(jobs.JobStatus(status))
                 await asyncio.sleep(_STATUS_S)
 
+        loop, num_interrupts = asyncio.get_running_loop(), 0
+
         def interrupt(number: int) -> None:
-            watcher.note(f"leaving job {name}, which goes on")
-            left.set()
+            nonlocal num_interrupts
+            num_interrupts += 1
+            if num_interrupts > 1:
+                left.set()
+                return
+            watcher.note(f"leaving job {name}, which goes on; Ctrl-C again now to cancel it")
+            loop.call_later(_TWICE_S, left.set)
 
         watcher.begin(client)
         client.interrupts_by(interrupt)
@@ -454,12 +468,15 @@ async def _attach_to(settings: Settings, text: str, watcher: Watcher) -> Summary
             with _signals(client.interrupt, signal.SIGINT):
                 ends = {attached, leaving}
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if not attached.done():
-                return None
-            attached.result()
+            if attached.done():
+                attached.result()
         finally:
             await stop(telling, attached, leaving)
             watcher.end()
+        if left.is_set():
+            if num_interrupts < 2 or not await asyncio.to_thread(is_to_cancel, name):
+                return None
+            await cancel(machines, job)
         return await summary_of(machines, await wait_for(machines, job))
 
 

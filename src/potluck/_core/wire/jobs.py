@@ -473,8 +473,16 @@ class Spec(msgspec.Struct, frozen=True, tag=True):
     spec: JobSpec
 
 
+class CancelJob(msgspec.Struct, frozen=True, tag=True):
+    """A request to the leader to end ``job`` as Ctrl-C does, or, if it ``kills``, at once; answered
+    with Kept when it has begun to. The job's starter may send it, and an admin of the cluster."""
+
+    job: Job
+    kills: bool = False
+
+
 class Kept(msgspec.Struct, frozen=True, tag=True):
-    """It is on the sender's disk."""
+    """It is on the sender's disk, or done."""
 
 
 class LogRequest(msgspec.Struct, frozen=True, tag=True):
@@ -509,4 +517,4 @@ ToStarter = Submitted | LabelledOutput | JobNote | JobEnded
 FromNode = NodeReport | WorkerEvent | Output
 ToLeader = Submit | InterruptJob | FromNode
 JobMessage = FromLeader | ToStarter | ToLeader
-HistoryQuestion = HistoryRequest | KeepEnd | KeepQueued | SpecRequest | LogRequest
+HistoryQuestion = HistoryRequest | KeepEnd | KeepQueued | SpecRequest | LogRequest | CancelJob

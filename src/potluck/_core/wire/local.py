@@ -13,12 +13,14 @@ from potluck._core.wire.format import MachineName, MessageFormat, Name, Text
 from potluck._core.wire.jobs import (
     MAX_JOBS,
     MAX_QUEUED,
+    CancelJob,
     History,
     HistoryRequest,
     JobEnded,
     JobNote,
     JobOptions,
     JobStatus,
+    Kept,
     LabelledOutput,
     LogLines,
     LogRequest,
@@ -65,7 +67,9 @@ class RunRequest(JobOptions, frozen=True, kw_only=True, tag=True):
     files that travel with the script although they are hidden, ignored, or look like keys. ``on``
     names the machines that run it (empty: all may). ``modules`` are files that the script imports
     by names which its text does not show. ``is_installed``: it runs with the packages that machines
-    have, whatever its folder says that it needs.
+    have, whatever its folder says that it needs. A job that ``outlives`` its command goes on when
+    that leaves, however it does. ``again`` is a job that this machine started before: its code and
+    its options are run once more, and of these fields only ``outlives`` counts.
     """
 
     folder: Text = ""
@@ -75,6 +79,7 @@ class RunRequest(JobOptions, frozen=True, kw_only=True, tag=True):
     modules: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_INCLUDE)] = ()
     outlives: bool = False
     is_installed: bool = False
+    again: Name = ""
 
 
 class JobTaken(msgspec.Struct, frozen=True, tag=True):
@@ -186,7 +191,13 @@ class NodesReply(msgspec.Struct, frozen=True, tag=True):
 
 
 Forwarded = (
-    ResultsRequest | DescriptionRequest | HoldingRequest | PartRequest | HistoryRequest | LogRequest
+    ResultsRequest
+    | DescriptionRequest
+    | HoldingRequest
+    | PartRequest
+    | HistoryRequest
+    | LogRequest
+    | CancelJob
 )
 
 
@@ -204,7 +215,7 @@ class ForwardedResponse(msgspec.Struct, frozen=True, tag=True):
 
     number: Count
     node: Name
-    content: Results | Part | Holding | History | LogLines | Failure
+    content: Results | Part | Holding | History | LogLines | Kept | Failure
 
 
 class CommandResult(msgspec.Struct, frozen=True, tag=True):

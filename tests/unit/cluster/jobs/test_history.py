@@ -20,7 +20,7 @@ from potluck._core.wire import jobs, peers
 from potluck._core.wire.peers import Written
 from potluck.errors import ConfigurationError, IdentityError, LinkError, ProtocolError
 from support.disk import changes_by_this_thread
-from support.job_parts import EVE, LEADER, ME, Machine, install, play, view
+from support.job_parts import EVE, LEADER, ME, Machine, install, play, submit, view
 
 ADA, BOB = "a1" * 32, "b2" * 32
 NOW = time.time()
@@ -224,5 +224,56 @@ def test_an_end_is_kept_for_the_leader_of_a_job_that_its_starter_signed(tmp_path
         assert await machine.history.found() == []
         assert await keeping._asked(LEADER, told) == jobs.Kept()
         assert [each.phase for each in await machine.history.found()] == ["ended"]
+
+    play(tmp_path, story)
+
+
+def test_a_job_is_cancelled_for_its_starter_and_for_admins_alone(tmp_path: Path) -> None:
+    async def story(machine: Machine, all_jobs: Any, code_store: Any) -> None:
+        await submit(machine, all_jobs, code_store, tmp_path / "code", (LEADER, EVE, "carl"))
+        keeping: Keeping = all_jobs._keeping
+        with pytest.raises(LinkError, match="on the machine that started it, or by an admin"):
+            await keeping._asked("carl", jobs.CancelJob("job"))
+        with pytest.raises(LinkError, match="members of its cluster's view only"):
+            await keeping._asked("stranger", jobs.CancelJob("job"))
+        with pytest.raises(LinkError, match="job other is not led here any more"):
+            await keeping._asked(LEADER, jobs.CancelJob("other"))
+        for node in (ME, LEADER, EVE, "carl"):
+            all_jobs.received(node, jobs.NodeReport("job"))
+        [controller] = all_jobs._controllers.values()
+        assert controller.num_interrupts == 0
+        assert await keeping._asked(LEADER, jobs.CancelJob("job")) == jobs.Kept()
+        assert controller.num_interrupts == 1
+        assert await keeping._asked(EVE, jobs.CancelJob("job", kills=True)) == jobs.Kept()
+        assert controller.num_interrupts == 3
+        assert "job job: cancelled by eve (eve)" in machine.notes
+
+    play(tmp_path, story)
+
+
+def test_a_log_is_read_by_who_started_or_ran_the_job_or_may_run_scripts_here(
+    tmp_path: Path,
+) -> None:
+    async def story(machine: Machine, all_jobs: Any, code_store: Any) -> None:
+        install(machine, all_jobs, view(ME, LEADER, EVE, "carl"))
+        machine.history = JobHistory(tmp_path)
+        keeping: Keeping = all_jobs._keeping
+        keeping._agent = machine.parts()
+        machine.refusals[ME] = "its owner does not let it run jobs of others"
+        secret = msgspec.structs.replace(spec("b-1", EVE), keeps_files=True)
+        for one in (spec("a-1", EVE), secret):
+            await machine.history.end(one, "eve", [(LEADER, "leader")], summary(one.job), NOW)
+        for job, readers in (("a-1", {ME, EVE, LEADER}), ("b-1", {ME, EVE})):
+            for node in (ME, EVE, LEADER, "carl"):
+                asked = keeping._asked(node, jobs.LogRequest(job, EVE))
+                if node in readers:
+                    assert (await asked).is_over
+                else:
+                    with pytest.raises(LinkError, match="started or ran it"):
+                        await asked
+        machine.refusals.clear()
+        assert await keeping._asked("carl", jobs.LogRequest("a-1", EVE))
+        with pytest.raises(LinkError, match="started or ran it"):
+            await keeping._asked("carl", jobs.LogRequest("b-1", EVE))
 
     play(tmp_path, story)

@@ -59,18 +59,20 @@ def test_the_table_of_questions_has_every_one() -> None:
 def test_who_gets_an_answer(kind: type) -> None:
     question = Hostile(random.Random(kind.__name__), ["job", "b"]).anything(kind)
 
-    def answered(view: View | None, *, is_reader: bool) -> set[str]:
+    def answered(view: View | None, **is_it: bool) -> set[str]:
         return {
             node
             for node in "abcz"
-            if not objection_to_asking(node, question, view, me="c", is_reader=is_reader)
+            if not objection_to_asking(node, question, view, me="c", **is_it)
         }
 
-    wanted = {Role.LEADER: ({"a"}, {"a"}), Role.READER: (set("abc"), set[str]())}
-    readers, others = wanted.get(ASKERS[kind], (set("abc"), set("abc")))
-    assert answered(VIEW, is_reader=True) == readers
-    assert answered(VIEW, is_reader=False) == others
-    assert answered(None, is_reader=True) <= {"c"}, "without a view only its own commands"
+    needed = {Role.READER: "is_reader", Role.CANCELLER: "is_canceller"}.get(ASKERS[kind])
+    both = {"is_reader": True, "is_canceller": True}
+    assert answered(VIEW, **both) == ({"a"} if ASKERS[kind] is Role.LEADER else set("abc"))
+    for name in both:
+        without = answered(VIEW, **(both | {name: False}))
+        assert without == (set() if name == needed else answered(VIEW, **both))
+    assert answered(None, **both) <= {"c"}, "without a view only its own commands"
 
 
 def test_orders_of_a_node_outside_of_the_view_are_not_even_kept() -> None:

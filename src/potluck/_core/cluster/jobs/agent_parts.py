@@ -34,6 +34,7 @@ class AgentParts:
     (``process.launcher_of``), which ``confinement`` holds to the owner's limits; ``environments``
     are the ones made of what scripts need. ``note`` shows a line to people at this machine; ``log``
     keeps what workers write, ``history`` what is known of each job.
+    ``is_admin(node)``: whether it may admit and ban.
     ``outer_world(index)``: the variables of the workers of a private agent whose command is a part
     of another launcher's world."""
 
@@ -56,4 +57,5 @@ class AgentParts:
     log: JobLog
     history: JobHistory
     note: Callable[[str], None]
+    is_admin: Callable[[str], bool]
     outer_world: OuterWorld | None = None

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import secrets
 import signal
 import time
 from collections.abc import Collection, Sequence
@@ -26,7 +25,7 @@ from potluck._core.cluster.jobs.client_jobs import ClientJobs
 from potluck._core.cluster.jobs.controller import JobController
 from potluck._core.cluster.jobs.environment import free_port
 from potluck._core.cluster.jobs.groups.events import Severed
-from potluck._core.cluster.jobs.keeping import Keeping
+from potluck._core.cluster.jobs.keeping import Keeping, new_id
 from potluck._core.cluster.jobs.local_runner import LocalRunner
 from potluck._core.cluster.jobs.needs import look_at, plan_of
 from potluck._core.cluster.jobs.permissions import DeferredMessages, may_lead_soon, may_send
@@ -39,7 +38,6 @@ from potluck._core.cluster.membership import events
 from potluck._core.cluster.membership.view import describe
 from potluck._core.cluster.names import find_node
 from potluck._core.cluster.topology.hardware import own_versions
-from potluck._core.printable import name_of
 from potluck._core.transport import aio
 from potluck._core.waiting import Complaint
 from potluck._core.wire import jobs, local, worker_link
@@ -78,7 +76,9 @@ class JobDispatcher:
             start=self._start,
             on_changed=self._send_list,
         )
-        self._keeping = Keeping(agent, self.runners, self._queue.why)
+        self._keeping = Keeping(
+            agent, self.runners, self._queue.why, self._starter_of, self._cancel_asked
+        )
         self._tasks.start(self._send_status())
         agent.links.on(jobs.JobMessage, self.received)
         agent.links.on_linked.append(lambda node, introduction: self.linked(node))
@@ -107,8 +107,19 @@ class JobDispatcher:
             raise ConfigurationError(
                 f"this node is {agent.plane.stands_still}; `potluck continue --alone` overrides"
             )
-        name = request.module.rpartition(".")[2] or PurePosixPath(request.script).stem
-        job = f"{name_of(name)}-{secrets.token_hex(4)}"
+        if request.again:
+            spec = await self._keeping.another_run(request.again, self._code_store)
+            await self._await_nodes(spec.job, spec, spec.only, client)
+        else:
+            spec = await self._new_spec(request, client)
+        spec = agent.sign(await agent.vouching.start_own(spec))
+        self._clients.submit(spec, client, outlives=request.outlives)
+        return spec.job
+
+    async def _new_spec(self, request: local.RunRequest, client: Client) -> jobs.JobSpec:
+        """The spec of the job that ``request`` describes; its folder is taken in."""
+        agent = self._agent
+        job = new_id(request.module.rpartition(".")[2] or PurePosixPath(request.script).stem)
         only = self._named(request.on)
         await self._await_nodes(job, request, only, client)
         self._check_leader()
@@ -135,7 +146,7 @@ class JobDispatcher:
         versions, needs, own = await asyncio.to_thread(look_at, request)
         if plan is not None:
             versions, needs = msgspec.structs.replace(versions, python="", torch=""), ()
-        spec = jobs.JobSpec(
+        return jobs.JobSpec(
             **chosen,
             job=job,
             package=package,
@@ -149,9 +160,6 @@ class JobDispatcher:
             master_port=free_port(),
             started=time.time(),
         )
-        spec = agent.sign(await agent.vouching.start_own(spec))
-        self._clients.submit(spec, client, outlives=request.outlives)
-        return job
 
     def _check_leader(self) -> None:
         """ConfigurationError if the leader's potluck is too old to lead jobs of this release: it
@@ -184,7 +192,7 @@ class JobDispatcher:
         return tuple(dict.fromkeys(found))
 
     async def _await_nodes(
-        self, job: str, request: local.RunRequest, only: tuple[str, ...], client: Client
+        self, job: str, request: jobs.JobOptions, only: tuple[str, ...], client: Client
     ) -> None:
         """Return when the view has as many nodes as ``request`` asks for."""
 
@@ -460,6 +468,17 @@ class JobDispatcher:
             as_running(each.spec, each.placement.nodes, each.since)
             for each in self._controllers.values()
         ]
+
+    def _cancel_asked(self, node: str, question: jobs.CancelJob) -> None:
+        """``node``, which may do so, cancels a job that is led here."""
+        controller, times = self._controllers.get(question.job), 1 + question.kills
+        if controller is None:
+            message = jobs.InterruptJob(question.job, signal.SIGTERM, times)
+            self._tasks.start(self._cancel(message))
+            return
+        controller.note(f"cancelled by {self._agent.names.called(node)}")
+        times = min(controller.num_interrupts + times, jobs.MAX_INTERRUPTS)
+        controller.interrupted(jobs.InterruptJob(question.job, signal.SIGTERM, times))
 
     async def _cancel(self, message: jobs.InterruptJob) -> None:
         """A job that waits is not to begin."""

@@ -3,39 +3,55 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 
+from potluck._core.cluster.code_store.store import CodeStore
 from potluck._core.cluster.jobs.agent_parts import AgentParts
+from potluck._core.cluster.jobs.environment import free_port
 from potluck._core.cluster.jobs.history import Entry, key_of
 from potluck._core.cluster.jobs.local_runner import LocalRunner
 from potluck._core.cluster.jobs.permissions import objection_to_asking
 from potluck._core.cluster.jobs.placement import COPIES, keepers_of
 from potluck._core.cluster.jobs.summary import Summary
+from potluck._core.cluster.topology.hardware import own_versions
+from potluck._core.printable import name_of
 from potluck._core.wire import jobs, peers
 from potluck._core.wire.format import decoded
-from potluck.errors import LinkError, PotluckError
+from potluck.errors import ConfigurationError, LinkError, PotluckError
 
 _summaries = msgspec.json.Decoder(Summary)
 
 _ANSWER_S = 5.0
 
 
+def new_id(name: str) -> str:
+    """The id of a new job that is called like ``name``."""
+    return f"{name_of(name)}-{secrets.token_hex(4)}"
+
+
 class Keeping:
-    """The history (``agent.history``) of the jobs in ``runners``, which this node knows."""
+    """The history (``agent.history``) of the jobs in ``runners``, which this node knows, and in
+    ``led``, which it leads."""
 
     def __init__(
         self,
         agent: AgentParts,
         runners: Mapping[str, LocalRunner],
         why_waits: Callable[[str], str] = lambda job: "",
+        starter_of: Callable[[str], str] = lambda job: "",
+        cancel: Callable[[str, jobs.CancelJob], None] = lambda node, question: None,
     ) -> None:
-        """``why_waits(job)``: why a job waits for machines, in words."""
+        """``why_waits(job)``: why a job waits for machines, in words. ``starter_of(job)`` of one
+        that this node leads, else empty; ``cancel(node, question)`` ends it for ``node``."""
         self._agent = agent
         self._runners = runners
         self._why_waits = why_waits
+        self._starter_of = starter_of
+        self._cancel = cancel
         self._waiting: frozenset[str] = frozenset()
         self._known: frozenset[str] = frozenset()
         agent.links.on_request(jobs.HistoryQuestion, self._asked)
@@ -126,7 +142,15 @@ class Keeping:
         if isinstance(question, jobs.LogRequest):
             entry = await self._agent.history.entry(question.job, question.starter)
             reader = self._may_read(node, question, entry)
-        if why := objection_to_asking(node, question, view, me=self._agent.me, is_reader=reader):
+        may_cancel = isinstance(question, jobs.CancelJob) and self._may_cancel(node, question)
+        if why := objection_to_asking(
+            node,
+            question,
+            view,
+            me=self._agent.me,
+            is_reader=reader,
+            is_canceller=may_cancel,
+        ):
             raise LinkError(why)
         match question:
             case jobs.HistoryRequest():
@@ -141,6 +165,9 @@ class Keeping:
                 return jobs.Spec((await self._entry(job, starter)).spec)
             case jobs.LogRequest():
                 return await self._lines(question)
+            case jobs.CancelJob():
+                self._cancel(node, question)
+                return jobs.Kept()
 
     def _may_read(self, node: str, question: jobs.LogRequest, entry: Entry | None) -> bool:
         """Whether ``node`` may read what workers wrote. A member whose scripts run here can read
@@ -151,6 +178,39 @@ class Keeping:
             return False
         ran_it = any(node == each for each, _ in entry.machines)
         return ran_it or not self._agent.offers.objection(self._agent.me, node)
+
+    def _may_cancel(self, node: str, question: jobs.CancelJob) -> bool:
+        starter = self._starter_of(question.job)
+        if not starter:
+            raise LinkError(f"job {question.job} is not led here any more")
+        return node == starter or self._agent.is_admin(node)
+
+    async def another_run(self, job: str, code_store: CodeStore) -> jobs.JobSpec:
+        """The spec, to be signed, for another run of a ``job`` that this node started.
+        ConfigurationError if there is none; errors as for ``CodeStore.fetch`` if no machine has its
+        code any more."""
+        me, own = self._agent.me, own_versions()
+        entry = await self._agent.history.entry(job, me)
+        if entry is None or entry.spec.package is None:
+            raise ConfigurationError(
+                f"this machine did not start job {job}: a job runs in the name of its starter, on "
+                "which `potluck rerun` starts it again"
+            )
+        spec = entry.spec
+        if not await asyncio.to_thread(code_store.has, entry.spec.package):
+            await code_store.fetch(entry.spec.package, me)
+        versions = msgspec.structs.replace(
+            own,
+            python=own.python if spec.versions.python else "",
+            torch=own.torch if spec.versions.torch else "",
+        )
+        return msgspec.structs.replace(
+            spec,
+            job=new_id(job.rpartition("-")[0]),
+            versions=versions,
+            master_port=free_port(),
+            started=time.time(),
+        )
 
     async def _history(self, question: jobs.HistoryRequest) -> jobs.History:
         answer = await self._agent.history.answer(question)

@@ -31,6 +31,7 @@ class Role(StrEnum):
     LEADER = "the leader of this node's view"
     MEMBER = "a member of this node's view"
     STARTER = "the node on which the job was started"
+    CANCELLER = "the node on which the job was started, or an admin of the cluster"
     READER = "a node that started the job or ran it, or whose jobs run on the asked machine"
 
 
@@ -59,6 +60,7 @@ ASKERS: dict[type, Role] = {
     jobs.LogRequest: Role.READER,
     jobs.KeepQueued: Role.LEADER,
     jobs.SpecRequest: Role.LEADER,
+    jobs.CancelJob: Role.CANCELLER,
 }
 """The role of a node that asks about jobs; a node's own commands ask in its name."""
 
@@ -81,10 +83,16 @@ def may_send(
 
 
 def objection_to_asking(
-    node: str, question: jobs.HistoryQuestion, view: View | None, *, me: str, is_reader: bool
+    node: str,
+    question: jobs.HistoryQuestion,
+    view: View | None,
+    *,
+    me: str,
+    is_reader: bool = False,
+    is_canceller: bool = False,
 ) -> str:
     """Why ``node`` gets no answer to ``question`` from node ``me``, which uses ``view``; empty if
-    it gets one. ``is_reader``: it has that role for the job."""
+    it gets one. ``is_reader``, ``is_canceller``: it has that role for the job."""
     role = ASKERS[type(question)]
     is_member = node == me or (view is not None and view.member(node) is not None)
     if not is_member:
@@ -96,6 +104,8 @@ def objection_to_asking(
             "the log of this job is read on machines that started or ran it, and on those whose "
             "scripts run here: ask the owner of this machine for `potluck allow`"
         )
+    if role is Role.CANCELLER and not is_canceller:
+        return "it is cancelled on the machine that started it, or by an admin of the cluster"
     return ""
 
 
