@@ -79,7 +79,7 @@ test-components: ## The tests with Jupyter, Chromium and the like, which they in
 	@$(BIN)/pytest -rs tests/components $(ARGS)
 
 .PHONY: mutants
-mutants: ## Put each of 98 faults into the code: which test notices it? (an hour; ARGS="--only ring")
+mutants: ## Put each of 104 faults into the code: which test notices it? (an hour; ARGS="--only ring")
 	@tools/environment dev
 	@$(BIN)/python -m support.mutants $(ARGS)
 

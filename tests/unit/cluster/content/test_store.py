@@ -327,6 +327,27 @@ def test_two_files_of_one_content_are_sent_and_kept_once(nodes: Nodes, tmp_path:
     play(story)
 
 
+def test_what_is_deleted_meanwhile_breaks_no_fetch_and_what_a_kill_left_goes(
+    nodes: Nodes, folder: Path, tmp_path: Path
+) -> None:
+    async def story() -> None:
+        ada, bob = store_of(nodes, tmp_path, ADA), store_of(nodes, tmp_path, BOB)
+        package = ada.add("data", folder, PATHS)
+        partial = tmp_path / BOB[:2] / "data" / "partial"
+        await bob.fetch(
+            "data", package.name, on_progress=lambda count, node: bob.delete("data", [])
+        )
+        assert same(package, folder, shelf_of(tmp_path, BOB), tmp_path / "out")
+        for name in (".young", ".old"):
+            (partial / name).touch()
+        os.utime(partial / ".old", (1, 1))
+        bob.delete("data", [package.name])
+        assert [path.name for path in partial.iterdir()] == [".young"]
+        assert not list((tmp_path / BOB[:2]).rglob("objects/*"))
+
+    play(story)
+
+
 def test_only_the_files_that_are_wanted_are_fetched_and_others_on_demand(
     nodes: Nodes, folder: Path, tmp_path: Path
 ) -> None:

@@ -2,7 +2,7 @@
 
 Below ``root``: ``objects``, whole verified files, never changed once there; ``partial``, files of
 several chunks that are being fetched; ``packages``, descriptions, by name, whose times say when
-they were used last; ``found``, the names of packages by the SHA-256 of the one file in them.
+they were used last.
 
 A process may be killed at any time. An object appears whole, by a rename; of a partial file each
 chunk is verified again before it is trusted.
@@ -16,6 +16,7 @@ import os
 import secrets
 import shutil
 import threading
+import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,8 @@ from potluck._core.cluster.home.keyfile import make_private
 from potluck._core.wire.bulk import CHUNK_BYTES
 from potluck.errors import ProtocolError
 
+_ABANDONED_S = 3600.0
+
 
 @dataclass(frozen=True, slots=True)
 class Kept:
@@ -53,7 +56,7 @@ class Shelf:
     def __init__(self, root: Path, *, is_durable: bool = False) -> None:
         self._root = root
         self._objects, self._partial = root / "objects", root / "partial"
-        self._packages, self._found = root / "packages", root / "found"
+        self._packages = root / "packages"
         self._is_durable = is_durable
         self._busy = threading.RLock()
 
@@ -119,7 +122,7 @@ class Shelf:
     def add(self, source: BinaryIO, content: Content) -> None:
         """Copy ``source``; ProtocolError if it does not have this content (any more)."""
         self._make()
-        temporary = self._partial / secrets.token_hex(8)
+        temporary = self._temporary()
         try:
             with open(_new(temporary, 0o600), "w+b") as file:
                 shutil.copyfileobj(source, file, CHUNK_BYTES)
@@ -202,18 +205,21 @@ class Shelf:
                 for content in package.contents
             }
             for path in (*_files(self._objects), *_files(self._partial)):
-                if path.name not in named:
+                if path.name not in named and not _is_being_written(path):
                     path.unlink(missing_ok=True)
 
     def _part(self, content: Content) -> Path:
         return self._partial / _name(content)
+
+    def _temporary(self) -> Path:
+        return self._partial / f".{secrets.token_hex(8)}"
 
     def _make(self) -> None:
         for folder in (self._root, self._objects, self._partial, self._packages):
             make_private(folder)
 
     def _write_whole(self, path: Path, data: bytes | memoryview, is_durable: bool) -> None:
-        temporary = self._partial / secrets.token_hex(8)
+        temporary = self._temporary()
         try:
             with open(_new(temporary, 0o600), "wb") as file:
                 file.write(data)
@@ -226,6 +232,13 @@ class Shelf:
 
 def _name(content: Content) -> str:
     return f"{content.root.hex()}-{content.size}"
+
+
+def _is_being_written(path: Path) -> bool:
+    """Whether some thread may be about to give a temporary file its name."""
+    with contextlib.suppress(OSError):
+        return path.name.startswith(".") and time.time() - path.stat().st_mtime < _ABANDONED_S
+    return True
 
 
 def _files(folder: Path) -> Iterator[Path]:

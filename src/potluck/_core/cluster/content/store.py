@@ -132,10 +132,10 @@ class ContentStore:
         files = {file.content: file for file in package.manifest.files}
         missing = [file for content, file in files.items() if not shelf.has(content)]
         self._make_room(namespace, sum(file.size for file in missing), package.name)
+        shelf.keep(package)  # first: what is in no package may be deleted at any time
         for file in missing:
             with open_below(folder, file.path) as source:
                 shelf.add(source, file.content)
-        shelf.keep(package)
         self._served.pop((namespace, package.name), None)
         return package
 
