@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from potluck.cli.completion import complete_job
 from potluck.cli.terminal import console_on, date, print_json, say, table_of
 from potluck.errors import ConfigurationError
 
@@ -27,6 +28,7 @@ def fetch(
             metavar="JOB",
             help="The job, as the end of `potluck run` names it. Without it the jobs are listed "
             "whose workers left files.",
+            autocompletion=complete_job,
         ),
     ] = None,
     pattern: Annotated[

@@ -14,6 +14,7 @@ import typer
 from msgspec import structs
 
 from potluck._core.printable import coloured, json_text, plain
+from potluck.cli.completion import complete_job
 from potluck.cli.terminal import console_on, date, print_json, say, table_of
 from potluck.errors import ConfigurationError
 
@@ -27,7 +28,12 @@ SCHEMA_VERSION = 1
 _SHOWN = 20
 
 Job = Annotated[
-    str, typer.Argument(metavar="JOB", help="The job: its id, or an unambiguous beginning of it.")
+    str,
+    typer.Argument(
+        metavar="JOB",
+        help="The job: its id, or an unambiguous beginning of it.",
+        autocompletion=complete_job,
+    ),
 ]
 """The job that several commands are about."""
 
@@ -35,7 +41,11 @@ Job = Annotated[
 def jobs(
     job: Annotated[
         str | None,
-        typer.Argument(metavar="JOB", help="Only this job, with all that is known of it."),
+        typer.Argument(
+            metavar="JOB",
+            help="Only this job, with all that is known of it.",
+            autocompletion=complete_job,
+        ),
     ] = None,
     all: Annotated[
         bool, typer.Option("--all", "-a", help=f"All jobs, not only the newest {_SHOWN}.")

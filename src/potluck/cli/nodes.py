@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from potluck.cli.completion import complete_node
 from potluck.cli.terminal import console_on, table_of
 from potluck.errors import ConfigurationError
 
@@ -26,6 +27,7 @@ NodeName = Annotated[
     typer.Argument(
         metavar="NODE",
         help="The machine's name, its id, or at least the first 8 digits of its id.",
+        autocompletion=complete_node,
     ),
 ]
 
@@ -43,6 +45,12 @@ def find_known(settings: Settings, text: str) -> str:
     """The id of the machine that ``text`` names: a name, an id, or the beginning of an id.
     ConfigurationError if that is none of the machines that are known here, or several."""
     from potluck._core.cluster.names import find_node
+
+    return find_node(text, known_nodes(settings).items())
+
+
+def known_nodes(settings: Settings) -> dict[str, str]:
+    """The machines that are known here, from files: the name of each, by its id."""
     from potluck._core.cluster.trust.credentials import load_admissions, load_or_create_identity
     from potluck._core.cluster.trust.known_nodes import KnownNodes
     from potluck._core.transport.credentials import node_id_of
@@ -51,7 +59,7 @@ def find_known(settings: Settings, text: str) -> str:
     for each in KnownNodes(settings.home).nodes():
         named[each.node] = each.name or named.get(each.node, "")
     named[node_id_of(load_or_create_identity(settings.home).public_key())] = settings.machine_name
-    return find_node(text, named.items())
+    return named
 
 
 _ANSWER_S = 3.0

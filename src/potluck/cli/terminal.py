@@ -4,10 +4,12 @@ the text."""
 from __future__ import annotations
 
 import datetime
+import io
 import logging
 import os
 import sys
 from collections.abc import Collection
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -99,6 +101,37 @@ class PlainFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return paragraph(super().format(record))
+
+
+_LOG_BYTES = 1 << 20
+_OLD_LOGS = 3
+_MAX_LINE = 16 << 10
+
+
+class RotatedLog(io.TextIOBase):
+    """A stream that writes lines, with their times, to the file ``path``. A file of 1 MiB becomes
+    ``path.1``, that one ``path.2``, and so on to 3. What can't be written (a full disk) is lost."""
+
+    def __init__(self, path: Path) -> None:
+        check_writable("--log", path)
+        self._rest = ""
+        self._handler = RotatingFileHandler(
+            path, maxBytes=_LOG_BYTES, backupCount=_OLD_LOGS, encoding="utf-8", errors="replace"
+        )
+        self._handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        # logging's own would report it on stderr, which is this stream.
+        setattr(self._handler, "handleError", lambda record: None)  # noqa: B010
+
+    def write(self, text: str) -> int:
+        *lines, rest = (self._rest + text).split("\n")
+        self._rest = rest[-_MAX_LINE:]
+        for line in lines:
+            self._handler.emit(logging.makeLogRecord({"msg": line[:_MAX_LINE]}))
+        return len(text)
+
+    def close(self) -> None:
+        self._handler.close()
+        super().close()
 
 
 def log_to_stderr() -> None:

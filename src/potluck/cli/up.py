@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import sys
 import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,7 +16,7 @@ from potluck._core import native
 from potluck._core.background import why
 from potluck._core.printable import plain
 from potluck._core.system import has_terminal, heard, is_root, user_name
-from potluck.cli.terminal import log_to_stderr
+from potluck.cli.terminal import RotatedLog, log_to_stderr
 from potluck.errors import ConfigurationError, PotluckError
 
 if TYPE_CHECKING:
@@ -105,6 +107,25 @@ def up(
             "root here.",
         ),
     ] = False,
+    log: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write lines to this file instead of the terminal, with their times: at most "
+            "1 MiB, and three older files of that size.",
+        ),
+    ] = None,
+    install_service: Annotated[
+        bool,
+        typer.Option(
+            "--install-service",
+            help="Have this machine run `potluck up`, with these options and POTLUCK_* variables, "
+            "as a service (a user unit of systemd, or a launchd agent); then return.",
+        ),
+    ] = False,
+    remove_service: Annotated[
+        bool, typer.Option("--remove-service", help="End and remove that service; then return.")
+    ] = False,
 ) -> None:
     """Make this machine part of its cluster, until Ctrl-C.
 
@@ -119,9 +140,19 @@ def up(
     asked once. Where nobody can be asked (in the background, or as a service) they don't run before
     `potluck allow`, unless --run-for says otherwise. `potluck allow`, `potluck deny` and `potluck
     pause` change that while it runs.
+
+    With --install-service the agent runs without a terminal and comes back after a login.
     """
     from potluck._core.settings import load_settings
+    from potluck.cli import service
 
+    if remove_service:
+        if install_service:
+            raise ConfigurationError("give one of --install-service and --remove-service")
+        service.remove_service()
+        return
+    if log is not None and not install_service:
+        sys.stdout = sys.stderr = RotatedLog(log)
     log_to_stderr()
     try:
         settings = load_settings(
@@ -139,6 +170,11 @@ def up(
             allow_root=allow_root or None,
         )
         check_user(settings)
+        if install_service:
+            if log is not None:
+                raise ConfigurationError("--log: a service's lines go to the system's log")
+            service.install_service(settings, lambda: keep_rule(settings))
+            return
         keep_rule(settings)
         asyncio.run(_run(settings))
     except PotluckError:
@@ -186,7 +222,7 @@ async def _run(settings: Settings) -> None:
     from potluck._core.cluster.discovery.configured import all_finders
     from potluck._core.cluster.node_agent import NodeAgent
 
-    is_asking = has_terminal()
+    is_asking = has_terminal() and not isinstance(sys.stdout, RotatedLog)
     reminders: list[Callable[[], None]] = []
 
     def note(line: str) -> None:
