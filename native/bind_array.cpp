@@ -163,7 +163,9 @@ bool Array::describe_tensor(nb::handle object) {
     }
     count_ = static_cast<std::size_t>(stride);
     // The memory of a lazy view of -x holds x: torch negates when it reads.
-    const nb::object negated = nb::steal(PyObject_CallMethodNoArgs(object.ptr(), known->is_neg));
+    PyObject* const arguments[] = {object.ptr()};
+    const nb::object negated =
+        nb::steal(PyObject_VectorcallMethod(known->is_neg, arguments, 1, nullptr));
     if (!negated.is_valid()) return refused();
     if (negated.ptr() != Py_False) return false;
     data_ = static_cast<char*>(told.data) + told.byte_offset;
