@@ -19,13 +19,25 @@ _ASK_S = 0.2
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
+def known_nodes(settings: Settings) -> dict[str, str]:
+    """The machines that are known here, from files: the name of each, by its id."""
+    from potluck._core.cluster.trust.credentials import load_admissions, load_or_create_identity
+    from potluck._core.cluster.trust.known_nodes import KnownNodes
+    from potluck._core.transport.credentials import node_id_of
+
+    named = {node: each.name for node, each in load_admissions(settings).roster.entries.items()}
+    for each in KnownNodes(settings.home).nodes():
+        named[each.node] = each.name or named.get(each.node, "")
+    named[node_id_of(load_or_create_identity(settings.home).public_key())] = settings.machine_name
+    return named
+
+
 def complete_node(incomplete: str) -> list[str]:
     """The machines of the cluster whose name, or id, begins so: those of the list and those met
     before, from files, and those that this machine's agent sees now."""
     found: list[str] = []
     with contextlib.suppress(Exception):
         from potluck._core.settings import load_settings
-        from potluck.cli.nodes import known_nodes
 
         settings = load_settings()
         named = known_nodes(settings)

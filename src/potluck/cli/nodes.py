@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from potluck.cli.completion import complete_node
+from potluck.cli.completion import complete_node, known_nodes
 from potluck.cli.terminal import console_on, table_of
 from potluck.errors import ConfigurationError
 
@@ -47,19 +47,6 @@ def find_known(settings: Settings, text: str) -> str:
     from potluck._core.cluster.names import find_node
 
     return find_node(text, known_nodes(settings).items())
-
-
-def known_nodes(settings: Settings) -> dict[str, str]:
-    """The machines that are known here, from files: the name of each, by its id."""
-    from potluck._core.cluster.trust.credentials import load_admissions, load_or_create_identity
-    from potluck._core.cluster.trust.known_nodes import KnownNodes
-    from potluck._core.transport.credentials import node_id_of
-
-    named = {node: each.name for node, each in load_admissions(settings).roster.entries.items()}
-    for each in KnownNodes(settings.home).nodes():
-        named[each.node] = each.name or named.get(each.node, "")
-    named[node_id_of(load_or_create_identity(settings.home).public_key())] = settings.machine_name
-    return named
 
 
 _ANSWER_S = 3.0
