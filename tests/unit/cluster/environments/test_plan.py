@@ -12,6 +12,7 @@ from potluck._core.cluster.environments.plan import (
     Wheel,
     decode_plan,
     environment_key,
+    is_known_host,
     objection_to_url,
 )
 from potluck.errors import ConfigurationError, ProtocolError
@@ -116,3 +117,15 @@ def test_kinds_of_machines_are_platforms_of_uv() -> None:
     assert platform_of(own_kind()) is not None
     assert in_words("aarch64-manylinux_2_28") == "linux aarch64"
     assert in_words("") == "an unknown system"
+
+
+def test_everybodys_indexes_are_known_by_name_over_tls_only() -> None:
+    assert is_known_host("https://files.pythonhosted.org/packages/a/b.whl")
+    assert is_known_host("https://download-r2.pytorch.org/whl/cpu/torch.whl")
+    for other in (
+        "http://files.pythonhosted.org/packages/a/b.whl",
+        "https://files.pythonhosted.org.example.com/b.whl",
+        "https://download-r2.pytorch.org.evil.example/b.whl",
+        "https://user@evil.example/pypi.org/b.whl",
+    ):
+        assert not is_known_host(other), other

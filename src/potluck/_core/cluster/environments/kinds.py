@@ -11,12 +11,17 @@ import os
 import platform
 import re
 import sys
+from collections.abc import Iterator
+
+from packaging.tags import Tag, compatible_tags, cpython_tags, mac_platforms
 
 _ARCHITECTURES = {"amd64": "x86_64", "arm64": "aarch64"}
 _KIND = re.compile(
     r"(?P<arch>[a-z0-9_]{1,20})-(?:manylinux_2_(?P<glibc>\d{1,3})|(?P<musl>unknown-linux-musl)"
     r"|apple-darwin-(?P<macos>\d{1,3}\.\d{1,3})|(?P<windows>pc-windows-msvc))"
 )
+_OLDER_NAMES = {17: "manylinux2014", 12: "manylinux2010", 5: "manylinux1"}
+"""Of manylinux_2_17 and so on (PEP 600)."""
 _GLIBC = (17, 28, *range(31, 41))
 """The minor versions of glibc that uv knows."""
 
@@ -52,6 +57,39 @@ def platform_of(kind: str) -> tuple[str, dict[str, str]] | None:
         known = [minor for minor in _GLIBC if minor <= int(found["glibc"])]
         return (f"{arch}-manylinux_2_{known[-1]}", {}) if known else None
     return kind, {}
+
+
+def tags_of(kind: str, python: str) -> dict[Tag, int]:
+    """The tags of wheels that machines of ``kind`` can install for this version of CPython, each
+    with its rank: 0 fits best. ``kind`` is one that ``platform_of`` knows."""
+    version = tuple(map(int, python.split(".")[:2]))
+    platforms = list(_platform_tags(kind))
+    tags = [
+        *cpython_tags(version, platforms=platforms),
+        *compatible_tags(version, f"cp{version[0]}{version[1]}", platforms),
+    ]
+    return {tag: rank for rank, tag in enumerate(tags)}
+
+
+def _platform_tags(kind: str) -> Iterator[str]:
+    """The last parts of tags, the best first."""
+    found = _KIND.fullmatch(kind)
+    assert found is not None
+    arch = found["arch"]
+    if found["macos"]:
+        major, _, minor = found["macos"].partition(".")
+        yield from mac_platforms((int(major), int(minor)), arch.replace("aarch64", "arm64"))
+    elif found["windows"]:
+        yield {"x86_64": "win_amd64", "aarch64": "win_arm64"}.get(arch, arch)
+    elif found["musl"]:
+        yield from (f"musllinux_1_{minor}_{arch}" for minor in range(2, -1, -1))
+        yield f"linux_{arch}"
+    else:
+        for minor in range(int(found["glibc"]), 4, -1):
+            yield f"manylinux_2_{minor}_{arch}"
+            if minor in _OLDER_NAMES:
+                yield f"{_OLDER_NAMES[minor]}_{arch}"
+        yield f"linux_{arch}"
 
 
 def in_words(kind: str) -> str:

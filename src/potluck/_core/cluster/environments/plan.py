@@ -116,6 +116,18 @@ def objection_to_url(url: str, *, own: str = "") -> str:
     return "" if same else objection_to_host(host)
 
 
+_KNOWN_HOSTS = ("pypi.org", "files.pythonhosted.org", "download.pytorch.org")
+
+
+def is_known_host(url: str) -> bool:
+    """Whether ``url`` leads to an index that everybody uses, by https: whatever address a network
+    has for its name (that of a cache, say), TLS proves who answers."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    of_torch = host.startswith("download-") and host.endswith(".pytorch.org")
+    return parts.scheme == "https" and (host in _KNOWN_HOSTS or of_torch)
+
+
 def objection_to_host(host: str) -> str:
     """Why ``host``, a name or an address, is not asked for wheels; empty if it may be."""
     private = "is not a public address: name this index by POTLUCK_PACKAGE_INDEX on each machine"

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import tomllib
 import urllib.request
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -22,9 +22,10 @@ from typing import Any
 
 import msgspec
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
-from packaging.utils import canonicalize_name
+from packaging.tags import Tag
+from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 
-from potluck._core.cluster.environments.kinds import in_words, platform_of
+from potluck._core.cluster.environments.kinds import in_words, platform_of, tags_of
 from potluck._core.cluster.environments.plan import (
     SCHEMA,
     Part,
@@ -138,21 +139,28 @@ class _Compile:
             text, said = await run_uv(words, directory=self.work, given=given, as_user=True)
             for warning in warnings_in(said):
                 note(warning)
-            wheels = [self._wheel(each) for each in tomllib.loads(text).get("packages", [])]
+            tags = tags_of(kind, self.python)
+            wheels = [self._wheel(each, tags) for each in tomllib.loads(text).get("packages", [])]
             sized = await asyncio.gather(*(asyncio.to_thread(_with_size, each) for each in wheels))
             return Part(kind, tuple(sorted(sized)))
         except ConfigurationError as error:
             return Part(kind, error=_without_wheel(str(error), kind)[:4000])
 
-    def _wheel(self, package: dict[str, Any]) -> Wheel:
+    def _wheel(self, package: dict[str, Any], tags: Mapping[Tag, int]) -> Wheel:
         name, version = package["name"], package.get("version", "")
-        wheels = package.get("wheels", [])
-        if len(wheels) != 1 or "url" not in wheels[0]:
+        # uv lists all wheels that fit, and installs the best of them.
+        fits = [
+            (rank, each)
+            for each in package.get("wheels", [])
+            if "url" in each and (rank := _rank(each, tags)) is not None
+        ]
+        if not fits:
             raise ConfigurationError(
                 f"{name} {version} comes from no index as a wheel, and only wheels travel: publish "
                 "it as one, or put its files into the script's folder"
             )
-        url, digest = wheels[0]["url"], wheels[0].get("hashes", {}).get("sha256", "")
+        wheel = min(fits, key=lambda each: each[0])[1]
+        url, digest = wheel["url"], wheel.get("hashes", {}).get("sha256", "")
         if objection := objection_to_url(url, own=self.index):
             raise ConfigurationError(
                 f"{name} {version} comes from {url.rpartition('@')[2]}: {objection}"
@@ -161,10 +169,19 @@ class _Compile:
         if not digest or (locked and digest not in locked):
             what = f"has another file than {self.asked[0]}'s lock" if digest else "gives no SHA-256"
             raise ConfigurationError(f"{name} {version}: its index {what} ({file_of(url)})")
-        size = int(wheels[0].get("size", 0))
+        size = int(wheel.get("size", 0))
         return Wheel(
-            name, version, wheels[0].get("name") or file_of(url), bytes.fromhex(digest), size, url
+            name, version, wheel.get("name") or file_of(url), bytes.fromhex(digest), size, url
         )
+
+
+def _rank(wheel: Mapping[str, Any], tags: Mapping[Tag, int]) -> int | None:
+    """How well ``wheel`` fits machines with these ``tags``, 0 best; None if it does not."""
+    try:
+        _, _, _, own = parse_wheel_filename(wheel.get("name") or file_of(wheel["url"]))
+    except InvalidWheelFilename:
+        return None
+    return min((tags[tag] for tag in own if tag in tags), default=None)
 
 
 async def _pins_of(source: Source, work: Path, index: str, note: Note) -> _Pins | None:

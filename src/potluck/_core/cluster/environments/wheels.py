@@ -24,7 +24,12 @@ from potluck._core.background import why
 from potluck._core.cluster.content.package import Package, whole_file
 from potluck._core.cluster.content.shelf import Kept, Shelf
 from potluck._core.cluster.content.store import ContentStore, Terms
-from potluck._core.cluster.environments.plan import Wheel, objection_to_host, objection_to_url
+from potluck._core.cluster.environments.plan import (
+    Wheel,
+    is_known_host,
+    objection_to_host,
+    objection_to_url,
+)
 from potluck.errors import ConfigurationError, LinkError, PotluckError
 
 _AT_ONCE = 4
@@ -238,7 +243,7 @@ def _check(url: str, index: str) -> None:
     if objection := objection_to_url(url, own=index):
         raise ConfigurationError(f"{url}: {objection}")
     parts, own = urlsplit(url), urlsplit(index)
-    if (parts.hostname, parts.port) == (own.hostname, own.port):
+    if is_known_host(url) or (parts.hostname, parts.port) == (own.hostname, own.port):
         return
     if parts.scheme in urllib.request.getproxies():
         return  # the proxy looks the name up, and decides
