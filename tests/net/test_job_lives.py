@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from potluck._core.system import SIGHUP, SIGKILL
+from potluck._core.system import SIGCONT, SIGHUP, SIGKILL, SIGSTOP
 from support.clusters import found_cluster
-from support.commands import Command, potluck_command
+from support.commands import Command, comes_true, potluck_command
 from support.hosts import Network
 from support.machines import Machine, cluster_of, form, leader_of, machines
 from support.pages import DOCS
@@ -240,6 +240,37 @@ def test_a_job_goes_on_without_the_agent_of_its_starter_and_tells_it_later(tmp_p
         told = starter.runs("logs", job)
         assert told.stdout.count("counted ") == 2
         assert "not kept" not in told.stdout
+
+
+CHATTY = """
+import pathlib, sys, time, potluck
+ctx = potluck.init()
+for number in range(20_000):
+    print(f"line {number} of rank {ctx.rank} " + "x" * 200, flush=number % 100 == 0)
+pathlib.Path(sys.argv[1] + str(ctx.rank)).touch()
+ctx.close()
+"""
+
+
+def test_a_stopped_reader_is_behind_stops_no_worker_and_misses_nothing(tmp_path: Path) -> None:
+    """Nor does a signal that its terminal has gone end an agent in the background."""
+    script = tmp_path / "code" / "train.py"
+    script.parent.mkdir()
+    script.write_text(CHATTY)
+    with cluster_of(2, tmp_path / "homes") as (ada, bob):
+        form(ada, bob)
+        ada.signal(SIGHUP)
+        bob.signal(SIGHUP)
+        with ada.run("--plain", script, tmp_path / "done") as run:
+            run.wait_for("line 0 of rank")
+            run.process.send_signal(SIGSTOP)
+            assert comes_true(lambda: len(list(tmp_path.glob("done?"))) == 2)
+            run.process.send_signal(SIGCONT)
+            assert run.finish() == 0, run.text[-3000:]
+            for rank in (0, 1):
+                mine = [line for line in run.lines if f" of rank {rank} " in line]
+                numbers = [int(line.split("line ")[1].split(" ")[0]) for line in mine]
+                assert numbers == list(range(20_000))
 
 
 def test_a_job_is_cancelled_by_whom_it_concerns_and_run_again_by_its_starter(

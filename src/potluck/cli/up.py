@@ -15,7 +15,7 @@ import typer
 from potluck._core import native
 from potluck._core.background import why
 from potluck._core.printable import plain
-from potluck._core.system import has_terminal, heard, is_root, user_name
+from potluck._core.system import SIGHUP, has_terminal, heard, is_root, user_name
 from potluck.cli.terminal import RotatedLog, log_to_stderr
 from potluck.errors import ConfigurationError, PotluckError
 
@@ -239,6 +239,8 @@ async def _run(settings: Settings) -> None:
     loop = asyncio.get_running_loop()
     for number in heard(signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, running.cancel)
+    if not is_asking:  # `potluck up &` outlives its terminal; workers inherit no handler
+        loop.add_signal_handler(SIGHUP, lambda: None)
     ready = asyncio.create_task(agent.ready.wait())
     await asyncio.wait([running, ready], return_when=asyncio.FIRST_COMPLETED)
     ready.cancel()
