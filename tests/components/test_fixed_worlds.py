@@ -1,0 +1,71 @@
+"""The script of ``potluck launch`` under launchers whose worlds are fixed, mpirun and torchrun: by
+the commands of docs/managed.md, with the script's arguments."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from potluck._core.system import SIGKILL
+from support.commands import Command
+from support.components import program
+from support.managed import COUNTED, Work, commands_of
+
+VARIABLES = {
+    "OMP_NUM_THREADS": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+}
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+
+def started(section: str, work: Work, *own: str) -> Command:
+    """The command of a section, its first words replaced by ``own``."""
+    [words] = commands_of(section)
+    options = words[1 : words.index("train.py")]
+    command = [*own, *options, "train.py", str(work.folder), "60", "kept"]
+    paths = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    variables = VARIABLES | {"POTLUCK_OUTPUT": str(work.folder), "PATH": paths}
+    return Command(command, cwd=work.folder, env=variables)
+
+
+def killed(work: Work) -> None:
+    """Kill a worker when there is a checkpoint, which is written every 10 steps."""
+    step = work.wait_for_world(3)
+    step = work.wait_for_world(3, after=step.number)
+    os.kill(step.pid, SIGKILL)
+
+
+def test_mpirun_ends_a_job_that_lost_a_worker_and_it_resumes_when_it_is_started_again(
+    tmp_path: Path,
+) -> None:
+    mpirun = program("mpirun", "openmpi-bin")
+    work = Work(tmp_path / "work", lambda: run.text)
+    with started("Open MPI", work, mpirun) as run:
+        killed(work)
+        assert run.finish() != 0
+    with started("Open MPI", work, mpirun) as run:
+        work.wait_for_world(3)
+        work.hurry()
+        assert run.finish() == 0, run.text
+        assert "begins at step 0 " not in run.text
+    assert f"counted {COUNTED}" in run.text
+
+
+def test_torchrun_starts_all_workers_again_which_resume(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    work = Work(tmp_path / "work", lambda: run.text)
+    with started("torchrun", work, *TORCHRUN) as run:
+        killed(work)
+        since = run.mark
+        run.wait_for("begins at step", since=since)
+        work.hurry()
+        assert run.finish() == 0, run.text
+        again = "\n".join(run.lines[since:])  # its workers share a line now and then
+    assert again.count("begins at step ") == 3
+    assert "begins at step 0 " not in again
+    assert f"counted {COUNTED}" in again
