@@ -29,7 +29,7 @@ if sys.platform == "win32":
         raise not_on_windows(what)
 
     # Linux's numbers, for messages between nodes. Windows can't send these signals.
-    SIGHUP, SIGKILL, SIGPIPE, SIGCONT, SIGSTOP = 1, 9, 13, 18, 19
+    SIGHUP, SIGKILL, SIGUSR1, SIGPIPE, SIGCONT, SIGSTOP = 1, 9, 10, 13, 18, 19
 else:
 
     def need_posix(what: str) -> None:
@@ -37,6 +37,7 @@ else:
 
     SIGHUP = signal.SIGHUP
     SIGKILL = signal.SIGKILL
+    SIGUSR1 = signal.SIGUSR1
     SIGPIPE = signal.SIGPIPE
     SIGCONT = signal.SIGCONT
     SIGSTOP = signal.SIGSTOP

@@ -34,7 +34,7 @@ from potluck._core.cluster.run import JobClient, Watcher, travelling
 from potluck._core.cluster.sharing.offers import SharingStore
 from potluck._core.cluster.sharing.rules import Kept
 from potluck._core.settings import Settings
-from potluck._core.system import heard
+from potluck._core.system import SIGUSR1, heard
 from potluck._core.wire import jobs
 from potluck._core.wire.format import Name
 from potluck._core.wire.local import RunRequest
@@ -175,11 +175,11 @@ def _signals(client: JobClient, warned: Callable[[], object]) -> Iterator[None]:
     numbers = heard(signal.SIGINT, signal.SIGTERM)
     for number in numbers:
         loop.add_signal_handler(number, client.interrupt, signal.SIGINT)
-    loop.add_signal_handler(signal.SIGUSR1, notice)
+    loop.add_signal_handler(SIGUSR1, notice)
     try:
         yield
     finally:
-        for number in (*numbers, signal.SIGUSR1):
+        for number in (*numbers, SIGUSR1):
             loop.remove_signal_handler(number)
 
 

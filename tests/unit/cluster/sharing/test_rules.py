@@ -92,6 +92,7 @@ def test_who_is_refused_is_told_why_and_what_to_do() -> None:
     assert "`potluck resume` there" in why(Offer("all", is_paused=True))
     assert why(Offer("none"), is_own=True) == "", "its own jobs"
     assert "paused" in why(Offer("all", is_paused=True), is_own=True), "not even its own"
+    assert "starts jobs only" in why(Offer("none", is_paused=True), is_own=True)
 
 
 def test_only_those_about_whom_nothing_was_said_are_asked_about() -> None:
