@@ -30,6 +30,11 @@ ATTACKS = (
     "tests/net/test_queue.py::test_a_job_of_a_banned_machine_that_waits_in_the_queue_never_begins",
     "tests/net/test_job_lives.py::test_a_log_line_that_is_an_escape_sequence_obeys_no_terminal",
     "tests/unit/cluster/content/test_whole.py",
+    "tests/unit/cluster/environments/test_making.py::"
+    "test_a_machine_that_gives_another_wheel_is_named_and_the_index_asked",
+    "tests/unit/cluster/environments/test_making.py::"
+    "test_an_index_that_lies_is_named_and_leaves_nothing",
+    "tests/unit/cluster/environments/test_plan.py",
     "tests/unit/transport/test_man_in_the_middle.py",
     "tests/conformance/test_parsers.py",
 )

@@ -11,7 +11,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
+import uv
 
 from potluck._core.cluster.environments import making
 from potluck._core.cluster.environments.kinds import own_kind
@@ -332,3 +334,35 @@ def test_a_machine_that_gives_another_wheel_is_named_and_the_index_asked(
     assert index.asked[FOO] >= 2
     assert any("e5e5" in note for note in nodes.notes)
     environment.release()
+
+
+def other_python() -> str:
+    """The minor version of another Python on this machine; empty if there is none."""
+    for minor in ("3.12", "3.13", "3.14", "3.11"):
+        words = [uv.find_uv_bin(), "python", "find", "--no-project", "--no-python-downloads", minor]
+        if minor != _MINOR and subprocess.run(words, capture_output=True).returncode == 0:
+            return minor
+    return ""
+
+
+def test_another_python_that_is_here_is_used_and_said(maker: Maker) -> None:
+    minor = other_python()
+    if not minor:
+        pytest.skip("needs a second Python")
+    plan = msgspec.structs.replace(maker.plan(FOO), python=minor)
+    environment = asyncio.run(maker.environments.make(plan, maker.notes.append))
+    code = "import foo, sys; print('{}.{}'.format(*sys.version_info), foo.VERSION)"
+    assert said(environment, code) == f"{minor} 1.0"
+    assert any("run without the native core" in note for note in maker.notes)
+    environment.release()
+
+
+def test_an_interpreter_that_can_not_be_had_is_named(
+    maker: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UV_PYTHON_INSTALL_MIRROR", "http://127.0.0.1:9")
+    monkeypatch.setenv("UV_HTTP_RETRIES", "0")
+    plan = msgspec.structs.replace(maker.plan(FOO), python="3.99")
+    with pytest.raises(ConfigurationError, match=r"^can't have Python 3\.99: "):
+        asyncio.run(maker.environments.make(plan, maker.notes.append))
+    assert maker.folders() == []

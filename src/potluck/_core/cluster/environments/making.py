@@ -265,7 +265,7 @@ class Environments:
             os.close(lock)
 
     def _lock_file(self, key: str) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_CREAT
         return os.open(self.root / f"{key}.lock", flags, 0o600)
 
     def make_room(self, num_bytes: int, needed: Sequence[Wheel]) -> None:
