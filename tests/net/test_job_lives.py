@@ -99,9 +99,15 @@ def test_the_end_of_a_job_on_one_machine_is_on_a_second_one(tmp_path: Path) -> N
             assert "still runs after 0.2 s" in late.stderr
             (tmp_path / "stop").touch()
             assert run.finish() == 0, run.text
+        lacking = tmp_path / "lacking" / "train.py"
+        lacking.parent.mkdir()
+        lacking.write_text("import importlib; importlib.import_module('onlyhere')")
+        with starter.run("--on", starter.name, lacking) as run:
+            assert run.finish() == 1
+            assert "'onlyhere', which is not installed" in run.text, "its last words are known"
         starter.kill()
         other.sees(other)
-        [job] = history_of(other)
+        _, job = history_of(other)
         assert (job["state"], job["exit_code"]) == ("ended", 0)
         assert other.runs("wait", "sums").returncode == 0
 

@@ -462,12 +462,10 @@ class LocalRunner:
         self._agent.log.add(self._key, worker, stream, label, text, end)
 
     def _send_line(self, line: jobs.LogLine) -> bool:
-        """Give a line of the log to the leader, which may be here and have the same log."""
+        """Give a line of the log to the leader, which may be here: its journal wants it, too."""
         view, plane = self._agent.plane.view, self._agent.plane
         if view is None or self._agent.links.unsent(view.leader) > _MAX_UNSENT:
             return False
-        if view.leader == self._agent.me:
-            return True
         return plane.to_leader(
             jobs.Output(
                 self.spec.job, line.source, line.stream, line.text, line.end, line.at, line.number
