@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import io
 import os
 import signal
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -365,4 +367,27 @@ def test_an_interpreter_that_can_not_be_had_is_named(
     plan = msgspec.structs.replace(maker.plan(FOO), python="3.99")
     with pytest.raises(ConfigurationError, match=r"^can't have Python 3\.99: "):
         asyncio.run(maker.environments.make(plan, maker.notes.append))
+    assert maker.folders() == []
+
+
+def test_a_wheel_that_unpacks_to_more_than_fits_is_refused(tmp_path: Path, index: Index) -> None:
+    name, data = tiny_wheel("bomb")
+    buffer = io.BytesIO(data)
+    with zipfile.ZipFile(buffer, "a", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("bomb/zeros.bin", bytes(64 << 20))
+    assert len(buffer.getvalue()) < 1 << 20
+    index.add((name, buffer.getvalue()))
+    maker = Maker(tmp_path / "home", index, environments_gb=32 / 1024)
+    with pytest.raises(ConfigurationError, match=r"^has no room for 0\.06"):
+        maker.made(name)
+    assert maker.folders() == []
+
+
+def test_what_uv_can_not_install_leaves_nothing(maker: Maker, index: Index) -> None:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("foo/__init__.py", "")
+    index.add((FOO, buffer.getvalue()))
+    with pytest.raises(ConfigurationError, match=r"^can't install the packages: .*foo"):
+        maker.made(FOO)
     assert maker.folders() == []
