@@ -300,7 +300,7 @@ def rerun(
 def say_started(job: str) -> None:
     """The id of a detached job on stdout, what to do with it on stderr."""
     typer.echo(job)
-    say(f"potluck: it runs; to see it: potluck attach {job}", err=True)
+    say(f"potluck: it goes on by itself; to see it: potluck attach {job}", err=True)
 
 
 async def _own(settings: Settings, text: str) -> str:

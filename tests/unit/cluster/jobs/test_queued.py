@@ -224,6 +224,17 @@ def test_a_job_that_is_to_start_now_does_not_wait(tmp_path: Path) -> None:
     play(tmp_path, story)
 
 
+def test_a_job_that_no_machine_can_run_does_not_wait(tmp_path: Path) -> None:
+    async def story(cluster: Cluster) -> None:
+        await lead(cluster)
+        what = r"1 machine with 9 cores, 1 GPU, 1 GiB of memory, and 0 of those that are there"
+        with pytest.raises(ConfigurationError, match=what):
+            cluster.queue.submitted(named("wide", cores=9, gpus=1, memory_bytes=1 << 30))
+        assert cluster.queue.names == ()
+
+    play(tmp_path, story)
+
+
 def test_a_running_job_takes_no_machine_that_others_have_or_wait_for(tmp_path: Path) -> None:
     async def story(cluster: Cluster) -> None:
         await lead(cluster)

@@ -22,6 +22,7 @@ from potluck._core.cluster.jobs.history import merged
 from potluck._core.cluster.jobs.placement import differences, preferred
 from potluck._core.cluster.jobs.queue import Machine, Part, Running, Verdict, Waiting
 from potluck._core.cluster.jobs.summary import Summary, encode_summary
+from potluck._core.cluster.sharing.limits import in_units
 from potluck._core.wire import jobs
 from potluck._core.wire.nodes import View
 from potluck.errors import ConfigurationError, LinkError, PotluckError
@@ -55,6 +56,8 @@ class QueuedJobs:
         self._on_changed = on_changed
         self._specs: dict[str, jobs.JobSpec] = {}
         self._cancelled: set[str] = set()
+        self._misses: set[str] = set()
+        """The jobs for which there are too few machines, whatever ends."""
         self._why: dict[str, str] = {}
         self._first = "", 0.0
         self._used: dict[str, float] = {}
@@ -165,9 +168,10 @@ class QueuedJobs:
         self._specs[spec.job] = spec
         if self.look(new=spec.job):
             return
-        if spec.starts_now:
+        if spec.starts_now or spec.job in self._misses:
             del self._specs[spec.job]
-            raise ConfigurationError(f"it can't start now: {self._why.pop(spec.job)}")
+            when = "now" if spec.starts_now else "in this cluster as it is"
+            raise ConfigurationError(f"it can't start {when}: {self._why.pop(spec.job)}")
         self._tasks.start(self._keep(spec))
 
     async def _keep(self, spec: jobs.JobSpec) -> None:
@@ -288,6 +292,7 @@ class QueuedJobs:
         running = self._running()
         order = queue.in_order(waiting, lambda who: self._used.get(who, 0.0))
         verdicts = queue.decide(order, running, machines, now)
+        self._misses = {each.job for each in verdicts if each.misses}
         stand = next((each.job for each in verdicts if not each.nodes and not each.misses), "")
         if stand != first:
             self._first = stand, now
@@ -342,7 +347,12 @@ class QueuedJobs:
         count = f"it needs {spec.min_nodes} machine{'s' * (spec.min_nodes != 1)}"
         left = spec.min_nodes - verdict.short
         if verdict.misses:
-            return f"{count}, and {left} of those that are there can run it"
+            part = part_of(spec)
+            of = [f"{part.cores} core{'s' * (part.cores != 1)}"] if part.cores else []
+            of += [f"{part.gpus} GPU{'s' * (part.gpus != 1)}"] if part.gpus else []
+            of += [f"{in_units(part.memory_bytes)} of memory"] if part.memory_bytes else []
+            having = f" with {', '.join(of)}" if of else ""
+            return f"{count}{having}, and {left} of those that are there can run it"
         texts = [f"{count}, {left} {'is' if left == 1 else 'are'} free"]
         for each in running:
             if each.job in verdict.blockers:
