@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import io
+import json
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,6 +24,7 @@ from potluck._core.cluster.environments.kinds import own_kind
 from potluck._core.cluster.environments.making import Environment, Environments
 from potluck._core.cluster.environments.plan import Part, Plan, Wheel
 from potluck._core.settings import Settings
+from potluck.cli.clean import clean
 from potluck.errors import ConfigurationError
 from support.commands import comes_true
 from support.package_index import Index, package_index, tiny_wheel
@@ -238,6 +241,7 @@ def test_interrupted_it_leaves_nothing_half_made(maker: Maker, index: Index) -> 
 KILLED = """
 import asyncio, os, sys
 from pathlib import Path
+from typing import Any
 sys.path.insert(0, {tests!r})
 from potluck._core.cluster.environments import making
 from potluck._core.settings import Settings
@@ -390,4 +394,31 @@ def test_what_uv_can_not_install_leaves_nothing(maker: Maker, index: Index) -> N
     index.add((FOO, buffer.getvalue()))
     with pytest.raises(ConfigurationError, match=r"^can't install the packages: .*foo"):
         maker.made(FOO)
+    assert maker.folders() == []
+
+
+def states(found: dict[str, Any]) -> list[tuple[bool, str]]:
+    return sorted((each["environment"] is not None, each["state"]) for each in found["kept"])
+
+
+def test_clean_frees_what_no_job_uses(
+    maker: Maker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("POTLUCK_HOME", str(maker.settings.home))
+
+    def cleaned(*, dry_run: bool = False, older_than: float = 0.0) -> dict[str, Any]:
+        clean(older_than, dry_run, json=True)
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    environment = maker.made(FOO)
+    assert states(cleaned(dry_run=True)) == [(False, "free"), (True, "in use")]
+    assert states(cleaned(older_than=1.0)) == [(False, "kept"), (True, "kept")]
+    found = cleaned()
+    assert states(found) == [(False, "removed"), (True, "in use")]
+    assert found["freed_bytes"] == maker.wheel(FOO).size
+    assert said(environment, "import foo; print(foo.VERSION)") == "1.0"
+    environment.release()
+    assert states(cleaned()) == [(True, "removed")]
+    assert cleaned() == {"version": 1, "freed_bytes": 0, "kept": []}
     assert maker.folders() == []
