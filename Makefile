@@ -155,6 +155,11 @@ portable: ## Compile the native core for ARM, macOS and Windows; run its tests o
 	@tools/environment dev
 	@tools/portable $(ARGS)
 
+.PHONY: wheels
+wheels: ## Build the sdist and Linux wheels with their own OpenSSL into dist/ (Zig, Debian's sources)
+	@tools/environment dev
+	@tools/wheels $(ARGS)
+
 .PHONY: test-without-torch
 test-without-torch: ## The tests that need no torch, in an environment that has none (build/without-torch)
 	@tools/environment dev

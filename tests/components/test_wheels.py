@@ -1,0 +1,85 @@
+"""The wheels of `make wheels`, installed where there is no compiler: what is in them, that training
+runs from them on x86-64."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+import zipfile
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from potluck._core.version import VERSION
+from support.components import ROOT, program
+
+WAIT_S = 600
+ARCHITECTURES = ("x86_64",)
+
+
+@functools.cache
+def wheels_of(arch: str) -> tuple[Path, ...]:
+    """The wheels of this tree for ``arch``: built now, unless they are newer than their parts."""
+    newest = max(
+        each.stat().st_mtime
+        for folder in ("src", "native/core", "tools")
+        for each in (ROOT / folder).rglob("*")
+        if each.is_file() and each.suffix in ("", ".py", ".cpp", ".hpp", ".pyi")
+    )
+    pattern = f"dist/potluck-{VERSION}-*_{arch}.whl"
+    found = sorted(ROOT.glob(pattern))
+    if not found or min(each.stat().st_mtime for each in found) < newest:
+        program("dpkg-source", "dpkg-dev")
+        subprocess.run(["tools/wheels", arch], cwd=ROOT, check=True)
+        found = sorted(ROOT.glob(pattern))
+    return tuple(found)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_wheel_has_the_package_its_core_and_licences_and_nothing_else(
+    arch: str,
+) -> None:
+    assert wheels_of(arch)
+    for path in wheels_of(arch):
+        assert f"manylinux_2_28_{arch}" in path.name
+        assert path.stat().st_size <= 6 << 20
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+            core = [each for each in names if each.endswith(".so")]
+            assert len(core) == 1
+            content = archive.read(core[0])
+        assert {each.split("/")[0] for each in names} == {"potluck", f"potluck-{VERSION}.dist-info"}
+        licences = {Path(each).name for each in names if "/licenses/L" in each}
+        assert licences == {"LICENSE-MIT", "LICENSE-APACHE", "LICENSE-OPENSSL"}
+        assert b".symtab" not in content
+        assert b"libssl.so" not in content
+        assert b"libcrypto.so" not in content
+
+
+def test_a_wheel_trains_where_no_compiler_is(tmp_path: Path) -> None:
+    here = f"cp3{sys.version_info.minor}"
+    [wheel] = [each for each in wheels_of("x86_64") if f"-{here}-{here}-" in each.name]
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True, timeout=WAIT_S)
+    python = tmp_path / "venv/bin/python"
+    # Besides the wheel and what it declares: torch and scikit-learn, which the example uses.
+    torch = f"torch=={version('torch')}"
+    env = {**os.environ, "PATH": str(tmp_path / "venv/bin"), "HOME": str(tmp_path)}
+    pip = [python, "-m", "pip", "install", "--quiet", "--only-binary", ":all:"]
+    learn = f"scikit-learn=={version('scikit-learn')}"
+    subprocess.run([*pip, wheel, torch, learn], check=True, timeout=WAIT_S, env=env)
+    done = subprocess.run(
+        [python.with_name("potluck"), "run", "-n", "2", ROOT / "examples/digits.py"],
+        cwd=tmp_path,
+        env=env | {"POTLUCK_HOME": str(tmp_path / "home")},
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    doctor = subprocess.run(
+        [python.with_name("potluck"), "doctor", "--json"], env=env, capture_output=True, text=True
+    )
+    assert '"openssl"' in doctor.stdout, doctor.stdout + doctor.stderr
