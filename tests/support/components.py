@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from potluck._core.system import is_root
+
 ROOT = Path(__file__).parents[2]
 _INSTALL_S = 1200
 
@@ -20,7 +22,7 @@ def program(name: str, package: str) -> str:
     """The path of the program ``name``. Without it, Debian's ``package`` is installed, where that
     can be done without asking (root and apt); else the test skips, and says why."""
     found = shutil.which(name)
-    if found is None and os.geteuid() == 0 and shutil.which("apt-get"):
+    if found is None and is_root() and shutil.which("apt-get"):
         command = ["apt-get", "-qq", "install", "--no-install-recommends", "-y", package]
         quiet = os.environ | {"DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}
         for each in (["apt-get", "-qq", "update"], command):
