@@ -83,3 +83,39 @@ def test_a_wheel_trains_where_no_compiler_is(tmp_path: Path) -> None:
         [python.with_name("potluck"), "doctor", "--json"], env=env, capture_output=True, text=True
     )
     assert '"openssl"' in doctor.stdout, doctor.stdout + doctor.stderr
+
+
+SUM = """
+import numpy as np
+import potluck
+
+ctx = potluck.init()
+print("has", ctx.all_reduce(np.full(1_000_000, ctx.rank + 1, np.float32))[-1], flush=True)
+ctx.close()
+"""
+
+
+def test_the_wheel_of_the_stable_abi_runs_on_newer_pythons(tmp_path: Path) -> None:
+    wheels = [each for each in wheels_of("x86_64") if "-cp312-abi3-" in each.name]
+    built = sorted(ROOT.glob("build/wheels/python-3.1[2-9]/bin/python"))
+    if not wheels or not built:
+        pytest.skip("no CPython 3.12 or later with headers is here, so that wheel was not built")
+    for number, newer in enumerate(built):
+        folder = tmp_path / str(number)
+        subprocess.run([newer.resolve(), "-m", "venv", folder], check=True, timeout=WAIT_S)
+        (folder / "sum.py").write_text(SUM)
+        python = folder / "bin/python"
+        env = {**os.environ, "PATH": str(folder / "bin"), "POTLUCK_HOME": str(folder / "home")}
+        pip = [python, "-m", "pip", "install", "--quiet", "--only-binary", ":all:", wheels[0]]
+        subprocess.run(pip, check=True, timeout=WAIT_S, env=env)
+        for words in (("run", "-n", "2", "sum.py"), ("doctor", "--json")):
+            done = subprocess.run(
+                [python.with_name("potluck"), *words],
+                cwd=folder,
+                env=env,
+                capture_output=True,
+                text=True,
+                timeout=WAIT_S,
+            )
+            assert done.returncode == 0, done.stdout + done.stderr
+            assert done.stdout.count("has 3.0") == 2 or '"tls": "openssl"' in done.stdout
