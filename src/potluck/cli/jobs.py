@@ -365,7 +365,17 @@ def _as_json(job: KnownJob, summary: Summary | None = None) -> dict[str, Any]:
 
 
 def _show(listed: list[KnownJob]) -> None:
-    table = table_of("job", "state", "who", "machines", "began", "took", "", right=("took",))
+    table = table_of(
+        "job",
+        "state",
+        "who",
+        "machines",
+        "began",
+        "took",
+        "",
+        right=("took",),
+        whole=("job", "state"),
+    )
     for each in listed:
         info = each.info
         table.add_row(

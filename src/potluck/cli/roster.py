@@ -127,7 +127,7 @@ def _of_only_admin(rows: list[dict[str, Any]]) -> str:
 def _show(rows: list[dict[str, Any]], me: str) -> None:
     sites = ("site",) if any(row["site"] for row in rows) else ()
     columns = ("machine", *sites, "node", "role", "potluck", "since", "until", "last seen")
-    table = table_of(*columns)
+    table = table_of(*columns, whole=("machine", "site"))
     for row in rows:
         seen = "this machine" if row["node"] == me else "now" if row["is_here"] else None
         reason = f" ({row['reason']})" if row["reason"] else ""

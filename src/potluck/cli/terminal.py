@@ -11,7 +11,7 @@ import sys
 from collections.abc import Collection
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 import msgspec
 import typer
@@ -85,14 +85,17 @@ def console_on(file: TextIO | None = None) -> Console:
     return PlainConsole(file=file, markup=False)
 
 
-def table_of(*titles: str, right: Collection[str] = (), **options: Any) -> Table:
-    """A table with these columns, the ``right`` ones aligned to the right. Long words are folded;
-    ``options`` are a title and a caption."""
+def table_of(
+    *titles: str, right: Collection[str] = (), whole: Collection[str] = (), **options: Any
+) -> Table:
+    """A table with these columns, the ``right`` ones aligned to the right. Long words are folded,
+    but those of ``whole`` columns, which people copy; ``options`` are a title and a caption."""
     from rich.table import Table
 
     table = Table(title_justify="left", caption_justify="left", **options)
     for title in titles:
-        table.add_column(title, justify="right" if title in right else "left", overflow="fold")
+        justify: Literal["right", "left"] = "right" if title in right else "left"
+        table.add_column(title, justify=justify, overflow="fold", no_wrap=title in whole)
     return table
 
 

@@ -250,10 +250,11 @@ class Order(msgspec.Struct, frozen=True, tag=True):
 
 
 class JobList(msgspec.Struct, frozen=True, tag=True):
-    """All jobs that the sender leads, and those that are ``queued``; other jobs have ended."""
+    """All jobs that the sender leads, and those that are ``queued`` (None: its release has no
+    queue); other jobs have ended."""
 
     jobs: Annotated[tuple[Job, ...], msgspec.Meta(max_length=MAX_JOBS)]
-    queued: Annotated[tuple[Job, ...], msgspec.Meta(max_length=MAX_QUEUED)] = ()
+    queued: Annotated[tuple[Job, ...], msgspec.Meta(max_length=MAX_QUEUED)] | None = None
 
 
 class JobStatus(msgspec.Struct, frozen=True, tag=True):

@@ -433,7 +433,7 @@ def test_a_starter_that_was_cut_off_at_the_end_of_its_job_hears_that_it_is_over(
         machine.unreachable.clear()
         machine.sent.clear()
         all_jobs.linked(LEADER)
-        assert (LEADER, jobs.JobList(())) in machine.sent
+        assert (LEADER, jobs.JobList((), ())) in machine.sent
 
     play(tmp_path, story)
 

@@ -311,7 +311,7 @@ class ContentStore:
             await download.run()
         finally:
             self.release(namespace, package.name)
-            del self._served[key]
+            self._served.pop(key, None)
 
     async def _describe(
         self, namespace: Namespace, name: bytes, first: str, max_bytes: int, portable: bool

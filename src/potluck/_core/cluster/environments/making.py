@@ -16,6 +16,7 @@ import contextlib
 import os
 import platform
 import shutil
+import subprocess
 import sys
 import time
 import zipfile
@@ -42,6 +43,7 @@ COMPLETE = "complete"
 _LOCK_AGAIN_S = 0.1
 _MAX_CHANGED = 20
 _TELL_S = 2.0
+_COMPILE_S = 600.0
 _OWN = ("plans", "pythons")
 
 
@@ -353,10 +355,11 @@ class _Build:
     def _lay_out(self, own_file: str, own: bytes) -> None:
         links = make_private(self.folder / "wheels")
         pins = []
+        with open(links / own_file, "xb") as file:  # first: nothing is written through a link
+            file.write(own)
         for wheel in self.wheels:
             (links / wheel.file).symlink_to(self.home.wheels.path(wheel).absolute())
             pins.append(f"{wheel.name}=={wheel.version} --hash=sha256:{wheel.sha256.hex()}\n")
-        (links / own_file).write_bytes(own)
         version = own_file.split("-")[1]
         pins.append(f"potluck=={version} --hash=sha256:{sha256(own).hexdigest()}\n")
         (self.folder / "pins.txt").write_text("".join(pins))
@@ -377,12 +380,30 @@ class _Build:
         await run_uv(words, directory=self.folder, given=given, lock=self.lock)
         words = [
             *("pip", "sync", "--quiet", "--python", str(venv), "--require-hashes", "--no-index"),
-            *("--only-binary", ":all:", "--find-links", "wheels", "--compile-bytecode", "pins.txt"),
+            *("--only-binary", ":all:", "--find-links", "wheels", "pins.txt"),
         ]
         try:
             await run_uv(words, directory=self.folder, given=given, lock=self.lock)
         except ConfigurationError as error:
             raise ConfigurationError(f"can't install the packages: {error}") from error
+        await asyncio.to_thread(self._compile)
+
+    def _compile(self) -> None:
+        """Compile the packages to bytecode, by this interpreter's own compiler, without running
+        anything of them: uv would start the environment's Python for it, which runs the ``.pth``
+        files of wheels, outside of any sandbox. Python of another release compiles at its first
+        import, in memory."""
+        [packages] = (self.folder / "venv").glob("lib/python*/site-packages")
+        if packages.parent.name == f"python{sys.version_info[0]}.{sys.version_info[1]}":
+            command = [sys.executable, "-I", "-S", "-m", "compileall", "-q", "-j", "1"]
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it was only to save time
+                subprocess.run(
+                    [*command, str(packages)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    timeout=_COMPILE_S,
+                )
 
     def _complete(self) -> None:
         for name in ("cache", "wheels"):

@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
@@ -130,8 +131,13 @@ class Wheels:
         of the machine.
         """
         missing = self.missing(wheels)
-        fetches = (self._fetch(wheel, progress) for wheel in missing)
-        done = await asyncio.gather(*fetches, return_exceptions=True)
+        # Of its own: a silent index must not take the threads that write the agent's state.
+        pool = ThreadPoolExecutor(4 * _AT_ONCE, thread_name_prefix="potluck-index")
+        try:
+            fetches = (self._fetch(wheel, progress, pool) for wheel in missing)
+            done = await asyncio.gather(*fetches, return_exceptions=True)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
         lacks: list[str] = []
         reasons: dict[str, None] = {}
         for wheel, error in zip(missing, done, strict=True):
@@ -149,7 +155,7 @@ class Wheels:
                 f"lacks {', '.join(lacks[:_MAX_NAMED])}{more}: {'; '.join(list(reasons)[:3])}"
             )
 
-    async def _fetch(self, wheel: Wheel, progress: Progress) -> None:
+    async def _fetch(self, wheel: Wheel, progress: Progress, pool: Executor) -> None:
         assert self._content is not None, "only an agent makes environments"
         host = urlsplit(wheel.url).hostname or ""
 
@@ -161,20 +167,23 @@ class Wheels:
                 "wheel",
                 wheel.sha256,
                 wheel.size,
-                outside=partial(self._from_index, wheel),
+                outside=partial(self._from_index, pool, wheel),
                 on_progress=came,
             )
 
-    async def _from_index(self, wheel: Wheel, begin: int, count: int) -> AsyncIterator[bytes]:
+    async def _from_index(
+        self, pool: Executor, wheel: Wheel, begin: int, count: int
+    ) -> AsyncIterator[bytes]:
         """``count`` bytes of ``wheel``, from ``begin`` on, as its index sends them. LinkError if it
         does not."""
         host, response = urlsplit(wheel.url).netloc, None
+        in_thread = partial(asyncio.get_running_loop().run_in_executor, pool)
         try:
-            response = await asyncio.to_thread(self._open, wheel, begin, count)
+            response = await in_thread(self._open, wheel, begin, count)
             # A server without ranges sends all from the beginning.
             skip = begin if response.status != 206 else 0
             while count:
-                block = await asyncio.to_thread(response.read1, min(_BLOCK, skip or count))
+                block = await in_thread(response.read1, min(_BLOCK, skip or count))
                 if not block:
                     raise LinkError(f"{host} stopped sending {wheel.file}")
                 if skip:
@@ -186,18 +195,28 @@ class Wheels:
             error.close()
             text = f"{host} answers {error.code} {error.reason} for {wheel.file}"
             raise LinkError(text) from error
-        except (OSError, HTTPException) as error:
+        except (OSError, HTTPException, ValueError) as error:  # ValueError: an odd host or path
             reason = getattr(error, "reason", None) or why(error)
             raise LinkError(f"{host} can't be asked: {reason}") from error
         finally:
             if response is not None:
-                response.close()
+                _cut_off(response)
 
     def _open(self, wheel: Wheel, begin: int, count: int) -> HTTPResponse:
         headers = {"User-Agent": "potluck", "Range": f"bytes={begin}-{begin + count - 1}"}
         request = urllib.request.Request(wheel.url, headers=headers)
         response: HTTPResponse = _Opener(self._index).open(request, timeout=_SILENCE_S)
         return response
+
+
+def _cut_off(response: HTTPResponse) -> None:
+    """Close ``response``, from which a thread may still be reading: its wait ends first, which
+    ``close`` would wait for, too, up to ``_SILENCE_S``."""
+    raw = getattr(getattr(response.fp, "raw", None), "_sock", None)
+    if raw is not None:
+        with contextlib.suppress(OSError):
+            raw.shutdown(socket.SHUT_RDWR)
+    response.close()
 
 
 def _package(wheel: Wheel) -> Package:
@@ -245,7 +264,8 @@ def _check(url: str, index: str) -> None:
     parts, own = urlsplit(url), urlsplit(index)
     if is_known_host(url) or (parts.hostname, parts.port) == (own.hostname, own.port):
         return
-    if parts.scheme in urllib.request.getproxies():
+    is_direct = urllib.request.proxy_bypass(parts.hostname or "")
+    if parts.scheme in urllib.request.getproxies() and not is_direct:
         return  # the proxy looks the name up, and decides
     for found in socket.getaddrinfo(parts.hostname, parts.port or parts.scheme):
         if objection := objection_to_host(str(found[4][0])):

@@ -113,6 +113,7 @@ class JobController:
             self.state = membership.take_over(names, policy, view.epoch, group, self.world)
             if last_status is not None:
                 self._journal.take_over(*last_status)
+                self.since = self._journal.began
             self._note_take_over(view, before)
             self.offers_changed()
 

@@ -73,8 +73,9 @@ class JobDispatcher:
             agent,
             code_store,
             running=self._running,
+            is_known_here=lambda job: job in self._controllers or job in self.runners,
             start=self._start,
-            on_changed=self._send_list,
+            on_changed=self._queue_changed,
         )
         self._keeping = Keeping(
             agent, self.runners, self._queue.why, self._starter_of, self._cancel_asked
@@ -377,6 +378,8 @@ class JobDispatcher:
                     self._keeping.placed(self.runners[spec.job])
             case jobs.JobList(listed, queued):
                 self._end(self.runners.keys() - set(listed))
+                if queued is None:  # an older release, which knows of no queue
+                    queued = tuple(self._keeping.waiting)
                 known = {*listed, *queued}
                 self._clients.listed(known)
                 self._agent.vouching.listed({*known, *self._clients.names})
@@ -498,6 +501,7 @@ class JobDispatcher:
         return not differences("", spec.versions, introduction.versions)
 
     def _lead(self, controller: JobController, view: View) -> None:
+        assert controller.spec.job not in self._controllers
         self._controllers[controller.spec.job] = controller
         self._tasks.start(self._finish(controller))
         controller.copy_output()
@@ -533,6 +537,12 @@ class JobDispatcher:
             self._queue.look()
             for other in list(self._controllers.values()):
                 other.offers_changed()  # there is room on machines
+
+    def _queue_changed(self) -> None:
+        """Other jobs wait now: running ones may take machines that those wanted."""
+        self._send_list()
+        for controller in list(self._controllers.values()):
+            controller.offers_changed()
 
     def _send_list(self) -> None:
         if self._queue.is_known:

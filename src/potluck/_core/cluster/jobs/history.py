@@ -110,6 +110,8 @@ class JobHistory:
         self._complain = Complaint(on_note)
         self._live: dict[str, Entry] = {}
         """Of the jobs that run, and those whose entries could not be written."""
+        self._fresh: set[str] = set()
+        """Jobs that wait, and came after the last list of those that do."""
         self._writing = Tasks()
         self._lock = asyncio.Lock()
 
@@ -136,16 +138,19 @@ class JobHistory:
         OSError if it can't be written."""
         if self.root is not None:
             entry = Entry(spec=spec, machine=machine, phase="queued")
+            self._fresh.add(entry.key)
             await self._write(self._live.setdefault(entry.key, entry))
 
     def waits_no_more(self, names: Collection[str]) -> None:
         """Only the jobs ``names`` run or wait: others that waited, as far as this node knows, were
         started and have ended while it was away."""
+        self._fresh.clear()
         self._writing.start(self._drop_waiting(frozenset(names)))
 
     async def _drop_waiting(self, names: frozenset[str]) -> None:
         for each in await self.found():
-            if each.phase == "queued" and each.spec.job not in names:
+            is_gone = each.spec.job not in names and each.key not in self._fresh
+            if each.phase == "queued" and is_gone:
                 assert self.root is not None
                 self._live.pop(each.key, None)
                 await asyncio.to_thread(shutil.rmtree, self.root / each.key, ignore_errors=True)

@@ -53,7 +53,7 @@ class Keeping:
         self._starter_of = starter_of
         self._cancel = cancel
         self._waiting: frozenset[str] = frozenset()
-        self._known: frozenset[str] = frozenset()
+        self._known: frozenset[str] | None = None
         agent.links.on_request(jobs.HistoryQuestion, self._asked)
 
     def placed(self, runner: LocalRunner) -> None:

@@ -83,7 +83,7 @@ class LocalRunner:
         self._code_store = code_store
         self._must_wait = must_wait
         self._on_running = on_running
-        self._confinement = agent.confinement.part_of(order.spec)
+        self._confinement = agent.confinement
         self._launch: Launch | None = None
         self._opening: asyncio.Task[JobFolder] | None = None
         self._folder: JobFolder | None = None
@@ -118,6 +118,11 @@ class LocalRunner:
     def alive(self) -> tuple[str, ...]:
         """The workers whose processes run."""
         return tuple(sorted(self._alive))
+
+    @property
+    def _has_place(self) -> bool:
+        """Whether workers of the job are placed on this node."""
+        return any(each.node == self._agent.me for each in self.places)
 
     @property
     def has_started(self) -> bool:
@@ -191,6 +196,8 @@ class LocalRunner:
             _log.exception("preparing job %s broke", spec.job)
             self._error = f"this is potluck's fault, please report it: {why(error)}"[:4000]
         else:
+            if self._has_place:  # else the part would be taken from other jobs
+                self._confinement = self._agent.confinement.part_of(spec)
             self._launch = self._agent.launcher(
                 self._confinement,
                 spec,
@@ -206,8 +213,13 @@ class LocalRunner:
     @property
     def _awaits_environment(self) -> bool:
         """Whether workers are placed here, and their environment is not made yet."""
-        is_placed = any(place.node == self._agent.me for place in self.places)
-        return self.spec.plan is not None and self._environment is None and is_placed
+        return self.spec.plan is not None and self._environment is None and self._has_place
+
+    @property
+    def _awaits_part(self) -> bool:
+        """Whether workers are placed here, and their part of the machine is not taken yet."""
+        has_none = self._confinement is self._agent.confinement
+        return self.spec.cores > 0 and has_none and self._has_place
 
     async def _make_environment(self, package: bytes) -> None:
         """Make the environment, if workers are placed here. Whether it can be had at all is found
@@ -233,7 +245,8 @@ class LocalRunner:
     def order_again(self, order: jobs.Order) -> None:
         """The leader, maybe a new one, ordered the job once more."""
         self.places, self.world = order.places, order.world
-        if self._launch is not None and not self._awaits_environment:
+        is_ready = not (self._awaits_environment or self._awaits_part)
+        if self._launch is not None and is_ready:
             self._report()
         elif self._launch is not None or self._error:
             self._launch, self._error = None, ""

@@ -18,6 +18,7 @@ from potluck._core.background import Tasks, why
 from potluck._core.cluster.code_store.store import CodeStore
 from potluck._core.cluster.jobs import queue
 from potluck._core.cluster.jobs.agent_parts import AgentParts
+from potluck._core.cluster.jobs.chaos import parse_chaos
 from potluck._core.cluster.jobs.history import merged
 from potluck._core.cluster.jobs.placement import differences, preferred
 from potluck._core.cluster.jobs.queue import Machine, Part, Running, Verdict, Waiting
@@ -32,11 +33,14 @@ _log = logging.getLogger(__name__)
 _ANSWER_S = 5.0
 _AGAIN_S = 1.0
 _LOOK_S = 5.0
+_MAX_OF_ONE = 64
+"""Jobs of one machine that wait: no member keeps all others out."""
 
 
 class QueuedJobs:
-    """``running()`` are the jobs that run; ``start(spec, nodes)`` begins one; ``on_changed()`` is
-    called when the ``names`` have changed."""
+    """``running()`` are the jobs that run, ``is_known_here(job)`` whether this node leads a job or
+    has orders of it; ``start(spec, nodes)`` begins one; ``on_changed()`` is called when the
+    ``names`` have changed."""
 
     def __init__(
         self,
@@ -44,6 +48,7 @@ class QueuedJobs:
         code_store: CodeStore,
         *,
         running: Callable[[], Sequence[Running]],
+        is_known_here: Callable[[str], bool],
         start: Callable[[jobs.JobSpec, Sequence[str]], None],
         on_changed: Callable[[], None],
     ) -> None:
@@ -52,6 +57,7 @@ class QueuedJobs:
         self._agent = agent
         self._code_store = code_store
         self._running = running
+        self._is_known_here = is_known_here
         self._start = start
         self._on_changed = on_changed
         self._specs: dict[str, jobs.JobSpec] = {}
@@ -120,8 +126,13 @@ class QueuedJobs:
             if answered:
                 await asyncio.sleep(_AGAIN_S)
             await asyncio.gather(*map(ask, set(view.nodes) - answered))
-        for info in found.values():
-            if (spec := await self._spec_of(info, view)) is not None:
+        for info in list(found.values())[: jobs.MAX_QUEUED]:
+            spec = None
+            if not self._is_known_here(info.job):
+                spec = await self._spec_of(info, view)
+            if self._agent.plane.view is not view:
+                return  # the next leader, or this node for the next view, asks again
+            if spec is not None:
                 self._specs.setdefault(spec.job, spec)
         if self._agent.plane.view is view:
             self.known.set()
@@ -129,23 +140,26 @@ class QueuedJobs:
             self.look()
 
     async def _spec_of(self, told: jobs.JobInfo, view: View) -> jobs.JobSpec | None:
-        """What is to be started of the job ``told``; None if any node knows that it was ordered."""
+        """What is to be started of the job ``told``; None if any node knows that it has run. One
+        that was only ordered is lost with its leader, unless this node has that order."""
         infos, spec = [told], None
         for node in view.nodes:
             whole = jobs.HistoryRequest(told.job, told.starter)
             wanted = jobs.SpecRequest(told.job, told.starter)
             try:
                 answer = await self._agent.links.ask(node, whole, jobs.History, timeout_s=_ANSWER_S)
-                infos += answer.jobs
+                same = (told.job, told.starter)
+                infos += [each for each in answer.jobs if (each.job, each.starter) == same]
                 if answer.jobs and spec is None:
                     found = await self._agent.links.ask(
                         node, wanted, jobs.Spec, timeout_s=_ANSWER_S
                     )
-                    spec = found.spec
+                    if (found.spec.job, found.spec.starter) == same:
+                        spec = found.spec
             except PotluckError:
                 continue
         [best] = merged(infos)
-        if best.phase != "queued" or spec is None or self._objection(spec):
+        if best.phase not in ("queued", "placed") or spec is None or self._objection(spec):
             return None
         return spec
 
@@ -163,8 +177,13 @@ class QueuedJobs:
             self._start(spec, (spec.starter,))
             return
         assert self.is_known
-        if len(self._specs) >= jobs.MAX_QUEUED:
-            raise ConfigurationError(f"{jobs.MAX_QUEUED} jobs wait already")
+        of_this = sum(each.starter == spec.starter for each in self._specs.values())
+        if len(self.names) >= jobs.MAX_QUEUED or of_this >= _MAX_OF_ONE:
+            raise ConfigurationError(
+                f"{len(self.names)} jobs wait already, {of_this} of this machine: at most "
+                f"{jobs.MAX_QUEUED} wait, {_MAX_OF_ONE} of one machine"
+            )
+        parse_chaos(spec.chaos)
         self._specs[spec.job] = spec
         if self.look(new=spec.job):
             return
@@ -238,9 +257,12 @@ class QueuedJobs:
     async def _look_again(self) -> None:
         while True:
             await asyncio.sleep(_LOOK_S)
-            if self._specs:
-                await self._read_usage()
-                self.look()
+            try:
+                if self._specs:
+                    await self._read_usage()
+                    self.look()
+            except Exception:  # one job must not hold up all others for ever
+                _log.exception("the jobs that wait could not be looked at")
 
     async def _read_usage(self) -> None:
         ended = [each for each in await self._agent.history.found() if each.summary is not None]
@@ -296,12 +318,19 @@ class QueuedJobs:
         stand = next((each.job for each in verdicts if not each.nodes and not each.misses), "")
         if stand != first:
             self._first = stand, now
+        num_running = len(running)
         for verdict in verdicts:
             spec = self._specs[verdict.job]
-            if verdict.nodes:
+            if verdict.nodes and num_running < jobs.MAX_JOBS:
+                num_running += 1
                 del self._specs[verdict.job]
                 self._why.pop(verdict.job, None)
-                self._start(spec, verdict.nodes)
+                try:
+                    self._start(spec, verdict.nodes)
+                except Exception as error:
+                    _log.exception("job %s can't begin", spec.job)
+                    text = f"it can't begin: {why(error)}"[:4000]
+                    self._agent.links.send(spec.starter, jobs.Submitted(spec.job, text))
                 continue
             reason = self._in_words(spec, verdict, running, now)
             if reason != self._why.get(verdict.job):
@@ -324,6 +353,8 @@ class QueuedJobs:
         """Why the running job of ``spec`` gets no more workers on ``node``; empty if it may."""
         if spec.is_local:
             return ""
+        if not self.is_known:
+            return "this node leads since a moment ago, and does not know yet which jobs wait"
         others = [each for each in self._running() if each.job != spec.job]
         here = ", ".join(each.job for each in others if node in each.nodes)
         machine = self._machine(node)
@@ -333,7 +364,7 @@ class QueuedJobs:
         view = self._agent.plane.view
         for each in self._specs.values() if view is not None else ():
             assert view is not None
-            if node in self._may(each, view):
+            if each.job not in self._misses and node in self._may(each, view):
                 return f"{each.job} waits for it"
         return ""
 
@@ -346,6 +377,8 @@ class QueuedJobs:
         label = self._agent.names.label
         count = f"it needs {spec.min_nodes} machine{'s' * (spec.min_nodes != 1)}"
         left = spec.min_nodes - verdict.short
+        if verdict.nodes:
+            return f"{jobs.MAX_JOBS} jobs run already"
         if verdict.misses:
             part = part_of(spec)
             of = [f"{part.cores} core{'s' * (part.cores != 1)}"] if part.cores else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 
@@ -125,11 +126,23 @@ def summarize(
 
 
 def encode_summary(summary: Summary) -> bytes:
-    """As JSON, short enough for a message."""
+    """As JSON, short enough for a message. JSON has no NaN and no infinity: such facts become
+    text."""
+    workers = tuple(
+        msgspec.structs.replace(each, facts=_finite(each.facts)) for each in summary.workers
+    )
+    summary = msgspec.structs.replace(summary, facts=_finite(summary.facts), workers=workers)
     while len(data := msgspec.json.encode(summary)) > MAX_SUMMARY and summary.events:
         kept = summary.events[len(summary.events) // 2 + 1 :]
         summary = msgspec.structs.replace(summary, events=kept)
     return data
+
+
+def _finite(facts: dict[str, Fact]) -> dict[str, Fact]:
+    return {
+        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in facts.items()
+    }
 
 
 def explain(lines: Sequence[str], missing: Callable[[str], str]) -> str | None:
