@@ -653,3 +653,36 @@ def test_a_job_is_refused_when_too_few_machines_are_left_before_it_has_begun(
                 await asyncio.sleep(0)
 
     play(tmp_path, story)
+
+
+def test_a_job_whose_order_no_link_would_take_is_refused(tmp_path: Path) -> None:
+    """It would end the links to all nodes, and at the next view the leader's agent."""
+
+    async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
+        long = ("x" * (1 << 16),) * 16
+        await submit(machine, all_jobs, code_store, tmp_path / "code", arguments=long)
+        [answer] = [each for _, each in machine.sent if isinstance(each, jobs.Submitted)]
+        assert "at most 1048576 are allowed" in answer.error
+        assert not [each for _, each in machine.sent if isinstance(each, jobs.Order)]
+
+    play(tmp_path, story)
+
+
+def test_a_job_that_can_not_begin_leaves_its_end_behind(tmp_path: Path) -> None:
+    """The command that started it may have left: whoever asks later is told."""
+
+    async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
+        await submit(machine, all_jobs, code_store, tmp_path / "code", (LEADER,), max_nodes=1)
+        all_jobs.received(LEADER, jobs.NodeReport("job", error="its disk is full"))
+
+        def kept() -> list[Summary]:
+            ends = [each for _, each in machine.sent if isinstance(each, jobs.KeepEnd)]
+            return [msgspec.json.decode(each.summary, type=Summary) for each in ends]
+
+        async with asyncio.timeout(20):
+            while not kept():
+                await asyncio.sleep(0)
+        assert kept()[0].exit_code == 2
+        assert "its disk is full" in kept()[0].problems[0]
+
+    play(tmp_path, story)

@@ -58,8 +58,17 @@ def named(job: str, **options: Any) -> jobs.JobSpec:
 class Code:
     """Has the code of all jobs."""
 
+    def __init__(self) -> None:
+        self.held: list[bytes] = []
+
     def has(self, package: bytes) -> bool:
         return True
+
+    def hold(self, package: bytes) -> None:
+        self.held.append(package)
+
+    def release(self, package: bytes) -> None:
+        self.held.remove(package)
 
 
 class Cluster:
@@ -77,9 +86,10 @@ class Cluster:
             parts = parts_named(node, name)
             node.keeping = Keeping(parts, {})
         me = self.nodes[ME]
+        self.code = Code()
         self.queue = QueuedJobs(
             parts_named(me, ME),
-            Code(),  # type: ignore[arg-type]
+            self.code,  # type: ignore[arg-type]
             running=lambda: self.running,
             is_known_here=lambda job: job in [each.job for each in self.running],
             start=self.start,
@@ -142,6 +152,7 @@ def test_a_job_that_waits_is_on_the_disks_of_a_majority_before_its_starter_hears
             [entry] = await JobHistory(tmp_path / name).found()
             assert (entry.spec.job, entry.phase) == ("second", "queued")
         assert cluster.sent(jobs.Submitted) == [jobs.Submitted("second")]
+        assert cluster.code.held == [bytes(32)]
         [note] = cluster.sent(jobs.JobNote)
         assert note.text.startswith("second waits: it needs 1 machine, 0 are free; leader's first")
         assert cluster.queue.why("second") in note.text
@@ -172,7 +183,9 @@ def test_the_next_leader_finds_what_waits_and_nothing_that_has_run(tmp_path: Pat
         eve, other = cluster.nodes[EVE].history, cluster.nodes[LEADER].history
         for job in ("waits", "ran", "runs", "ordered", "forged"):
             await eve.waits(named(job), LEADER)
-        summary = decoded(msgspec.json.Decoder(Summary), never_begun(named("ran"), 2), "a summary")
+        summary = decoded(
+            msgspec.json.Decoder(Summary), never_begun(named("ran"), 2, "no"), "a summary"
+        )
         await other.end(named("ran"), LEADER, (), summary, time.time())
         other.reached(named("runs"), LEADER, (), "running")
         other.reached(named("ordered"), LEADER, (), "placed")  # its leader was lost with the order
@@ -208,6 +221,7 @@ def test_jobs_of_a_banned_node_do_not_wait(tmp_path: Path) -> None:
         await until(lambda: cluster.sent(jobs.JobNote) != [])
         cluster.queue.barred({LEADER})
         assert cluster.queue.names == ()
+        assert cluster.code.held == []
         cluster.queue.stop()
         cluster.nodes[ME].banned.add(LEADER)
         cluster.running.clear()

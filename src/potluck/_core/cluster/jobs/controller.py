@@ -77,6 +77,8 @@ class JobController:
             lambda node: agent.offers.objection(node, spec.starter) or busy(node, spec),
         )
         self.since = time.monotonic()
+        self.refusal = ""
+        """Why the job can't be begun; empty if it can."""
         self._orders = Orders(spec.job, self.placement, agent.links)
         self._faults = Faults(parse_chaos(spec.chaos), self._orders, self.note)
         self._withdrawn: set[str] = set()
@@ -171,6 +173,7 @@ class JobController:
 
     def refuse(self, reason: str) -> None:
         """The job can't be begun."""
+        self.refusal = reason
         self._agent.links.send(self.spec.starter, jobs.Submitted(self.spec.job, reason[:4000]))
         self.over.set()
 
@@ -300,6 +303,8 @@ class JobController:
         elif self.placement.node_of(event.worker) != node or not self._knows(event.worker):
             return
         elif isinstance(event, jobs.Output):
+            if event.stream not in ("stdout", "stderr"):
+                return  # each stream of a log takes memory here
             if event.stream == "stderr" and event.end == "\n":
                 self._journal.wrote(event.worker, event.text)
             self._output.line(event, self._label(event.worker))

@@ -40,7 +40,7 @@ from potluck._core.cluster.names import find_node
 from potluck._core.cluster.topology.hardware import own_versions
 from potluck._core.transport import aio
 from potluck._core.waiting import Complaint
-from potluck._core.wire import jobs, local, worker_link
+from potluck._core.wire import jobs, local, peers, worker_link
 from potluck._core.wire.greeting import Hello, Refusal
 from potluck._core.wire.nodes import View
 from potluck._core.wire.versions import JOBS_SINCE
@@ -444,6 +444,9 @@ class JobDispatcher:
             )
             if objection := placement.objection(view):
                 raise ConfigurationError(objection)
+            # With all places that it can get: a longer one would cut the links to all nodes.
+            names = tuple(each.worker for each in placement.places)
+            peers.MESSAGE.encode(jobs.Order(spec, placement.places, jobs.WorldSpec(members=names)))
             self._queue.submitted(spec)
         except PotluckError as error:
             self._agent.links.send(node, jobs.Submitted(spec.job, str(error)[:4000]))
@@ -488,7 +491,8 @@ class JobDispatcher:
         spec = self._queue.cancel(message.job)
         if spec is None:
             return
-        ended = jobs.JobEnded(spec.job, never_begun(spec, message.number))
+        text = "it was cancelled while it waited for machines"
+        ended = jobs.JobEnded(spec.job, never_begun(spec, 128 + message.number, text))
         await self._keeping.ended(spec, (), ended)
         self._agent.links.send(spec.starter, ended)
         self._queue.forget(spec)
@@ -529,6 +533,9 @@ class JobDispatcher:
                 is_in = view is not None and starter in view.nodes
                 if not is_in or not self._agent.links.send(starter, ended):
                     self._agent.note(f"job {job} is over: exit code {summary.exit_code}")
+            if controller.refusal:  # the command may have left: it is told who asks later
+                ended = jobs.JobEnded(job, never_begun(controller.spec, 2, controller.refusal))
+                await self._keeping.ended(controller.spec, controller.placement.places, ended)
         finally:
             controller.close()
             self._controllers.pop(job, None)

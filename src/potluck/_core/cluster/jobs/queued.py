@@ -9,6 +9,7 @@ the queue; a new leader takes it over from its own runner, as every job.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
@@ -33,6 +34,7 @@ _log = logging.getLogger(__name__)
 _ANSWER_S = 5.0
 _AGAIN_S = 1.0
 _LOOK_S = 5.0
+_RELEASE_S = 60.0
 _MAX_OF_ONE = 64
 """Jobs of one machine that wait: no member keeps all others out."""
 
@@ -65,6 +67,7 @@ class QueuedJobs:
         self._misses: set[str] = set()
         """The jobs for which there are too few machines, whatever ends."""
         self._why: dict[str, str] = {}
+        self._held: dict[str, set[bytes]] = {}
         self._first = "", 0.0
         self._used: dict[str, float] = {}
         self._tasks = Tasks()
@@ -105,6 +108,8 @@ class QueuedJobs:
         self._specs.clear()
         self._cancelled.clear()
         self._why.clear()
+        for job in list(self._held):
+            self._release(job)
 
     async def _learn(self, view: View) -> None:
         """Ask a majority of the nodes of ``view``, as long as this node leads it."""
@@ -134,6 +139,7 @@ class QueuedJobs:
                 return  # the next leader, or this node for the next view, asks again
             if spec is not None:
                 self._specs.setdefault(spec.job, spec)
+                self._tasks.start(self._hold_found(spec))
         if self._agent.plane.view is view:
             self.known.set()
             self._on_changed()
@@ -208,8 +214,7 @@ class QueuedJobs:
 
         error = ""
         try:
-            if spec.package is not None and not self._code_store.has(spec.package):
-                await self._code_store.fetch(spec.package, spec.starter)
+            await self._hold(spec)
             num_kept = sum(await asyncio.gather(*map(keep, nodes)))
             if num_kept <= len(nodes) // 2:
                 raise LinkError(f"only {num_kept} of {len(nodes)} machines could keep it on disk")
@@ -227,12 +232,32 @@ class QueuedJobs:
             self._tell(spec, self._why[spec.job])
             self._on_changed()
 
+    async def _hold(self, spec: jobs.JobSpec) -> None:
+        """Have what the job needs here, as long as it waits: its starter may leave. Errors as for
+        ``CodeStore.fetch``."""
+        for package in filter(None, (spec.package, spec.plan)):
+            if package not in self._held.setdefault(spec.job, set()):
+                self._held[spec.job].add(package)
+                self._code_store.hold(package)
+            if not await asyncio.to_thread(self._code_store.has, package):
+                await self._code_store.fetch(package, spec.starter)
+
+    async def _hold_found(self, spec: jobs.JobSpec) -> None:
+        """As ``_hold``, of a job that the leader before had. The nodes that run it ask others."""
+        with contextlib.suppress(PotluckError, OSError):
+            await self._hold(spec)
+
+    def _release(self, job: str) -> None:
+        for package in self._held.pop(job, ()):
+            self._code_store.release(package)
+
     def cancel(self, job: str) -> jobs.JobSpec | None:
         """``job`` is not to be started any more; ``forget`` it when its end is kept. None if that
         was asked for before."""
         self._why.pop(job, None)
         if (spec := self._specs.pop(job, None)) is not None:
             self._cancelled.add(job)
+            self._release(job)
         return spec
 
     def forget(self, spec: jobs.JobSpec) -> None:
@@ -250,6 +275,7 @@ class QueuedJobs:
     def _drop(self, job: str) -> None:
         self._agent.history.let_go(self._specs.pop(job))
         self._why.pop(job, None)
+        self._release(job)
         self._on_changed()
 
     # Decisions.
@@ -325,6 +351,8 @@ class QueuedJobs:
                 num_running += 1
                 del self._specs[verdict.job]
                 self._why.pop(verdict.job, None)
+                # The nodes hold it from their orders on.
+                asyncio.get_running_loop().call_later(_RELEASE_S, self._release, spec.job)
                 try:
                     self._start(spec, verdict.nodes)
                 except Exception as error:
@@ -410,13 +438,13 @@ def as_running(spec: jobs.JobSpec, nodes: tuple[str, ...], since: float) -> Runn
     return Running(spec.job, spec.starter, nodes, since, part_of(spec), seconds)
 
 
-def never_begun(spec: jobs.JobSpec, number: int) -> bytes:
-    """The summary of a job that was cancelled by signal ``number`` while it waited."""
+def never_begun(spec: jobs.JobSpec, exit_code: int, problem: str) -> bytes:
+    """The summary of a job that never began, and why."""
     return encode_summary(
         Summary(
             job=spec.job,
             script=spec.script,
-            exit_code=128 + number,
+            exit_code=exit_code,
             seconds=0.0,
             committed_steps=0,
             steps_run_again=0,
@@ -424,7 +452,7 @@ def never_begun(spec: jobs.JobSpec, number: int) -> bytes:
             hashes_equal=None,
             workers=(),
             recoveries=(),
-            problems=("it was cancelled while it waited for machines",),
+            problems=(problem,),
             events=(),
         )
     )
