@@ -35,6 +35,7 @@ from potluck._core.system import SIGKILL
 from potluck._core.wire import jobs, worker_link
 from potluck._core.wire.nodes import JobGroup, View
 from potluck._core.wire.peers import Written
+from potluck._core.wire.versions import JOBS_SINCE
 
 _log = logging.getLogger(__name__)
 
@@ -257,8 +258,13 @@ class JobController:
         others = [node for node in keepers if node != me]
         target = starter if starter in others else next(iter(others), "")
 
+        introduction = self._agent.links.introduction(target) if target else None
+        is_old = introduction is not None and introduction.versions.protocol < JOBS_SINCE
+
         def is_wanted(source: str) -> bool:
             node = self.placement.node_of(source)
+            if is_old:  # it keeps no log of its own workers
+                return True
             return node != target if target == starter else node in (None, me)
 
         self._output.copies_to(target, is_wanted)

@@ -59,6 +59,11 @@ class OutputRelay:
             shown = jobs.LabelledOutput(line.job, label, line.stream, line.text, line.end)
             self._agent.links.send(self._spec.starter, shown)
             return
+        if not line.at:  # of a node of the first release, which counts no lines
+            self._agent.log.add(
+                self._key, line.worker, line.stream, label[:256], line.text, line.end
+            )
+            return
         kept = jobs.LogLine(
             line.at, line.number, line.worker, line.stream, label[:256], line.text, line.end
         )
