@@ -6,8 +6,14 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from potluck._core.cluster.code_store.selection import Selection, check_script, select
-from potluck._core.cluster.code_store.wording import in_words, links_in_words, size_in_words
+from potluck._core.cluster.code_store.selection import (
+    Selection,
+    check_script,
+    in_words,
+    links_in_words,
+    select,
+)
+from potluck._core.printable import size_in_words
 from potluck._core.settings import Settings
 from potluck.cli.nodes import ask_nodes
 from potluck.cli.terminal import STDOUT, check_writable, say, write_json

@@ -111,7 +111,7 @@ def bring(
 
 
 def _tell(outcome: Outcome, folder: Path) -> None:
-    from potluck._core.cluster.code_store.wording import size_in_words
+    from potluck._core.printable import size_in_words
 
     count = len(outcome.files)
     size = size_in_words(sum(each.size for each in outcome.files))
@@ -159,7 +159,7 @@ def _show(jobs: list[Found], *, json: bool) -> None:
     if not jobs:
         say("No job left files on the machines that are there.")
         return
-    from potluck._core.cluster.code_store.wording import size_in_words
+    from potluck._core.printable import size_in_words
 
     table = table_of("job", "began", "machine", "files", "size", "", right=("files", "size"))
     for found in jobs:

@@ -405,7 +405,7 @@ def _lines(summary: Summary) -> list[str]:
 
 def _written(summary: Summary) -> str:
     """Where files of the job are, and how to get them."""
-    from potluck._core.cluster.code_store.wording import size_in_words
+    from potluck._core.printable import size_in_words
 
     known = [
         (each, each.num_files, each.num_bytes or 0) for each in summary.written if each.num_files

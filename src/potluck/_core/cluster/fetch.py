@@ -16,7 +16,6 @@ from pathlib import Path, PurePosixPath
 from msgspec import structs
 
 from potluck._core.cluster.code_store.job_folders import CODE, OUTPUT, ResultsClient, is_result
-from potluck._core.cluster.code_store.wording import size_in_words
 from potluck._core.cluster.content.download import Download
 from potluck._core.cluster.content.package import (
     Content,
@@ -27,6 +26,7 @@ from potluck._core.cluster.content.package import (
 )
 from potluck._core.cluster.content.shelf import Shelf
 from potluck._core.cluster.members import Machine, Machines
+from potluck._core.printable import size_in_words
 from potluck._core.wire.peers import JobFiles, Written
 from potluck.errors import ConfigurationError, LinkError, PotluckError, ProtocolError
 

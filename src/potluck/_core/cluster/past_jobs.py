@@ -12,14 +12,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from potluck._core.cluster.jobs.history import key_of, merged, one_job
 from potluck._core.cluster.jobs.log import JobLog
-from potluck._core.cluster.jobs.summary import Summary
+from potluck._core.cluster.jobs.summary import Summary, decode_summary
 from potluck._core.cluster.members import AgentLink, Machines
 from potluck._core.wire import jobs, local
-from potluck._core.wire.format import decoded
 from potluck._core.wire.worker_link import JobState
 from potluck.errors import ConfigurationError, LinkError
 
@@ -30,7 +27,6 @@ LOG_ANSWER_S = 20.0
 _ANSWER_S = 15.0
 _LOST_S = 20.0
 """After the loss of a leader the others need some seconds to agree on the next one."""
-_summaries = msgspec.json.Decoder(Summary)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +108,7 @@ async def summary_of(machines: Machines, job: KnownJob) -> Summary:
     info = job.info
     for each in merged(await machines.jobs(jobs.HistoryRequest(info.job, info.starter))):
         if each.summary:
-            return decoded(_summaries, each.summary, "the summary of a job")
+            return decode_summary(each.summary)
     raise LinkError(why_lost(job))
 
 

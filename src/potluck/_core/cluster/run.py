@@ -27,7 +27,7 @@ from potluck._core.cluster.code_store.imports import (
 )
 from potluck._core.cluster.home.node_state import AgentRecord
 from potluck._core.cluster.jobs.agent_parts import OuterWorld
-from potluck._core.cluster.jobs.summary import Summary
+from potluck._core.cluster.jobs.summary import Summary, decode_summary
 from potluck._core.cluster.members import AgentLink, connected, machines_of, reached
 from potluck._core.cluster.node_agent import NodeAgent
 from potluck._core.cluster.past_jobs import (
@@ -44,7 +44,7 @@ from potluck._core.cluster.past_jobs import (
 from potluck._core.settings import Settings
 from potluck._core.system import SIGHUP, heard
 from potluck._core.wire import jobs, local
-from potluck._core.wire.format import PREFIX_BYTES, decoded
+from potluck._core.wire.format import PREFIX_BYTES
 from potluck._core.wire.local import RunRequest
 from potluck._core.wire.worker_link import JobState
 from potluck.errors import ConfigurationError, LinkError, ProtocolError
@@ -170,9 +170,6 @@ def travelling(request: RunRequest) -> RunRequest:
     )
 
 
-_summaries = msgspec.json.Decoder(Summary)
-
-
 class Watcher(Protocol):
     """Shows a job to people. All calls come from the event loop and must not block."""
 
@@ -277,7 +274,7 @@ class JobClient:
                     for each in status.workers
                 )
             case jobs.JobEnded(_, summary):
-                self.summary.set_result(decoded(_summaries, summary, "the summary of a job"))
+                self.summary.set_result(decode_summary(summary))
             case local.CommandResult(_, text):
                 for future in (self.taken, self.summary):
                     if not future.done():

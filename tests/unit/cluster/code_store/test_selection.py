@@ -11,8 +11,14 @@ from pathlib import Path
 import pytest
 
 from potluck._core.cluster.code_store import selection as selecting
-from potluck._core.cluster.code_store.selection import Selection, Why, check_script, select
-from potluck._core.cluster.code_store.wording import in_words, links_in_words
+from potluck._core.cluster.code_store.selection import (
+    Selection,
+    Why,
+    check_script,
+    in_words,
+    links_in_words,
+    select,
+)
 from potluck.errors import ConfigurationError
 
 KEY = "-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNzaC1rZXk\n"

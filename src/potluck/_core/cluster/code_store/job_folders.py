@@ -34,7 +34,6 @@ from typing import Protocol
 import msgspec
 
 from potluck._core import system
-from potluck._core.cluster.code_store.wording import size_in_words
 from potluck._core.cluster.content.download import Members, fetch_description
 from potluck._core.cluster.content.package import (
     Package,
@@ -48,6 +47,7 @@ from potluck._core.cluster.content.package import (
 )
 from potluck._core.cluster.content.store import ContentStore, Terms
 from potluck._core.cluster.home.keyfile import make_private
+from potluck._core.printable import size_in_words
 from potluck._core.settings import Settings
 from potluck._core.system import need_posix
 from potluck._core.wire.bulk import MAX_FILES, MAX_MANIFEST

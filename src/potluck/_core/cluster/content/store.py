@@ -40,6 +40,7 @@ from potluck._core.cluster.content.package import (
 from potluck._core.cluster.content.shelf import Kept, Shelf
 from potluck._core.cluster.content.swarm import Mask
 from potluck._core.cluster.content.whole import Outside, WholeDownload
+from potluck._core.printable import size_in_words
 from potluck._core.wire import bulk
 from potluck._core.wire.bulk import MAX_PART, Namespace
 from potluck.errors import ConfigurationError, LinkError, PotluckError, ProtocolError
@@ -214,8 +215,9 @@ class ContentStore:
             )
             if held + needed > quota:
                 raise ConfigurationError(
-                    f"{_size(needed)} more do not fit: {namespace} may take {_size(quota)} of this "
-                    f"machine's disk, and running jobs need {_size(held)} of it"
+                    f"{size_in_words(needed)} more do not fit: {namespace} may take "
+                    f"{size_in_words(quota)} of this machine's disk, and running jobs need "
+                    f"{size_in_words(held)} of it"
                 )
             if shelf.num_bytes + needed > quota:
                 self.hold(namespace, name)
@@ -227,9 +229,9 @@ class ContentStore:
         free = shutil.disk_usage(above).free
         if needed and needed + _SPARE_BYTES > free:
             raise ConfigurationError(
-                f"{_size(needed)} are needed in {self._root}, and the disk has room for "
-                f"{_size(max(0, free - _SPARE_BYTES))}. Make room there, or set POTLUCK_HOME to a "
-                "directory on another disk"
+                f"{size_in_words(needed)} are needed in {self._root}, and the disk has room for "
+                f"{size_in_words(max(0, free - _SPARE_BYTES))}. Make room there, or set "
+                "POTLUCK_HOME to a directory on another disk"
             )
 
     # From other nodes.
@@ -424,10 +426,3 @@ class ContentStore:
 
 def _file_of(package: Package, content: Content) -> PackageFile:
     return next(file for file in package.manifest.files if file.content == content)
-
-
-def _size(num_bytes: int) -> str:
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.1f} {unit}"
-    return f"{num_bytes} bytes"

@@ -18,8 +18,8 @@ from pathlib import Path, PurePosixPath
 import msgspec
 
 from potluck._core.background import Tasks
+from potluck._core.cluster.code_store.selection import in_words, links_in_words
 from potluck._core.cluster.code_store.store import CodeStore
-from potluck._core.cluster.code_store.wording import in_words, links_in_words
 from potluck._core.cluster.jobs.agent_parts import AgentParts
 from potluck._core.cluster.jobs.client_jobs import ClientJobs
 from potluck._core.cluster.jobs.controller import JobController

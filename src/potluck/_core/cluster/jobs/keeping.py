@@ -16,14 +16,11 @@ from potluck._core.cluster.jobs.history import Entry, key_of
 from potluck._core.cluster.jobs.local_runner import LocalRunner
 from potluck._core.cluster.jobs.permissions import objection_to_asking
 from potluck._core.cluster.jobs.placement import COPIES, keepers_of
-from potluck._core.cluster.jobs.summary import Summary
+from potluck._core.cluster.jobs.summary import decode_summary
 from potluck._core.cluster.topology.hardware import own_versions
 from potluck._core.printable import name_of
 from potluck._core.wire import jobs, peers
-from potluck._core.wire.format import decoded
 from potluck.errors import ConfigurationError, LinkError, PotluckError
-
-_summaries = msgspec.json.Decoder(Summary)
 
 _ANSWER_S = 5.0
 
@@ -231,7 +228,7 @@ class Keeping:
         else:
             spec, where = runner.spec, self._whereabouts(runner)
         self._check(spec)
-        summary = decoded(_summaries, question.summary, "the summary of a job")
+        summary = decode_summary(question.summary)
         await self._agent.history.end(spec, *where, summary, question.when)
         return jobs.Kept()
 

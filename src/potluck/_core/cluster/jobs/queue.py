@@ -224,9 +224,6 @@ def _earliest(
             if part.fits(left):
                 break
             freed = each.part.of(machine)
-            left, at = (
-                left.less(Part(-freed.cores, -freed.gpus, -freed.memory_bytes)),
-                each.ends(now),
-            )
+            left, at = left.plus(freed), each.ends(now)
         found[machine.node] = at if part.fits(left) else math.inf
     return found

@@ -11,6 +11,7 @@ import msgspec
 from potluck._core.cluster.jobs.groups.roster import EXPECTED, Phase, State, WorkerState, name_exit
 from potluck._core.cluster.jobs.journal import Journal
 from potluck._core.wire import jobs, worker_link
+from potluck._core.wire.format import decoded
 from potluck._core.wire.jobs import MAX_SUMMARY
 from potluck._core.wire.peers import Written
 from potluck._core.wire.worker_link import Fact, Samples
@@ -125,6 +126,9 @@ def summarize(
     )
 
 
+_summaries = msgspec.json.Decoder(Summary)
+
+
 def encode_summary(summary: Summary) -> bytes:
     """As JSON, short enough for a message. JSON has no NaN and no infinity: such facts become
     text."""
@@ -136,6 +140,11 @@ def encode_summary(summary: Summary) -> bytes:
         kept = summary.events[len(summary.events) // 2 + 1 :]
         summary = msgspec.structs.replace(summary, events=kept)
     return data
+
+
+def decode_summary(data: bytes) -> Summary:
+    """The summary that another machine sent; ProtocolError if it is none."""
+    return decoded(_summaries, data, "the summary of a job")
 
 
 def _finite(facts: dict[str, Fact]) -> dict[str, Fact]:
