@@ -118,6 +118,7 @@ class Download:
         self._why: dict[str, str] = {}
         self._failure: Exception | None = None
         self._tasks = Tasks()
+        self._writes = set[asyncio.Future[None]]()
         self._lanes: Counter[str] = Counter()
         self._room = asyncio.Semaphore(_MAX_RUNS)
 
@@ -164,6 +165,8 @@ class Download:
                 raise self._failure
         finally:
             await self._tasks.close()
+            # A thread can't be cancelled: what it writes is there when this call ends.
+            await asyncio.gather(*self._writes, return_exceptions=True)
 
     @property
     def _is_over(self) -> bool:
@@ -322,7 +325,7 @@ class Download:
 
         self._num_finishing += 1
         try:
-            await asyncio.to_thread(write)
+            await self._in_thread(write)
             fresh = [chunk for chunk in run.chunks if not self._written[chunk]]
             self._written[fresh] = True
             for content, chunks in groupby(fresh, lambda chunk: package.place_of(chunk)[0]):
@@ -340,6 +343,13 @@ class Download:
         self.on_progress(int(package.sizes[fresh].sum()), node)
         self._wake()
 
+    async def _in_thread(self, write: Callable[[], None]) -> None:
+        """Call ``write`` in a thread, for which ``run`` waits also if this call is cancelled."""
+        writing = asyncio.ensure_future(asyncio.to_thread(write))
+        self._writes.add(writing)
+        writing.add_done_callback(self._writes.discard)
+        await asyncio.shield(writing)
+
     def _check(self, node: str, chunk: int, digest: bytes) -> None:
         """ProtocolError if ``node`` sent a chunk with a wrong SHA-256."""
         if digest != self.package.hashes[chunk]:
@@ -347,7 +357,7 @@ class Download:
 
     async def _finish(self, content: Content) -> bool:
         """All chunks of ``content`` are written: whether they are right, and it is whole now."""
-        await asyncio.to_thread(self.shelf.finish, content)
+        await self._in_thread(lambda: self.shelf.finish(content))
         return True
 
     def _announce(
