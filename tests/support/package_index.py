@@ -18,12 +18,12 @@ import sys
 import sysconfig
 import threading
 import zipfile
+from base64 import urlsafe_b64encode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
-
-from potluck._core.cluster.environments.own_wheel import repacked
 
 
 def _normal(name: str) -> str:
@@ -90,6 +90,36 @@ def _of_installed(distribution: importlib.metadata.Distribution) -> tuple[str, b
             files.append((path.as_posix(), place.read_bytes()))
     name = distribution.metadata["Name"]
     return repacked(name, files)
+
+
+def repacked(name: str, files: list[tuple[str, bytes]]) -> tuple[str, bytes]:
+    """The installed distribution ``name`` as a wheel of ``files`` (paths in site-packages, and
+    contents) and its metadata: the name of the wheel's file, and the wheel."""
+    found = importlib.metadata.distribution(name)
+    stem = f"{name.replace('-', '_')}-{found.version}"
+    info = f"{stem}.dist-info"
+    entry_points = found.read_text("entry_points.txt")
+    written = [
+        *files,
+        (f"{info}/METADATA", (found.read_text("METADATA") or "").encode()),
+        (
+            f"{info}/WHEEL",
+            b"Wheel-Version: 1.0\nGenerator: potluck\nRoot-Is-Purelib: false\nTag: py3-none-any\n",
+        ),
+        *([(f"{info}/entry_points.txt", entry_points.encode())] if entry_points else []),
+    ]
+    record = "".join(f"{line}\n" for line in _record(written)) + f"{info}/RECORD,,\n"
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
+        for path, data in [*written, (f"{info}/RECORD", record.encode())]:
+            archive.writestr(zipfile.ZipInfo(path), data)
+    return f"{stem}-py3-none-any.whl", buffer.getvalue()
+
+
+def _record(files: list[tuple[str, bytes]]) -> Iterator[str]:
+    for path, data in files:
+        digest = urlsafe_b64encode(sha256(data).digest()).rstrip(b"=").decode()
+        yield f"{path},sha256={digest},{len(data)}"
 
 
 def _metadata(wheel: bytes) -> bytes:

@@ -8,8 +8,10 @@ import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -35,8 +37,9 @@ FOO = "foo-1.0-py3-none-any.whl"
 
 @pytest.fixture
 def index(monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
-    small = tiny_wheel("potluck", "0.1.0")  # the real one takes a second to compile
-    monkeypatch.setattr(making, "own_wheel", lambda: small)
+    # The real ones take a second to compile.
+    small = {"potluck/__init__.py": b"", "potluck-0.1.dist-info/METADATA": b"Name: potluck\n"}
+    monkeypatch.setattr(making, "own_files", lambda: small)
     with package_index(with_installed=False) as index:
         index.add(tiny_wheel("foo", content=bytes(range(256)) * 4096), tiny_wheel("bar"))
         yield index
@@ -193,6 +196,31 @@ def test_a_private_address_that_the_owner_did_not_name_is_not_asked(
     assert index.asked.total() == 0
 
 
+def test_the_address_that_was_looked_at_is_the_one_that_is_asked(
+    tmp_path: Path, index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name server that gives a public address first, and one of this network the next time."""
+    answers, dialled = ["93.184.216.34", "127.0.0.1", "127.0.0.1"], list[str]()
+
+    def look_up(host: str, port: int, **_: object) -> list[tuple[object, ...]]:
+        assert host == "index.example"
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (answers.pop(0), port))]
+
+    def dial(address: tuple[str, int], *_: object) -> socket.socket:
+        dialled.append(address[0])
+        raise ConnectionRefusedError("nobody is there")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(socket, "create_connection", dial)
+    wheels = Maker(tmp_path / "home", index).environments.wheels
+    wheel = Wheel("foo", "1.0", FOO, bytes(32), 1, f"http://index.example/{FOO}")
+    with pytest.raises(OSError, match="nobody is there"):
+        wheels._open(wheel, 0, 1)
+    with pytest.raises(ConfigurationError, match=r"index\.example: 127\.0\.0\.1 is not a public"):
+        wheels._open(wheel, 0, 1)
+    assert dialled == ["93.184.216.34"]
+
+
 def test_an_owner_may_want_no_environments(tmp_path: Path, index: Index) -> None:
     with pytest.raises(ConfigurationError, match=r"makes no environments .* wheels lets it"):
         Maker(tmp_path / "home", index, environments="off").made()
@@ -248,8 +276,8 @@ from potluck._core.settings import Settings
 from potluck._core.cluster.environments.plan import decode_plan
 from support.requests import Nodes
 made = making._Build._install
-async def install(self):
-    await made(self)
+async def install(self, own):
+    await made(self, own)
     print("installed", flush=True)
     await asyncio.sleep(600)
 making._Build._install = install
@@ -277,7 +305,7 @@ def test_a_killed_builder_leaves_nothing_that_counts(
         (folder,) = maker.folders()
         maker.environments.remove_incomplete()
         assert maker.folders() == [folder]  # it is being made
-        assert [each.path for each in maker.environments.kept()] == [None, None]
+        assert [each.is_wheel for each in maker.environments.kept()] == [True, True]
         builder.send_signal(signal.SIGKILL)
     assert comes_true(lambda: _is_removed(maker), 10)
     environment = maker.made()
@@ -299,7 +327,8 @@ def test_two_who_want_the_same_make_it_once(maker: Maker, index: Index) -> None:
     assert sum("ready after" in note for note in maker.notes) == 1
     assert index.asked[FOO] == 1
     one.release()
-    assert maker.environments.is_used(maker.environments.kept()[0])
+    (kept,) = (each for each in maker.environments.kept() if not each.is_wheel)
+    assert not maker.environments.remove(kept)
     other.release()
 
 
@@ -387,6 +416,70 @@ def test_a_wheel_that_unpacks_to_more_than_fits_is_refused(tmp_path: Path, index
     assert maker.folders() == []
 
 
+def test_a_directory_of_a_wheel_without_end_is_not_read(maker: Maker, index: Index) -> None:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for number in range(160):  # 10 MiB of names in the directory, which say that all is empty
+            archive.writestr(f"{number}{'x' * 65_500}", b"")
+    index.add(("names-1.0-py3-none-any.whl", buffer.getvalue()))
+    with pytest.raises(ConfigurationError, match=r"^can't unpack names.* more than 8 MiB"):
+        maker.made("names-1.0-py3-none-any.whl")
+    assert maker.folders() == []
+
+
+def test_a_wheel_that_brings_a_potluck_of_its_own_is_refused(maker: Maker, index: Index) -> None:
+    index.add(tiny_wheel("potluck"))
+    with pytest.raises(ConfigurationError, match=r"can't keep an environment .* File exists"):
+        maker.made("potluck-1.0-py3-none-any.whl")
+    assert maker.folders() == []
+
+
+def test_two_builds_at_once_keep_to_the_quota(tmp_path: Path, index: Index) -> None:
+    """Whatever their order, the second finds no room beside what the first has reserved: both would
+    fit alone."""
+    names = [f"big{number}-1.0-py3-none-any.whl" for number in range(2)]
+    for name in names:
+        index.add(tiny_wheel(name.split("-")[0], content=os.urandom(2 << 20)))
+    maker = Maker(tmp_path / "home", index, environments_gb=6 / 1024)
+
+    async def both() -> list[Environment | BaseException]:
+        return await asyncio.gather(*(maker.make(name) for name in names), return_exceptions=True)
+
+    refused, made = sorted(asyncio.run(both()), key=lambda each: isinstance(each, Environment))
+    assert isinstance(refused, ConfigurationError)
+    assert "has no room for" in str(refused)
+    assert isinstance(made, Environment)
+    assert len(maker.folders()) == 1
+    made.release()
+
+
+def test_cancelled_at_any_moment_a_build_leaves_nothing(
+    maker: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its threads go on when its task is cancelled, and must not write after its end."""
+    reached, go = threading.Event(), threading.Event()
+    complete = making._Build._complete
+
+    def late(build: making._Build) -> None:
+        reached.set()
+        assert go.wait(60)
+        complete(build)
+
+    monkeypatch.setattr(making._Build, "_complete", late)
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(maker.make())
+        assert await asyncio.to_thread(reached.wait, 60)
+        task.cancel()
+        await asyncio.sleep(0)
+        go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert maker.folders() == []
+
+    asyncio.run(cancelled())
+
+
 def test_what_uv_can_not_install_leaves_nothing(maker: Maker, index: Index) -> None:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
@@ -398,7 +491,7 @@ def test_what_uv_can_not_install_leaves_nothing(maker: Maker, index: Index) -> N
 
 
 def states(found: dict[str, Any]) -> list[tuple[bool, str]]:
-    return sorted((each["environment"] is not None, each["state"]) for each in found["kept"])
+    return sorted((not each["is_wheel"], each["state"]) for each in found["kept"])
 
 
 def test_clean_frees_what_no_job_uses(
@@ -420,5 +513,5 @@ def test_clean_frees_what_no_job_uses(
     assert said(environment, "import foo; print(foo.VERSION)") == "1.0"
     environment.release()
     assert states(cleaned()) == [(True, "removed")]
-    assert cleaned() == {"version": 1, "freed_bytes": 0, "kept": []}
+    assert cleaned() == {"version": 2, "freed_bytes": 0, "kept": []}
     assert maker.folders() == []

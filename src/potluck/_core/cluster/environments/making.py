@@ -13,17 +13,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.metadata
+import io
 import os
 import platform
 import shutil
-import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -31,20 +33,24 @@ from potluck._core import system
 from potluck._core.background import why
 from potluck._core.cluster.content.store import ContentStore
 from potluck._core.cluster.environments.kinds import own_kind
-from potluck._core.cluster.environments.own_wheel import own_wheel
 from potluck._core.cluster.environments.plan import Part, Plan, Wheel, environment_key
-from potluck._core.cluster.environments.uv import run_uv
+from potluck._core.cluster.environments.uv import run, run_uv
 from potluck._core.cluster.environments.wheels import Wheels
 from potluck._core.cluster.home.keyfile import make_private
 from potluck._core.settings import Settings
 from potluck.errors import ConfigurationError
 
 COMPLETE = "complete"
+_RESERVED = "reserved"
+_ROOM = "room.lock"
 _LOCK_AGAIN_S = 0.1
 _MAX_CHANGED = 20
 _TELL_S = 2.0
 _COMPILE_S = 600.0
+_MAX_DIRECTORY = 8 << 20
+_BLOCK = 4096
 _OWN = ("plans", "pythons")
+T = TypeVar("T")
 
 
 class _Complete(msgspec.Struct, frozen=True):
@@ -79,17 +85,16 @@ class Environment:
         return {**kept, "PATH": path, "VIRTUAL_ENV": str(self.path)}
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """What is kept: the environment ``key`` in ``path``, or (without) the wheel ``key`` in the
-    content store. ``used``: when last, Unix time."""
+class Kept(msgspec.Struct, frozen=True):
+    """What is kept: an environment, by its ``key``, or (``is_wheel``) a wheel, by its name in the
+    content store, hexadecimal. ``used``: when last, Unix time."""
 
-    path: Path | None
     key: str
     num_bytes: int
     used: float
-    num_packages: int = 0
+    num_packages: int = 1
     source: str = ""
+    is_wheel: bool = False
 
 
 class Environments:
@@ -131,8 +136,8 @@ class Environments:
         part = self.part_of(plan)
         make_private(self.root)
         python, version = await self._interpreter(plan.python, note)
-        file, own = await asyncio.to_thread(own_wheel)
-        key = environment_key(part, version, sha256(own).digest())
+        own = await asyncio.to_thread(own_files)
+        key = environment_key(part, version, sha256(repr(sorted(own.items())).encode()).digest())
         folder, num_changed = self.root / key, 0
         while True:
             lock = await self._shared(key)  # waits for whoever makes it now
@@ -149,9 +154,7 @@ class Environments:
             with self._alone(key) as alone:
                 if alone >= 0:
                     if not await asyncio.to_thread(self._is_whole, folder):
-                        await _Build(self, folder, alone, plan, part.wheels, python, note).run(
-                            file, own
-                        )
+                        await _Build(self, folder, alone, plan, part, python, note).run(own)
                     continue
             num_changed += (folder / COMPLETE).exists()
             if num_changed > _MAX_CHANGED:
@@ -220,9 +223,10 @@ class Environments:
                         used = (path / COMPLETE).stat().st_mtime
                         size, packages = complete.num_bytes, complete.num_packages
                         source = f"{complete.source}, Python {complete.python}"
-                        found.append(Kept(path, path.name, size, used, packages, source))
+                        found.append(Kept(path.name, size, used, packages, source))
         for wheel in self.wheels.kept():
-            found.append(Kept(None, wheel.package.hex(), wheel.num_bytes, wheel.used))
+            key = wheel.package.hex()
+            found.append(Kept(key, wheel.num_bytes, wheel.used, is_wheel=True))
         return sorted(found, key=lambda each: -each.used)
 
     def remove_incomplete(self) -> None:
@@ -230,22 +234,16 @@ class Environments:
         with contextlib.suppress(OSError):
             for path in [*self.root.iterdir()]:
                 if path.is_dir() and path.name not in _OWN and _read_complete(path) is None:
-                    self.remove(Kept(path, path.name, 0, 0.0))
+                    self.remove(Kept(path.name, 0, 0.0))
 
-    def is_used(self, kept: Kept) -> bool:
-        """Whether a job uses it, or a process makes it."""
-        if kept.path is None:
-            return False
+    def remove(self, kept: Kept, *, dry_run: bool = False) -> bool:
+        """Remove it, unless a job uses it, or a process makes it; whether it was removed, or, in a
+        ``dry_run``, would be."""
+        if kept.is_wheel:
+            return dry_run or self.wheels.remove(bytes.fromhex(kept.key))
         with self._alone(kept.key) as alone:
-            return alone < 0
-
-    def remove(self, kept: Kept) -> bool:
-        """Remove it, unless a job uses it; whether it was removed."""
-        if kept.path is None:
-            return self.wheels.remove(bytes.fromhex(kept.key))
-        with self._alone(kept.key) as alone:
-            if alone >= 0:
-                _remove_tree(kept.path)
+            if alone >= 0 and not dry_run:
+                _remove_tree(self.root / kept.key)
             return alone >= 0
 
     def forget_plans(self) -> None:
@@ -270,16 +268,26 @@ class Environments:
         flags = os.O_RDWR | os.O_CREAT
         return os.open(self.root / f"{key}.lock", flags, 0o600)
 
-    def make_room(self, num_bytes: int, needed: Sequence[Wheel]) -> None:
-        """Remove what was not used for the longest time until ``num_bytes`` more fit into the
-        quota; not the ``needed`` wheels. ConfigurationError if they can't, or the disk has less
-        room."""
+    def make_room(self, folder: Path, num_bytes: int, needed: Sequence[Wheel]) -> None:
+        """Reserve ``num_bytes`` for the environment in ``folder``, in place of what was before:
+        remove what was not used for the longest time until all fits into the quota; not the
+        ``needed`` wheels. ConfigurationError if it can't, or the disk has less room."""
         names = {self.wheels.name(wheel) for wheel in needed}
-        kept = self.kept()
-        total = sum(each.num_bytes for each in kept) + num_bytes
-        for each in reversed(kept):
-            if total > self._quota and each.key not in names and self.remove(each):
-                total -= each.num_bytes
+        with open(self.root / _ROOM, "wb") as lock:
+            system.lock(lock.fileno(), wait=True)  # others reserve as well
+            self.remove_incomplete()
+            (folder / _RESERVED).unlink(missing_ok=True)
+            sizes = {
+                path.parent.name: _number_in(path) for path in self.root.glob(f"*/{_RESERVED}")
+            }
+            kept = self.kept()
+            sizes |= {each.key: each.num_bytes for each in kept}
+            total = sum(sizes.values()) + num_bytes
+            for each in reversed(kept):
+                if total > self._quota and each.key not in names and self.remove(each):
+                    total -= each.num_bytes
+            if total <= self._quota:
+                (folder / _RESERVED).write_text(str(num_bytes))
         gb = num_bytes / (1 << 30)
         if total > self._quota:
             raise ConfigurationError(
@@ -302,69 +310,69 @@ class _Build:
     folder: Path
     lock: int
     plan: Plan
-    wheels: tuple[Wheel, ...]
+    part: Part
     python: str
     note: Callable[[str], None]
 
-    async def run(self, own_file: str, own: bytes) -> None:
-        began = time.monotonic()
-        lacking = await asyncio.to_thread(self.home.wheels.missing, self.wheels)
-        to_fetch = sum(wheel.size for wheel in lacking)
-        # An unpacked wheel is no smaller than the wheel: what can't fit is refused before fetching.
-        least = to_fetch + sum(wheel.size for wheel in self.wheels)
-        await asyncio.to_thread(self.home.make_room, least, self.wheels)
-        if lacking:
-            self.note(
-                f"{len(self.wheels) - len(lacking)} of {len(self.wheels)} packages are here; "
-                f"fetching {len(lacking)}, {_megabytes(to_fetch)}"
-            )
-        fetched = _Fetched(to_fetch, self.note)
-        with self.home.wheels.held(self.wheels):
-            await self.home.wheels.fetch(self.wheels, fetched)
-            await self._make(own_file, own)
-        seconds = time.monotonic() - began
-        self.note(f"ready after {seconds:.1f} s{fetched.origins()}")
-
-    async def _make(self, own_file: str, own: bytes) -> None:
-        unpacked = await asyncio.to_thread(self._unpacked)
-        await asyncio.to_thread(self.home.make_room, unpacked, self.wheels)
+    async def run(self, own: Mapping[str, bytes]) -> None:
+        """Make it, with potluck's ``own`` files. If that fails, or is cancelled, nothing is left
+        of it but the wheels."""
+        began, wheels = time.monotonic(), self.part.wheels
         try:
-            await asyncio.to_thread(_remove_tree, self.folder)
-            await asyncio.to_thread(self._lay_out, own_file, own)
-            await self._install()
-            await asyncio.to_thread(self._complete)
+            await _in_thread(_remove_tree, self.folder)
+            make_private(self.folder)
+            lacking = await _in_thread(self.home.wheels.missing, wheels)
+            to_fetch = sum(wheel.size for wheel in lacking)
+            # An unpacked wheel is no smaller than the wheel: what can't fit is not fetched.
+            least = to_fetch + sum(wheel.size for wheel in wheels)
+            await _in_thread(self.home.make_room, self.folder, least, wheels)
+            if lacking:
+                self.note(
+                    f"{len(wheels) - len(lacking)} of {len(wheels)} packages are here; "
+                    f"fetching {len(lacking)}, {_megabytes(to_fetch)}"
+                )
+            fetched = _Fetched(to_fetch, self.note)
+            with self.home.wheels.held(wheels):
+                await self.home.wheels.fetch(wheels, fetched)
+                unpacked = await _in_thread(self._unpacked)
+                await _in_thread(self.home.make_room, self.folder, unpacked, wheels)
+                await _in_thread(self._lay_out)
+                await self._install(own)
+                await _in_thread(self._complete)
         except BaseException as error:
-            await asyncio.shield(asyncio.to_thread(_remove_tree, self.folder))
+            await _in_thread(_remove_tree, self.folder)
             if isinstance(error, OSError):
                 raise ConfigurationError(
                     f"can't keep an environment in {self.home.root}: {why(error)}"
                 ) from error
             raise
+        seconds = time.monotonic() - began
+        self.note(f"ready after {seconds:.1f} s{fetched.origins()}")
 
     def _unpacked(self) -> int:
-        """The bytes that the wheels have when unpacked, as their directories say."""
+        """The room that the wheels take when unpacked, as their directories say."""
         total = 0
-        for wheel in self.wheels:
+        for wheel in self.part.wheels:
             try:
-                with zipfile.ZipFile(self.home.wheels.path(wheel)) as archive:
-                    total += sum(each.file_size for each in archive.infolist())
+                with (
+                    _Directory(io.FileIO(self.home.wheels.path(wheel))) as file,
+                    zipfile.ZipFile(file) as archive,
+                ):
+                    sizes = (each.file_size for each in archive.infolist())
+                    total += sum(-(-size // _BLOCK) * _BLOCK for size in sizes)
             except (zipfile.BadZipFile, NotImplementedError) as error:
                 raise ConfigurationError(f"can't unpack {wheel.file}: {error}") from error
         return total
 
-    def _lay_out(self, own_file: str, own: bytes) -> None:
+    def _lay_out(self) -> None:
         links = make_private(self.folder / "wheels")
         pins = []
-        with open(links / own_file, "xb") as file:  # first: nothing is written through a link
-            file.write(own)
-        for wheel in self.wheels:
+        for wheel in self.part.wheels:
             (links / wheel.file).symlink_to(self.home.wheels.path(wheel).absolute())
             pins.append(f"{wheel.name}=={wheel.version} --hash=sha256:{wheel.sha256.hex()}\n")
-        version = own_file.split("-")[1]
-        pins.append(f"potluck=={version} --hash=sha256:{sha256(own).hexdigest()}\n")
         (self.folder / "pins.txt").write_text("".join(pins))
 
-    async def _install(self) -> None:
+    async def _install(self, own: Mapping[str, bytes]) -> None:
         """uv unpacks into a cache of this environment alone, and links the files from there, which
         spares a copy; the cache is removed, so no other environment has these files."""
         venv, given = (
@@ -380,30 +388,27 @@ class _Build:
         await run_uv(words, directory=self.folder, given=given, lock=self.lock)
         words = [
             *("pip", "sync", "--quiet", "--python", str(venv), "--require-hashes", "--no-index"),
-            *("--only-binary", ":all:", "--find-links", "wheels", "pins.txt"),
+            *("--only-binary", ":all:", "--allow-empty-requirements"),
+            *("--find-links", "wheels", "pins.txt"),
         ]
         try:
             await run_uv(words, directory=self.folder, given=given, lock=self.lock)
         except ConfigurationError as error:
             raise ConfigurationError(f"can't install the packages: {error}") from error
-        await asyncio.to_thread(self._compile)
+        [packages] = venv.glob("lib/python*/site-packages")
+        await _in_thread(_write_own, packages, own)
+        await self._compile(packages)
 
-    def _compile(self) -> None:
+    async def _compile(self, packages: Path) -> None:
         """Compile the packages to bytecode, by this interpreter's own compiler, without running
         anything of them: uv would start the environment's Python for it, which runs the ``.pth``
         files of wheels, outside of any sandbox. Python of another release compiles at its first
         import, in memory."""
-        [packages] = (self.folder / "venv").glob("lib/python*/site-packages")
         if packages.parent.name == f"python{sys.version_info[0]}.{sys.version_info[1]}":
-            command = [sys.executable, "-I", "-S", "-m", "compileall", "-q", "-j", "1"]
-            with contextlib.suppress(subprocess.TimeoutExpired):  # it was only to save time
-                subprocess.run(
-                    [*command, str(packages)],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    timeout=_COMPILE_S,
-                )
+            words = [sys.executable, "-I", "-S", "-m", "compileall", "-q", "-j", "1"]
+            with contextlib.suppress(TimeoutError, ConfigurationError):  # it only saves time
+                async with asyncio.timeout(_COMPILE_S):
+                    await run([*words, str(packages)], directory=self.folder, lock=self.lock)
 
     def _complete(self) -> None:
         for name in ("cache", "wheels"):
@@ -415,7 +420,7 @@ class _Build:
                     os.chmod(path, os.stat(path).st_mode & 0o555)
             os.chmod(place, 0o555)
         fingerprint, num_bytes = _fingerprint(venv)
-        num_packages, plan = len(self.wheels) + 1, self.plan
+        num_packages, plan = len(self.part.wheels) + 1, self.plan
         content = _Complete(fingerprint, num_bytes, num_packages, plan.python, plan.source)
         partial = self.folder / f"{COMPLETE}.new"
         with open(partial, "wb") as file:
@@ -424,6 +429,57 @@ class _Build:
             if sys.platform != "win32":
                 os.sync()  # what counts as complete is on the disk, the packages as well
         os.replace(partial, self.folder / COMPLETE)
+        (self.folder / _RESERVED).unlink()
+
+
+class _Directory(io.BufferedReader):
+    """A zip file of another machine's, of whose directory no more is read than a wheel needs."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is not None and size > _MAX_DIRECTORY:
+            raise zipfile.BadZipFile(f"its directory has more than {_MAX_DIRECTORY >> 20} MiB")
+        return super().read(size)
+
+
+def own_files() -> dict[str, bytes]:
+    """potluck itself, by path in site-packages: the installed files, native core included, and
+    their metadata. About 5 MB, read in 50 ms. Each machine's own fit it."""
+    package, found = Path(__file__).parents[3], importlib.metadata.distribution("potluck")
+    files = {
+        f"potluck/{path.relative_to(package).as_posix()}": path.read_bytes()
+        for path in package.rglob("*")
+        if path.suffix != ".pyc" and path.is_file()
+    }
+    for name in ("METADATA", "entry_points.txt"):
+        if text := found.read_text(name):
+            files[f"potluck-{found.version}.dist-info/{name}"] = text.encode()
+    return files
+
+
+def _write_own(packages: Path, own: Mapping[str, bytes]) -> None:
+    """Write potluck's ``own`` files into site-packages."""
+    for folder in {path.partition("/")[0] for path in own}:
+        (packages / folder).mkdir()  # not there: no wheel leads the files elsewhere by a link
+    for path, data in own.items():
+        (packages / path).parent.mkdir(parents=True, exist_ok=True)
+        (packages / path).write_bytes(data)
+
+
+def _number_in(path: Path) -> int:
+    with contextlib.suppress(OSError):  # that environment is complete, or given up
+        return int(path.read_text())
+    return 0
+
+
+async def _in_thread(call: Callable[..., T], *given: object) -> T:
+    """``call(*given)`` in a thread. Cancelled, this ends only after the thread."""
+    running = asyncio.ensure_future(asyncio.to_thread(call, *given))
+    try:
+        return await asyncio.shield(running)
+    finally:
+        while not running.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([running])
 
 
 class _Fetched:

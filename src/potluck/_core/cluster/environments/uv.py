@@ -47,19 +47,31 @@ async def run_uv(
     as_user: bool = False,
     lock: int = -1,
 ) -> tuple[str, str]:
-    """Run uv in ``directory``; what it wrote to stdout and stderr. Cancelled, it is killed with all
-    that it started. If this process is killed meanwhile, uv holds on to the ``lock``, a descriptor.
-
-    ConfigurationError, in uv's own words, if it fails.
-    """
+    """Run uv in ``directory``, as ``run`` does."""
     import uv
 
+    environ = variables(given, as_user=as_user)
+    return await run([uv.find_uv_bin(), *words], directory=directory, environ=environ, lock=lock)
+
+
+async def run(
+    command: Sequence[str],
+    *,
+    directory: Path,
+    environ: Mapping[str, str] | None = None,
+    lock: int = -1,
+) -> tuple[str, str]:
+    """Run ``command`` in ``directory``; what it wrote to stdout and stderr. Cancelled, it is killed
+    with all that it started. If this process is killed meanwhile, it holds on to the ``lock``, a
+    descriptor.
+
+    ConfigurationError, in its own words, if it fails.
+    """
     need_posix("making an environment")
     process = await asyncio.create_subprocess_exec(
-        uv.find_uv_bin(),
-        *words,
+        *command,
         cwd=directory,
-        env=variables(given, as_user=as_user),
+        env=environ,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -75,7 +87,8 @@ async def run_uv(
             await process.wait()
     text, said = out[:_MAX_OUTPUT].decode(errors="replace"), err[-8192:].decode(errors="replace")
     if process.returncode != 0:
-        raise ConfigurationError(in_short(said) or f"uv ended with code {process.returncode}")
+        name = Path(command[0]).name
+        raise ConfigurationError(in_short(said) or f"{name} ended with code {process.returncode}")
     return text, said
 
 

@@ -16,7 +16,12 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
-from http.client import HTTPException, HTTPResponse
+from http.client import (
+    HTTPConnection,
+    HTTPException,
+    HTTPResponse,
+    HTTPSConnection,
+)
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -205,7 +210,8 @@ class Wheels:
     def _open(self, wheel: Wheel, begin: int, count: int) -> HTTPResponse:
         headers = {"User-Agent": "potluck", "Range": f"bytes={begin}-{begin + count - 1}"}
         request = urllib.request.Request(wheel.url, headers=headers)
-        response: HTTPResponse = _Opener(self._index).open(request, timeout=_SILENCE_S)
+        opener = urllib.request.build_opener(_Connects(self._index), _Redirects(self._index))
+        response: HTTPResponse = opener.open(request, timeout=_SILENCE_S)
         return response
 
 
@@ -226,47 +232,64 @@ def _package(wheel: Wheel) -> Package:
 class _Redirects(urllib.request.HTTPRedirectHandler):
     """Follows an index to another host only where a plan might have named that."""
 
-    def __init__(self, index: str) -> None:
-        self._index = index
+    def __init__(self, own: str) -> None:
+        self._own = own
 
     def redirect_request(self, *given: Any) -> urllib.request.Request | None:
-        _check(given[-1], self._index)
+        if objection := objection_to_url(given[-1], own=self._own):
+            raise ConfigurationError(f"{given[-1]}: {objection}")
         return super().redirect_request(*given)
 
 
-class _Opener(urllib.request.OpenerDirector):
-    """Opens http and https alone, at hosts that a plan may name."""
+class _Connects(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
+    """Connects to public hosts, the index that this machine's owner named, and the proxies."""
 
-    def __init__(self, index: str) -> None:
+    def __init__(self, own: str) -> None:
         super().__init__()
-        self._own = index
-        for handler in (
-            urllib.request.ProxyHandler(),
-            urllib.request.HTTPHandler(),
-            urllib.request.HTTPSHandler(),
-            urllib.request.HTTPErrorProcessor(),
-            urllib.request.HTTPDefaultErrorHandler(),
-            _Redirects(index),
-        ):
-            self.add_handler(handler)
+        self._own = own
 
-    def open(self, fullurl: Any, *given: Any, **named: Any) -> Any:
-        """As the base class does; ConfigurationError for a host that no plan may name."""
-        _check(fullurl.full_url, self._own)
-        return super().open(fullurl, *given, **named)
+    def http_open(self, request: urllib.request.Request) -> HTTPResponse:
+        return self.do_open(partial(self._made, _Http), request)
+
+    def https_open(self, request: urllib.request.Request) -> HTTPResponse:
+        return self.do_open(partial(self._made, _Https), request)
+
+    def _made(self, kind: type[_Http], host: str, /, **given: Any) -> _Http:
+        made = kind(host, **given)
+        proxies = urllib.request.getproxies()
+        for url in (self._own, proxies.get("http", ""), proxies.get("https", "")):
+            each = urlsplit(f"//{url.partition('//')[2] or url}")
+            made.named.add((each.hostname, each.port or made.default_port))
+        if is_known_host(f"https://{host}") and kind is _Https:
+            made.named.add((made.host, made.port))  # TLS proves who answers there
+        return made
 
 
-def _check(url: str, index: str) -> None:
-    """ConfigurationError if ``url`` leads to a host of this machine's network which its owner did
-    not name."""
-    if objection := objection_to_url(url, own=index):
-        raise ConfigurationError(f"{url}: {objection}")
-    parts, own = urlsplit(url), urlsplit(index)
-    if is_known_host(url) or (parts.hostname, parts.port) == (own.hostname, own.port):
-        return
-    is_direct = urllib.request.proxy_bypass(parts.hostname or "")
-    if parts.scheme in urllib.request.getproxies() and not is_direct:
-        return  # the proxy looks the name up, and decides
-    for found in socket.getaddrinfo(parts.hostname, parts.port or parts.scheme):
-        if objection := objection_to_host(str(found[4][0])):
-            raise ConfigurationError(f"{url}: {objection}")
+class _Http(HTTPConnection):
+    """Asks for the addresses of its host once, and connects to those that it has looked at: a name
+    could have others the next time. A host that is ``named`` may have any."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.named = set[tuple[str | None, int]]()
+
+    def connect(self) -> None:
+        host, failed = self.host, OSError(f"{self.host} has no address")
+        found = socket.getaddrinfo(host, self.port, type=socket.SOCK_STREAM)
+        try:
+            for address in dict.fromkeys(str(each[4][0]) for each in found):
+                objection = objection_to_host(address)
+                if objection and (host, self.port) not in self.named:
+                    raise ConfigurationError(f"{host}: {objection}")
+                self.host = address
+                try:
+                    return super().connect()
+                except OSError as error:
+                    failed = error
+        finally:
+            self.host = host  # which TLS asks the server to prove
+        raise failed
+
+
+class _Https(HTTPSConnection, _Http):
+    pass
