@@ -204,8 +204,8 @@ def test_callbacks_that_communicate_end_early_on_all_ranks_when_one_is_lost(
 
     save = saving.save
 
-    def lose(ctx: MortalContext, store: Any, state: Any, step: int) -> str:
-        result = save(ctx, store, state, step)
+    def lose(ctx: MortalContext, store: Any, state: Any, step: int, known: Any) -> str:
+        result = save(ctx, store, state, step, known)
         if step == 3 and ctx.epoch == 1 and ctx.backend.worker == "2":
             ctx.recv(np.zeros(1), 1)  # as if its part of the save's last call had never come
         return result

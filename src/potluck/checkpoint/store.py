@@ -20,12 +20,13 @@ that was killed.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -56,18 +57,21 @@ class Checkpoint:
     """A checkpoint that was read and verified: the ``state`` after ``step`` committed steps.
 
     ``path`` is the file of its (first) part; ``facts`` describe the world that wrote it.
+    ``number`` is its place among the checkpoints of the training.
     """
 
     step: int
     state: State
     path: Path
     facts: dict[str, Any] = field(default_factory=dict)
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The part of a checkpoint that this process writes: ``index`` of ``of``. All ranks must pass
-    the same ``number`` (``next_number`` of rank 0); 0 for the only writer, which takes the next."""
+    """The part of a checkpoint that this process writes: ``index`` of ``of``. All ranks that write
+    it must pass the same ``number``, which no checkpoint has; 0 for the only writer, which takes
+    the next."""
 
     index: int = 0
     of: int = 1
@@ -90,10 +94,11 @@ class CheckpointStore:
     """The checkpoints in ``directory``, which is created if it does not exist.
 
     The newest ``keep`` checkpoints are kept. One process writes at a time (in a group: rank 0); any
-    number of processes may read. ``sharded``: each rank of a group writes a part of every
-    checkpoint, to a directory that all ranks share; rank 0 waits up to ``parts_timeout_s`` seconds
-    for the parts of the others. ``asynchronous``: ``save`` copies the state and returns, and a
-    thread writes it.
+    number of processes may read. ``copies``: in a training on several machines so many of them
+    write each checkpoint, every one to its own disk, and older ones are removed only when it is
+    whole on all of these. ``sharded``: each rank of a group writes a part of every checkpoint, to a
+    directory that all ranks share; rank 0 waits up to ``parts_timeout_s`` seconds for the parts of
+    the others. ``asynchronous``: ``save`` copies the state and returns, and a thread writes it.
     """
 
     def __init__(
@@ -101,24 +106,35 @@ class CheckpointStore:
         directory: str | os.PathLike[str],
         keep: int = 3,
         *,
+        copies: int = 2,
         sharded: bool = False,
         asynchronous: bool = False,
         parts_timeout_s: Duration = 60.0,
     ) -> None:
         if keep < 1:
             raise ValueError(f"keep is {keep}; at least 1 checkpoint must be kept")
+        if copies < 1:
+            raise ValueError(f"copies is {copies}; a checkpoint lies on at least 1 machine")
         self.directory = Path(directory)
         self.keep = keep
+        self.copies = copies
         self.sharded = sharded
         self.asynchronous = asynchronous
         self._parts_timeout_s = checked_seconds(parts_timeout_s, "parts_timeout_s")
         self._writer = BackgroundWriter("checkpoint-writer")
         self._given_up = threading.Event()
         self._number = 0  # of the last part, whose file may not exist yet
+        self.safe: int | None = None
+        """The number of the last checkpoint known to lie on enough machines: the newest up to it is
+        kept, too. None: all count."""
+        self.whole = self._written = 0
+        """``whole``: the number of the newest checkpoint known to be whole here when the last
+        ``save`` returned; 0: none."""
 
     def __reduce__(self) -> Any:
         """A copy is another store of the same directory and options."""
         options: dict[str, Any] = {
+            "copies": self.copies,
             "sharded": self.sharded,
             "asynchronous": self.asynchronous,
             "parts_timeout_s": self._parts_timeout_s,
@@ -153,9 +169,13 @@ class CheckpointStore:
         if self.asynchronous:
             # The tensors of a state share the model's memory, which training changes meanwhile.
             copies = {n: replace(entry, data=entry.data.copy()) for n, entry in entries.items()}
+            self._writer.join()
+            self.whole = self._written
             self._writer.submit(partial(self._write_later, replace(job, entries=copies)))
             return None
-        return self._write(job)
+        path = self._write(job)
+        self.whole = self._written
+        return path
 
     def wait(self) -> None:
         """Wait until an asynchronous save has ended; CheckpointError if it failed."""
@@ -229,6 +249,45 @@ class CheckpointStore:
                 return self._load(stem)
         raise CheckpointError(f"{self.directory} has no checkpoint of step {step}")
 
+    def prune(self) -> None:
+        """Remove the checkpoints beyond ``keep``, but for the newest up to ``safe``. OSError if
+        that fails."""
+        found = self._manifests()
+        stay = kept([number for number, _, _ in found], self.keep, self.safe)
+        for number, _, stem in found:
+            if number not in stay:
+                # The manifest first: if this is interrupted, `_sweep` removes a state without a
+                # manifest.
+                (self.directory / f"{stem}.json").unlink(missing_ok=True)
+                for path in self.directory.glob(f"{stem}.*"):
+                    path.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def marked(self, mark: int) -> Iterator[None]:
+        """For the block, show ``mark`` (63 bits) to all that see this directory (``marks``).
+        CheckpointError if it can't be created or written to."""
+        path = self.directory / f"000000-step-0.json.{mark:016x}.writing"  # swept, if it is left
+        try:
+            files.make_directory(self.directory)
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoints can't be written to {self.directory}: {error.strerror or error}"
+            ) from error
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+    def marks(self, among: Collection[int]) -> set[int]:
+        """Those of the marks ``among`` that this directory shows now."""
+        try:
+            names = set(os.listdir(self.directory))
+        except OSError:
+            return set()
+        return {mark for mark in among if f"000000-step-0.json.{mark:016x}.writing" in names}
+
     # ------------------------------------------------------------ writing
 
     def _write_later(self, job: _Job) -> None:
@@ -264,7 +323,8 @@ class CheckpointStore:
             files.write(self.directory / f"{stem}.json", manifest.seal(whole), directory_fd)
             for seal in self.directory.glob(f"{stem}.part-*.json"):
                 seal.unlink()
-            self._prune()
+            self._written = number
+            self.prune()
             return self.directory / first.file
 
     def _write_part(self, job: _Job) -> Path:
@@ -328,14 +388,6 @@ class CheckpointStore:
             if name != final or stem not in complete:
                 (self.directory / name).unlink(missing_ok=True)
 
-    def _prune(self) -> None:
-        for _, _, stem in self._manifests()[self.keep :]:
-            # The manifest first: if this is interrupted, `_sweep` removes a state without a
-            # manifest.
-            (self.directory / f"{stem}.json").unlink()
-            for path in self.directory.glob(f"{stem}.*"):
-                path.unlink()
-
     # ------------------------------------------------------------ reading
 
     def _load(self, stem: str) -> Checkpoint:
@@ -350,7 +402,8 @@ class CheckpointStore:
             entries |= own
             tree = own_tree if index == 0 else tree
         first = self.directory / found.parts[0].file
-        return Checkpoint(found.step, unflatten(tree, entries), first, found.facts)
+        number = int(stem.partition("-")[0])
+        return Checkpoint(found.step, unflatten(tree, entries), first, found.facts, number)
 
     def _read_part(self, part: File) -> bytes:
         path = self.directory / part.file
@@ -399,6 +452,16 @@ def assign(sizes: Mapping[str, int], num_parts: int) -> list[list[str]]:
     return parts
 
 
+def kept(numbers: Sequence[int], keep: int, safe: int | None) -> set[int]:
+    """Of the ``numbers`` of the checkpoints on a machine, those that stay: the newest ``keep``, and
+    the newest that is not above ``safe`` (None: all count)."""
+    newest_first = sorted(numbers, reverse=True)
+    stay = set(newest_first[:keep])
+    if safe is not None:
+        stay |= set([number for number in newest_first if number <= safe][:1])
+    return stay
+
+
 class BackgroundWriter:
     """Runs ``write()`` functions in a thread, one after the other. The error of a write is raised
     by the next call of ``submit`` or ``wait``."""
@@ -425,11 +488,15 @@ class BackgroundWriter:
         if error is not None:
             raise error
 
-    def _end(self) -> BaseException | None:
+    def join(self) -> None:
+        """Wait until the write in progress has ended; its error is raised later."""
         self._owner.check()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+    def _end(self) -> BaseException | None:
+        self.join()
         error, self._error = self._error, None
         return error
 
