@@ -352,7 +352,9 @@ def test_a_log_line_that_is_an_escape_sequence_obeys_no_terminal(tmp_path: Path)
         job = detached(ada, "--nodes", "1", script)
         assert ada.runs("wait", job).returncode == 0
         for machine in (ada, bob):
-            stored = [path.read_bytes() for path in (machine.home / "history").rglob("*.log")]
+            stored = [
+                path.read_bytes() for path in (machine.home / "code_store" / "jobs").rglob("*.log")
+            ]
             assert any(b"owned" in data for data in stored), "on both machines"
             assert not any(b"\x1b]" in data or b"\\u001b]" in data for data in stored)
             shown = machine.runs("logs", job).stdout

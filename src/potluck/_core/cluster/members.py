@@ -16,6 +16,7 @@ from potluck._core.cluster.code_store.job_folders import (
     JobFolders,
     ResultsClient,
     ResultsServer,
+    jobs_in,
     keeping_of,
 )
 from potluck._core.cluster.content.store import ContentStore
@@ -160,7 +161,7 @@ async def reached(settings: Settings, agent: AgentRecord | None = None) -> Async
     if agent is None:
         me = load_node_credentials(settings).node_id
         folders = JobFolders(
-            settings.home / "code_store" / "jobs",
+            jobs_in(settings.home),
             keeping=keeping_of(settings),
             on_note=lambda text: None,
         )

@@ -12,7 +12,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from potluck._core.cluster.jobs.history import key_of, merged, one_job
+from potluck._core.cluster.code_store.job_folders import key_of
+from potluck._core.cluster.jobs.history import merged, one_job
 from potluck._core.cluster.jobs.log import JobLog
 from potluck._core.cluster.jobs.summary import Summary, decode_summary
 from potluck._core.cluster.members import AgentLink, Machines

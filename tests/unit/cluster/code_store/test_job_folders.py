@@ -195,16 +195,48 @@ def test_the_folder_of_a_job_that_runs_is_not_deleted_by_another_process(tmp_pat
         assert not path.exists(), "it left nothing"
 
 
-def test_a_folder_belongs_to_package_starter_and_job(tmp_path: Path, code: Code) -> None:
+def test_a_folder_belongs_to_starter_and_job(tmp_path: Path, code: Code) -> None:
     folders = folders_at(tmp_path)
     records = [
         Record("job", ADA, "ab" * 32),
         Record("job", "b2" * 32, "ab" * 32),
-        Record("job", ADA, "cd" * 32),
         Record("j" * 256, ADA, "ab" * 32),
         Record("j" * 255 + "k", ADA, "ab" * 32),
     ]
     opened = [folders.open(record, code) for record in records]
     assert len({folder.path for folder in opened}) == len(records)
+    with pytest.raises(ConfigurationError, match="other code ran here as job job"):
+        folders.open(Record("job", ADA, "cd" * 32), code)
     for folder in opened:
         folders.close(folder)
+
+
+def test_what_others_keep_of_a_job_outlives_its_results(tmp_path: Path, code: Code) -> None:
+    folders = folders_at(tmp_path)
+    run(folders, "kept", code, "model.pt")
+    [folder] = folders.all()
+    (folder.path / "entry").write_text("how it ended")
+    folders.remove(folder)
+    assert [path.name for path in folder.path.iterdir()] == ["entry"]
+    assert folders.all() == []
+    again = folders.open(Record("kept", ADA, "ab" * 32), code)
+    assert paths(again) == []
+    assert (again.path / "entry").exists()
+    folders.close(again)
+
+
+def test_what_a_killed_process_left_is_no_folder_and_goes(tmp_path: Path, code: Code) -> None:
+    folders = folders_at(tmp_path)
+    half = folders.open(Record("half", ADA, "ab" * 32), code)
+    folders.close(half)
+    (half.path / "record").unlink()  # killed before that came
+    (half.code / "train.py").write_text("half of it")
+    (half.path / "entry").write_text("how it ended")
+    assert folders.all() == []
+    whole = folders.open(Record("half", ADA, "ab" * 32), code)
+    assert (whole.code / "train.py").read_text() == "print('hello')"
+    folders.close(whole)
+    (half.path / "record").unlink()
+    os.utime(half.path, (1, 1))
+    folders.prune()
+    assert [path.name for path in half.path.iterdir()] == ["entry"]

@@ -128,12 +128,13 @@ def test_a_folder_belongs_to_one_job_of_one_starter_with_one_package(
         store.open(Record(job, starter, package.hex()))
         for package, job, starter in (
             (own, "train-1", ADA),
-            (own, "train-1", BOB),
             (own, "train-2", ADA),
-            (other, "train-1", ADA),
         )
     ]
-    assert len({folder.path for folder in (others, *folders)}) == 5
+    assert len({folder.path for folder in (others, *folders)}) == 3
+    for package, starter in ((own, BOB), (other, ADA)):
+        with pytest.raises(ConfigurationError, match="other code ran here as job train-1"):
+            store.open(Record("train-1", starter, package.hex()))
     assert (folders[0].code / "train.py").read_text() == "print('hello')"
     assert not (folders[0].code / "sitecustomize.py").exists()
     again = store.open(Record("train-1", ADA, own.hex()))

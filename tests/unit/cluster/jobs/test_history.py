@@ -140,7 +140,7 @@ def test_a_full_disk_is_said_once_and_this_agent_still_tells_of_the_end(tmp_path
     async def story() -> None:
         notes: list[str] = []
         history = JobHistory(tmp_path, notes.append)
-        (tmp_path / "history").write_text("a file where the folder should be")
+        (tmp_path / "code_store").write_text("a file where the folder should be")
         history.reached(spec("a-1"), *WHERE, "running")
         with pytest.raises(IdentityError, match="the history of jobs"):
             await history.end(spec("a-1"), *WHERE, summary("a-1", 3), NOW)

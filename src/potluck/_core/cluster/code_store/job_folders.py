@@ -1,10 +1,13 @@
-"""The folders in which jobs work on this node, and the results in them: the files that a job's
-workers wrote, on their way to the job's starter. A folder with results is kept for days; nothing of
-it is deleted without a word.
+"""The folders of jobs on this node, and the results in them: the files that a job's workers wrote,
+on their way to the job's starter. Results are kept for days; nothing of them is deleted without a
+word.
 
-``KEY`` below the root has ``code``, a copy of the job's package (none for a local job), ``output``,
-the directory that workers find as ``POTLUCK_OUTPUT``, and ``record``. As long as the job runs the
-record is locked, so that no process deletes the folder.
+All that this node has of a job is in its folder ``key_of(job, starter)`` in ``jobs_in(home)``. Of
+this module are ``code``, a copy of the job's package (none for a local job), ``output``, the
+directory that workers find as ``POTLUCK_OUTPUT``, and ``record``, which comes last and goes first:
+without a record the other two are nothing. As long as the job runs the record is locked, so that no
+process deletes them. ``cluster/jobs/history.py`` and ``cluster/jobs/log.py`` have files of their
+own there. Whoever deletes the last file deletes the folder.
 
 A *result* is a regular file that the package did not bring: one whose inode changed after the
 record was made. Hidden files, links and Python's caches are none, as they are none of what travels.
@@ -24,7 +27,7 @@ import stat
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -60,8 +63,6 @@ _KEPT_NOTICES = 256
 _TICK_S = 3.0
 _ABANDONED_S = 3600.0
 _DAY_S = 86400.0
-_DIGITS = 20
-"""Of the hash in a folder's name, 80 bits: nobody makes a second package of the same name."""
 _RECORD, CODE, OUTPUT = "record", "code", "output"
 _CACHES = {"__pycache__"}
 
@@ -151,8 +152,8 @@ class JobFolder:
 
 
 class JobFolders:
-    """The folders of jobs below ``root``, which is made with the first of them. ``on_note`` gets a
-    line about each deletion of results."""
+    """The folders of jobs in ``root`` (``jobs_in``), which is made with the first of them.
+    ``on_note`` gets a line about each deletion of results."""
 
     def __init__(
         self, root: Path, *, keeping: Keeping = KEEPING, on_note: Callable[[str], None]
@@ -165,15 +166,21 @@ class JobFolders:
 
     def open(self, record: Record, fill: Callable[[Path], None] | None) -> JobFolder:
         """The folder of a job that is about to run; a new one gets its code by ``fill(folder)``.
-        Locked until ``close``. It appears whole or not at all. OSError if there is no room."""
-        target = self._root / _key(record)
+        Locked until ``close``. It appears whole or not at all. ConfigurationError if the starter
+        had another package run under this job's name, OSError if there is no room."""
+        target = self._root / key_of(record.job, record.starter)
         with self._busy:
             found = _read(target)
+            if found is not None and found.record.package != record.package:
+                raise ConfigurationError(
+                    f"other code ran here as job {record.job}, by the same starter; start the job "
+                    "again, under another name"
+                )
             if found is not None and not found.record.gone:
                 if target not in self._held:  # this agent is another one than before
                     self._hold(target, target)
                 return found
-            shutil.rmtree(target, ignore_errors=True)
+            self._clear(target)  # of a process that was killed, or of results that are gone
             self._make(target, record, fill)
         return JobFolder(target, record)
 
@@ -193,7 +200,9 @@ class JobFolders:
             _write(temporary, record)
             _later_than_now(temporary / _RECORD)
             self._hold(temporary, target)
-            temporary.rename(target)
+            target.mkdir(mode=0o700, exist_ok=True)
+            for name in (CODE, OUTPUT, _RECORD) if fill is not None else (OUTPUT, _RECORD):
+                (temporary / name).rename(target / name)
         except BaseException:
             self._release(target)
             raise
@@ -238,11 +247,19 @@ class JobFolders:
 
     def remove(self, folder: JobFolder, why: str = "") -> None:
         """Delete ``folder``, whose job must be over; a notice with the reason ``why`` stays."""
-        hidden = self._root / f".{secrets.token_hex(8)}"
-        folder.path.rename(hidden)
         if why:
-            folder.path.mkdir(mode=0o700)
             _write(folder.path, msgspec.structs.replace(folder.record, gone=why))
+        self._clear(folder.path, leaves=(_RECORD,) if why else ())
+        remove_empty(folder.path)
+
+    def _clear(self, path: Path, leaves: Sequence[str] = ()) -> None:
+        """Delete what is of this module in the folder at ``path``."""
+        hidden = self._root / f".{secrets.token_hex(8)}"
+        for name in (_RECORD, CODE, OUTPUT):
+            with contextlib.suppress(FileNotFoundError):
+                if name not in leaves:
+                    hidden.mkdir(mode=0o700, exist_ok=True)
+                    (path / name).rename(hidden / name)
         shutil.rmtree(hidden, ignore_errors=True)
 
     def prune(self, now: float | None = None) -> None:
@@ -285,9 +302,16 @@ class JobFolders:
                     f"as another job leaves results. To bring them: potluck fetch "
                     f"{folder.record.job}"
                 )
-        for path in newest(self._root):
-            if path.name.startswith(".") and now - path.stat().st_mtime > _ABANDONED_S:
-                shutil.rmtree(path, ignore_errors=True)  # of a process that was killed
+        for path in newest(self._root):  # of a process that was killed
+            with contextlib.suppress(FileNotFoundError):
+                is_hidden = path.name.startswith(".")
+                if now - path.stat().st_mtime <= _ABANDONED_S:
+                    continue
+                if is_hidden:
+                    shutil.rmtree(path, ignore_errors=True)
+                elif not (path / _RECORD).exists():
+                    self._clear(path)
+                    remove_empty(path)
 
     def _expire(self, folder: JobFolder, results: list[Result], why: str, setting: str) -> None:
         count = len(results)
@@ -296,6 +320,24 @@ class JobFolders:
         text = f"{count} {noun} ({size}) {verb} deleted: {why} (POTLUCK_KEEP_RESULTS_{setting})"
         self.remove(folder, text)
         self._note(f"job {folder.record.job}: {text}")
+
+
+def jobs_in(home: Path) -> Path:
+    """Where the folders of jobs are."""
+    return home / "code_store" / "jobs"
+
+
+def key_of(job: str, starter: str) -> str:
+    """The name of the folder of a job, and its key in logs. It belongs to the starter, too: no
+    member can choose that of another one's job."""
+    whose = hashlib.sha256(f"{starter}\n{job}".encode()).hexdigest()
+    return f"{job[:50]}.{whose[:20]}"
+
+
+def remove_empty(folder: Path) -> None:
+    """Delete the folder of a job if nothing is left in it."""
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def newest(folder: Path) -> list[Path]:
@@ -326,13 +368,6 @@ def _written(path: Path, root: str, began: int) -> Iterator[Result]:
                 status = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
                 if stat.S_ISREG(status.st_mode) and status.st_ctime_ns >= began:
                     yield Result(f"{below}/{name}", status.st_size, status.st_ctime)
-
-
-def _key(record: Record) -> str:
-    """The name of the folder, which belongs to the package, the starter and the job: scripts of one
-    starter never run from a folder that another one's package filled."""
-    whose = msgspec.json.encode((record.job, record.starter, record.package))
-    return f"{record.job[:100]}.{hashlib.sha256(whose).hexdigest()[:_DIGITS]}"
 
 
 def _make_directory(code: Path, below: str) -> None:

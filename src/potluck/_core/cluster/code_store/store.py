@@ -95,7 +95,9 @@ class CodeStore:
         self._origins = Origins(root / "origins")
         self._content = content
         self._shelf = content.open("code", Terms(may_have=lambda node, package: True))
-        self.folders = job_folders.JobFolders(root / "jobs", keeping=keeping, on_note=on_note)
+        self.folders = job_folders.JobFolders(
+            job_folders.jobs_in(home), keeping=keeping, on_note=on_note
+        )
         self._results = job_folders.ResultsServer(me, self.folders, content)
         self.answer = self._results.answer
 

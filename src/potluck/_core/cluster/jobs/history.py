@@ -1,13 +1,14 @@
 """The history of jobs on one node: what ran, for whom, where, how it ended, and where results lie.
 
-Each job has a folder below ``<home>/history``, named after the job and its starter, with its
-``entry``. The nodes that run a job, its starter and its leader write it as the job goes on. Before
-the leader lets go of a job, two machines have its end on disk, if there are two (``keeping.py``).
-So who asks later asks all nodes, and takes the entry that is furthest (``merged``).
+Each job has its ``entry`` in its folder (``cluster/code_store/job_folders.py``). The nodes that run
+a job, its starter and its leader write it as the job goes on. Before the leader lets go of a job,
+two machines have its end on disk, if there are two (``keeping.py``). So who asks later asks all
+nodes, and takes the entry that is furthest (``merged``).
 
 Bounded: ``KEPT_JOBS``, ``KEPT_DAYS``, and ``KEPT_LOG_BYTES`` of their logs (``log.py``), which are
-in the same folders. The oldest of the starter with the most jobs goes first, so
-that a member with many jobs displaces its own. An end is written once: no leader writes over it.
+in the same folders. The oldest of the starter with the most jobs goes first, so that a member with
+many jobs displaces its own. Results stay for their own time. An end is written once: no leader
+writes over it.
 A private agent has no history.
 """
 
@@ -15,8 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -26,7 +25,7 @@ from typing import get_args
 import msgspec
 
 from potluck._core.background import Tasks, why
-from potluck._core.cluster.code_store.job_folders import newest
+from potluck._core.cluster.code_store.job_folders import jobs_in, key_of, newest, remove_empty
 from potluck._core.cluster.home.keyfile import replace_private
 from potluck._core.cluster.jobs.summary import Summary, encode_summary
 from potluck._core.waiting import Complaint
@@ -57,7 +56,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> str:
-        """The name of its folder. No member can choose that of another one's job."""
+        """The name of its folder."""
         return key_of(self.spec.job, self.spec.starter)
 
     def info(self, *, is_whole: bool = False) -> jobs.JobInfo:
@@ -94,19 +93,13 @@ def _clipped(code: int) -> int:
     return max(-(1 << 31), min(code, 1 << 32))
 
 
-def key_of(job: str, starter: str) -> str:
-    """The name of the folder of a job."""
-    whose = hashlib.sha256(f"{starter}\n{job}".encode()).hexdigest()
-    return f"{job[:50]}.{whose[:20]}"
-
-
 class JobHistory:
     """The history in ``home``; None, that of a private agent, keeps nothing. ``on_note`` gets a
     line each time that writing begins to fail: the job goes on, and this agent tells of it for as
     long as it lives."""
 
     def __init__(self, home: Path | None, on_note: Callable[[str], None] = lambda text: None):
-        self.root = None if home is None else home / "history"
+        self.root = None if home is None else jobs_in(home)
         self._complain = Complaint(on_note)
         self._live: dict[str, Entry] = {}
         """Of the jobs that run, and those whose entries could not be written."""
@@ -151,9 +144,8 @@ class JobHistory:
         for each in await self.found():
             is_gone = each.spec.job not in names and each.key not in self._fresh
             if each.phase == "queued" and is_gone:
-                assert self.root is not None
                 self._live.pop(each.key, None)
-                await asyncio.to_thread(shutil.rmtree, self.root / each.key, ignore_errors=True)
+                await asyncio.to_thread(self._remove, each)
 
     def let_go(self, spec: jobs.JobSpec) -> None:
         """This node has the job of ``spec`` no more. If it was not told of an end and nothing ran
@@ -256,7 +248,10 @@ class JobHistory:
 
     def _remove(self, entry: Entry) -> None:
         assert self.root is not None
-        shutil.rmtree(self.root / entry.key, ignore_errors=True)
+        folder = self.root / entry.key
+        for path in (folder / _ENTRY, *folder.glob("*.log")):
+            path.unlink(missing_ok=True)
+        remove_empty(folder)
 
     def _put(self, entry: Entry) -> None:
         assert self.root is not None

@@ -9,10 +9,11 @@ from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 
+from potluck._core.cluster.code_store.job_folders import key_of
 from potluck._core.cluster.code_store.store import CodeStore
 from potluck._core.cluster.jobs.agent_parts import AgentParts
 from potluck._core.cluster.jobs.environment import free_port
-from potluck._core.cluster.jobs.history import Entry, key_of
+from potluck._core.cluster.jobs.history import Entry
 from potluck._core.cluster.jobs.local_runner import LocalRunner
 from potluck._core.cluster.jobs.permissions import objection_to_asking
 from potluck._core.cluster.jobs.placement import COPIES, keepers_of

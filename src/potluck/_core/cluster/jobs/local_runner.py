@@ -22,13 +22,12 @@ import msgspec
 
 from potluck._core.background import Tasks, stop, why
 from potluck._core.cluster.code_store.imports import describe_lack, lacking
-from potluck._core.cluster.code_store.job_folders import JobFolder, Record
+from potluck._core.cluster.code_store.job_folders import JobFolder, Record, key_of
 from potluck._core.cluster.code_store.store import CodeStore
 from potluck._core.cluster.discovery.interfaces import interface_of
 from potluck._core.cluster.environments.making import Environment
 from potluck._core.cluster.jobs.agent_parts import AgentParts
 from potluck._core.cluster.jobs.chaos import parse_chaos
-from potluck._core.cluster.jobs.history import key_of
 from potluck._core.cluster.jobs.log import LogPump
 from potluck._core.cluster.jobs.needs import read_plan
 from potluck._core.cluster.jobs.placement import rank_in_words

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from functools import partial
 
 from potluck._core.background import OnBroken, start_task
+from potluck._core.cluster.code_store.job_folders import key_of
 from potluck._core.cluster.jobs.agent_parts import AgentParts
-from potluck._core.cluster.jobs.history import key_of
 from potluck._core.cluster.jobs.log import LogPump
 from potluck._core.waiting import Reminder
 from potluck._core.wire import jobs, worker_link
