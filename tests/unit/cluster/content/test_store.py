@@ -382,3 +382,75 @@ def test_of_many_nodes_that_fetch_at_once_all_have_it(nodes: Nodes, tmp_path: Pa
         assert all(each.has("data", name) for each in others)
 
     play(story)
+
+
+def test_a_second_copy_of_a_chunk_that_comes_late_changes_nothing(
+    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eve's answer for a chunk comes once the file is whole by ada's: nothing is written by it, and
+    no file of the fetch is made again."""
+    monkeypatch.setattr("potluck._core.cluster.content.swarm.PATIENCE_S", 0.2)
+
+    async def story() -> None:
+        ada, eve, bob = (store_of(nodes, tmp_path, each) for each in (ADA, EVE, BOB))
+        (tmp_path / "file").write_bytes(os.urandom(2 * CHUNK_BYTES))
+        package = ada.add("data", tmp_path, ["file"])
+        await eve.fetch("data", package.name)
+        shelf, written = shelf_of(tmp_path, BOB), list[int]()
+        write, finish, late = Shelf.write, Shelf.finish, asyncio.Event()
+
+        async def slow(who: str, request: bulk.Request) -> bulk.Response:
+            if isinstance(request, bulk.PartRequest):
+                await late.wait()
+            return await eve.answer(who, request)
+
+        def counted(self: Shelf, content: Any, offset: int, data: Any) -> None:
+            written.append(offset)
+            write(self, content, offset, data)
+
+        loop = asyncio.get_running_loop()
+
+        def finished(self: Shelf, content: Any) -> None:
+            """The second copies arrive while the file is given its name."""
+            finish(self, content)
+            loop.call_soon_threadsafe(late.set)
+            asyncio.run_coroutine_threadsafe(arrivals(), loop).result(30)
+
+        async def arrivals() -> None:
+            for _ in range(5000):
+                await asyncio.sleep(0)
+
+        nodes.answers = {EVE: slow, ADA: ada.answer}  # eve is asked first
+        monkeypatch.setattr(Shelf, "write", counted)
+        monkeypatch.setattr(Shelf, "finish", finished)
+        await bob.fetch("data", package.name)
+        assert sorted(written) == [0, CHUNK_BYTES]
+        assert not list((tmp_path / BOB[:2] / "data" / "partial").iterdir())
+        content = package.contents[0]
+        assert shelf.path_of(content).read_bytes() == (tmp_path / "file").read_bytes()
+
+    play(story)
+
+
+def test_members_that_send_next_to_nothing_keep_nobody_from_the_one_that_sends(
+    nodes: Nodes, tmp_path: Path
+) -> None:
+    """They take all requests that may be open; none of them ever ends."""
+
+    async def story() -> None:
+        ada, bob = store_of(nodes, tmp_path, ADA), store_of(nodes, tmp_path, BOB)
+        (tmp_path / "file").write_bytes(os.urandom(20 * CHUNK_BYTES))
+        package = ada.add("data", tmp_path, ["file"])
+
+        async def drips(who: str, request: bulk.Request) -> bulk.Response:
+            if isinstance(request, bulk.PartRequest):
+                await asyncio.Event().wait()
+            return await ada.answer(who, request)
+
+        answers = dict(nodes.answers)
+        nodes.answers.clear()
+        nodes.answers.update({f"{number:02x}" * 32: drips for number in range(10)}, **answers)
+        await bob.fetch("data", package.name)
+        assert bob.has("data", package.name)
+
+    play(story)

@@ -228,3 +228,70 @@ def test_an_announcement_of_chunks_that_are_none_is_refused() -> None:
             swarm.heard("a", got=ranges)
     run = swarm.next("a", 0.0)
     assert run is not None
+
+
+def test_slow_members_hold_nothing_that_a_fast_one_has_and_get_little_to_do() -> None:
+    """Of one that sends a byte now and then, the requests pass to the others."""
+    swarm = swarm_of(64, "slow", "fast")
+    held, now, num_slow = [swarm.next("slow", 0.0), swarm.next("slow", 0.0)], 0.0, 2
+    while not swarm.is_done:
+        run = swarm.next("fast", now)
+        assert run is not None
+        now += 1.0
+        run.num_bytes = CHUNK_BYTES
+        swarm.arrived(run, now)
+        for each in [each for each in held if each is not None]:
+            each.num_bytes += 1
+            if swarm.is_void(each, now):
+                swarm.failed(each, now)
+                held.remove(each)
+        if (again := swarm.next("slow", now)) is not None:
+            held.append(again)
+            num_slow += 1
+    assert num_slow <= 8, "one request each half minute, to see whether it is still slow"
+    assert now == 64.0
+
+
+def test_a_slow_member_that_alone_has_something_is_asked_for_that() -> None:
+    swarm = swarm_of(8, "slow")
+    most, none = np.ones(8, bool), np.zeros(8, bool)
+    most[3:] = False
+    swarm.joined("fast", most, none, is_fetching=True)
+    now, alone = 0.0, list[int]()
+    while not swarm.is_done:
+        now += 100.0
+        run = swarm.next("slow", now - 100.0)
+        while (quick := swarm.next("fast", now - 1.0)) is not None:
+            quick.began = now - 1.0
+            swarm.arrived(quick, now)
+        assert run is not None
+        run.num_bytes = CHUNK_BYTES // 2
+        if not swarm.is_void(run, now):
+            swarm.arrived(run, now)
+            alone += run.chunks
+        else:
+            swarm.failed(run, now)
+    assert set(alone) >= {3, 4, 5, 6, 7}
+
+
+def test_where_all_are_as_slow_nothing_is_taken_from_anybody() -> None:
+    swarm = swarm_of(64, "a", "b", "c")
+    runs = [run for node in "abc" * LANES if (run := swarm.next(node, 0.0))]
+    for run in runs:
+        run.num_bytes = CHUNK_BYTES // 4
+    assert not any(swarm.is_void(run, 60.0, is_full=True) for run in runs)
+
+
+def test_of_slow_members_that_take_all_room_one_gives_it_to_a_member_that_was_not_asked() -> None:
+    swarm = swarm_of(64, "a", "b", "c")
+    runs = [run for node in "ab" * LANES if (run := swarm.next(node, 0.0))]
+    for count, run in enumerate(runs):
+        run.num_bytes = count + 1
+    late = PATIENCE_S + 1
+    assert not [run for run in runs if swarm.is_void(run, late)]
+    assert [run for run in runs if swarm.is_void(run, late, is_full=True)] == runs[:1]
+    swarm.failed(runs[0], late)
+    run = swarm.next("c", late)
+    assert run is not None
+    swarm.arrived(run, late + 1)
+    assert all(swarm.is_void(each, late + 1) for each in runs[1:]), "it is fast"

@@ -9,6 +9,7 @@ import hashlib
 import os
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import msgspec
@@ -153,6 +154,163 @@ def test_a_member_that_sends_or_declares_what_is_wrong_is_named(
         named = [note for note in nodes.notes if note.startswith(EVE)]
         assert named, nodes.notes
         assert not [note for note in nodes.notes if not note.startswith(EVE)], "nobody else"
+
+    play(story)
+
+
+def test_a_small_file_is_what_was_asked_for_whatever_its_sender_declared(
+    nodes: Nodes, tmp_path: Path
+) -> None:
+    """It is one chunk, so its hash is the one of the whole."""
+    forgery, size = b"forged", len(b"forged")
+
+    async def eve(who: str, request: bulk.Request) -> bulk.Response:
+        if isinstance(request, bulk.PartRequest):
+            return bulk.Part(size, forgery)
+        return bulk.Holding(b"\x01", declares=((0, hashlib.sha256(forgery).digest()),))
+
+    nodes.answers[EVE], nodes.patience_s = eve, 0.3
+
+    async def story() -> None:
+        ada = store_of(nodes, tmp_path, ADA)
+        with pytest.raises(LinkError, match="sent other bytes than those of chunk 0"):
+            await ada.fetch_file("wheel", hashlib.sha256(b"honest").digest(), size)
+        assert not list(tmp_path.rglob("objects/*"))
+
+    play(story)
+
+
+def test_a_member_that_passed_on_what_a_third_one_declared_is_not_blamed(
+    nodes: Nodes, tmp_path: Path
+) -> None:
+    """Eve declares wrong hashes and has nothing. Bob has the right bytes, but has not verified the
+    whole when he is asked first: nobody knows yet which of the two is wrong."""
+    wrong = tuple((chunk, bytes(31) + b"w") for chunk in range(6))
+
+    async def eve(who: str, request: bulk.Request) -> bulk.Response:
+        return bulk.Holding(is_fetching=True, declares=wrong)
+
+    async def story() -> None:
+        bob, ada = store_of(nodes, tmp_path, BOB), store_of(nodes, tmp_path, ADA)
+        assert await fetched(bob, Index()) == DATA
+        answers = iter([()])
+
+        def verifies_later(who: str, request: bulk.Request, answer: bulk.Response) -> bulk.Response:
+            if isinstance(answer, bulk.Holding):
+                return msgspec.structs.replace(answer, declares=next(answers, answer.declares))
+            return answer
+
+        nodes.answers[EVE], nodes.change[BOB] = eve, verifies_later
+        assert await fetched(ada) == DATA
+        assert [note[:64] for note in nodes.notes] == [EVE], nodes.notes
+
+    play(story)
+
+
+def test_nobody_is_blamed_for_an_index_that_stops_amid_the_proof(
+    nodes: Nodes, tmp_path: Path
+) -> None:
+    """Carl declares a file that is none. The index, which would decide, sends nothing: whoever sent
+    the last chunk has no part in that."""
+
+    async def story() -> None:
+        bob, carl = store_of(nodes, tmp_path, BOB), store_of(nodes, tmp_path, CARL)
+        assert await fetched(bob, Index()) == await fetched(carl) == DATA
+        nodes.change[CARL] = forged
+        assert await fetched(store_of(nodes, tmp_path, ADA), Index(b"")) == DATA
+        assert {note[:64] for note in nodes.notes} == {CARL}, nodes.notes
+        assert not [note for note in nodes.notes if "outside" in note]
+
+    play(story)
+
+
+def test_each_byte_leaves_the_index_once_however_long_the_answers_take(
+    nodes: Nodes, tmp_path: Path
+) -> None:
+    """Nothing is read before the other one was heard."""
+
+    async def story() -> None:
+        index, heard, asked = Index(), asyncio.Event(), asyncio.Semaphore(0)
+        stores = [store_of(nodes, tmp_path, each) for each in (ADA, BOB)]
+        for store in stores:
+
+            async def late(
+                who: str, request: bulk.Request, answer: Any = store.answer
+            ) -> bulk.Response:
+                if isinstance(request, bulk.HoldingRequest):
+                    asked.release()
+                    await heard.wait()
+                return await answer(who, request)
+
+            nodes.answers[store.me] = late
+        fetches = asyncio.gather(*(fetched(each, index) for each in stores))
+        for _ in stores:
+            await asyncio.wait_for(asked.acquire(), 30)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(4):
+                await asyncio.shield(fetches)
+        assert not index.read.any()
+        heard.set()
+        assert await fetches == [DATA] * 2
+        assert index.read.min() == index.read.max() == 1
+
+    play(story)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whoever_is_named_has_lied_in_every_order_of_events(
+    nodes: Nodes, tmp_path: Path, seed: int
+) -> None:
+    """Five nodes, some of which lie in some of what they send and declare, fetch one file from each
+    other at one time, with and without an index; their messages take random times."""
+    random = Random(seed)
+    data = DATA[: 2 * CHUNK_BYTES + 100]
+    sha256, index = hashlib.sha256(data).digest(), Index(data)
+    everybody = [f"{number:02x}" * 32 for number in range(5)]
+    liars = set(random.sample(everybody[1:], random.choice((0, 1, 2))))
+
+    def lies(chunk: int) -> bytes:
+        return hashlib.sha256(b"%d" % chunk).digest()
+
+    def change(who: str, request: bulk.Request, answer: bulk.Response) -> bulk.Response:
+        match answer:
+            case bulk.Part() if random.random() < 0.2:
+                return msgspec.structs.replace(answer, data=bytes(len(answer.data)))
+            case bulk.Holding() if random.random() < 0.5:
+                declared = dict(answer.declares)
+                chunks = random.sample(range(3), random.choice((1, 2, 3)))
+                declared |= {chunk: lies(chunk) for chunk in chunks}
+                return msgspec.structs.replace(answer, declares=tuple(declared.items()))
+        return answer
+
+    def late(answer: Any) -> Any:
+        async def answered(who: str, request: bulk.Request) -> bulk.Response:
+            for _ in range(random.choice((0, 0, 3, 30))):
+                await asyncio.sleep(0)
+            found: bulk.Response = await answer(who, request)
+            for _ in range(random.choice((0, 0, 3, 30))):
+                await asyncio.sleep(0)
+            return found
+
+        return answered
+
+    async def story() -> None:
+        stores = {each: store_of(nodes, tmp_path, each) for each in everybody}
+        with_index = [each for each in everybody if random.random() < 0.5] or everybody[:1]
+        assert await stores[everybody[0]].fetch_file("wheel", sha256, len(data), outside=index)
+        for each in everybody:
+            nodes.answers[each] = late(nodes.answers[each])
+        for each in liars:
+            nodes.change[each] = change
+        fetches = (
+            store.fetch_file(
+                "wheel", sha256, len(data), outside=index if each in with_index else None
+            )
+            for each, store in stores.items()
+        )
+        paths = await asyncio.gather(*fetches)
+        assert {path.read_bytes() == data for path in paths} == {True}
+        assert {note[:64] for note in nodes.notes} <= liars, (liars, nodes.notes)
 
     play(story)
 

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import groupby
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -108,17 +108,18 @@ class Download:
         self.swarm: Swarm
         self._liars: set[str] = set()
         self._asked: dict[str, float] = {}
-        self._num_asking = 0
+        self._asking = set[str]()
         self._missing: dict[Content, int] = {}
         """Of contents that are not whole, the chunks that were not written."""
-        self._written: Mask
+        self._taken: Mask
+        """Chunks that are here, or on their way to the disk: of each chunk one copy is written."""
         self._num_finishing = 0
         self._news = asyncio.Event()
         self._moved = 0.0
         self._why: dict[str, str] = {}
         self._failure: Exception | None = None
         self._tasks = Tasks()
-        self._writes = set[asyncio.Future[None]]()
+        self._writes = set[asyncio.Future[Any]]()
         self._lanes: Counter[str] = Counter()
         self._room = asyncio.Semaphore(_MAX_RUNS)
 
@@ -126,7 +127,7 @@ class Download:
         """Look what is on the disk; how many bytes are missing. Reads what there is of files that
         are not whole."""
         package = self.package
-        has = self._written = await asyncio.to_thread(self.shelf.present, package)
+        has = self._taken = await asyncio.to_thread(self.shelf.present, package)
         wanted = np.full(len(has), self.wanted is None)
         for content in self.wanted or ():
             chunks = package.chunks_of(content)
@@ -157,7 +158,7 @@ class Download:
                 self._look_for_members()
                 await self._wait()
                 silence_s = _now() - self._moved
-                is_idle = not (self._num_asking or self._num_finishing or self.swarm.num_open)
+                is_idle = not (self._asking or self._num_finishing or self.swarm.num_open)
                 patience_s = self.patience_s if is_idle else _MAX_SILENCE_S
                 if silence_s > patience_s and not self._is_over:
                     raise LinkError(self._stalled())
@@ -186,10 +187,11 @@ class Download:
         now = _now()
         for node in self.members.nodes if self.only is None else self.only:
             was_asked = now - self._asked.get(node, now - _ASK_AGAIN_S) < _ASK_AGAIN_S
-            if node in self.swarm.members or node in self._liars or node == self.me or was_asked:
+            is_known = node in self.swarm.members or node in self._liars or node in self._asking
+            if is_known or was_asked or node == self.me:
                 continue
             self._asked[node] = now
-            self._num_asking += 1
+            self._asking.add(node)
             self._tasks.start(self._ask_for_holding(node))
 
     async def _ask_for_holding(self, node: str) -> None:
@@ -202,7 +204,7 @@ class Download:
         except PotluckError as error:
             self._why[node] = str(error)
         finally:
-            self._num_asking -= 1
+            self._asking.discard(node)
             self._wake()
 
     @property
@@ -278,12 +280,12 @@ class Download:
         self._announce(awaits=[run])
         data = await self._receive(node, run)
         if data is None:
-            self.swarm.failed(run)
+            self.swarm.failed(run, _now())
         else:
             await self._take(node, run, data)
 
     async def _receive(self, node: str, run: Run) -> bytearray | None:
-        """The bytes of ``run``; None if they came from elsewhere meanwhile."""
+        """The bytes of ``run``; None if they came, or are to come, from elsewhere."""
         begin, end = int(self.package.offsets[run.first]), int(self.package.offsets[run.last + 1])
         data, step = bytearray(end - begin), self.members.part_bytes(node)
 
@@ -293,6 +295,7 @@ class Download:
             part = await self.members.ask(node, request, bulk.Part)
             if len(part.data) != count:
                 raise ProtocolError(f"node {node[:12]} sent another part than was asked for")
+            run.num_bytes += count
             data[at - begin : at - begin + count] = part.data
             self._moved = _now()
 
@@ -305,55 +308,72 @@ class Download:
                 )
                 for each in done:
                     each.result()
-                if run.is_doubled and self.swarm.has[run.first : run.last + 1].all():
+                if self.swarm.is_void(run, _now(), is_full=self._room.locked()):
                     return None
             return data
         finally:
             await stop(*parts)
 
     async def _take(self, node: str, run: Run, data: bytearray) -> None:
-        """Verify and write the chunks of ``run``."""
+        """Verify the chunks of ``run``, and write those that did not come before."""
         package, begin = self.package, int(self.package.offsets[run.first])
 
+        def some(chunk: int) -> memoryview:
+            at = int(package.offsets[chunk]) - begin
+            return memoryview(data)[at : at + int(package.sizes[chunk])]
+
+        def hash_all() -> list[bytes]:
+            return [hashlib.sha256(some(chunk)).digest() for chunk in run.chunks]
+
         def write() -> None:
-            for chunk in run.chunks:
-                at, size = int(package.offsets[chunk]) - begin, int(package.sizes[chunk])
-                some = memoryview(data)[at : at + size]
+            self._remember()
+            for chunk in fresh:
                 content, offset = package.place_of(chunk)
-                self._check(node, chunk, hashlib.sha256(some).digest())
-                self.shelf.write(content, offset, some)
+                self.shelf.write(content, offset, some(chunk))
 
         self._num_finishing += 1
         try:
+            digests = await self._in_thread(hash_all)
+            for chunk, digest in zip(run.chunks, digests, strict=True):
+                self._check(run, chunk, digest)
+            # Nothing waits between here and the mark: a second copy of a chunk is never written.
+            fresh = [chunk for chunk in run.chunks if not self._taken[chunk]]
+            self._taken[fresh] = True
+            for chunk in fresh:
+                self._accept(run, chunk, digests[chunk - run.first])
             await self._in_thread(write)
-            fresh = [chunk for chunk in run.chunks if not self._written[chunk]]
-            self._written[fresh] = True
+            self.swarm.arrived(run, _now(), fresh)
+            self._announce(got=[Run(chunk, chunk, node, 0.0) for chunk in fresh])
+            self.on_progress(int(package.sizes[fresh].sum()), node)
             for content, chunks in groupby(fresh, lambda chunk: package.place_of(chunk)[0]):
                 self._missing[content] -= len(list(chunks))
                 if not self._missing[content]:
                     del self._missing[content]
-                    if content.num_chunks > 1 and not await self._finish(content):
-                        self.swarm.failed(run)
-                        return
-                    self.on_whole(content)
+                    if content.num_chunks == 1 or await self._finish(content):
+                        self.on_whole(content)
         finally:
             self._num_finishing -= 1
-        self.swarm.arrived(run, _now())
-        self._announce(got=[run])
-        self.on_progress(int(package.sizes[fresh].sum()), node)
-        self._wake()
+            self._wake()
 
-    async def _in_thread(self, write: Callable[[], None]) -> None:
-        """Call ``write`` in a thread, for which ``run`` waits also if this call is cancelled."""
-        writing = asyncio.ensure_future(asyncio.to_thread(write))
-        self._writes.add(writing)
-        writing.add_done_callback(self._writes.discard)
-        await asyncio.shield(writing)
+    async def _in_thread(self, call: Callable[[], T]) -> T:
+        """``call()`` in a thread, for which ``run`` waits also if this call is cancelled."""
+        calling = asyncio.ensure_future(asyncio.to_thread(call))
+        self._writes.add(calling)
+        calling.add_done_callback(self._writes.discard)
+        return await asyncio.shield(calling)
 
-    def _check(self, node: str, chunk: int, digest: bytes) -> None:
-        """ProtocolError if ``node`` sent a chunk with a wrong SHA-256."""
+    def _check(self, run: Run, chunk: int, digest: bytes) -> None:
+        """ProtocolError if the member of ``run`` lied: it sent ``chunk`` with this SHA-256.
+        LinkError if the chunk can't be verified."""
         if digest != self.package.hashes[chunk]:
-            raise ProtocolError(f"node {node[:12]} sent other bytes than those of chunk {chunk}")
+            member = called(run.member)
+            raise ProtocolError(f"{member} sent other bytes than those of chunk {chunk}")
+
+    def _accept(self, run: Run, chunk: int, digest: bytes) -> None:
+        """``chunk``, checked, is taken from ``run``."""
+
+    def _remember(self) -> None:
+        """What a next life must know before a chunk is written. In a thread."""
 
     async def _finish(self, content: Content) -> bool:
         """All chunks of ``content`` are written: whether they are right, and it is whole now."""
@@ -388,6 +408,11 @@ class Download:
 
 def _ranges(runs: Sequence[Run]) -> bulk.Ranges:
     return tuple((run.first, run.last) for run in runs)
+
+
+def called(node: str) -> str:
+    """A member in a text for people."""
+    return f"node {node[:12]}" if node else "the source outside of the cluster"
 
 
 def packed(mask: Mask) -> bytes:

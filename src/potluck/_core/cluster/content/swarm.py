@@ -8,6 +8,9 @@ has yet, about once each. Among equals it takes the chunks of which it is the fi
 hashing (Thaler and Ravishankar, 1998) over (place in the package, fetching node): nodes that begin
 at the same time begin with different ones.
 
+A member that is slower than ``LEAST_SHARE`` of another is asked only for what none of the faster
+ones has, by one request at a time, and what was asked of it before goes to them.
+
 What is fetched from ``OUTSIDE`` of the cluster, as from an index of packages, leaves it once: each
 range of ``RANGE_BYTES`` is fetched by the one node that is the first by rendezvous hashing among
 those that reach it, and by all others from there. A node that tells of no progress for
@@ -17,7 +20,7 @@ those that reach it, and by all others from there. A node that tells of no progr
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,6 +34,10 @@ LANES = 2
 PATIENCE_S = 2.0
 """A chunk that a member has not sent for so long, and for twice the time that another one took for
 its last, is also asked of that one, if it has nothing else to send."""
+LEAST_SHARE = 1 / 16
+"""Of the rate of another member."""
+REVIEW_S = 30.0
+"""So long a member that was slow, and is not asked for anything, counts as slow."""
 OUTSIDE = ""
 """In the place of a member's id."""
 RANGE_BYTES = 16 << 20
@@ -50,6 +57,8 @@ class Run:
     member: str
     began: float
     is_doubled: bool = False
+    num_bytes: int = 0
+    """That came so far."""
 
     @property
     def chunks(self) -> range:
@@ -65,6 +74,15 @@ class _Member:
     moved: float
     runs: list[Run] = field(default_factory=list)
     took_s: float = 0.0
+    last_rate: float | None = None
+    ended: float = 0.0
+
+    def rate(self, now: float) -> float | None:
+        """Bytes a second of one of its requests; None if it is not known (any more)."""
+        began = min((run.began for run in self.runs), default=now)
+        if now - began > PATIENCE_S:
+            return max(run.num_bytes for run in self.runs) / (now - began)
+        return self.last_rate if self.runs or now - self.ended < REVIEW_S else None
 
 
 class Swarm:
@@ -181,17 +199,43 @@ class Swarm:
 
     def next(self, node: str, now: float) -> Run | None:
         """What to ask of ``node`` next; None if it has nothing to ask for now, or ``LANES``
-        requests are open there."""
-        member = self._members.get(node)
-        if member is None or len(member.runs) >= LANES:
+        requests are open there (one, if it is slow)."""
+        member, faster = self._members.get(node), self._faster(node, now)
+        if member is None or len(member.runs) >= (1 if faster else LANES):
             return None
         open_ = member.has & self.wanted & ~self.has & ~self.awaits
+        for other in faster:
+            open_ &= ~other.has
         open_ &= self._mine(now) if node == OUTSIDE else self.known
         if not open_.any():
-            return None if node == OUTSIDE else self._again(node, member, now)
+            return None if node == OUTSIDE or faster else self._again(node, member, now)
         cost = (self._later << 40) + (self._count << 20) + self._rank
         first = int(np.where(open_, cost, _NEVER).argmin())
         return self._ask(node, member, first, self._end(open_, first), now)
+
+    def _faster(self, node: str, now: float) -> list[_Member]:
+        """The members beside which ``node`` is slow."""
+        rates = {name: each.rate(now) for name, each in self._members.items() if name != OUTSIDE}
+        rate, found = rates.get(node), self._members
+        if rate is None:
+            return []
+        return [found[name] for name, each in rates.items() if each and each * LEAST_SHARE > rate]
+
+    def is_void(self, run: Run, now: float, *, is_full: bool = False) -> bool:
+        """Whether ``run`` is no longer to be waited for: what it brings is here, or another member
+        is to send it. ``is_full``: no more requests may be open at any member; then the slowest one
+        makes room for a member of which nothing was asked yet."""
+        index = slice(run.first, run.last + 1)
+        if self.has[index].all():
+            return True
+        if run.member == OUTSIDE or now - run.began <= PATIENCE_S:
+            return False
+        others = self._faster(run.member, now)
+        open_ = [each for name, other in self._members.items() if name for each in other.runs]
+        if is_full and run is min(open_, key=lambda each: each.num_bytes / (now - each.began + 1)):
+            idle = (each for each in self._members.values() if not each.runs)
+            others += [each for each in idle if each.rate(now) is None]
+        return any(other.has[index].all() for other in others)
 
     def _end(self, open_: Mask, first: int) -> int:
         """The last chunk of the run that begins with ``first``: no longer than a full chunk, and of
@@ -240,11 +284,13 @@ class Swarm:
         self.awaits[first : last + 1] = True
         return run
 
-    def arrived(self, run: Run, now: float) -> None:
-        """All chunks of ``run`` are here, and verified."""
+    def arrived(self, run: Run, now: float, chunks: Sequence[int] | None = None) -> None:
+        """``run`` has ended: these of its chunks (None: all) are here by it, and verified."""
         if (member := self._members.get(run.member)) is not None:
             member.took_s = now - run.began
-        self.has[run.first : run.last + 1] = True
+            if (size := int(self._sizes[run.first : run.last + 1].sum())) >= CHUNK_BYTES // 4:
+                member.last_rate, member.ended = size / max(member.took_s, 1e-9), now
+        self.has[run.chunks if chunks is None else chunks] = True
         self.awaits[run.first : run.last + 1] = False
         self._forget(run)
 
@@ -252,8 +298,11 @@ class Swarm:
         """These chunks are not here after all."""
         self.has[list(chunks)] = False
 
-    def failed(self, run: Run) -> None:
+    def failed(self, run: Run, now: float = 0.0) -> None:
         """``run`` is not waited for any more."""
+        member = self._members.get(run.member)
+        if member is not None and now - run.began > PATIENCE_S:
+            member.last_rate, member.ended = run.num_bytes / (now - run.began), now
         self._forget(run)
         self._give_up(run)
 

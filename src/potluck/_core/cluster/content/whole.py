@@ -2,33 +2,36 @@
 from members, and from outside of the cluster, from where each byte is read once.
 
 Members that answer for chunks declare the chunks' hashes: those that have verified the whole, and
-those that fetched them from outside. A chunk is held against what its sender declared, or else
-against what another member did, so a sender is known by name at its first wrong chunk. Once all are
-here the hash of the whole decides. If it does not fit, somebody declared wrong hashes. What others
-answer for is read anew from outside; without that, the members whose lists disagree are tried one
-by one. When the whole fits, all who declared what is not so are named.
+those that fetched them from outside. Others only pass chunks on. Whoever sends something else than
+it had declared when it was asked is named; what a member passes on that is not what another one
+declared is not taken, and nobody is blamed: either may be wrong. Once all chunks are here the hash
+of the whole decides. If it does not fit, what others answer for is read anew from outside; without
+that, the members whose lists disagree are left aside one by one, and one that declared all chunks
+of what does not fit is named. When the whole fits, all who declared what is not so are named.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 
 import numpy as np
 
-from potluck._core.cluster.content.download import Download
+from potluck._core.cluster.content.download import Download, called
 from potluck._core.cluster.content.package import UNKNOWN, Content, whole_file
 from potluck._core.cluster.content.swarm import OUTSIDE, Run
 from potluck._core.wire import bulk
-from potluck.errors import LinkError, ProtocolError
+from potluck.errors import LinkError, PotluckError, ProtocolError
 
 Outside = Callable[[int, int], AsyncIterator[bytes]]
 """``outside(begin, count)``: these bytes of the file, as they come. LinkError if they do not."""
 
 _TELL_S = 2.0
-_HEAR_S = 3.0
+_MAX_DOUBTS = 4
 
 
 @dataclass(eq=False, repr=False)
@@ -46,6 +49,10 @@ class WholeDownload(Download):
         """Who answers for a chunk; nobody, for those that were on the disk."""
         self._lists = dict[str, dict[int, bytes]]()
         """What members declared."""
+        self._sworn = dict[Run, dict[int, bytes]]()
+        """What a member had declared when it was asked. What it declares later is not held against
+        the bytes that it sends now: it may have passed on what a third one answers for."""
+        self._doubts = Counter[str]()
         self._aside = set[str]()
         """Members that are not asked, although nothing wrong is known of them."""
 
@@ -59,10 +66,10 @@ class WholeDownload(Download):
             self._tasks.start(self._reach())
 
     async def _reach(self) -> None:
-        """Begin outside once all members have said what they have and await: whoever begins later
-        hears what this node awaits before it chooses."""
-        deadline = asyncio.get_running_loop().time() + _HEAR_S
-        while self._num_asking and asyncio.get_running_loop().time() < deadline:
+        """Begin outside once all members have said what they have and await, or can't be asked. Of
+        two nodes that begin at one time at least one is thus heard by the other before either
+        chooses, and the one that was not heard of hears what the other one took."""
+        while self._asking & {*self.members.nodes}:
             await self._wait()
         all_ = np.ones(len(self._hashes), bool)
         self.swarm.joined(OUTSIDE, all_, ~all_, is_fetching=False)
@@ -98,17 +105,36 @@ class WholeDownload(Download):
                     self._hashes[chunk], self._authors[chunk] = digest, node
                     self.swarm.known[chunk] = True
 
-    def _check(self, node: str, chunk: int, digest: bytes) -> None:
-        own = self._lists.get(node, {}).get(chunk)
-        if node == OUTSIDE and self._content.num_chunks > 1:
-            self._hashes[chunk], self._authors[chunk] = digest, self.me
-        elif digest != (own or self._hashes[chunk]):
-            raise ProtocolError(f"{_called(node)} sent other bytes than those of chunk {chunk}")
-        elif own:
-            self._hashes[chunk], self._authors[chunk] = digest, node
-        self._remember()
-
     # Chunks.
+
+    async def _bring(self, node: str, run: Run) -> None:
+        declared = self._lists.get(node, {})
+        self._sworn[run] = {chunk: declared[chunk] for chunk in run.chunks if chunk in declared}
+        try:
+            await super()._bring(node, run)
+        finally:
+            del self._sworn[run]
+
+    def _check(self, run: Run, chunk: int, digest: bytes) -> None:
+        node, own = run.member, self._sworn[run].get(chunk)
+        if self._content.num_chunks == 1:
+            own = self._content.root  # whatever it declared
+        if own is not None:
+            if digest != own:
+                raise ProtocolError(f"{called(node)} sent other bytes than those of chunk {chunk}")
+        elif node != OUTSIDE and digest != self._hashes[chunk]:
+            self._doubts[node] += self._hashes[chunk] != UNKNOWN
+            if self._doubts[node] > _MAX_DOUBTS:
+                self._put_aside(node)
+            raise LinkError(f"its chunk {chunk} is not the one that another node declared")
+
+    def _accept(self, run: Run, chunk: int, digest: bytes) -> None:
+        if self._content.num_chunks == 1:
+            return
+        if run.member == OUTSIDE:
+            self._hashes[chunk], self._authors[chunk] = digest, self.me
+        elif chunk in self._sworn[run]:
+            self._hashes[chunk], self._authors[chunk] = digest, run.member
 
     async def _receive(self, node: str, run: Run) -> bytearray | None:
         if node != OUTSIDE:
@@ -132,36 +158,37 @@ class WholeDownload(Download):
                 break
             yield piece
         if count:
-            raise ProtocolError(f"{_called(OUTSIDE)} sent another number of bytes")
+            raise ProtocolError(f"{called(OUTSIDE)} sent another number of bytes")
 
     async def _finish(self, content: Content) -> bool:
-        """See the module."""
-        if await self._is_right():
-            return await super()._finish(content)
-        authors = {self._authors.get(chunk, "") for chunk in range(len(self._hashes))}
-        authors.discard(self.me)
-        if "" in authors:
-            self._drop("")
-        elif OUTSIDE in self.swarm.members:
-            await self._read_anew()
-            if await self._is_right():
-                return await super()._finish(content)
-            self._failure = LinkError(f"{_called(OUTSIDE)} has a file with another SHA-256")
-        elif len(authors) == 1:
-            [liar] = authors
-            self._liars -= self._aside
-            self._aside.clear()
-            self._lied(liar, f"node {liar[:12]} declared chunks that make another file")
-            self._drop(liar)
-        elif odd := max(authors, key=self._num_disputed, default=""):
-            if not self._num_disputed(odd):
-                names = ", ".join(sorted(each[:12] for each in authors))
-                self._failure = LinkError(f"some of the nodes {names} declared wrong chunks")
-            self._aside.add(odd)
-            self._liars.add(odd)
-            self._leaves(odd, "its list of chunks is disputed")
-            self._drop(odd)
-        return False
+        """See the module. Only who is named must have lied."""
+        while not await self._is_right():
+            authors = {self._authors.get(chunk, "") for chunk in range(len(self._hashes))}
+            others = authors - {self.me}
+            if "" in authors:
+                self._drop("")
+            elif not others:
+                self._failure = LinkError(f"{called(OUTSIDE)} has a file with another SHA-256")
+            elif OUTSIDE in self.swarm.members:
+                await self._read_anew()
+                continue
+            elif len(authors) == 1:
+                [liar] = authors
+                self._liars -= self._aside
+                self._aside.clear()
+                self._lied(liar, f"node {liar[:12]} declared chunks that make another file")
+                self._drop(liar)
+            else:  # one of them, or the source outside, but nobody knows who
+                odd = max(others, key=self._num_disputed)
+                self._put_aside(odd)
+                self._leaves(odd, "its list of chunks is disputed")
+                self._drop(odd)
+            return False
+        return await super()._finish(content)
+
+    def _put_aside(self, node: str) -> None:
+        self._aside.add(node)
+        self._liars.add(node)
 
     def _num_disputed(self, node: str) -> int:
         """How many hashes that ``node`` declared others declared differently."""
@@ -175,11 +202,14 @@ class WholeDownload(Download):
         for chunk in wrong:
             self._hashes[chunk] = UNKNOWN
             self._authors.pop(chunk, None)
-        self._liars.add(author)
-        self._written[wrong] = self.swarm.known[wrong] = False
+        self._taken[wrong] = self.swarm.known[wrong] = False
         self.swarm.lacks(wrong)
         self._missing[self._content] = len(wrong)
         self._adopt()
+        for node in self.swarm.members:
+            if node != OUTSIDE:  # it may have verified the whole by now, and declare all
+                self._leaves(node, "it is asked again what it has")
+                self._asked.pop(node, None)
 
     async def _is_right(self) -> bool:
         if await asyncio.to_thread(self.shelf.hash, self._content) != self._content.root:
@@ -199,17 +229,16 @@ class WholeDownload(Download):
         self.shelf.keep(whole_file(*self._content, self._hashes), anew=True)
 
     async def _read_anew(self) -> None:
-        """Read from outside what others answer for."""
-        for chunk, author in list(self._authors.items()):
-            if author == self.me:
-                continue
-            begin, size = int(self.package.offsets[chunk]), int(self.package.sizes[chunk])
-            data = b"".join([piece async for piece in self._read(begin, size)])
-            digest = hashlib.sha256(data).digest()
-            if digest != self._hashes[chunk]:
-                await asyncio.to_thread(self.shelf.write, self._content, begin, data)
-            self._hashes[chunk], self._authors[chunk] = digest, self.me
-
-
-def _called(node: str) -> str:
-    return f"node {node[:12]}" if node else "the source outside of the cluster"
+        """Read from outside what others answer for; without the rest, if that fails."""
+        try:
+            for chunk, author in list(self._authors.items()):
+                if author == self.me:
+                    continue
+                begin, size = int(self.package.offsets[chunk]), int(self.package.sizes[chunk])
+                data = b"".join([piece async for piece in self._read(begin, size)])
+                digest = hashlib.sha256(data).digest()
+                if digest != self._hashes[chunk]:
+                    await self._in_thread(partial(self.shelf.write, self._content, begin, data))
+                self._hashes[chunk], self._authors[chunk] = digest, self.me
+        except PotluckError as error:
+            self._leaves(OUTSIDE, str(error))
