@@ -41,8 +41,7 @@ class Asker:
         """The next line, without its end; empty at the end of the input."""
         typer.echo(question, nl=False, err=True)
         while b"\n" not in self._rest:
-            await _readable()
-            data = os.read(sys.stdin.fileno(), 4096)
+            data = await typed()
             if not data:
                 line, self._rest = self._rest, b""
                 return line.decode(errors="replace").strip()
@@ -59,18 +58,19 @@ class Asker:
         return (await self.line(f"{question} [y/N] ")).lower() in ("y", "yes")
 
 
-async def _readable() -> None:
-    """Wait until stdin has a line or has ended. A thread that reads could not be interrupted."""
+async def typed() -> bytes:
+    """What was typed on stdin, at most 4096 bytes, once there is a line; empty at its end. A thread
+    that reads could not be interrupted."""
     loop = asyncio.get_running_loop()
     ready = asyncio.Event()
     try:
         loop.add_reader(sys.stdin.fileno(), ready.set)
-    except PermissionError:  # a file, which is always readable
-        return
-    try:
         await ready.wait()
+    except PermissionError:  # a file, which is always readable
+        pass
     finally:
         loop.remove_reader(sys.stdin.fileno())
+    return os.read(sys.stdin.fileno(), 4096)
 
 
 _MAX_LINE = 1024

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from functools import partial
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +15,7 @@ import typer
 from msgspec import structs
 
 from potluck._core.printable import coloured, json_text, plain
+from potluck.cli.asking import typed
 from potluck.cli.completion import complete_job
 from potluck.cli.terminal import console_on, date, print_json, say, table_of
 from potluck.errors import ConfigurationError
@@ -211,6 +213,9 @@ def _show_line(line: LogLine, missed: int, *, json: bool) -> None:
 
 def attach(
     job: Job,
+    rank: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="Debug this rank, at its breakpoints.")
+    ] = None,
     plain: Annotated[
         bool, typer.Option("--plain", help="Lines instead of the live table, also on a terminal.")
     ] = False,
@@ -220,10 +225,20 @@ def attach(
     Any number of terminals, on any machine that may read its logs. Nothing that is typed reaches
     the job. Ctrl-C leaves it running; a second Ctrl-C within 2 s asks whether to cancel it. The
     exit code is the job's if it ends meanwhile.
+
+    With --rank N, rank N is debugged: what it writes is shown, and what is typed goes to the prompt
+    of pdb at which it sits after `breakpoint()`, or comes to next. One terminal at a time, on the
+    machine that started the job or on that of the rank. Ctrl-D, Ctrl-C and a lost connection let
+    the script go on; `q` ends it, as pdb does.
     """
+    from potluck._core.cluster.debugging import debug
     from potluck._core.cluster.run import attach_to
     from potluck._core.settings import load_settings
     from potluck.cli.job_display import print_summary, watcher_for
+
+    if rank is not None:
+        asyncio.run(debug(load_settings(), job, rank, partial(_show_line, json=False), typed))
+        return
 
     def is_to_cancel(name: str) -> bool:
         return sys.stdin.isatty() and typer.confirm(f"Cancel job {name}?")

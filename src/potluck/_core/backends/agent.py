@@ -21,6 +21,7 @@ from potluck._core.backends.exit_report import ExitReport, is_group_error, may_f
 from potluck._core.backends.service_transport import TcpServiceTransport
 from potluck._core.backends.tcp import TcpBase
 from potluck._core.collectives.spanning_tree import cut_of
+from potluck._core.engine import patience
 from potluck._core.engine.communicator import Communicator
 from potluck._core.forks import at_exit, not_at_exit
 from potluck._core.settings import Settings, load_settings
@@ -207,7 +208,7 @@ class AgentBackend:
         is paused."""
         deadline = time.monotonic() + timeout_s
         while self._stopped is None and self._usable(after_epoch) is None:
-            left = deadline - time.monotonic()
+            left = max(deadline, patience.held_until()) - time.monotonic()
             if left <= 0 and not self._is_held:
                 return
             was_held = self._is_held
@@ -267,14 +268,15 @@ class AgentBackend:
                     self._is_held = False
                     if self._newest is None or epoch > self._newest.epoch:
                         self._newest = message
+                case worker_link.Hold(seconds=seconds) if seconds:
+                    patience.hold(time.monotonic() + seconds)
                 case worker_link.Hold():
                     self._is_held = True
                 case worker_link.GroupOver():
                     return self._group_over(message)
                 case worker_link.Probe(number):
-                    return worker_link.ProbeReply(
-                        self.worker, number, self._asking_after is not None
-                    )
+                    blocked = self._asking_after is not None or bool(patience.prompts)
+                    return worker_link.ProbeReply(self.worker, number, blocked)
                 case worker_link.ChaosDone(step):
                     self._chaos_done = step
                 case worker_link.Stop(reason):

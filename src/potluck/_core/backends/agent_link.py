@@ -24,6 +24,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from potluck._core.background import Tasks, start_task, start_thread, stop, why
+from potluck._core.engine import patience
 from potluck._core.forks import Owner
 from potluck._core.transport import aio
 from potluck._core.transport.credentials import Credentials
@@ -313,13 +314,17 @@ class AgentLink:
             self._lost(_broke(error))
 
     async def _look_around(self, link: _Link) -> None:
-        """Send a message to the agent when an operation takes long."""
-        waits = LongWaits()
+        """Send a message to the agent when an operation takes long, and while the script sits at a
+        breakpoint."""
+        waits, due = LongWaits(), 0.0
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             epoch, operations = self.ongoing()
             if waits.is_long(operations, time.monotonic()):
                 link.send(worker_link.Waiting(self.worker, epoch))
+            if patience.prompts and time.monotonic() >= due:
+                due = time.monotonic() + LONG_S
+                link.send(worker_link.Halted(self.worker, patience.prompts[-1][:256]))
 
     def _lost(self, cause: str) -> None:
         self.on_lost(_agent_lost(cause))

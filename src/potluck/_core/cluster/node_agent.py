@@ -79,6 +79,7 @@ _FORWARDED: dict[type, type] = {
     wire_jobs.HistoryRequest: wire_jobs.History,
     wire_jobs.LogRequest: wire_jobs.LogLines,
     wire_jobs.CancelJob: wire_jobs.Kept,
+    wire_jobs.DebugRequest: wire_jobs.JobRuns,
 }
 """The response to each request that a command may have forwarded."""
 

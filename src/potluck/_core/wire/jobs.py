@@ -395,6 +395,19 @@ class JobRuns(msgspec.Struct, frozen=True, tag=True):
     runs: bool
 
 
+class DebugRequest(msgspec.Struct, frozen=True, tag=True):
+    """A request to hold ``rank`` of ``job`` for ``session``, a command that debugs it, until it
+    ``leaves`` or is silent; what was ``typed`` there goes to the prompt at which the rank sits.
+    Answered with JobRuns: whether the rank runs on the receiver. The job's starter may send it; a
+    node's own commands ask in its name."""
+
+    job: Job
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=MAX_PLACES)]
+    session: Name
+    typed: Annotated[bytes, msgspec.Meta(max_length=4096)] = b""
+    leaves: bool = False
+
+
 # The history of jobs: asked of one node by another (see ``peers.Request``).
 
 Phase = Literal["queued", "placed", "running", "ended"]

@@ -14,11 +14,13 @@ from potluck._core.wire.jobs import (
     MAX_JOBS,
     MAX_QUEUED,
     CancelJob,
+    DebugRequest,
     History,
     HistoryRequest,
     JobEnded,
     JobNote,
     JobOptions,
+    JobRuns,
     JobStatus,
     Kept,
     LabelledOutput,
@@ -198,6 +200,7 @@ Forwarded = (
     | HistoryRequest
     | LogRequest
     | CancelJob
+    | DebugRequest
 )
 
 
@@ -215,7 +218,7 @@ class ForwardedResponse(msgspec.Struct, frozen=True, tag=True):
 
     number: Count
     node: Name
-    content: Results | Part | Holding | History | LogLines | Kept | Failure
+    content: Results | Part | Holding | History | LogLines | Kept | JobRuns | Failure
 
 
 class CommandResult(msgspec.Struct, frozen=True, tag=True):

@@ -26,6 +26,7 @@ from potluck._core.wire.admissions import AdmissionMessage, Key
 from potluck._core.wire.facts import Facts, Measured
 from potluck._core.wire.format import MachineName, MessageFormat, Name, Text, Versions
 from potluck._core.wire.jobs import (
+    DebugRequest,
     History,
     HistoryQuestion,
     Job,
@@ -162,7 +163,9 @@ class Failure(msgspec.Struct, frozen=True, tag=True):
     reason: Text
 
 
-RequestContent = ResultsRequest | NodeServicesRequest | JobRunsRequest | HistoryQuestion
+RequestContent = (
+    ResultsRequest | NodeServicesRequest | JobRunsRequest | DebugRequest | HistoryQuestion
+)
 ResponseContent = Results | NodeServices | JobRuns | History | Kept | Spec | LogLines | Failure
 
 

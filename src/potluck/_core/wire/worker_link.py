@@ -24,6 +24,12 @@ MAX_TEXT = 16 * 1024
 MAX_MEMBERS = 4096
 MAX_FACTS = 128
 
+TYPED = "POTLUCK_TYPED"
+"""The variable with the descriptor of the pipe for what is typed at a worker's debugger, and its
+inode: a program that the script starts has the variable, but another file behind that number."""
+EOT = b"\x04\n"
+"""The end of what is typed, in that pipe."""
+
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 Fact = int | float | bool | Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
@@ -150,7 +156,8 @@ class ChaosDue(msgspec.Struct, frozen=True, tag=True):
 
 
 class ProbeReply(msgspec.Struct, frozen=True, tag=True):
-    """The answer to a Probe. ``blocked``: a call of the worker waits for other ranks."""
+    """The answer to a Probe. ``blocked``: a call of the worker waits for other ranks, or the worker
+    sits at a breakpoint."""
 
     worker: Name
     probe: Count
@@ -171,6 +178,13 @@ class Mended(msgspec.Struct, frozen=True, tag=True):
     worker: Name
     epoch: Epoch
     rank: Step
+
+
+class Halted(msgspec.Struct, frozen=True, tag=True):
+    """The worker sits at a breakpoint ``where`` in its script; repeated every 2 s."""
+
+    worker: Name
+    where: Name
 
 
 # From an agent to a worker.
@@ -224,9 +238,12 @@ class ChaosDone(msgspec.Struct, frozen=True, tag=True):
 
 
 class Hold(msgspec.Struct, frozen=True, tag=True):
-    """No group can be formed now, for a ``reason`` outside the job; the worker keeps waiting."""
+    """No group can be formed now, for a ``reason`` outside the job; the worker keeps waiting. With
+    ``seconds`` a group may stand, of which a member sits at a breakpoint: no deadline passes for so
+    long."""
 
     reason: Text
+    seconds: Seconds = 0.0
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
@@ -316,6 +333,7 @@ FromWorker = (
     | ProbeReply
     | Waiting
     | Mended
+    | Halted
 )
 FromAgent = NewGroup | GroupOver | Probe | ChaosDone | Hold | Stop
 

@@ -42,6 +42,8 @@ _log = logging.getLogger(__name__)
 _A_LOOK = 0
 """The number of probes that belong to no inquiry of ``membership``, which counts from 1."""
 _LOOK_AGAIN_S = 1.0
+_LEAST_HOLD_S = 10.0
+"""Several times as long as between two messages of a worker at a breakpoint."""
 
 
 class JobController:
@@ -457,6 +459,10 @@ class JobController:
                 self.handle(jobs.Stalled(name, text))
             case worker_link.WorkerNote():
                 pass  # passed on as it came
+            case worker_link.Halted(name, where):
+                seconds = max(self.spec.peer_timeout_s, _LEAST_HOLD_S)
+                hold = worker_link.Hold(f"worker {name} is at a breakpoint ({where})", seconds)
+                self._orders.send([each.name for each in self.state.workers], hold)
             case _:
                 self.handle(event)
         if self._groups.take(event, self.state.worker(event.worker).joined):

@@ -53,6 +53,7 @@ class Keeping:
         self._waiting: frozenset[str] = frozenset()
         self._known: frozenset[str] | None = None
         agent.links.on_request(jobs.HistoryQuestion, self._asked)
+        agent.links.on_request(jobs.DebugRequest, self._debugged)
 
     def placed(self, runner: LocalRunner) -> None:
         """The leader has ordered a job."""
@@ -182,6 +183,16 @@ class Keeping:
         if not starter:
             raise LinkError(f"job {question.job} is not led here any more")
         return node == starter or self._agent.is_admin(node)
+
+    def _debugged(self, node: str, request: jobs.DebugRequest) -> jobs.JobRuns:
+        """What is typed at a prompt runs with the rights of the job, which are its starter's, on a
+        machine whose owner has every right."""
+        runner, view = self._runners.get(request.job), self._agent.plane.view
+        if runner is None:
+            return jobs.JobRuns(False)
+        is_member = view is not None and view.member(node) is not None
+        is_starter = is_member and node == runner.spec.starter
+        return runner.debugged(node, request, may=is_starter or node == self._agent.me)
 
     async def another_run(self, job: str, code_store: CodeStore) -> jobs.JobSpec:
         """The spec, to be signed, for another run of a ``job`` that this node started.

@@ -28,6 +28,7 @@ from potluck._core.cluster.discovery.interfaces import interface_of
 from potluck._core.cluster.environments.making import Environment
 from potluck._core.cluster.jobs.agent_parts import AgentParts
 from potluck._core.cluster.jobs.chaos import parse_chaos
+from potluck._core.cluster.jobs.debuggers import Debuggers
 from potluck._core.cluster.jobs.log import LogPump
 from potluck._core.cluster.jobs.needs import read_plan
 from potluck._core.cluster.jobs.placement import rank_in_words
@@ -108,6 +109,7 @@ class LocalRunner:
             lambda worker, reason: self._happened(jobs.Stalled(worker, worker_link.clip(reason))),
             self._note,
         )
+        self._debuggers = Debuggers(self._processes)
         if order.spec.plan is not None:
             code_store.hold(order.spec.plan)
         self._tasks = Tasks()
@@ -132,6 +134,7 @@ class LocalRunner:
         """End all processes, links and tasks. Nothing more is reported."""
         await stop(self._preparing)  # the folder may be on its way, over a slow link
         self._probes.close()
+        self._debuggers.close()
         if self._pump is not None:
             self._pump.close()
         await self._tasks.close()
@@ -468,10 +471,24 @@ class LocalRunner:
         if self.spec.is_local:
             self._agent.plane.to_leader(jobs.Output(self.spec.job, worker, stream, text, end))
             return
-        members = () if self.group is None else self.group.members
-        rank = rank_in_words(worker, [each.worker for each in members], self.world)
-        label = f"{rank} {self._agent.names.label(self._agent.me)}"
+        label = f"{self._rank(worker)} {self._agent.names.label(self._agent.me)}"
         self._agent.log.add(self._key, worker, stream, label, text, end)
+
+    def debugged(self, node: str, request: jobs.DebugRequest, *, may: bool) -> jobs.JobRuns:
+        """A command on ``node`` debugs a rank that may run here. LinkError if it may not."""
+        name = self._agent.names.label
+        for worker in self.alive:
+            if self._rank(worker) == str(request.rank):
+                if not may:
+                    starter, me = name(self.spec.starter), name(self._agent.me)
+                    raise LinkError(f"it is debugged on {starter}, which started it, and on {me}")
+                self._debuggers.asked(worker, name(node), request)
+                return jobs.JobRuns(True)
+        return jobs.JobRuns(False)
+
+    def _rank(self, worker: str) -> str:
+        members = () if self.group is None else self.group.members
+        return rank_in_words(worker, [each.worker for each in members], self.world)
 
     def _send_line(self, line: jobs.LogLine) -> bool:
         """Give a line of the log to the leader, which may be here: its journal wants it, too."""

@@ -31,8 +31,10 @@ from potluck._core.cluster.sharing.confinement import Confinement
 from potluck._core.settings import Settings
 from potluck._core.system import SIGKILL, has_terminal, need_posix, wait_for_exit
 from potluck._core.wire.jobs import End, JobSpec
+from potluck._core.wire.worker_link import TYPED
 from potluck.errors import ConfigurationError
 
+_STOP = "potluck._core.backends.debugger.stop"
 _SHIM = Path(__file__).with_name("shim.py")
 _LAST_WORDS_S = 1.0
 
@@ -81,22 +83,30 @@ class WorkerProcess:
         self._interrupted: InterruptedTraceback | None = None
         self.is_sandboxed = sandbox is not None
         orders = msgspec.json.encode(dict(limits) | {"sandbox": sandbox}).decode()
+        need_posix("a worker process")
+        typed, self._typed = os.pipe()
+        os.set_blocking(self._typed, False)
+        pipe_name = f"{typed}:{os.fstat(typed).st_ino}"
         shim = [sys.executable, "-I", "-S", str(_SHIM), str(os.getpid()), orders]
         try:
             self._popen = subprocess.Popen(
                 [*shim, *command],
-                env=dict(environment),
+                env=dict(environment) | {TYPED: pipe_name},
                 cwd=directory,
                 stdin=None if has_terminal else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
+                pass_fds=(typed,),
             )
         except OSError as error:
+            os.close(self._typed)
             hint = ""
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 hint = "; start fewer workers here, or allow more open files: ulimit -n 4096"
             raise ConfigurationError(f"can't start {command[0]}: {error}{hint}") from error
+        finally:
+            os.close(typed)
         self.pid = self._popen.pid
         self._orphans = orphans
         orphans.begins(self.pid)
@@ -124,6 +134,11 @@ class WorkerProcess:
         if not self._is_reaped:  # from then on its process id may be another process's
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, number)
+
+    def type(self, text: bytes) -> None:
+        """Give ``text`` to the prompt of the worker's debugger (``backends/debugger.py``)."""
+        with contextlib.suppress(OSError):  # it has ended, or reads nothing
+            os.write(self._typed, text)
 
     async def release(self) -> None:
         """After the exit: read its last words, give the pipes back."""
@@ -180,6 +195,8 @@ class WorkerProcess:
             os.close(descriptor)
         self.signal(SIGKILL)  # what it started ends with it
         self._is_reaped = True
+        os.close(self._typed)
+        self._typed = -1
         self._orphans.ended(self.pid)
         code = self._popen.wait()
         if self.is_sandboxed and code > 128:
@@ -389,6 +406,7 @@ def launcher_of(
         "POTLUCK_WORKER_HOME": str(worker_home.absolute()),
         "POTLUCK_OUTPUT": str(output),
         **modules,
+        **({} if spec.is_local else {"PYTHONBREAKPOINT": given.get("PYTHONBREAKPOINT", _STOP)}),
         "POTLUCK_SITE": settings.site,
         "POTLUCK_PEER_TIMEOUT_S": repr(spec.peer_timeout_s),
         "PYTHONUNBUFFERED": given.get("PYTHONUNBUFFERED", "1"),

@@ -165,7 +165,8 @@ def explain(lines: Sequence[str], missing: Callable[[str], str]) -> str | None:
             return (
                 "input() and breakpoint() need a terminal, and only a single worker has one: on a "
                 "machine where no `potluck up` runs, potluck run --workers 1 SCRIPT on a terminal; "
-                "anywhere, python SCRIPT"
+                "anywhere, python SCRIPT. In a cluster breakpoint() waits for potluck attach JOB "
+                "--rank N, where `q` ends the script"
             )
         error = re.match(r"potluck\.errors\.\w+: (.+)", line)
         if error is not None:

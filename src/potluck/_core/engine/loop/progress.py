@@ -24,6 +24,7 @@ from collections.abc import Callable, Hashable, Iterable
 import numpy as np
 
 from potluck._core.background import start_thread, why
+from potluck._core.engine import patience
 from potluck._core.engine.arrays.layout import Array, Buffers
 from potluck._core.engine.failures.group_errors import GroupState, abort_of, broke, error_of
 from potluck._core.engine.loop.connections import Connection, Connections, Outgoing, Sink
@@ -308,7 +309,7 @@ class ProgressLoop:
             self._inbox.popleft()
         connections.move(self._route, self._next_outgoing)
         now = time.monotonic()
-        if self._closing is None:
+        if self._closing is None and now >= patience.held_until():
             self._plans.check_deadlines(now)
             self._messages.check_deadlines(now)
 
@@ -320,7 +321,8 @@ class ProgressLoop:
             times = [self._closing]
         else:
             deadlines = (item.deadline for item in self._messages.pending())
-            times = [*self._plans.wake_times(), *deadlines]
+            held_until = patience.held_until()
+            times = [max(each, held_until) for each in (*self._plans.wake_times(), *deadlines)]
         if not times:
             return _IDLE_S
         return max(0.0, min(_IDLE_S, min(times) - time.monotonic()))

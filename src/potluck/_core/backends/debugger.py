@@ -1,0 +1,91 @@
+"""``breakpoint()`` in a worker of a cluster, which has no terminal: pdb, whose output is the
+worker's own, and which reads what is typed at ``potluck attach --rank``.
+
+The agent names this module in PYTHONBREAKPOINT, and gives the worker a pipe for lines that are
+typed (``cluster/jobs/process.py``). EOT (Ctrl-D) is the end of a terminal's input: the script goes
+on. The worker's link tells the agent of an open prompt (``agent_link.py``), and the other ranks
+wait.
+"""
+
+from __future__ import annotations
+
+import os
+import pdb
+import select
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from potluck._core.engine import patience
+from potluck._core.waiting import to_stderr
+from potluck._core.wire.worker_link import EOT, TYPED
+
+_READ = 4096
+
+_here = threading.local()
+
+
+def stop() -> None:
+    """Stop at the caller's line, and wait there for what is typed."""
+    frame = sys._getframe(1)
+    if (before := getattr(_here, "prompt", None)) is not None:
+        before.end()  # the script went on to a breakpoint that was set there
+    where = f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"
+    try:
+        fd, inode = map(int, os.environ.get(TYPED, "").split(":"))
+        if os.fstat(fd).st_ino != inode:
+            raise ValueError
+    except (OSError, ValueError):
+        to_stderr(f"breakpoint() at {where} is passed over: no agent started this process")
+        return
+    while select.select([fd], [], [], 0)[0] and os.read(fd, _READ):
+        pass  # typed before, at no prompt
+    to_stderr(
+        f"at a breakpoint ({where}), and the other ranks wait. On the machine that started the "
+        f"job, or on this one: potluck attach {os.environ.get('POTLUCK_JOB')} --rank N, which is "
+        "the number in front of this line"
+    )
+    _here.prompt = _Prompt(fd, where)
+    _here.prompt.set_trace(frame)
+
+
+class _Prompt(pdb.Pdb):
+    """It ends when the script goes on with no breakpoint that was set here, or is ended."""
+
+    def __init__(self, fd: int, where: str) -> None:
+        self._where = where
+        self._typed = os.fdopen(fd, encoding="utf-8", errors="replace", closefd=False)
+        super().__init__(stdin=self._typed, stdout=sys.__stdout__, nosigint=True, readrc=False)
+        self.prompt = f"{self.prompt.strip()}\n"  # what has no end is not shown at once
+        patience.prompts.append(where)
+
+    def precmd(self, line: str) -> str:
+        return "EOF" if line.encode() == EOT.strip() else super().precmd(line)
+
+    def do_EOF(self, arg: str) -> Any:
+        self.clear_all_breaks()
+        return self.do_continue(arg)
+
+    def set_continue(self) -> None:
+        super().set_continue()
+        if not self.breaks:
+            self.end()
+
+    def set_quit(self) -> None:
+        super().set_quit()
+        self.end()
+
+    def _cmdloop(self) -> None:
+        """In place of pdb's, which keeps a KeyboardInterrupt from the script."""
+        try:
+            self.cmdloop()
+        except BaseException:
+            self.end()
+            raise
+
+    def end(self) -> None:
+        """Read nothing more. Idempotent."""
+        if not self._typed.closed:
+            self._typed.close()
+            patience.prompts.remove(self._where)

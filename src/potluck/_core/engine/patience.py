@@ -1,0 +1,23 @@
+"""A hold on deadlines: no operation of this process is overdue before a moment.
+
+While a worker of a job sits at a breakpoint, the other ranks wait for it longer than their timeouts
+allow. Their agents renew the hold every few seconds.
+"""
+
+from __future__ import annotations
+
+prompts: list[str] = []
+"""Where this process sits at prompts of a debugger now: places in its script."""
+
+_until = 0.0
+
+
+def hold(until: float) -> None:
+    """Let no operation be overdue before ``until``, in seconds of ``time.monotonic()``."""
+    global _until
+    _until = max(_until, until)
+
+
+def held_until() -> float:
+    """Until when no operation is overdue; 0 if none was ever held."""
+    return _until
