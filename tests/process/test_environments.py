@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from support.commands import Command, potluck_command
-from support.package_index import Index, package_index, tiny_wheel
+from support.package_index import BACKEND, Index, package_index, tiny_source, tiny_wheel
 from support.pages import DOCS
 
 pytestmark = pytest.mark.real_exec
@@ -101,6 +102,27 @@ def test_an_owner_who_wants_no_environments_is_named(
     assert done.returncode == 2
     assert "makes no environments for scripts" in done.stderr
     assert "potluck run --installed" in done.stderr
+
+
+def test_a_package_is_built_where_the_job_and_the_owner_allow_it(
+    tmp_path: Path, home: Path, index: Index
+) -> None:
+    index.add(tiny_source("sourced"), tiny_wheel("tinybackend", module=BACKEND))
+    script = tmp_path / "train.py"
+    script.write_text(
+        f"# /// script\n# dependencies = ['foo', 'sourced']\n# ///\nimport sourced\n{SHOW}"
+    )
+    done = run(script, home, index, POTLUCK_ENVIRONMENTS="builds")
+    assert done.returncode == 2
+    assert "sourced 1.0 has no wheel" in done.stderr
+    assert "--allow-builds builds it from source" in done.stderr
+    done = run(script, home, index, "--allow-builds")
+    assert done.returncode == 2
+    assert "builds nothing from source, and there is no wheel of sourced 1.0" in done.stderr
+    if shutil.which("bwrap") is not None:
+        done = run(script, home, index, "--allow-builds", POTLUCK_ENVIRONMENTS="builds")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "foo 1.0 in" in done.stdout
 
 
 def test_the_page_of_environments_runs(tmp_path: Path, home: Path, index: Index) -> None:

@@ -16,6 +16,7 @@ import json
 import re
 import sys
 import sysconfig
+import tarfile
 import threading
 import zipfile
 from base64 import urlsafe_b64encode
@@ -57,6 +58,46 @@ def tiny_wheel(
         for path, data in files.items():
             archive.writestr(zipfile.ZipInfo(path), data)
     return f"{name}-{version}-{tag}.whl", buffer.getvalue()
+
+
+BACKEND = """
+import os, pathlib, socket, zipfile
+def build_wheel(folder, config_settings=None, metadata_directory=None):
+    name, version = pathlib.Path("NAME").read_text().split()
+    try:
+        pathlib.Path("/usr/share/written").write_text("")
+        said = "wrote"
+    except OSError:
+        said = "read-only"
+    links = [link for _, link in socket.if_nameindex() if link != "lo"]
+    info, homes = f"{name}-{version}.dist-info", os.environ.get("A_SECRET", "")
+    files = {
+        f"{name}/__init__.py": f"VERSION = {version!r}\\nSAW = {(said, links, homes)!r}\\n",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\\nName: {name}\\nVersion: {version}\\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n",
+        f"{info}/RECORD": "",
+    }
+    file = f"{name}-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(f"{folder}/{file}", "w") as archive:
+        for path, text in files.items():
+            archive.writestr(path, text)
+    return file
+"""
+"""What builds ``tiny_source``, as a module: it writes down what it saw of the machine."""
+
+
+def tiny_source(name: str, version: str = "1.0") -> tuple[str, bytes]:
+    """A source distribution, which the wheel ``tinybackend`` with the module ``BACKEND`` builds."""
+    metadata = f"Metadata-Version: 2.2\nName: {name}\nVersion: {version}\n"
+    system = '[build-system]\nrequires = ["tinybackend"]\nbuild-backend = "tinybackend"\n'
+    files = {"PKG-INFO": metadata, "pyproject.toml": system, "NAME": f"{name} {version}"}
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+        for path, text in files.items():
+            entry = tarfile.TarInfo(f"{name}-{version}/{path}")
+            entry.size = len(text)
+            archive.addfile(entry, io.BytesIO(text.encode()))
+    return f"{name}-{version}.tar.gz", buffer.getvalue()
 
 
 @functools.cache
@@ -154,7 +195,7 @@ class Index:
                 "url": f"../../files/{name}",
                 "hashes": {"sha256": hashlib.sha256(data).hexdigest()},
                 "size": len(data),
-                "core-metadata": True,
+                "core-metadata": name.endswith(".whl"),
                 "yanked": self.yanked.get(name, False),
             }
             for name, data in self.files.items()

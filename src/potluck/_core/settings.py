@@ -176,10 +176,11 @@ class Settings:
         About("gigabytes (2**30 bytes) of such files that this machine keeps, the newest first"),
     ] = 20.0
     environments: Annotated[
-        Literal["off", "wheels"],
+        Literal["off", "wheels", "builds"],
         About(
             "whether this machine makes the environment that a script asks for: wheels (it fetches "
-            "and installs wheels), or off: such a script does not run here"
+            "and installs wheels), builds (from source as well, in a sandbox), or off: such a "
+            "script does not run here"
         ),
     ] = "wheels"
     environments_gb: Annotated[

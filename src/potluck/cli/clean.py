@@ -65,8 +65,4 @@ def clean(
             table.add_row(*words, date(kept.used), state)
         console_on().print(table)
         total = sum(kept.num_bytes for kept, _ in states)
-        say(
-            f"{total / 1e6:.0f} MB in all; `potluck clean` frees what no job uses"
-            if dry_run
-            else f"freed {freed / 1e6:.0f} MB"
-        )
+        say(f"freed {freed / 1e6:.0f} of {total / 1e6:.0f} MB")

@@ -276,6 +276,14 @@ def run(
             "pylock.toml or requirements.txt says.",
         ),
     ] = False,
+    allow_builds: Annotated[
+        bool,
+        typer.Option(
+            "--allow-builds",
+            help="Build packages that have no wheel from source, on machines whose owners let them "
+            "(`potluck up --environments builds`), and here, where the job starts.",
+        ),
+    ] = False,
     collect: Annotated[
         Path | None,
         typer.Option(
@@ -362,6 +370,7 @@ def run(
             on=machines_of(on),
             outlives=on_hangup is not OnHangup.END,
             is_installed=installed,
+            allows_builds=allow_builds,
             priority=priority,
             seconds=seconds_of(time) if time else 0.0,
             starts_now=now,

@@ -93,10 +93,10 @@ def up(
     environments: Annotated[
         str | None,
         typer.Option(
-            metavar="off|wheels",
+            metavar="off|wheels|builds",
             help="Whether the packages that a script asks for are installed here, in an "
-            "environment of its own: wheels (the default), or off: such a script does not run "
-            "here.",
+            "environment of its own: wheels (the default); builds: also those that are built from "
+            "source, in a sandbox without network; or off: such a script does not run here.",
         ),
     ] = None,
     allow_root: Annotated[

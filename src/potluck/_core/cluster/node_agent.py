@@ -43,6 +43,7 @@ from potluck._core.cluster.sharing.broker import Broker
 from potluck._core.cluster.sharing.confinement import Confinement, own_limits, own_sandbox
 from potluck._core.cluster.sharing.limits import Limits
 from potluck._core.cluster.sharing.offers import Offers, SharingStore
+from potluck._core.cluster.sharing.sandbox import build_sandbox
 from potluck._core.cluster.topology import measure
 from potluck._core.cluster.topology.hardware import (
     own_accelerators,
@@ -156,7 +157,9 @@ class _Machine:
             settings.home, agent.me, self.content, keeping=keeping_of(settings), on_note=agent.note
         )
         links.on_request(peers.ResultsRequest, self.code_store.answer)
-        self.environments = Environments(settings, self.content, agent.names.called)
+        self.environments = Environments(
+            settings, self.content, agent.names.called, partial(build_sandbox, settings.home)
+        )
         self.environments.remove_incomplete()
         self.worker_homes = WorkerHomes(
             settings.home,

@@ -69,7 +69,8 @@ class RunRequest(JobOptions, frozen=True, kw_only=True, tag=True):
     files that travel with the script although they are hidden, ignored, or look like keys. ``on``
     names the machines that run it (empty: all may). ``modules`` are files that the script imports
     by names which its text does not show. ``is_installed``: it runs with the packages that machines
-    have, whatever its folder says that it needs. A job that ``outlives`` its command goes on when
+    have, whatever its folder says that it needs; ``allows_builds``: some of these packages may be
+    built from source. A job that ``outlives`` its command goes on when
     that leaves, however it does. ``again`` is a job that this machine started before: its code and
     its options are run once more, and of these fields only ``outlives`` counts.
     """
@@ -81,6 +82,7 @@ class RunRequest(JobOptions, frozen=True, kw_only=True, tag=True):
     modules: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_INCLUDE)] = ()
     outlives: bool = False
     is_installed: bool = False
+    allows_builds: bool = False
     again: Name = ""
 
 

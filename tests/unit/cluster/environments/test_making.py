@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import sys
 import threading
 import zipfile
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +27,16 @@ from potluck._core.cluster.environments import making
 from potluck._core.cluster.environments.kinds import own_kind
 from potluck._core.cluster.environments.making import Environment, Environments
 from potluck._core.cluster.environments.plan import Part, Plan, Wheel
+from potluck._core.cluster.sharing.sandbox import build_sandbox
 from potluck._core.settings import Settings
 from potluck.cli.clean import clean
 from potluck.errors import ConfigurationError
 from support.commands import comes_true
-from support.package_index import Index, package_index, tiny_wheel
+from support.package_index import BACKEND, Index, package_index, tiny_source, tiny_wheel
 from support.requests import Nodes
 
 FOO = "foo-1.0-py3-none-any.whl"
+TOOL = "tinybackend-1.0-py3-none-any.whl"
 
 
 @pytest.fixture
@@ -61,18 +65,24 @@ class Maker:
         given = {"home": home, "package_index": index.url} | settings
         self.settings = Settings(**given)  # type: ignore[arg-type]
         self.store = (nodes or Nodes()).store(self.settings.home / "content", name * 32)
-        self.environments = Environments(self.settings, self.store, lambda node: node[:2])
+        self.environments = Environments(
+            self.settings,
+            self.store,
+            lambda node: node[:2],
+            partial(build_sandbox, self.settings.home),
+        )
         self.notes: list[str] = []
 
     def wheel(self, file: str) -> Wheel:
-        name, version, *_ = file.split("-")
+        name, version, *_ = file.removesuffix(".tar.gz").split("-")
         data = self.index.files[file]
         url = self.index.url.replace("/simple", f"/files/{file}")
         return Wheel(name, version, file, hashlib.sha256(data).digest(), len(data), url)
 
     def plan(self, *files: str) -> Plan:
         wheels = tuple(map(self.wheel, files or (FOO, "bar-1.0-py3-none-any.whl")))
-        return Plan(python=_MINOR, source="uv.lock", parts=(Part(own_kind(), wheels),))
+        tools = (self.wheel(TOOL),) if any(wheel.is_source for wheel in wheels) else ()
+        return Plan(python=_MINOR, source="uv.lock", parts=(Part(own_kind(), wheels, "", tools),))
 
     async def make(self, *files: str) -> Environment:
         return await self.environments.make(self.plan(*files), self.notes.append)
@@ -478,6 +488,61 @@ def test_cancelled_at_any_moment_a_build_leaves_nothing(
         assert maker.folders() == []
 
     asyncio.run(cancelled())
+
+
+def add_source(index: Index) -> str:
+    """A package without a wheel, and what builds it."""
+    index.add(tiny_source("sourced"), tiny_wheel("tinybackend", module=BACKEND))
+    return "sourced-1.0.tar.gz"
+
+
+def test_an_owner_who_lets_nothing_be_built_fetches_nothing(maker: Maker, index: Index) -> None:
+    with pytest.raises(
+        ConfigurationError,
+        match=r"^builds nothing from source, and there is no wheel of sourced 1\.0 .*ts builds",
+    ):
+        maker.made(FOO, add_source(index))
+    assert index.asked.total() == 0
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap: the command bwrap")
+def test_a_package_is_built_in_the_sandbox_and_stays_here(
+    tmp_path: Path, index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("A_SECRET", "of the owner")
+    maker = Maker(tmp_path / "home", index, environments="builds")
+    source = add_source(index)
+    made = maker.made(FOO, source)
+    assert said(made, "import sourced; print(sourced.SAW)") == "('read-only', [], '')"
+    assert not list(made.path.rglob("tinybackend"))
+    kept = [each.num_bytes for each in maker.environments.kept() if each.is_wheel]
+    assert sorted(kept) == sorted(len(index.files[name]) for name in (FOO, TOOL, source))
+    made.release()
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap: the command bwrap")
+def test_a_build_that_fails_leaves_nothing(tmp_path: Path, index: Index) -> None:
+    maker = Maker(tmp_path / "home", index, environments="builds")
+    source = add_source(index)
+    index.add(tiny_wheel("tinybackend", module="raise RuntimeError('no compiler here')"))
+    with pytest.raises(
+        ConfigurationError, match=r"^can't build sourced 1\.0 from source: .*no compiler here"
+    ):
+        maker.made(source)
+    index.add(tiny_wheel("tinybackend", module=BACKEND.replace(".split()", '.split()[0], "2.0"')))
+    with pytest.raises(ConfigurationError, match=r"^can't install the packages: .*sourced==1\.0"):
+        maker.made(source)
+    assert maker.folders() == []
+
+
+def test_without_bubblewrap_nothing_is_built(
+    tmp_path: Path, index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    maker = Maker(tmp_path / "home", index, environments="builds")
+    with pytest.raises(ConfigurationError, match=r"^can't build sourced .*needs bubblewrap"):
+        maker.made(add_source(index))
+    assert maker.folders() == []
 
 
 def test_what_uv_can_not_install_leaves_nothing(maker: Maker, index: Index) -> None:

@@ -17,6 +17,7 @@ from potluck._core.cluster.environments.plan import (
 )
 from potluck.errors import ConfigurationError, ProtocolError
 
+CPU = {"UV_TORCH_BACKEND": "cpu"}
 LINUX, ARM = "x86_64-manylinux_2_36", "aarch64-manylinux_2_36"
 
 
@@ -56,7 +57,7 @@ def test_equal_wheels_make_one_environment_whatever_the_lock() -> None:
     "changed",
     [
         {"file": "../../bin/sh.whl"},
-        {"file": "foo.tar.gz"},
+        {"file": "foo.zip"},
         {"name": "foo\n--index-url http://evil"},
         {"version": "1.0 --hash"},
         {"size": 0},
@@ -105,11 +106,11 @@ def test_where_a_plan_may_send_a_machine(url: str, said: str) -> None:
 
 
 def test_kinds_of_machines_are_platforms_of_uv() -> None:
-    assert platform_of("x86_64-manylinux_2_36") == ("x86_64-manylinux_2_36", {})
-    assert platform_of("aarch64-manylinux_2_30") == ("aarch64-manylinux_2_28", {})
-    assert platform_of("x86_64-manylinux_2_99") == ("x86_64-manylinux_2_40", {})
+    assert platform_of("x86_64-manylinux_2_36") == ("x86_64-manylinux_2_36", CPU)
+    assert platform_of("aarch64-manylinux_2_30") == ("aarch64-manylinux_2_28", CPU)
+    assert platform_of("x86_64-manylinux_2_99") == ("x86_64-manylinux_2_40", CPU)
     assert platform_of("x86_64-manylinux_2_12") is None
-    assert platform_of("x86_64-unknown-linux-musl") == ("x86_64-unknown-linux-musl", {})
+    assert platform_of("x86_64-unknown-linux-musl") == ("x86_64-unknown-linux-musl", CPU)
     darwin = {"MACOSX_DEPLOYMENT_TARGET": "14.5"}
     assert platform_of("aarch64-apple-darwin-14.5") == ("aarch64-apple-darwin", darwin)
     for odd in ("", "--index-url", "x86_64-manylinux_2_36\n", "x86_64-hurd"):

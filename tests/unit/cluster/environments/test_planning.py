@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from potluck._core.cluster.environments.kinds import own_kind
 from potluck._core.cluster.environments.plan import Plan
 from potluck._core.cluster.environments.sources import find_source
 from potluck.errors import ConfigurationError
-from support.package_index import Index, package_index, tiny_wheel
+from support.package_index import BACKEND, Index, package_index, tiny_source, tiny_wheel
 
 LINUX, ARM, MAC = "x86_64-manylinux_2_36", "aarch64-manylinux_2_36", "aarch64-apple-darwin-14.0"
 
@@ -42,11 +43,11 @@ class Planner:
         for name, text in files.items():
             (self.folder / name.replace("__", ".")).write_text(text)
 
-    def plan(self, *kinds: str) -> Plan:
+    def plan(self, *kinds: str, builds: bool = False) -> Plan:
         source = find_source(self.folder, self.folder / "train.py")
         assert source is not None
         making = planning.make_plan(
-            source,
+            replace(source, builds=builds),
             kinds or (own_kind(),),
             folder=self.folder / "plans",
             index=self.index.url,
@@ -205,3 +206,24 @@ def test_variables_of_the_user_lead_uv_to_no_other_place(
     monkeypatch.setenv("VIRTUAL_ENV", "/nowhere")
     planner.write(requirements__txt="foo\n")
     assert "foo" in chosen(planner.plan())
+
+
+def test_a_package_without_a_wheel_is_planned_as_its_source_where_that_is_allowed(
+    planner: Planner, index: Index
+) -> None:
+    index.add(tiny_source("sourced"), tiny_wheel("tinybackend", module=BACKEND))
+    planner.write(requirements__txt="foo\nsourced\n")
+    with pytest.raises(ConfigurationError, match=r"sourced 1\.0 has no wheel .*; --allow-builds"):
+        planner.plan()
+    plan = planner.plan(builds=True)
+    assert chosen(plan)["sourced"] == "sourced-1.0.tar.gz"
+    part = plan.part(own_kind())
+    assert [each.file for each in part.tools] == ["tinybackend-1.0-py3-none-any.whl"]
+    planner.write(
+        pyproject__toml="[project]\nname = 'x'\nversion = '0'\nrequires-python = '>=3.11'\n"
+        "dependencies = ['sourced']\n"
+    )
+    planner.lock("lock")
+    assert chosen(planner.plan(builds=True))["sourced"] == "sourced-1.0.tar.gz"
+    with pytest.raises(ConfigurationError, match=r"sourced 1\.0 in the lock .*--allow-builds"):
+        planner.plan()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import importlib.metadata
 import io
 import os
@@ -49,6 +50,7 @@ _TELL_S = 2.0
 _COMPILE_S = 600.0
 _MAX_DIRECTORY = 8 << 20
 _BLOCK = 4096
+_BUILD_S = 3600.0
 _OWN = ("plans", "pythons")
 T = TypeVar("T")
 
@@ -105,9 +107,12 @@ class Environments:
         settings: Settings,
         content: ContentStore | None = None,
         called: Callable[[str], str] = lambda node: node,
+        sandboxed: Callable[[Path, Sequence[Path]], Sequence[str]] | None = None,
     ) -> None:
         """Without the agent's ``content`` store they can be looked at and removed. ``called(node)``
-        is the name of a node for people."""
+        is the name of a node for people, ``sandboxed(folder, readable)`` what to put before a
+        command that may write in ``folder`` alone, and sees these files, too."""
+        self.sandboxed = sandboxed
         self.root = settings.home / "environments"
         self._consent = settings.environments
         self.index = settings.package_index
@@ -123,8 +128,14 @@ class Environments:
                 "(potluck up --environments wheels lets it; potluck run --installed does without)"
             )
         part = plan.part(own_kind())
-        if objection := self.wheels.objection(part.wheels):
+        if objection := self.wheels.objection(part.files):
             raise ConfigurationError(f"fetches no such wheel: {objection}")
+        sources = [f"{each.name} {each.version}" for each in part.wheels if each.is_source]
+        if sources and self._consent != "builds":
+            raise ConfigurationError(
+                f"builds nothing from source, and there is no wheel of {', '.join(sources[:8])} "
+                "(potluck up --environments builds lets it)"
+            )
         return part
 
     async def make(self, plan: Plan, note: Callable[[str], None]) -> Environment:
@@ -277,9 +288,10 @@ class Environments:
             system.lock(lock.fileno(), wait=True)  # others reserve as well
             self.remove_incomplete()
             (folder / _RESERVED).unlink(missing_ok=True)
-            sizes = {
-                path.parent.name: _number_in(path) for path in self.root.glob(f"*/{_RESERVED}")
-            }
+            sizes = dict[str, int]()
+            for path in self.root.glob(f"*/{_RESERVED}"):
+                with contextlib.suppress(OSError):  # complete by now, or given up
+                    sizes[path.parent.name] = int(path.read_text())
             kept = self.kept()
             sizes |= {each.key: each.num_bytes for each in kept}
             total = sum(sizes.values()) + num_bytes
@@ -317,7 +329,7 @@ class _Build:
     async def run(self, own: Mapping[str, bytes]) -> None:
         """Make it, with potluck's ``own`` files. If that fails, or is cancelled, nothing is left
         of it but the wheels."""
-        began, wheels = time.monotonic(), self.part.wheels
+        began, wheels = time.monotonic(), self.part.files
         try:
             await _in_thread(_remove_tree, self.folder)
             make_private(self.folder)
@@ -334,9 +346,14 @@ class _Build:
             fetched = _Fetched(to_fetch, self.note)
             with self.home.wheels.held(wheels):
                 await self.home.wheels.fetch(wheels, fetched)
-                unpacked = await _in_thread(self._unpacked)
+                await self._venv()
+                paths = {each.file: self.home.wheels.path(each) for each in self.part.wheels}
+                for each in self.part.wheels:
+                    if each.is_source:
+                        paths[each.file] = await self._built(each)
+                unpacked = await _in_thread(lambda: sum(map(_unpacked, paths, paths.values())))
                 await _in_thread(self.home.make_room, self.folder, unpacked, wheels)
-                await _in_thread(self._lay_out)
+                await _in_thread(self._lay_out, paths)
                 await self._install(own)
                 await _in_thread(self._complete)
         except BaseException as error:
@@ -349,50 +366,68 @@ class _Build:
         seconds = time.monotonic() - began
         self.note(f"ready after {seconds:.1f} s{fetched.origins()}")
 
-    def _unpacked(self) -> int:
-        """The room that the wheels take when unpacked, as their directories say."""
-        total = 0
-        for wheel in self.part.wheels:
-            try:
-                with (
-                    _Directory(io.FileIO(self.home.wheels.path(wheel))) as file,
-                    zipfile.ZipFile(file) as archive,
-                ):
-                    sizes = (each.file_size for each in archive.infolist())
-                    total += sum(-(-size // _BLOCK) * _BLOCK for size in sizes)
-            except (zipfile.BadZipFile, NotImplementedError) as error:
-                raise ConfigurationError(f"can't unpack {wheel.file}: {error}") from error
-        return total
+    @property
+    def _given(self) -> dict[str, str]:
+        """Variables of uv, which unpacks into a cache of this environment alone, and links the
+        files from there, which spares a copy; the cache is removed, so no other environment has
+        these files."""
+        return {
+            "UV_NO_CONFIG": "1",
+            "UV_CACHE_DIR": str(self.folder / "cache"),
+            "UV_LINK_MODE": "hardlink",
+            "UV_PYTHON_INSTALL_DIR": str(self.home.root / "pythons"),
+        }
 
-    def _lay_out(self) -> None:
-        links = make_private(self.folder / "wheels")
-        pins = []
+    async def _venv(self) -> None:
+        words = ["venv", "--quiet", "--no-project", "--python", self.python]
+        words.append(str(self.folder / "venv"))
+        await run_uv(words, directory=self.folder, given=self._given, lock=self.lock)
+
+    async def _built(self, source: Wheel) -> Path:
+        """The wheel that uv builds of ``source`` in the sandbox, where it sees the plan's tools,
+        and no network. No other machine gets it."""
+        import uv
+
+        built, venv = make_private(self.folder / "built" / source.file), self.folder / "venv"
+        files = {each.file: self.home.wheels.path(each) for each in (source, *self.part.tools)}
+        for name, path in files.items():
+            (built / name).symlink_to(path.absolute())
+        base = Path(os.path.realpath(venv / "bin" / "python")).parents[1]
+        words = [uv.find_uv_bin(), "build", "--wheel", "--offline", "--no-index"]
+        words += ["--find-links", ".", "--python", str(venv), "--out-dir", "made", source.file]
+        environ = {"PATH": os.defpath, "HOME": "/tmp", "NO_COLOR": "1", "UV_NO_CONFIG": "1"}
+        assert self.home.sandboxed is not None, "only an agent makes environments"
+        try:
+            sandbox = await _in_thread(self.home.sandboxed, built, (*files.values(), venv, base))
+            async with asyncio.timeout(_BUILD_S):
+                await run([*sandbox, *words], directory=built, environ=environ, lock=self.lock)
+            if made := [path for path in built.glob("made/*.whl") if not path.is_symlink()]:
+                return made[0]
+            raise ConfigurationError("no wheel came of it")
+        except (ConfigurationError, TimeoutError) as error:
+            text = f"can't build {source.name} {source.version} from source"
+            raise ConfigurationError(f"{text}: {str(error) or 'it took too long'}") from error
+
+    def _lay_out(self, paths: Mapping[str, Path]) -> None:
+        links, pins = make_private(self.folder / "wheels"), []
         for wheel in self.part.wheels:
-            (links / wheel.file).symlink_to(self.home.wheels.path(wheel).absolute())
-            pins.append(f"{wheel.name}=={wheel.version} --hash=sha256:{wheel.sha256.hex()}\n")
+            path, digest = paths[wheel.file], wheel.sha256
+            if wheel.is_source:
+                with path.open("rb") as file:
+                    digest = hashlib.file_digest(file, "sha256").digest()
+            (links / (path.name if wheel.is_source else wheel.file)).symlink_to(path.absolute())
+            pins.append(f"{wheel.name}=={wheel.version} --hash=sha256:{digest.hex()}\n")
         (self.folder / "pins.txt").write_text("".join(pins))
 
     async def _install(self, own: Mapping[str, bytes]) -> None:
-        """uv unpacks into a cache of this environment alone, and links the files from there, which
-        spares a copy; the cache is removed, so no other environment has these files."""
-        venv, given = (
-            self.folder / "venv",
-            {
-                "UV_NO_CONFIG": "1",
-                "UV_CACHE_DIR": str(self.folder / "cache"),
-                "UV_LINK_MODE": "hardlink",
-                "UV_PYTHON_INSTALL_DIR": str(self.home.root / "pythons"),
-            },
-        )
-        words = ["venv", "--quiet", "--no-project", "--python", self.python, str(venv)]
-        await run_uv(words, directory=self.folder, given=given, lock=self.lock)
+        venv = self.folder / "venv"
         words = [
             *("pip", "sync", "--quiet", "--python", str(venv), "--require-hashes", "--no-index"),
             *("--only-binary", ":all:", "--allow-empty-requirements"),
             *("--find-links", "wheels", "pins.txt"),
         ]
         try:
-            await run_uv(words, directory=self.folder, given=given, lock=self.lock)
+            await run_uv(words, directory=self.folder, given=self._given, lock=self.lock)
         except ConfigurationError as error:
             raise ConfigurationError(f"can't install the packages: {error}") from error
         [packages] = venv.glob("lib/python*/site-packages")
@@ -411,7 +446,7 @@ class _Build:
                     await run([*words, str(packages)], directory=self.folder, lock=self.lock)
 
     def _complete(self) -> None:
-        for name in ("cache", "wheels"):
+        for name in ("cache", "wheels", "built"):
             _remove_tree(self.folder / name)
         venv = self.folder / "venv"
         for place, _, files in os.walk(venv):
@@ -430,6 +465,16 @@ class _Build:
                 os.sync()  # what counts as complete is on the disk, the packages as well
         os.replace(partial, self.folder / COMPLETE)
         (self.folder / _RESERVED).unlink()
+
+
+def _unpacked(file: str, path: Path) -> int:
+    """The room that the wheel ``file`` in ``path`` takes when unpacked, as its directory says."""
+    try:
+        with _Directory(io.FileIO(path)) as raw, zipfile.ZipFile(raw) as archive:
+            sizes = (each.file_size for each in archive.infolist())
+            return sum(-(-size // _BLOCK) * _BLOCK for size in sizes)
+    except (zipfile.BadZipFile, NotImplementedError) as error:
+        raise ConfigurationError(f"can't unpack {file}: {error}") from error
 
 
 class _Directory(io.BufferedReader):
@@ -463,12 +508,6 @@ def _write_own(packages: Path, own: Mapping[str, bytes]) -> None:
     for path, data in own.items():
         (packages / path).parent.mkdir(parents=True, exist_ok=True)
         (packages / path).write_bytes(data)
-
-
-def _number_in(path: Path) -> int:
-    with contextlib.suppress(OSError):  # that environment is complete, or given up
-        return int(path.read_text())
-    return 0
 
 
 async def _in_thread(call: Callable[..., T], *given: object) -> T:

@@ -24,12 +24,14 @@ MAX_WHEEL_BYTES = 16 << 30
 
 Project = Annotated[str, msgspec.Meta(max_length=128, pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]*\Z")]
 Version = Annotated[str, msgspec.Meta(max_length=128, pattern=r"\A[A-Za-z0-9][A-Za-z0-9.!+_-]*\Z")]
-File = Annotated[str, msgspec.Meta(max_length=255, pattern=r"\A[A-Za-z0-9][\w.!+-]*\.whl\Z")]
+File = Annotated[
+    str, msgspec.Meta(max_length=255, pattern=r"\A[A-Za-z0-9][\w.!+-]*\.(?:whl|tar\.gz)\Z")
+]
 
 
 class Wheel(msgspec.Struct, frozen=True, order=True):
     """A wheel: the ``file`` of release ``version`` of the project ``name``, of ``size`` bytes, and
-    where it is published."""
+    where it is published. Or the source distribution of which each machine builds one."""
 
     name: Project
     version: Version
@@ -38,13 +40,25 @@ class Wheel(msgspec.Struct, frozen=True, order=True):
     size: Annotated[int, msgspec.Meta(ge=1, le=MAX_WHEEL_BYTES)]
     url: Text
 
+    @property
+    def is_source(self) -> bool:
+        """Whether it is a source distribution."""
+        return not self.file.endswith(".whl")
+
 
 class Part(msgspec.Struct, frozen=True):
-    """The wheels for machines of one ``kind``; or, with an ``error``, why there are none."""
+    """The wheels for machines of one ``kind``, and the ``tools``, wheels by which those that are
+    sources are built; or, with an ``error``, why there are none."""
 
     kind: Name
     wheels: Annotated[tuple[Wheel, ...], msgspec.Meta(max_length=MAX_WHEELS)] = ()
     error: Text = ""
+    tools: Annotated[tuple[Wheel, ...], msgspec.Meta(max_length=MAX_WHEELS)] = ()
+
+    @property
+    def files(self) -> tuple[Wheel, ...]:
+        """All that a machine fetches."""
+        return tuple(dict.fromkeys(self.wheels + self.tools))
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,7 +96,7 @@ def decode_plan(data: bytes) -> Plan:
     """The plan in ``data``; ProtocolError if that is none, or two wheels have one name."""
     plan = decoded(_decoder, data, "a plan of an environment")
     for part in plan.parts:
-        if len({wheel.file.lower() for wheel in part.wheels}) != len(part.wheels):
+        if len({wheel.file.lower() for wheel in part.files}) != len(part.files):
             raise ProtocolError("a plan of an environment with two wheels of one name")
     return plan
 
@@ -91,7 +105,7 @@ def environment_key(part: Part, python: str, own: bytes) -> str:
     """The name of the environment made of ``part`` for this ``python`` (its release), with the
     potluck whose wheel has the hash ``own``."""
     hashed = sha256(f"{SCHEMA} {part.kind} {python}\n".encode())
-    hashed.update(own + b"".join(sorted(wheel.sha256 for wheel in part.wheels)))
+    hashed.update(own + b"".join(sorted(wheel.sha256 for wheel in part.files)))
     return hashed.hexdigest()[:32]
 
 

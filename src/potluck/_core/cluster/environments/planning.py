@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import io
 import re
 import sys
+import tarfile
 import tempfile
 import tomllib
 import urllib.request
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
@@ -42,7 +45,10 @@ from potluck.errors import ConfigurationError, ProtocolError
 
 _PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 _HEAD_S = 30.0
+_MAX_TEXT = 1 << 20
 Note = Callable[[str], None]
+_OF_TORCH = re.compile(r"(?:nvidia|cuda)-(?!ml-py)|(?:pytorch-)?triton\b")
+"""What a torch for one kind of accelerator needs, and no other."""
 
 
 def choose_python(requires: str, own: str) -> str:
@@ -79,6 +85,7 @@ async def make_plan(
 ) -> Plan:
     """The plan of ``source`` for machines of ``kinds``, kept in ``folder``. ``index`` is asked
     instead of PyPI (empty: what this user has set for uv). ``note`` gets uv's warnings.
+    A source distribution may be built here, too, for uv to learn what it needs.
 
     ConfigurationError if there is no environment for any machine, or an index can't be asked.
     """
@@ -94,13 +101,17 @@ async def make_plan(
         pins = await _pins_of(source, work, index, note)
         (work / "potluck.in").write_text("\n".join(_own_requirements()))
         (work / "excluded.txt").write_text("potluck\n")
-        asked = [str(source.path)]
+        asked = [str(source.path), "potluck.in"]
+        lines = () if pins is None else pins.lines
+        has_torch = not index and not any(re.match(r"torch==\S*\+", line) for line in lines)
         if pins is not None:
-            (work / "pins.in").write_text("\n".join(pins.lines))
-            asked = ["pins.in"]
+            if has_torch and any(line.startswith("torch==") for line in lines):
+                lines = tuple(line for line in lines if not _OF_TORCH.match(line))
+            (work / "pins.in").write_text("\n".join(lines))
+            asked[0] = "pins.in"
         hashes = pins.hashes if pins is not None else _hashes_in(source)
         indexes = () if pins is None else pins.indexes
-        compile = _Compile(work, asked, python, index, indexes, hashes)
+        compile = _Compile(work, asked, python, index, indexes, hashes, source.builds, has_torch)
         parts = await asyncio.gather(*(compile.part(kind, note) for kind in sorted(kinds)))
     plan = Plan(python=python, source=source.label, parts=tuple(parts))
     if all(part.error for part in parts):
@@ -118,33 +129,50 @@ class _Compile:
     index: str
     indexes: tuple[str, ...]
     hashes: dict[str, set[str]]
+    builds: bool
+    has_torch: bool  # each kind of machine has the torch for its accelerator
 
     async def part(self, kind: str, note: Note) -> Part:
         """The part of the plan for machines of ``kind``."""
         found = platform_of(kind)
         if found is None:
             return Part(kind, error=f"is {in_words(kind)}, for which uv knows no wheels")
+        try:
+            wheels = await self._chosen(kind, found, note)
+            tools = set[Wheel]()
+            for wheel in wheels:
+                if wheel.is_source:
+                    asked = self.work / f"{wheel.sha256.hex()}.{kind}.in"
+                    asked.write_text("\n".join(await asyncio.to_thread(_tools_of, wheel)))
+                    for_tools = replace(self, asked=[asked.name], hashes={}, builds=False)
+                    tools.update(await for_tools._chosen(kind, found, note))
+            return Part(kind, tuple(sorted(wheels)), tools=tuple(sorted(tools)))
+        except ConfigurationError as error:
+            return Part(kind, error=_without_wheel(str(error), kind)[:4000])
+
+    async def _chosen(
+        self, kind: str, found: tuple[str, dict[str, str]], note: Note
+    ) -> list[Wheel]:
+        """What uv chooses of what is ``asked`` for."""
         platform, given = found
+        if not self.has_torch:
+            given = {name: text for name, text in given.items() if name != "UV_TORCH_BACKEND"}
         words = [
             *("pip", "compile", "--no-progress", "--format", "pylock.toml", "--no-header"),
             *("--python-platform", platform, "--python-version", self.python),
-            *("--python", sys.executable, "--only-binary", ":all:"),
-            *("--excludes", "excluded.txt", *self.asked, "potluck.in"),
+            *("--python", sys.executable, *(() if self.builds else ("--only-binary", ":all:"))),
+            *("--excludes", "excluded.txt", *self.asked),
             *(["--default-index", self.index] if self.index else []),
         ]
         if self.indexes:  # versions and hashes are the lock's, whatever other indexes have
             words += ["--index-strategy", "unsafe-best-match"]
             words += [word for each in self.indexes for word in ("--index", each)]
-        try:
-            text, said = await run_uv(words, directory=self.work, given=given, as_user=True)
-            for warning in warnings_in(said):
-                note(warning)
-            tags = tags_of(kind, self.python)
-            wheels = [self._wheel(each, tags) for each in tomllib.loads(text).get("packages", [])]
-            sized = await asyncio.gather(*(asyncio.to_thread(_with_size, each) for each in wheels))
-            return Part(kind, tuple(sorted(sized)))
-        except ConfigurationError as error:
-            return Part(kind, error=_without_wheel(str(error), kind)[:4000])
+        text, said = await run_uv(words, directory=self.work, given=given, as_user=True)
+        for warning in warnings_in(said):
+            note(warning)
+        tags = tags_of(kind, self.python)
+        wheels = [self._wheel(each, tags) for each in tomllib.loads(text).get("packages", [])]
+        return await asyncio.gather(*(asyncio.to_thread(_with_size, each) for each in wheels))
 
     def _wheel(self, package: dict[str, Any], tags: Mapping[Tag, int]) -> Wheel:
         name, version = package["name"], package.get("version", "")
@@ -154,10 +182,12 @@ class _Compile:
             for each in package.get("wheels", [])
             if "url" in each and (rank := _rank(each, tags)) is not None
         ]
+        if not fits and self.builds and file_of(package.get("sdist", {}).get("url", "")):
+            fits = [(0, package["sdist"])]
         if not fits:
             raise ConfigurationError(
                 f"{name} {version} comes from no index as a wheel, and only wheels travel: publish "
-                "it as one, or put its files into the script's folder"
+                "it as one (or --allow-builds), or put its files into the script's folder"
             )
         wheel = min(fits, key=lambda each: each[0])[1]
         url, digest = wheel["url"], wheel.get("hashes", {}).get("sha256", "")
@@ -166,6 +196,8 @@ class _Compile:
                 f"{name} {version} comes from {url.rpartition('@')[2]}: {objection}"
             )
         locked = self.hashes.get(canonicalize_name(name))
+        if self.has_torch and (urlsplit(url).hostname or "").endswith(".pytorch.org"):
+            locked = None  # the lock has that of another accelerator; the version is the lock's
         if not digest or (locked and digest not in locked):
             what = f"has another file than {self.asked[0]}'s lock" if digest else "gives no SHA-256"
             raise ConfigurationError(f"{name} {version}: its index {what} ({file_of(url)})")
@@ -187,7 +219,7 @@ def _rank(wheel: Mapping[str, Any], tags: Mapping[Tag, int]) -> int | None:
 async def _pins_of(source: Source, work: Path, index: str, note: Note) -> _Pins | None:
     """What a lock amounts to; None for a source that is none."""
     if source.kind == "pylock":
-        return _pins_in(read_toml(source.path))
+        return _pins_in(read_toml(source.path), source.builds)
     if source.kind not in ("project", "script lock"):
         return None
     of = ["--script", str(source.path)]
@@ -200,24 +232,26 @@ async def _pins_of(source: Source, work: Path, index: str, note: Note) -> _Pins 
     text, said = await run_uv(words, directory=work, given={}, as_user=True)
     for warning in warnings_in(said):
         note(warning)
-    return _pins_in(tomllib.loads(text))
+    return _pins_in(tomllib.loads(text), source.builds)
 
 
-def _pins_in(lock: dict[str, Any]) -> _Pins:
+def _pins_in(lock: dict[str, Any], builds: bool) -> _Pins:
     lines, hashes, indexes = [], dict[str, set[str]](), dict[str, None]()
     for package in lock.get("packages", []):
         name, version = package.get("name", ""), package.get("version", "")
         if canonicalize_name(name) == "potluck":
             continue
-        if not version or not package.get("wheels"):
+        files = list(package.get("wheels", []))
+        files += [package["sdist"]] if builds and "sdist" in package else []
+        if not version or not files:
             raise ConfigurationError(
                 f"{name} {version} in the lock has no wheel, and only wheels travel: choose a "
-                "release that has one, or put its files into the script's folder"
+                "release that has one (or --allow-builds), or put its files beside the script"
             )
         marker = f" ; {package['marker']}" if package.get("marker") else ""
         lines.append(f"{name}=={version}{marker}")
         found = hashes.setdefault(canonicalize_name(name), set())
-        found |= {each.get("hashes", {}).get("sha256", "") for each in package["wheels"]} - {""}
+        found |= {each.get("hashes", {}).get("sha256", "") for each in files} - {""}
         if "index" in package:
             indexes[package["index"]] = None
     others = tuple(indexes) if len(indexes) > 1 else ()
@@ -242,6 +276,25 @@ def _own_requirements() -> list[str]:
     return [line for line in requires if not re.search(r"^uv\b|extra ==", line)]
 
 
+def _tools_of(source: Wheel) -> list[str]:
+    """The requirements of what builds a source distribution, which is fetched for it."""
+    try:
+        with urllib.request.urlopen(source.url, timeout=_HEAD_S) as response:
+            data = response.read(source.size + 1)
+        if sha256(data).digest() != source.sha256:
+            raise ConfigurationError(f"{source.file}: its index has another file than it says")
+        folder = source.file.removesuffix(".tar.gz")
+        with tarfile.open(fileobj=io.BytesIO(data), mode="r:gz") as archive:
+            file = archive.extractfile(f"{folder}/pyproject.toml")
+            text = "" if file is None else file.read(_MAX_TEXT).decode()
+        system: dict[str, Any] = tomllib.loads(text).get("build-system", {})
+    except KeyError:  # it has no such file
+        system = {}
+    except (OSError, ValueError, tarfile.TarError) as error:
+        raise ConfigurationError(f"{source.file} can't be looked into: {error}") from error
+    return [str(each) for each in system.get("requires", ["setuptools>=40.8"])]
+
+
 def _with_size(wheel: Wheel) -> Wheel:
     """``wheel`` with its size, which some indexes don't tell."""
     if wheel.size:
@@ -257,7 +310,7 @@ def _with_size(wheel: Wheel) -> Wheel:
     return msgspec.structs.replace(wheel, size=size)
 
 
-_NO_WHEEL = re.compile(r"Because (\S+)==(\S+) has no wheels with a matching ")
+_NO_WHEEL = re.compile(r"Because (\S+)==(\S+) has no (?:usable )?wheels")
 _AVAILABLE = re.compile(r"on the following platforms?: ([^\n]+)")
 
 
@@ -268,12 +321,14 @@ def _without_wheel(said: str, kind: str) -> str:
         return said
     there = _AVAILABLE.search(said)
     only = f" (only {there[1].strip().replace('`', '')})" if there else ""
-    return f"{found[1]} {found[2]} has no wheel for {in_words(kind)}{only}"
+    hint = "; --allow-builds builds it from source" if "usable" in found[0] else ""
+    return f"{found[1]} {found[2]} has no wheel for {in_words(kind)}{only}{hint}"
 
 
 def _fingerprint(source: Source, kinds: Collection[str], python: str, index: str) -> str:
     """The name of the plan: of all that it depends on."""
-    hashed = sha256(f"{SCHEMA} {source.kind} {python} {index} {sorted(kinds)}".encode())
+    asked = (SCHEMA, source.kind, source.builds, python, index, *sorted(kinds))
+    hashed = sha256(repr(asked).encode())
     hashed.update("\n".join(_own_requirements()).encode())
     for path in source.files:
         if path.is_file():

@@ -21,12 +21,14 @@ _MAX_BYTES = 16 << 20
 @dataclass(frozen=True, slots=True)
 class Source:
     """The file ``path`` says what the script needs. ``requires_python``: for which versions
-    (empty: any). ``files`` are all that its meaning depends on."""
+    (empty: any). ``files`` are all that its meaning depends on. If it ``builds``, packages without
+    a wheel come as source distributions."""
 
     kind: Kind
     path: Path
     requires_python: str
     files: tuple[Path, ...]
+    builds: bool = False
 
     @property
     def label(self) -> str:

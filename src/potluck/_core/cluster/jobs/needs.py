@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -43,6 +44,7 @@ async def plan_of(
     source = await asyncio.to_thread(find_source, root, script)
     if source is None:
         return None
+    source = replace(source, builds=request.allows_builds)
     plan = await make_plan(
         source, kinds, folder=environments.root / "plans", index=environments.index, note=note
     )

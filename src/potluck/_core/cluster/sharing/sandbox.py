@@ -151,6 +151,12 @@ class Sandbox:
             )
 
 
+def build_sandbox(home: Path, folder: Path, readable: Iterable[Path]) -> list[str]:
+    """What to put before a command that builds a package in ``folder``, and can read the
+    ``readable`` files: it has no network. ConfigurationError as for ``Sandbox``."""
+    return Sandbox(home, (), ()).command([folder], folder, folder, environment=readable)
+
+
 def _installed() -> list[Path]:
     """Where Python, its packages and potluck are; and the names of name servers, which is a link
     into /run on many systems."""
