@@ -67,10 +67,11 @@ def train(
     policy: Policy | None = None,
     strategy: Any = None,
     checkpoint: CheckpointStore | None = None,
+    optimizer_type: type[RoundingSGD] = RoundingSGD,
 ) -> ElasticLoop:
     _here.kind = kind or ("new" if ctx.rank == 0 else "old")
     model = DDP(copy.deepcopy(_START), ctx)
-    optimizer = RoundingSGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = optimizer_type(model.parameters(), lr=0.1, momentum=0.9)
     job = ElasticLoop(
         model, optimizer, (X, Y), batch_size=8, epochs=4, seed=5, strategy=strategy,
         policy=policy or Policy(hash_every=3, recovery_s=30), checkpoint=checkpoint,
@@ -105,6 +106,24 @@ def test_they_end_with_equal_parameters_and_the_losses_of_one_machine(
     said = sorted(record.getMessage().partition(", and")[0] for record in caplog.records)
     assert said == [f"rank {rank} rounds otherwise than rank 0" for rank in (1, 2)]
     assert all(record.getMessage().endswith(" (old)") for record in caplog.records)
+
+
+def test_releases_of_torch_with_unlike_options_of_optimizers_train_together() -> None:
+    """One release has an option that the other does not know; there both are one torch."""
+
+    class Newer(RoundingSGD):
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            for group in self.param_groups:
+                group["decoupled"] = False
+
+    def of_this_release(ctx: DistributedContext, newer: int) -> ElasticLoop:
+        return train(ctx, optimizer_type=Newer if ctx.rank == newer else RoundingSGD)
+
+    for newer in (0, 1):
+        found = run_world(2, lambda ctx, newer=newer: of_this_release(ctx, newer))
+        assert len({job.parameter_hash() for job in found}) == 1
+        assert found[0].losses == pytest.approx(run_world(1, train)[0].losses, rel=1e-4)
 
 
 def test_between_two_alignments_only_rounding_is_between_them() -> None:

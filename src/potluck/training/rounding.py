@@ -45,17 +45,24 @@ class Distance:
 
 def distance(mine: State, theirs: State, num_steps: int) -> Distance:
     """How far ``mine`` is from ``theirs``; they were equal ``num_steps`` steps ago. Floating-point
-    tensors and numbers may differ, all else may not. TypeError for a value that a state can't
+    tensors and numbers may differ, all else may not. Of the hyperparameters of a group, those count
+    that both have: releases of torch know unlike ones. TypeError for a value that a state can't
     hold. Cost: reads every number once."""
     own, other = dict(_leaves(mine, "")), dict(_leaves(theirs, ""))
-    if own.keys() != other.keys():
-        where = min(own.keys() ^ other.keys())
-        return Distance(math.inf, where, "missing in one of them")
+    both = {_group_of(where) for where in own} & {_group_of(where) for where in other}
+    if missing := [where for where in own.keys() ^ other.keys() if _group_of(where) not in both]:
+        return Distance(math.inf, min(missing), "missing in one of them")
     worst = Distance()
-    for where, value in own.items():
-        found = _of_leaves(value, other[where], where, num_steps)
+    for where in sorted(own.keys() & other.keys()):
+        found = _of_leaves(own[where], other[where], where, num_steps)
         worst = max(worst, found, key=lambda each: each.excess)
     return worst
+
+
+def _group_of(where: str) -> str:
+    """The path of the parameter group that a hyperparameter belongs to; of others their own."""
+    parts = where.split("/")
+    return "/".join(parts[:3]) if parts[0] == "hyperparameters" else where
 
 
 def _leaves(value: State, path: str) -> Iterator[tuple[str, Any]]:

@@ -156,3 +156,14 @@ def test_values_that_differ_by_more_are_not_nearly_equal(one: object, other: obj
 def test_a_tensor_is_its_numbers() -> None:
     assert tolerant_hash(np.array([0.1, 0.2])) == tolerant_hash([0.1, 0.2])
     assert tolerant_hash([math.nan]) == tolerant_hash([math.nan])
+
+
+def test_hyperparameters_that_one_release_does_not_know_do_not_count() -> None:
+    mine = {"hyperparameters": [[{"lr": 0.1, "decoupled": False, "betas": (0.9, 0.99)}]]}
+    theirs = {"hyperparameters": [[{"lr": 0.1, "betas": (0.9, 0.99), "fused": None}]]}
+    assert distance(mine, theirs, 1).excess == 0
+    theirs["hyperparameters"][0][0]["lr"] = 0.2
+    assert distance(mine, theirs, 1).where == "hyperparameters/0/0/lr"
+    two = {"hyperparameters": [[*mine["hyperparameters"][0], {"lr": 0.1}]]}
+    assert distance(mine, two, 1).where == "hyperparameters/0/1/lr"
+    assert distance({"w": 1.0}, {"v": 1.0}, 1).what == "missing in one of them"

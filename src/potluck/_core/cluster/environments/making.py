@@ -346,7 +346,6 @@ class _Build:
             fetched = _Fetched(to_fetch, self.note)
             with self.home.wheels.held(wheels):
                 await self.home.wheels.fetch(wheels, fetched)
-                await self._venv()
                 paths = {each.file: self.home.wheels.path(each) for each in self.part.wheels}
                 for each in self.part.wheels:
                     if each.is_source:
@@ -366,39 +365,22 @@ class _Build:
         seconds = time.monotonic() - began
         self.note(f"ready after {seconds:.1f} s{fetched.origins()}")
 
-    @property
-    def _given(self) -> dict[str, str]:
-        """Variables of uv, which unpacks into a cache of this environment alone, and links the
-        files from there, which spares a copy; the cache is removed, so no other environment has
-        these files."""
-        return {
-            "UV_NO_CONFIG": "1",
-            "UV_CACHE_DIR": str(self.folder / "cache"),
-            "UV_LINK_MODE": "hardlink",
-            "UV_PYTHON_INSTALL_DIR": str(self.home.root / "pythons"),
-        }
-
-    async def _venv(self) -> None:
-        words = ["venv", "--quiet", "--no-project", "--python", self.python]
-        words.append(str(self.folder / "venv"))
-        await run_uv(words, directory=self.folder, given=self._given, lock=self.lock)
-
     async def _built(self, source: Wheel) -> Path:
         """The wheel that uv builds of ``source`` in the sandbox, where it sees the plan's tools,
         and no network. No other machine gets it."""
         import uv
 
-        built, venv = make_private(self.folder / "built" / source.file), self.folder / "venv"
+        built = make_private(self.folder / "built" / source.file)
         files = {each.file: self.home.wheels.path(each) for each in (source, *self.part.tools)}
         for name, path in files.items():
             (built / name).symlink_to(path.absolute())
-        base = Path(os.path.realpath(venv / "bin" / "python")).parents[1]
+        base = Path(os.path.realpath(self.python)).parents[1]
         words = [uv.find_uv_bin(), "build", "--wheel", "--offline", "--no-index"]
-        words += ["--find-links", ".", "--python", str(venv), "--out-dir", "made", source.file]
+        words += ["--find-links", ".", "--python", self.python, "--out-dir", "made", source.file]
         environ = {"PATH": os.defpath, "HOME": "/tmp", "NO_COLOR": "1", "UV_NO_CONFIG": "1"}
         assert self.home.sandboxed is not None, "only an agent makes environments"
         try:
-            sandbox = await _in_thread(self.home.sandboxed, built, (*files.values(), venv, base))
+            sandbox = await _in_thread(self.home.sandboxed, built, (*files.values(), base))
             async with asyncio.timeout(_BUILD_S):
                 await run([*sandbox, *words], directory=built, environ=environ, lock=self.lock)
             if made := [path for path in built.glob("made/*.whl") if not path.is_symlink()]:
@@ -420,14 +402,24 @@ class _Build:
         (self.folder / "pins.txt").write_text("".join(pins))
 
     async def _install(self, own: Mapping[str, bytes]) -> None:
+        """uv unpacks into a cache of this environment alone, and links the files from there, which
+        spares a copy; the cache is removed, so no other environment has these files."""
         venv = self.folder / "venv"
+        given = {
+            "UV_NO_CONFIG": "1",
+            "UV_CACHE_DIR": str(self.folder / "cache"),
+            "UV_LINK_MODE": "hardlink",
+            "UV_PYTHON_INSTALL_DIR": str(self.home.root / "pythons"),
+        }
+        words = ["venv", "--quiet", "--no-project", "--python", self.python, str(venv)]
+        await run_uv(words, directory=self.folder, given=given, lock=self.lock)
         words = [
             *("pip", "sync", "--quiet", "--python", str(venv), "--require-hashes", "--no-index"),
             *("--only-binary", ":all:", "--allow-empty-requirements"),
             *("--find-links", "wheels", "pins.txt"),
         ]
         try:
-            await run_uv(words, directory=self.folder, given=self._given, lock=self.lock)
+            await run_uv(words, directory=self.folder, given=given, lock=self.lock)
         except ConfigurationError as error:
             raise ConfigurationError(f"can't install the packages: {error}") from error
         [packages] = venv.glob("lib/python*/site-packages")

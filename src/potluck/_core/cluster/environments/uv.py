@@ -87,8 +87,8 @@ async def run(
             await process.wait()
     text, said = out[:_MAX_OUTPUT].decode(errors="replace"), err[-8192:].decode(errors="replace")
     if process.returncode != 0:
-        name = Path(command[0]).name
-        raise ConfigurationError(in_short(said) or f"{name} ended with code {process.returncode}")
+        code = f"{command[0]} ended with code {process.returncode}"
+        raise ConfigurationError(in_short(said) or code)
     return text, said
 
 

@@ -384,6 +384,7 @@ class JobController:
             where = ", ".join(map(self._agent.names.label, self.placement.nodes))
             count = len(self.placement.places)
             self.note(f"starting {count} worker{'s' if count > 1 else ''} on {where}")
+            self.placement.note_unlike(self.placement.nodes, self.note)
             self.placement.note_unfit(sorted(self._nodes), self.note)
         self._act(self._first_actions)
 

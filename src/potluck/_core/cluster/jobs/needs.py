@@ -48,6 +48,11 @@ async def plan_of(
     plan = await make_plan(
         source, kinds, folder=environments.root / "plans", index=environments.index, note=note
     )
+    torches = {
+        w.version.partition("+")[0] for p in plan.parts for w in p.wheels if w.name == "torch"
+    }
+    if len(torches) > 1:
+        note(f"machines get torch {' and '.join(sorted(torches))}, which may round differently")
     num = max(len(part.wheels) for part in plan.parts)
     note(f"environment: Python {plan.python}, {num} packages from {source.label} and potluck")
     with tempfile.TemporaryDirectory(prefix="potluck-plan-") as made:

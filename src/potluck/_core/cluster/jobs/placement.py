@@ -155,6 +155,19 @@ class Placement:
         added = place(self.spec, fitting, self.places)
         self.places += added
         self._node_of |= {each.worker: each.node for each in added}
+        self.note_unlike({each.node for each in added}, note)
+
+    def note_unlike(self, nodes: Iterable[str], note: Callable[[str], None]) -> None:
+        """Note which of ``nodes`` have another release of torch than the starter."""
+        mine = self.spec.versions.torch
+        for node in sorted(nodes):
+            introduction = self.introduction(node)
+            theirs = "" if introduction is None else introduction.versions.torch
+            if mine and theirs not in ("", mine):
+                note(
+                    f"{self.names.called(node)} has torch {theirs}, the starter {mine}: they train "
+                    "together where states and dtypes agree, and may round differently"
+                )
 
     def note_unfit(
         self, nodes: Iterable[str], note: Callable[[str], None], *, again: bool = False
@@ -195,9 +208,9 @@ def differences(name: str, mine: Versions, theirs: Versions) -> list[str]:
     """The differences because of which workers on the node ``name`` and here can't be in one job,
     in words, with what to do; empty if they can.
 
-    Python must have the same major and minor version, and torch be the same release, unless
-    ``mine`` has none: a job that brings its environment asks for neither. The protocol of both
-    potlucks must carry jobs between them.
+    Python must have the same major and minor version, and torch be there, unless ``mine`` has
+    none: a job that brings its environment asks for neither. The protocol of both potlucks must
+    carry jobs between them.
     """
     texts = []
     pip = f"there: {theirs.executable or 'python'} -m pip install"
@@ -214,10 +227,9 @@ def differences(name: str, mine: Versions, theirs: Versions) -> list[str]:
             f"{name} has potluck {theirs.potluck}, this node {mine.potluck}, and the older can't "
             f"run jobs of the newer ({where}: {older.upgrade})"
         )
-    if mine.torch and mine.torch != theirs.torch:
-        theirs_is = f"torch {theirs.torch}" if theirs.torch else "no torch"
+    if mine.torch and not theirs.torch:
         texts.append(
-            f"{name} has {theirs_is}, this node {mine.torch} ({pip} torch=={mine.torch}, {again})"
+            f"{name} has no torch, this node {mine.torch} ({pip} torch=={mine.torch}, {again})"
         )
     if mine.byte_order != theirs.byte_order:
         texts.append(f"{name} is a {theirs.byte_order}-endian machine ({theirs.machine})")
