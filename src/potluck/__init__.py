@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from potluck import estimators as estimators
     from potluck import federated as federated
     from potluck import graphs as graphs
+    from potluck import jax as jax
+    from potluck import mlx as mlx
     from potluck import parameter_server as parameter_server
     from potluck import services as services
     from potluck import testing as testing
@@ -111,6 +113,8 @@ _MODULES = (
     "estimators",
     "federated",
     "graphs",
+    "jax",
+    "mlx",
     "parameter_server",
     "services",
     "testing",

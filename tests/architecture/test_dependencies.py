@@ -47,8 +47,8 @@ def test_each_dependency_has_a_floor_that_the_lock_keeps() -> None:
 
 
 def check_floor(requirement: str) -> None:
-    found = re.fullmatch(r"[\w.-]+(?:\[\w+\])?>=([\d.]+)", requirement)
-    assert found, f"{requirement}: declare a floor (>=) and nothing else"
+    found = re.fullmatch(r"[\w.-]+(?:\[\w+\])?>=([\d.]+)(?:; sys_platform [^;]+)?", requirement)
+    assert found, f"{requirement}: declare a floor (>=), at most with the system, and nothing else"
     pins = LOCKED.get(lockfile.name_of(requirement), [])
     assert pins, f"{requirement} is not in requirements.lock: run tools/lock"
     for pin in pins:

@@ -33,6 +33,7 @@ SMALL = {
     "codecs.py": "a name at the top for users",
     "torch/plugins/accelerate.py": "one file for each library",
     "torch/plugins/transformers.py": "one file for each library",
+    "jax.py": "a name at the top for users",
     "collectives.py": "a name at the top for users",
 }
 """Files of ``src/potluck`` that are shorter, and why they are files of their own."""

@@ -1,7 +1,9 @@
-"""Conversion of users' arrays (NumPy arrays, torch tensors) to the engine's, without copies if
+"""Conversion of users' arrays (of NumPy, torch, JAX and MLX) to the engine's, without copies if
 possible.
 
-torch is never imported here: a script that passes a tensor has imported it.
+NumPy's arrays and torch's tensors are changed in place; those of JAX and MLX can't be changed, so
+results are new ones. None of the libraries is imported here: a script that passes a tensor has
+imported torch.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from potluck._core.wire.dtypes import code_of, dtype_named
+from potluck._core.wire.immutable import library_of
 from potluck._core.wire.tensors import check_plain, is_tensor, memory_of
 
 Array = NDArray[Any]
@@ -24,12 +27,13 @@ class Adapted:
     """A user's array as a C-contiguous NumPy array of the same shape.
 
     ``array`` shares the user's memory if that is contiguous host memory; otherwise it is a copy,
-    and ``write_back`` copies results into the user's array.
+    and ``write_back`` copies results into the user's array by ``store()``, which returns a new
+    array in its place if it can't be changed, else None.
     """
 
     __slots__ = ("_store", "array", "user")
 
-    def __init__(self, user: Any, array: Array, store: Callable[[], None] | None) -> None:
+    def __init__(self, user: Any, array: Array, store: Callable[[], Any] | None) -> None:
         self.user = user
         self.array = array
         self._store = store
@@ -40,9 +44,11 @@ class Adapted:
         return self._store is None
 
     def write_back(self, _result: Any = None) -> Any:
-        """Copy the result into the user's array, and return that array; for ``Work.then``."""
+        """Copy the result into the user's array, and return that array, or the new one in its
+        place; for ``Work.then``."""
         if self._store is not None:
-            self._store()
+            made = self._store()
+            self.user = self.user if made is None else made
         return self.user
 
 
@@ -52,6 +58,36 @@ def adapt(user: Any, *, writable: bool = True, device: str | None = None) -> Ada
     TypeError for other objects and for unsupported dtypes; ValueError if a result would have to be
     written into read-only memory.
     """
+    if (library := library_of(user)) is not None:
+        data = library.read(user)
+        code_of(data.dtype)
+        if not writable:
+            return Adapted(user, _adapt_plain(data, False, device).array, None)
+        return _made(user, np.array(data, order="C"), device)
+    return _adapt_plain(user, writable, device)
+
+
+def room_like(user: Any, shape: tuple[int, ...], *, device: str | None = None) -> Adapted:
+    """``adapt`` of a new array of ``shape``, of the kind, dtype and device of ``user``."""
+    if (library := library_of(user)) is not None:
+        return _made(user, np.empty(shape, library.read(user).dtype), device)
+    return adapt(empty_like(user, shape), device=device)
+
+
+def _made(user: Any, data: Array, device: str | None) -> Adapted:
+    """``data``, new memory, of which ``write_back`` makes an array like ``user``."""
+    library = library_of(user)
+    assert library is not None
+    inner = _adapt_plain(data, True, device)
+
+    def make() -> Any:
+        inner.write_back()
+        return library.make(data, user)
+
+    return Adapted(user, inner.array, make)
+
+
+def _adapt_plain(user: Any, writable: bool, device: str | None) -> Adapted:
     if device is not None:
         return _adapt_to_device(user, writable, device)
     if isinstance(user, np.ndarray):
@@ -61,7 +97,8 @@ def adapt(user: Any, *, writable: bool = True, device: str | None = None) -> Ada
     told = "wrap it with numpy.asarray(...)"
     if isinstance(user, dict):
         told = "pass each of its arrays; other values go by ctx.send_message"
-    raise TypeError(f"expected a NumPy array or a torch tensor, got {type(user).__name__}; {told}")
+    kinds = "an array of NumPy, torch, JAX or MLX"
+    raise TypeError(f"expected {kinds}, got {type(user).__name__}; {told}")
 
 
 def is_array(user: Any) -> bool:

@@ -16,13 +16,14 @@ from potluck._core.backends.base import Communicator
 from potluck._core.checks import Duration, check_parts, checked_rank, checked_seconds, checked_tag
 from potluck._core.codecs import codec_of
 from potluck._core.collectives.plan import Operation
-from potluck._core.context.arrays import Adapted, adapt, collide, empty_like, is_array
+from potluck._core.context.arrays import Adapted, adapt, collide, empty_like, is_array, room_like
 from potluck._core.context.compressed import start_own
 from potluck._core.engine.arrays.coding import Encoding
 from potluck._core.engine.request import Request
 from potluck._core.engine.work import Work
 from potluck._core.forks import Uncopied
 from potluck._core.types import Group, Member, reduce_op
+from potluck._core.wire.immutable import library_of
 from potluck._core.wire.tensors import is_tensor
 from potluck.errors import Desync
 
@@ -515,7 +516,9 @@ class Collectives(Uncopied):
     ) -> Adapted:
         """The array for the result: ``out``, of any shape, or a new array like ``like``."""
         if out is None:
-            return self._adapt(empty_like(like, shape))
+            return room_like(like, shape, device=self.communicator.device)
+        if library_of(out) is not None:
+            raise TypeError(f"{operation}: arrays like out can't be changed; take what is returned")
         result, dtype = self._adapt(out), given.array.dtype
         if result.array.dtype != dtype or math.prod(result.array.shape) != math.prod(shape):
             raise ValueError(
@@ -592,6 +595,8 @@ def all_reduce_mean(context: Collectives, array: Any) -> Any:
 
 
 def _copy(array: Any) -> Any:
+    if library_of(array) is not None:
+        return array  # the result is a new one
     return array.detach().clone() if is_tensor(array) else np.array(array)
 
 

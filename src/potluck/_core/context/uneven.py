@@ -6,14 +6,14 @@ import itertools
 import operator
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from potluck._core import hints
 from potluck._core.checks import Duration, check_within, checked_rank
-from potluck._core.context.arrays import Adapted, empty_like
+from potluck._core.context.arrays import Adapted, room_like
 from potluck._core.context.collectives import Collectives
 from potluck._core.engine.work import Together, Work
 from potluck._core.wire.dtypes import NAMES, code_of_name
@@ -77,14 +77,14 @@ class UnevenCollectives(Collectives):
             work: Work = self.all_gather(array, timeout=left, async_op=True)
             work.then(list)
             return work if async_op else work.wait()
-        parts = [empty_like(array, spec.shape) for spec in specs]
-        parts[self.rank][...] = array
+        rooms = [self._room_like(array, spec.shape) for spec in specs]
+        rooms[self.rank].array[...] = mine.array
         works = [
-            self.broadcast(part, rank, timeout=left, async_op=True)
-            for rank, part in enumerate(parts)
+            self.broadcast(room.array, rank, timeout=left, async_op=True)
+            for rank, room in enumerate(rooms)
             if 0 not in specs[rank].shape
         ]
-        return self._together("all_gather_uneven", works, parts, async_op)
+        return self._together("all_gather_uneven", works, _all_of(rooms), async_op)
 
     @hints.arguments({}, same=hints.ROOTED)
     def gather_uneven(
@@ -105,18 +105,15 @@ class UnevenCollectives(Collectives):
             works = []
             if 0 not in mine.array.shape:
                 works = [aside.send(mine.array, root, UNEVEN_TAG, timeout_s=left)]
-            return self._together("gather_uneven", works, None, async_op)
-        parts = [empty_like(array, spec.shape) for spec in specs]
-        parts[root][...] = array
-        rooms = {
-            rank: self._adapt(part)
-            for rank, part in enumerate(parts)
-            if rank != root and 0 not in specs[rank].shape
-        }
+            return self._together("gather_uneven", works, lambda _: None, async_op)
+        rooms = [self._room_like(array, spec.shape) for spec in specs]
+        rooms[root].array[...] = mine.array
         works = [
-            aside.recv(room.array, rank, UNEVEN_TAG, timeout_s=left) for rank, room in rooms.items()
+            aside.recv(room.array, rank, UNEVEN_TAG, timeout_s=left)
+            for rank, room in enumerate(rooms)
+            if rank != root and 0 not in specs[rank].shape
         ]
-        return self._together("gather_uneven", works, parts, async_op, rooms.values())
+        return self._together("gather_uneven", works, _all_of(rooms), async_op)
 
     @hints.arguments({}, same=hints.ROOTED)
     def scatter_uneven(
@@ -159,22 +156,21 @@ class UnevenCollectives(Collectives):
         if self.rank != root:
             # A part that does not fit ``like`` is taken all the same: it would be the next one's.
             misfit = _misfit(like, spec)
-            part = empty_like(_model(spec) if like is None or misfit else like, spec.shape)
-            room = self._adapt(part)
+            room = self._room_like(_model(spec) if like is None or misfit else like, spec.shape)
             is_there = 0 not in spec.shape
             works = [aside.recv(room.array, root, UNEVEN_TAG, timeout_s=left)] if is_there else []
             if misfit:
-                self._together("scatter_uneven", works, part, False, [room])
+                self._together("scatter_uneven", works, room.write_back, False)
                 raise TypeError(misfit)
-            return self._together("scatter_uneven", works, part, async_op, [room])
+            return self._together("scatter_uneven", works, room.write_back, async_op)
         works = [
             aside.send(part.array, rank, UNEVEN_TAG, timeout_s=left)
             for rank, part in enumerate(given)
             if rank != root and 0 not in part.array.shape
         ]
-        part = empty_like(given[root].user, spec.shape)
-        part[...] = given[root].user
-        return self._together("scatter_uneven", works, part, async_op)
+        own = self._room_like(given[root].user, spec.shape)
+        own.array[...] = given[root].array
+        return self._together("scatter_uneven", works, own.write_back, async_op)
 
     # -- inside
 
@@ -242,23 +238,23 @@ class UnevenCollectives(Collectives):
             )
         return list(parts)
 
+    def _room_like(self, array: Any, shape: tuple[int, ...]) -> Adapted:
+        return room_like(array, shape, device=self.communicator.device)
+
     def _together(
         self,
         operation: str,
         works: Sequence[Work],
-        result: Any,
+        result: Callable[[Any], Any],
         async_op: bool,
-        rooms: Any = (),
     ) -> Any:
-        """The work of all ``works``, after which what arrived is in ``rooms``."""
+        """The work of all ``works``, after which ``result(None)`` is returned."""
         text = f"{operation} in epoch {self.communicator.group.epoch}"
+        return self._end(Together(text, works, None), result, async_op)
 
-        def done(value: Any) -> Any:
-            for room in rooms:
-                room.write_back()
-            return value
 
-        return self._end(Together(text, works, result), done, async_op)
+def _all_of(rooms: Sequence[Adapted]) -> Callable[[Any], Any]:
+    return lambda _: [room.write_back() for room in rooms]
 
 
 def _spec(part: Adapted, root: int = -1) -> _Spec:
@@ -285,7 +281,8 @@ def _misfit(like: Any, spec: _Spec) -> str:
     """Why the part of ``spec`` can't be an array like ``like``; empty if it can."""
     if like is None:
         return ""
-    dtype = str(getattr(like, "dtype", type(like).__name__)).removeprefix("torch.")
+    # torch.float32, mlx.core.float32
+    dtype = str(getattr(like, "dtype", type(like).__name__)).rpartition(".")[2]
     if dtype == spec.dtype:
         return ""
     return f"scatter_uneven: the parts are {spec.dtype}, but like is {dtype}"

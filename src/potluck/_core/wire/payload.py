@@ -33,6 +33,7 @@ from msgspec.msgpack import Decoder, Encoder, Ext
 from numpy.typing import NDArray
 
 from potluck._core.wire.dtypes import code_of, dtype_named, dtype_of
+from potluck._core.wire.immutable import library_of
 from potluck._core.wire.msgpack_values import count_values
 from potluck._core.wire.tensors import check_plain, host_bytes, is_tensor
 from potluck.errors import ProtocolError
@@ -174,6 +175,11 @@ def _packed(value: Any, buffers: list[memoryview], depth: int) -> Any:
         return Ext(_SCALAR, bytes([_code(array.dtype)]) + array.tobytes())
     if is_tensor(value):
         return _tensor(value, buffers)
+    if (library := library_of(value)) is not None:
+        try:
+            return _array(library.read(value), buffers)
+        except (TypeError, ValueError) as error:
+            raise _MisfitError(f": {error}") from None
     raise _MisfitError(f" is of type {kind.__qualname__}; {_HOLDS}")
 
 
