@@ -26,6 +26,20 @@ model = KMeans(20, max_iter=30, tol=0, random_state=0, ctx=ctx).fit(X)
 print("iterations", model.n_iter_, hashlib.sha256(model.cluster_centers_.tobytes()).hexdigest())
 """
 
+BOOST = """
+import hashlib
+import numpy as np
+import potluck
+from potluck.estimators import HistGradientBoostingRegressor
+
+ctx = potluck.init()
+X = np.random.default_rng(ctx.rank).normal(size=(5_000, 5))
+model = HistGradientBoostingRegressor(max_iter=20, random_state=0, ctx=ctx)
+model.fit(X, X[:, 0] * X[:, 1])
+nodes = b"".join(tree.nodes.tobytes() for [tree] in model._predictors)
+print("iterations", model.n_iter_, hashlib.sha256(nodes).hexdigest())
+"""
+
 
 def test_the_example_classifies_digits_on_three_workers() -> None:
     with run_command("--workers", "3", str(EXAMPLES / "estimators.py")) as run:
@@ -90,9 +104,10 @@ def test_a_search_in_processes_of_a_worker_is_told_what_to_change(tmp_path: Path
             path.unlink(missing_ok=True)
 
 
-def test_a_killed_worker_costs_k_means_one_repeated_iteration(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("fit", "num"), [(FIT, 30), (BOOST, 20)], ids=["k-means", "boosting"])
+def test_a_killed_worker_costs_one_repeated_iteration(tmp_path: Path, fit: str, num: int) -> None:
     script, summary = tmp_path / "fit.py", tmp_path / "summary.json"
-    script.write_text(FIT)
+    script.write_text(fit)
     with run_command(
         *("--workers", "3", "--chaos", "kill rank 1 at step 12", "--json", str(summary)),
         str(script),
@@ -101,6 +116,6 @@ def test_a_killed_worker_costs_k_means_one_repeated_iteration(tmp_path: Path) ->
         told = [line for line in run.lines if "iterations" in line]
     results = {re.sub(r"^\[\d+\] ", "", line) for line in told}
     assert len(told) >= 2
-    assert len(results) == 1, "all workers have the same centers"
-    assert results.pop().startswith("iterations 30 ")
+    assert len(results) == 1, "all workers have the same model"
+    assert results.pop().startswith(f"iterations {num} ")
     assert json.loads(summary.read_text())["steps_run_again"] <= 1

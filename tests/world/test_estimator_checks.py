@@ -27,6 +27,8 @@ ESTIMATORS = [
     estimators.StandardScaler(),
 ]
 SLOW = [
+    estimators.HistGradientBoostingClassifier(max_iter=5),
+    estimators.HistGradientBoostingRegressor(max_iter=5),
     estimators.LogisticRegression(),
     estimators.MLPClassifier(),
     estimators.MLPRegressor(),

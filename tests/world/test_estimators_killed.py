@@ -23,6 +23,7 @@ X = DIGITS.data + np.random.default_rng(0).normal(scale=1e-3, size=(1797, 64))
 Y = DIGITS.target
 SEED = {"random_state": 0}
 
+BOOSTED = {"max_iter": 5, "max_leaf_nodes": 4, "max_bins": 8, **SEED}
 EXACT = {"exact": True, "max_depth": 2, "max_bins": 8, "max_features": "sqrt", **SEED}
 
 FITS: dict[str, Callable[[MortalContext, Any, Any], Any]] = {
@@ -50,6 +51,11 @@ FITS: dict[str, Callable[[MortalContext, Any, Any], Any]] = {
     ),
     "RandomForestClassifier-exact": lambda ctx, x, y: (
         estimators.RandomForestClassifier(20, ctx=ctx, **EXACT).fit(x, y).predict_proba(X)
+    ),
+    "HistGradientBoostingRegressor": lambda ctx, x, y: (
+        estimators.HistGradientBoostingRegressor(ctx=ctx, early_stopping=True, **BOOSTED)
+        .fit(x, y)
+        .predict(X)
     ),
     "RandomForestRegressor-exact": lambda ctx, x, y: (
         estimators.RandomForestRegressor(20, ctx=ctx, **EXACT).fit(x, y).predict(X)
@@ -116,15 +122,27 @@ def test_the_others_go_on_with_their_own_samples_when_samples_are_lost() -> None
         assert model.inertia_ == pytest.approx(-model.score(rest), rel=1e-9)
 
 
-def test_an_exact_forest_is_the_same_bit_by_bit_for_a_newcomer_in_its_middle() -> None:
+def bits_of_forest(ctx: MortalContext, x: Any, y: Any) -> list[bytes]:
+    forest = estimators.RandomForestClassifier(40, ctx=ctx, **EXACT).fit(x, y)
+    states = [each.tree_.__getstate__() for each in forest.estimators_]
+    return [state["nodes"].tobytes() + state["values"].tobytes() for state in states]
+
+
+def bits_of_boosted_trees(ctx: MortalContext, x: Any, y: Any) -> list[bytes]:
+    model = estimators.HistGradientBoostingClassifier(ctx=ctx, **BOOSTED).fit(x, y)
+    return [tree.nodes.tobytes() for trees in model._predictors for tree in trees]
+
+
+@pytest.mark.parametrize("bits", [bits_of_forest, bits_of_boosted_trees])
+def test_trees_of_all_samples_are_the_same_bit_by_bit_for_a_newcomer_in_the_middle(
+    bits: Callable[[MortalContext, Any, Any], list[bytes]],
+) -> None:
     """The newcomer has no samples, and gets bins and trees from a peer."""
     parts = {"0": slice(0, 1000), "1": slice(1000, None)}
 
     def fit(ctx: MortalContext) -> Any:
         mine = parts.get(ctx.backend.worker, slice(0, 0))
-        forest = estimators.RandomForestClassifier(40, ctx=ctx, **EXACT)
-        forest.fit(X[mine], Y[mine])
-        return [each.tree_.__getstate__() for each in forest.estimators_], ctx.world_size
+        return bits(ctx, X[mine], Y[mine]), ctx.world_size
 
     (expected, _), num_moments = undisturbed(2, fit)
     middle = num_moments // 2
@@ -139,9 +157,7 @@ def test_an_exact_forest_is_the_same_bit_by_bit_for_a_newcomer_in_its_middle() -
     assert len(results) == 3
     for found, world_size in results.values():
         assert world_size == 3
-        for mine, wanted in zip(found, expected, strict=True):
-            assert mine["nodes"].tobytes() == wanted["nodes"].tobytes()
-            assert mine["values"].tobytes() == wanted["values"].tobytes()
+        assert found == expected
 
 
 @pytest.mark.filterwarnings("ignore:Stochastic Optimizer")

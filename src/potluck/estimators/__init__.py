@@ -6,6 +6,10 @@ from potluck._core.optional import require
 
 require("sklearn", "sklearn")
 
+from potluck.estimators.boosting import (
+    HistGradientBoostingClassifier,
+    HistGradientBoostingRegressor,
+)
 from potluck.estimators.forest import RandomForestClassifier, RandomForestRegressor
 from potluck.estimators.kmeans import KMeans
 from potluck.estimators.logistic import LogisticRegression
@@ -17,6 +21,8 @@ from potluck.estimators.sgd import SGDClassifier
 
 __all__ = [
     "PCA",
+    "HistGradientBoostingClassifier",
+    "HistGradientBoostingRegressor",
     "KMeans",
     "LogisticRegression",
     "MLPClassifier",

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 from sklearn.base import clone
+from sklearn.ensemble._hist_gradient_boosting.common import PREDICTOR_RECORD_DTYPE
+from sklearn.ensemble._hist_gradient_boosting.predictor import TreePredictor
 from sklearn.tree import DecisionTreeClassifier
 from sklearn.tree._tree import NODE_DTYPE, TREE_LEAF, Tree
 
@@ -121,3 +123,40 @@ def _depth(nodes: Any) -> int:
         level = np.unique([nodes["left_child"][level], nodes["right_child"][level]])
         depth += 1
     return depth
+
+
+# -------------------------------------------------------------------- boosted trees
+
+
+def boosted_format() -> str:
+    """The fields of a node of a boosted tree, which differ between versions of scikit-learn."""
+    return str(PREDICTOR_RECORD_DTYPE.descr)
+
+
+def pack_boosted(tree: Any) -> Packed:
+    """A TreePredictor as a state: its nodes as bytes, its sets of categories as uint32."""
+    return {
+        "nodes": np.frombuffer(tree.nodes.tobytes(), np.uint8),
+        "binned": np.array(tree.binned_left_cat_bitsets),
+        "raw": np.array(tree.raw_left_cat_bitsets),
+    }
+
+
+def unpack_boosted(packed: Packed, features: int) -> Any:
+    """The TreePredictor that was packed. ValueError if it is damaged: scikit-learn follows
+    children, features and sets without a check."""
+    nodes = np.frombuffer(packed["nodes"].tobytes(), PREDICTOR_RECORD_DTYPE).copy()
+    binned, raw = packed["binned"], packed["raw"]
+    inner = nodes[nodes["is_leaf"] == 0]
+    at, num = np.flatnonzero(nodes["is_leaf"] == 0), len(nodes)
+    is_sound = num > 0 and binned.shape == raw.shape == (len(raw), 8)
+    for side in ("left", "right"):
+        is_sound &= bool(((inner[side] > at) & (inner[side] < num)).all())
+    is_sound &= bool(((inner["feature_idx"] >= 0) & (inner["feature_idx"] < features)).all())
+    sets = inner["bitset_idx"][inner["is_categorical"] != 0]
+    if not is_sound or (sets >= len(raw)).any():
+        raise ValueError(
+            f"a boosted tree of {num} nodes is damaged: its children must lie behind "
+            f"parents, its features be below {features}, its sets of categories below {len(raw)}"
+        )
+    return TreePredictor(nodes, binned, raw)

@@ -2,13 +2,13 @@
 
 A feature with at most ``max_bins`` distinct values on all ranks has one bin for each of them. The
 bins of any other feature end at its quantiles, which are values of samples: they are found exactly,
-by bisection of the 32 bits of a float32 with counts of all ranks.
+by bisection of the bits of a float with counts of all ranks. Missing values (NaN) are in no bin.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,13 +20,11 @@ if TYPE_CHECKING:
 MOST_BINS = 255
 """A sample's bin is a uint8."""
 
-_SIGN = np.uint32(1 << 31)
-
 
 @dataclass(frozen=True)
 class Bins:
-    """The smallest and the largest value of each bin on all ranks, both float32 of shape (features,
-    bins). The rows of features with fewer bins end with infinity."""
+    """The smallest and the largest value of each bin on all ranks, both of shape (features, bins)
+    and of the samples' dtype. The rows of features with fewer bins end with infinity."""
 
     low: Array
     high: Array
@@ -44,35 +42,49 @@ class Bins:
             found[feature] = np.minimum(np.searchsorted(high, X[:, feature]), last)
         return found
 
+    def thresholds(self, feature: int) -> Array:
+        """The middles between the bins of ``feature``, ascending: a value up to the first one is in
+        the first bin. float64."""
+        low, high = (each[feature, np.isfinite(each[feature])] for each in (self.low, self.high))
+        return np.asarray(high[:-1] / 2 + low[1:] / 2, np.float64)
+
 
 def find_bins(ctx: DistributedContext, X: Array, max_bins: int) -> Bins:
-    """The bins of the features of all ranks' ``X``, float32 of shape (n, features).
+    """The bins of the features of all ranks' ``X``, float32 or float64 of shape (n, features), of
+    one dtype on all ranks. Infinite values count as the largest finite ones.
 
-    A collective call. Cost: an all_gather of ``4 features (max_bins + 1)`` bytes per rank and, if a
-    feature has more than ``max_bins`` distinct values, 32 all_reduces of ``8 max_bins`` bytes for
-    each such feature. Memory: one sorted copy of ``X``.
+    A collective call. Cost: an all_gather of ``features (max_bins + 1)`` values per rank and, if a
+    feature has more than ``max_bins`` distinct values, for each bit of a value an all_reduce of
+    ``8 max_bins`` bytes for each such feature. Memory: one sorted copy of ``X``.
     """
-    columns = np.sort(np.ascontiguousarray(X.T) + np.float32(0), axis=1)  # no negative zeros
+    table = np.sort(np.ascontiguousarray(X.T) + X.dtype.type(0), axis=1)  # no negative zeros
+    largest = np.finfo(X.dtype).max
+    np.clip(table, -largest, largest, out=table)
+    columns = [row[: len(row) - np.isnan(row).sum()] for row in table]
     features = len(columns)
-    high = np.full((features, max_bins), np.inf, np.float32)
+    high = np.full((features, max_bins), np.inf, X.dtype)
     values = _all_distinct(ctx, columns, max_bins)
     for feature, found in enumerate(values):
         if found is not None:
             high[feature, : len(found)] = found
     many = [feature for feature, found in enumerate(values) if found is None]
     if many:
-        for feature, found in zip(many, _quantiles(ctx, columns[many], max_bins), strict=True):
+        found_in_many = _quantiles(ctx, [columns[feature] for feature in many], max_bins)
+        for feature, found in zip(many, found_in_many, strict=True):
             ends = np.unique(found)
             high[feature, : len(ends)] = ends
     high = np.ascontiguousarray(high[:, : max(1, int(np.isfinite(high).sum(axis=1).max()))])
     return Bins(_next_values(ctx, columns, high), high)
 
 
-def _all_distinct(ctx: DistributedContext, columns: Array, max_bins: int) -> list[Array | None]:
+def _all_distinct(
+    ctx: DistributedContext, columns: list[Array], max_bins: int
+) -> list[Array | None]:
     """The distinct values of each feature on all ranks; None if they are more than ``max_bins``."""
-    own = np.full((len(columns), max_bins + 1), np.inf, np.float32)
+    own = np.full((len(columns), max_bins + 1), np.inf, columns[0].dtype)
     for feature, column in enumerate(columns):
-        is_new = np.diff(column, prepend=-np.float32(np.inf)) > 0
+        is_new = column[1:] != column[:-1]
+        is_new = np.concatenate([np.ones(min(1, len(column)), bool), is_new])
         found = column[is_new][: max_bins + 1]
         own[feature, : len(found)] = found
     rows = ctx.all_gather(own)
@@ -84,19 +96,20 @@ def _all_distinct(ctx: DistributedContext, columns: Array, max_bins: int) -> lis
     return result
 
 
-def _quantiles(ctx: DistributedContext, columns: Array, max_bins: int) -> Array:
+def _quantiles(ctx: DistributedContext, columns: list[Array], max_bins: int) -> Array:
     """The ``max_bins`` quantiles of all ranks' samples of each feature, the last of which is the
-    largest value: float32 of shape (features, max_bins)."""
-    num = int(ctx.all_reduce(np.array([columns.shape[1]]))[0])
+    largest value, of shape (features, max_bins)."""
+    num = ctx.all_reduce(np.array([[len(column)] for column in columns], np.int64))
     wanted = -(-np.arange(1, max_bins + 1) * num // max_bins)  # this many samples are not larger
-    keys = _keys(columns)
+    keys = [_keys(column) for column in columns]
+    dtype = keys[0].dtype
     first = np.zeros((len(columns), max_bins), np.uint64)
-    last = np.full_like(first, (1 << 32) - 1)
-    for _ in range(32):
-        middle = (first + last) // 2
+    last = np.full_like(first, np.iinfo(dtype).max)
+    for _ in range(8 * dtype.itemsize):
+        middle = first + (last - first) // np.uint64(2)
         counts = np.array(
             [
-                np.searchsorted(own, guess.astype(np.uint32), side="right")
+                np.searchsorted(own, guess.astype(dtype), side="right")
                 for own, guess in zip(keys, middle, strict=True)
             ],
             np.int64,
@@ -105,14 +118,14 @@ def _quantiles(ctx: DistributedContext, columns: Array, max_bins: int) -> Array:
         is_enough = counts >= wanted
         last = np.where(is_enough, middle, last)
         first = np.where(is_enough, first, middle + np.uint64(1))
-    return _values(last.astype(np.uint32))
+    return _values(last.astype(dtype))
 
 
-def _next_values(ctx: DistributedContext, columns: Array, high: Array) -> Array:
+def _next_values(ctx: DistributedContext, columns: list[Array], high: Array) -> Array:
     """The smallest value of each bin: the next value on all ranks after the end of the bin before
     it. Infinity where there is none."""
-    ends = np.concatenate([np.full((len(high), 1), -np.inf, np.float32), high[:, :-1]], axis=1)
-    found = np.full(high.shape, np.inf, np.float32)
+    ends = np.concatenate([np.full((len(high), 1), -np.inf, high.dtype), high[:, :-1]], axis=1)
+    found = np.full_like(high, np.inf)
     for feature, column in enumerate(columns):
         at = np.searchsorted(column, ends[feature], side="right")
         is_there = at < len(column)
@@ -121,11 +134,17 @@ def _next_values(ctx: DistributedContext, columns: Array, high: Array) -> Array:
 
 
 def _keys(values: Array) -> Array:
-    """Numbers that are ordered as the float32 ``values`` are."""
-    bits = values.view(np.uint32)
-    return np.where(bits & _SIGN, ~bits, bits | _SIGN)
+    """Unsigned integers of the same size that are ordered as the floats ``values`` are."""
+    bits = values.view(f"u{values.itemsize}")
+    sign = _sign(bits)
+    return np.where(bits & sign, ~bits, bits | sign)
 
 
 def _values(keys: Array) -> Array:
-    """The float32 numbers that have these keys."""
-    return np.where(keys & _SIGN, keys ^ _SIGN, ~keys).astype(np.uint32).view(np.float32)
+    """The floats that have these keys."""
+    sign = _sign(keys)
+    return np.where(keys & sign, keys ^ sign, ~keys).view(f"f{keys.itemsize}")
+
+
+def _sign(bits: Array) -> Any:
+    return bits.dtype.type(1 << 8 * bits.itemsize - 1)

@@ -121,7 +121,7 @@ def grow(
     num_trees = len(seeds)
     level = _Level(
         np.arange(num_trees),
-        _mixed(np.array(seeds, np.uint64)),
+        mixed(np.array(seeds, np.uint64)),
         np.zeros(num_trees),
         np.repeat(np.arange(num_trees), [len(bag.rows) for bag in bags]),
         np.concatenate([bag.rows for bag in bags]),
@@ -192,7 +192,7 @@ def _children(samples: Samples, level: _Level, splits: Array) -> _Level:
     return level.moved(
         2 * level.slots + is_right,
         np.repeat(level.tree, 2),
-        _mixed(keys.ravel()),
+        mixed(keys.ravel()),
         np.repeat(level.roots, 2),
     )
 
@@ -200,16 +200,16 @@ def _children(samples: Samples, level: _Level, splits: Array) -> _Level:
 # ------------------------------------------------------------------ random numbers
 
 
-def _mixed(numbers: Array) -> Array:
+def mixed(numbers: Array) -> Array:
     """A random number for each of ``numbers``, uint64: SplitMix64's first from that state."""
     return hashed(numbers + GOLDEN)
 
 
-def _drawn(keys: Array, is_constant: Array, num: int) -> Array:
+def drawn_features(keys: Array, is_constant: Array, num: int) -> Array:
     """``num`` features for each node, drawn without replacement; features that are constant in the
     node come last. int64 of shape (nodes, num)."""
     features = np.arange(is_constant.shape[1], dtype=np.uint64)
-    numbers = _mixed(keys[:, None] + _mixed(features)[None, :])
+    numbers = mixed(keys[:, None] + mixed(features)[None, :])
     numbers[is_constant] = np.iinfo(np.uint64).max
     return np.argsort(numbers, axis=1, kind="stable")[:, :num]
 
@@ -233,7 +233,7 @@ def _splits(
     costs = per_feature * rules.max_features * width
     for start, stop in [*_parts(costs, 0, num_large), *_parts(costs, num_large, len(counts))]:
         part = level.part(start, stop)
-        drawn = _drawn(part.keys, _constant(ctx, samples.codes, part), rules.max_features)
+        drawn = drawn_features(part.keys, _constant(ctx, samples.codes, part), rules.max_features)
         share = -(-len(drawn) // ctx.world_size)
         wanted = _Wanted(samples, part, drawn, rules.min_samples_leaf > 1, share)
         cells, sums = (_dense if start < num_large else _sparse)(ctx, wanted)
