@@ -211,6 +211,52 @@ def test_a_node_that_asks_without_end_is_cut_off() -> None:
     play(story)
 
 
+@pytest.mark.parametrize("of", ["one", "all"])
+def test_requests_that_fill_the_memory_are_cut_off_before_they_do(
+    monkeypatch: pytest.MonkeyPatch, of: str
+) -> None:
+    """256 requests may wait, but not 256 of half a MiB, which take five times that as objects."""
+    monkeypatch.setattr(bulks, f"_MAX_WAITING{'_OF_ALL' * (of == 'all')}", 6 << 20)
+
+    async def story() -> None:
+        async with two() as (ada, bob):
+
+            async def never(node: str, request: bulk.Request) -> bulk.Response:
+                return await asyncio.Future()
+
+            bob.answers = never
+            declares = tuple((chunk, bytes(32)) for chunk in range(1 << 13))
+            request = bulk.HoldingRequest("data", NAME, declares=declares)
+            asked = [ada.bulk.ask(bob.id, request, bulk.Holding) for _ in range(2)]
+            waiting = asyncio.gather(*asked)
+            await until(lambda: any(link.waiting > 4 << 20 for link in bob.bulk._all))
+            assert not waiting.done(), "two are no offence"
+            with pytest.raises(LinkError, match="the connection to node"):
+                await ada.bulk.ask(bob.id, request, bulk.Holding)
+            with pytest.raises(LinkError, match="the connection to node"):
+                await waiting
+
+    play(story)
+
+
+def test_a_node_that_does_not_read_its_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bulks, "_UNREAD_S", 0.3)
+    monkeypatch.setattr(bulks, "_IDLE_S", 1000.0)
+    monkeypatch.setattr(bulks, "SILENT_S", 1000.0)
+
+    async def story() -> None:
+        async with two() as (ada, bob):
+            await ada.bulk.ask(bob.id, PART, bulk.Part)
+            [link] = ada.bulk._all
+            link.writer.transport.pause_reading()  # type: ignore[attr-defined]
+            request = bulk.PartRequest("data", NAME, 0, bulk.MAX_PART)
+            for number in range(200):
+                link.send(bulk.Asked(number + 100, request))
+            await until(lambda: not bob.bulk._all)
+
+    play(story)
+
+
 def test_a_connection_that_is_idle_ends_and_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bulks, "_IDLE_S", 0.2)
 

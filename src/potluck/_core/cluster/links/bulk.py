@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection
 from typing import TypeVar
 
@@ -38,6 +39,12 @@ _CALL_BACK_S = 5.0
 _MAX_OF_ONE = 4
 _MAX_ASKED = 256
 """Requests of one connection that wait for their answers."""
+_MAX_WAITING = 8 << 20
+"""Memory, in bytes, that the requests of one node may take until they are answered."""
+_MAX_WAITING_OF_ALL = 64 << 20
+_MAX_UNSENT = 2 << 20
+_UNREAD_S = 60.0
+"""A node that does not read an answer, of at most 1 MiB, for so long is given up."""
 _BUFFER = 128 << 10
 _LEAST_PART = 32 << 10
 _LOW_PRIORITY = 8 << 2
@@ -87,11 +94,15 @@ class _Connection(aio.MessageLink[bulk.BulkMessage, bulk.BulkMessage]):
     def __init__(
         self, node: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        super().__init__(reader, writer, received=bulk.MESSAGE, sent=bulk.MESSAGE)
+        super().__init__(
+            reader, writer, received=bulk.MESSAGE, sent=bulk.MESSAGE, max_unsent=_MAX_UNSENT
+        )
         writer.transport.set_write_buffer_limits(high=_BUFFER)
         self.node = node
         self.requests = Requests()
         self.asked: asyncio.Queue[bulk.Asked] = asyncio.Queue(_MAX_ASKED)
+        self.waiting = 0
+        """Bytes of memory that requests without answers take."""
         self.pace = Pace()
         self.turn = asyncio.Lock()
         self.room = asyncio.Event()
@@ -305,6 +316,8 @@ class BulkLinks:
                         link.requests.answered(link.node, number, content)
                     case bulk.Asked():
                         link.asked.put_nowait(message)
+                        link.waiting += _memory_of(message.content)
+                        self._bound()
                     case bulk.Announce():
                         self.told(link.node, message)
         except asyncio.QueueFull:
@@ -320,15 +333,27 @@ class BulkLinks:
             await link.close()
             link.room.set()
 
+    def _bound(self) -> None:
+        """Cut off the node whose requests take the most memory, if they take too much."""
+        taken = Counter[str]()
+        for link in self._all:
+            taken[link.node] += link.waiting
+        [(node, most)] = taken.most_common(1)
+        if most > _MAX_WAITING or taken.total() > _MAX_WAITING_OF_ALL:
+            self.drop([node], "it asks for too much at once")
+
     async def _answer_all(self, link: _Connection) -> None:
         """One after the other, so that no more is read from the disk than the network takes."""
         while True:
             asked = await link.asked.get()
             content = await self._made(link.node, asked.content)
             link.send(bulk.Answered(asked.number, content))
+            link.waiting -= _memory_of(asked.content)
             try:
-                await link.writer.drain()
+                async with asyncio.timeout(_UNREAD_S):
+                    await link.writer.drain()
             except OSError:  # ``_serve`` sees it, too
+                link.abort(link.reason or "it does not read what it asked for")
                 return
 
     async def _made(self, node: str, request: bulk.Request) -> bulk.Response:
@@ -336,6 +361,13 @@ class BulkLinks:
             return await self.answer(node, request)
         except (PotluckError, OSError) as error:
             return peers.Failure(str(error)[:4096])
+
+
+def _memory_of(request: bulk.Request) -> int:
+    """About how many bytes ``request`` takes when it is decoded."""
+    if isinstance(request, bulk.HoldingRequest):
+        return 1024 + len(request.has) + len(request.awaits) + 256 * len(request.declares)
+    return 1024
 
 
 async def _nothing_here(node: str, request: bulk.Request) -> bulk.Response:
