@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -333,9 +334,11 @@ def test_what_is_deleted_meanwhile_breaks_no_fetch_and_what_a_kill_left_goes(
     async def story() -> None:
         ada, bob = store_of(nodes, tmp_path, ADA), store_of(nodes, tmp_path, BOB)
         package = ada.add("data", folder, PATHS)
-        partial = tmp_path / BOB[:2] / "data" / "partial"
+        partial, deleted = tmp_path / BOB[:2] / "data" / "partial", list[list[bytes]]()
         await bob.fetch(
-            "data", package.name, on_progress=lambda count, node: bob.delete("data", [])
+            "data",
+            package.name,
+            on_progress=lambda count, node: deleted.append(bob.delete("data", [])),
         )
         assert same(package, folder, shelf_of(tmp_path, BOB), tmp_path / "out")
         for name in (".young", ".old"):
@@ -454,3 +457,113 @@ def test_members_that_send_next_to_nothing_keep_nobody_from_the_one_that_sends(
         assert bob.has("data", package.name)
 
     play(story)
+
+
+def test_two_fetches_at_once_keep_to_the_quota_and_one_of_them_goes_on(
+    nodes: Nodes, tmp_path: Path
+) -> None:
+    """Room is claimed before anything is fetched."""
+
+    async def story() -> None:
+        ada = store_of(nodes, tmp_path, ADA)
+        bob = store_of(nodes, tmp_path, BOB, Terms(quota=10_000))
+        names = []
+        for number in range(3):
+            (tmp_path / "f").write_bytes(bytes([number]) * 6000)
+            names.append(ada.add("data", tmp_path, ["f"]).name)
+        found = await asyncio.gather(
+            *(bob.fetch("data", name) for name in names), return_exceptions=True
+        )
+        refused = [each for each in found if isinstance(each, ConfigurationError)]
+        assert len(refused) == 2, found
+        assert "more do not fit" in str(refused[0])
+        assert [kept.num_bytes for kept, _ in bob.usage()["data"]] == [6000]
+        assert bob.has("data", names[2]) or bob.has("data", names[1]) or bob.has("data", names[0])
+
+    play(story)
+
+
+@pytest.mark.parametrize("way", ["add", "fetch"])
+def test_what_makes_room_takes_no_file_of_the_package_that_is_to_come(
+    nodes: Nodes, tmp_path: Path, way: str
+) -> None:
+    """The oldest package goes, but not the file that the next one has, too."""
+
+    async def story() -> None:
+        ada = store_of(nodes, tmp_path, ADA)
+        bob = store_of(nodes, tmp_path, BOB, Terms(quota=10_000))
+        for number, name in enumerate(("a", "b", "c")):
+            (tmp_path / name).write_bytes(bytes([number]) * 4096)
+        first, second = (ada.add("data", tmp_path, ["a", last]) for last in ("b", "c"))
+        await bob.fetch("data", first.name)
+        if way == "fetch":
+            await bob.fetch("data", second.name)
+        else:
+            bob.add("data", tmp_path, ["a", "c"])
+        assert bob.has("data", second.name)
+        assert not bob.has("data", first.name)
+        shelf = shelf_of(tmp_path, BOB)
+        assert all(shelf.path_of(content).is_file() for content in second.contents)
+
+    play(story)
+
+
+def test_a_package_that_is_held_while_others_are_pruned_stays(
+    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is held after the choice of what goes, and before that goes."""
+
+    async def story() -> None:
+        ada = store_of(nodes, tmp_path, ADA)
+        (tmp_path / "f").write_bytes(b"needed")
+        name = ada.add("data", tmp_path, ["f"]).name
+        delete = ada.delete
+
+        def held_meanwhile(*given: Any) -> list[bytes]:
+            ada.hold("data", name)
+            return delete(*given)
+
+        monkeypatch.setattr(ada, "delete", held_meanwhile)
+        ada.prune("data", 0)
+        assert ada.has("data", name)
+
+    play(story)
+
+
+def test_what_is_kept_while_files_are_swept_waits_for_the_end(
+    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So whoever keeps a package sees afterwards which of its files went."""
+
+    async def story() -> None:
+        ada = store_of(nodes, tmp_path, ADA)
+        (tmp_path / "f").write_bytes(b"needed")
+        package = ada.add("data", tmp_path, ["f"])
+        shelf, packages = ada._shelves["data"], Shelf.packages
+        again: list[Future[Package]] = []
+        loop = asyncio.get_running_loop()
+
+        def meanwhile(self: Shelf) -> Any:
+            found = packages(self)
+            if not again:
+                adding = asyncio.to_thread(ada.add, "data", tmp_path, ["f"])
+                again.append(asyncio.run_coroutine_threadsafe(adding, loop))
+            return found
+
+        monkeypatch.setattr(Shelf, "packages", meanwhile)
+        shelf.forget(package.name)
+        await asyncio.to_thread(shelf.sweep)
+        await asyncio.wrap_future(again[0])
+        assert ada.has("data", package.name)
+        assert shelf.path_of(package.contents[0]).read_bytes() == b"needed"
+
+    play(story)
+
+
+def test_what_one_process_uses_another_one_does_not_delete(tmp_path: Path) -> None:
+    mine, other = Shelf(tmp_path / "data"), Shelf(tmp_path / "data")
+    with mine.locked(shared=True) as uses, other.locked(shared=False) as is_alone:
+        assert uses
+        assert not is_alone
+    with other.locked(shared=False) as is_alone:
+        assert is_alone

@@ -574,6 +574,8 @@ def test_clean_frees_what_no_job_uses(
     environment = maker.made(FOO)
     assert states(cleaned(dry_run=True)) == [(False, "free"), (True, "in use")]
     assert states(cleaned(older_than=1.0)) == [(False, "kept"), (True, "kept")]
+    with maker.environments.wheels.held([maker.wheel(FOO)]):  # an agent makes one more
+        assert states(cleaned()) == [(False, "in use"), (True, "in use")]
     found = cleaned()
     assert states(found) == [(False, "removed"), (True, "in use")]
     assert found["freed_bytes"] == maker.wheel(FOO).size

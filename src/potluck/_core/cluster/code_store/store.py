@@ -171,12 +171,12 @@ class CodeStore:
         process may be killed while it copies, and the job be ordered again. ConfigurationError if
         the package is not here any more or there is no room."""
         name, fill = bytes.fromhex(record.package), None
-        if record.package and self.has(name):
-            package = self._content.package("code", name)
-            self._shelf.keep(package)
-            fill = partial(self._shelf.unpack, package)
         self._content.hold("code", name)
         try:
+            if record.package and self.has(name):
+                package = self._content.package("code", name)
+                self._shelf.keep(package)
+                fill = partial(self._shelf.unpack, package)
             with self._saying_what_is_wrong():
                 return self.folders.open(record, fill)
         except BaseException:

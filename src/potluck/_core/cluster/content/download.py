@@ -73,8 +73,8 @@ async def fetch_description(
     while True:
         request = bulk.DescriptionRequest(namespace, name, len(data))
         part = await members.ask(node, request, bulk.Part)
-        is_over = part.size > MAX_DESCRIPTION or len(data) + len(part.data) > part.size
-        if is_over or not part.data:
+        is_whole = len(part.data) == min(bulk.MAX_PART, part.size - len(data)) > 0
+        if part.size > MAX_DESCRIPTION or not is_whole:
             raise ProtocolError(f"node {node[:12]} sent another part than was asked for")
         data += part.data
         if len(data) == part.size:
@@ -343,7 +343,8 @@ class Download:
                 self._accept(run, chunk, digests[chunk - run.first])
             await self._in_thread(write)
             self.swarm.arrived(run, _now(), fresh)
-            self._announce(got=[Run(chunk, chunk, node, 0.0) for chunk in fresh])
+            alone = [Run(chunk, chunk, node, 0.0) for chunk in fresh]
+            self._announce(got=[run] if len(fresh) == len(run.chunks) else alone)
             self.on_progress(int(package.sizes[fresh].sum()), node)
             for content, chunks in groupby(fresh, lambda chunk: package.place_of(chunk)[0]):
                 self._missing[content] -= len(list(chunks))

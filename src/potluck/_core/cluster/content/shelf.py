@@ -17,7 +17,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -90,7 +90,11 @@ class Shelf:
     def read(self, content: Content, offset: int, count: int) -> bytes:
         """Bytes of a content that is here at least in these; OSError if it is not."""
         path = self.path_of(content) if self.has(content) else self._part(content)
-        with path.open("rb") as file:
+        try:
+            file = path.open("rb")
+        except FileNotFoundError:  # it has become whole since
+            file = self.path_of(content).open("rb")
+        with file:
             file.seek(offset)
             return file.read(count)
 
@@ -115,7 +119,9 @@ class Shelf:
         """All chunks of a content of several were written: it counts from now on."""
         part = self._part(content)
         with self._busy:
-            if not self.has(content):
+            if self.has(content):  # by the fetch of another package
+                part.unlink(missing_ok=True)
+            else:
                 _flush(part)
                 part.rename(self.path_of(content))
 
@@ -148,12 +154,17 @@ class Shelf:
             return None
 
     def keep(self, package: Package, *, anew: bool = False) -> None:
-        """Remember ``package``, and that it is used now. ``anew``: with hashes that may differ."""
+        """Remember ``package``, and that it is used now: from now on its files stay. Look for them
+        after this. ``anew``: with hashes that may differ."""
         self._make()
         path = self._packages / package.name.hex()
-        if anew or not path.exists():
-            self._write_whole(path, package.description, not anew)
-        os.utime(path)
+        with self._busy:
+            try:
+                if anew:
+                    raise FileNotFoundError
+                os.utime(path)
+            except FileNotFoundError:
+                self._write_whole(path, package.description, not anew)
 
     def unpack(self, package: Package, target: Path) -> None:
         """Make the folder ``target`` with copies of the files of ``package``, which may be changed
@@ -193,11 +204,13 @@ class Shelf:
                 total += min(status.st_size, getattr(status, "st_blocks", 1 << 50) * 512)
         return total
 
-    def delete(self, names: Collection[bytes]) -> None:
-        """Delete these packages, and what then is in none."""
+    def forget(self, name: bytes) -> None:
+        """Delete a package; its files stay until ``sweep``."""
+        (self._packages / name.hex()).unlink(missing_ok=True)
+
+    def sweep(self) -> None:
+        """Delete the files that are in no package."""
         with self._busy:
-            for name in names:
-                (self._packages / name.hex()).unlink(missing_ok=True)
             named = {
                 _name(content)
                 for kept in self.packages()
@@ -207,6 +220,20 @@ class Shelf:
             for path in (*_files(self._objects), *_files(self._partial)):
                 if path.name not in named and not _is_being_written(path):
                     path.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def locked(self, *, shared: bool) -> Iterator[bool]:
+        """Whether this process alone (``shared``: with others that do) uses what is kept. Who uses
+        it waits for the end of a deletion; who deletes, in another process than the agent, does not
+        wait: False."""
+        self._make()
+        with (self._root / "lock").open("ab") as file:
+            try:
+                system.lock(file.fileno(), shared=shared, wait=shared)
+            except BlockingIOError:
+                yield False
+            else:
+                yield True
 
     def _part(self, content: Content) -> Path:
         return self._partial / _name(content)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -111,6 +112,10 @@ class ContentStore:
         self._offers: dict[tuple[str, bytes, str], _Served] = {}
         """By namespace, package, and the only node that may have it (empty: see the terms)."""
         self._held: Counter[tuple[str, bytes]] = Counter()
+        self._holding = threading.Lock()
+        self._claims: dict[tuple[str, bytes], tuple[int, int]] = {}
+        """Of packages that are on their way here: the bytes that they take, and those missing."""
+        self._claiming = threading.Lock()
         self._busy: defaultdict[tuple[str, bytes], asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def open(self, namespace: Namespace, terms: Terms) -> Shelf:
@@ -131,13 +136,17 @@ class ContentStore:
         package = scanned(folder, paths)
         shelf = self._shelves[namespace]
         files = {file.content: file for file in package.manifest.files}
-        missing = [file for content, file in files.items() if not shelf.has(content)]
-        self._make_room(namespace, sum(file.size for file in missing), package.name)
-        shelf.keep(package)  # first: what is in no package may be deleted at any time
-        for file in missing:
-            with open_below(folder, file.path) as source:
-                shelf.add(source, file.content)
-        self._served.pop((namespace, package.name), None)
+        self.hold(namespace, package.name)
+        try:
+            shelf.keep(package)  # first: what is in no package may be deleted at any time
+            missing = [file for content, file in files.items() if not shelf.has(content)]
+            lacking = sum(file.size for file in missing)
+            self._make_room(namespace, package, package.num_bytes, lacking)
+            for file in missing:
+                with open_below(folder, file.path) as source:
+                    shelf.add(source, file.content)
+        finally:
+            self._let_go(namespace, package.name)
         return package
 
     def offer(self, namespace: Namespace, folder: Path, package: Package, *, to: str = "") -> None:
@@ -164,11 +173,19 @@ class ContentStore:
 
     def hold(self, namespace: Namespace, name: bytes) -> None:
         """Let nothing delete the package until ``release``, which must follow as often."""
-        self._held[namespace, name] += 1
+        with self._holding:
+            self._held[namespace, name] += 1
 
     def release(self, namespace: Namespace, name: bytes) -> None:
         """See ``hold``."""
-        self._held[namespace, name] -= 1
+        with self._holding:
+            self._held[namespace, name] -= 1
+
+    def _let_go(self, namespace: Namespace, name: bytes) -> None:
+        """A package is here now, or failed to come."""
+        self._claims.pop((namespace, name), None)
+        self._served.pop((namespace, name), None)
+        self.release(namespace, name)
 
     def usage(self) -> dict[str, list[tuple[Kept, bool]]]:
         """By namespace, the packages on the disk, the newest first, and whether each is held.
@@ -185,49 +202,78 @@ class ContentStore:
     ) -> list[bytes]:
         """Delete the packages that were used longest ago, until at most ``max_packages`` of
         together ``max_bytes`` are left; never what is held. The names of those deleted. Blocks."""
-        kept = self._shelves[namespace].packages()
-        held = [each for each in kept if self._held[namespace, each.package] > 0]
-        total, count, gone = sum(each.num_bytes for each in held), len(held), list[bytes]()
-        for each in kept:
-            if each in held:
+        kept = self._sizes(namespace)
+        held = [size for name, size in kept.items() if self._held[namespace, name] > 0]
+        total, count, gone = sum(held), len(held), list[bytes]()
+        for name, size in kept.items():
+            if self._held[namespace, name] > 0:
                 continue
-            if total + each.num_bytes <= max_bytes and count < max_packages:
-                total, count = total + each.num_bytes, count + 1
+            if total + size <= max_bytes and count < max_packages:
+                total, count = total + size, count + 1
             else:
-                gone.append(each.package)
-        self.delete(namespace, gone)
+                gone.append(name)
+        return self.delete(namespace, gone)
+
+    def _sizes(self, namespace: Namespace) -> dict[bytes, int]:
+        """By package, the bytes that it takes, or is to take; the newest first."""
+        return {
+            kept.package: self._claims.get((namespace, kept.package), (kept.num_bytes, 0))[0]
+            for kept in self._shelves[namespace].packages()
+        }
+
+    def delete(self, namespace: Namespace, names: Collection[bytes]) -> list[bytes]:
+        """Delete those of these packages that are not held, with the files that no other one has.
+        Their names. Blocks."""
+        shelf, gone = self._shelves[namespace], list[bytes]()
+        for name in names:
+            with self._holding:  # who holds it after this does not find it
+                if self._held[namespace, name] <= 0:
+                    self._served.pop((namespace, name), None)
+                    shelf.forget(name)
+                    gone.append(name)
+        shelf.sweep()
         return gone
 
-    def delete(self, namespace: Namespace, names: Collection[bytes]) -> None:
-        """Delete these packages, with the files that no other one has. Blocks."""
-        for name in names:
-            self._served.pop((namespace, name), None)
-        self._shelves[namespace].delete(names)
+    def _make_room(self, namespace: Namespace, package: Package, size: int, missing: int) -> None:
+        """Have room for ``package``, which is held, until ``_let_go``: it is to take ``size`` bytes
+        of which these are missing. ConfigurationError if they can't be had."""
+        shelf, quota, name = self._shelves[namespace], self._terms[namespace].quota, package.name
+        with self._claiming:
+            try:
+                self._claims[namespace, name] = size, missing
+                if missing and quota is not None:
+                    self._keep_to(quota, namespace, name, missing)
+                if missing:
+                    self._look_at_disk()
+            except ConfigurationError:
+                del self._claims[namespace, name]
+                if not any(shelf.has(content) for content in package.contents):
+                    shelf.forget(name)
+                raise
 
-    def _make_room(self, namespace: Namespace, needed: int, name: bytes) -> None:
-        """ConfigurationError if ``needed`` bytes more can't be had."""
-        shelf, quota = self._shelves[namespace], self._terms[namespace].quota
-        if needed and quota is not None:
-            held = sum(
-                kept.num_bytes
-                for kept in shelf.packages()
-                if self._held[namespace, kept.package] > 0 and kept.package != name
+    def _keep_to(self, quota: int, namespace: Namespace, name: bytes, missing: int) -> None:
+        sizes = self._sizes(namespace)
+        # One that is neither here nor has claimed its room comes after this one.
+        held = sum(
+            size
+            for each, size in sizes.items()
+            if each != name
+            and self._held[namespace, each] > 0
+            and ((namespace, each) in self._claims or self.has(namespace, each))
+        )
+        if held + sizes[name] > quota:
+            raise ConfigurationError(
+                f"{size_in_words(missing)} more do not fit: {namespace} may take "
+                f"{size_in_words(quota)} of this machine's disk, and running jobs need "
+                f"{size_in_words(held)} of it"
             )
-            if held + needed > quota:
-                raise ConfigurationError(
-                    f"{size_in_words(needed)} more do not fit: {namespace} may take "
-                    f"{size_in_words(quota)} of this machine's disk, and running jobs need "
-                    f"{size_in_words(held)} of it"
-                )
-            if shelf.num_bytes + needed > quota:
-                self.hold(namespace, name)
-                try:
-                    self.prune(namespace, quota - needed)
-                finally:
-                    self.release(namespace, name)
+        self.prune(namespace, quota)
+
+    def _look_at_disk(self) -> None:
         above = next(each for each in (self._root, *self._root.parents) if each.is_dir())
         free = shutil.disk_usage(above).free
-        if needed and needed + _SPARE_BYTES > free:
+        needed = sum(each for _, each in self._claims.values())
+        if needed + _SPARE_BYTES > free:
             raise ConfigurationError(
                 f"{size_in_words(needed)} are needed in {self._root}, and the disk has room for "
                 f"{size_in_words(max(0, free - _SPARE_BYTES))}. Make room there, or set "
@@ -302,18 +348,18 @@ class ContentStore:
         shelf, how = self._shelves[namespace], how | {"me": self.me, "on_liar": self._on_liar}
         how["patience_s"] = self._patience_s
         download = kind(self._members, shelf, namespace, package, **how)
-        missing = await download.look()
-        await asyncio.to_thread(self._make_room, namespace, missing, package.name)
-        await asyncio.to_thread(shelf.keep, package)
         self.hold(namespace, package.name)
-        key = namespace, package.name
-        self._served[key] = _Served(package, download.swarm.has, download=download)
         try:
+            await asyncio.to_thread(shelf.keep, package)
+            missing, has = await download.look(), download.swarm.has
+            size = int(package.sizes[has].sum()) + missing
+            await asyncio.to_thread(self._make_room, namespace, package, size, missing)
+            served = _Served(package, has, download=download)
+            self._served[namespace, package.name] = served
             on_begin(download, missing)
             await download.run()
         finally:
-            self.release(namespace, package.name)
-            self._served.pop(key, None)
+            self._let_go(namespace, package.name)
 
     async def _describe(
         self, namespace: Namespace, name: bytes, first: str, max_bytes: int, portable: bool
@@ -400,6 +446,9 @@ class ContentStore:
             has[chunks.start : chunks.stop] = shelf.has(content)
         served = _Served(package, has)
         if has.all():
+            for key, each in [*self._served.items()][:-_MAX_KNOWN]:
+                if each.download is None:
+                    self._served.pop(key, None)
             self._served[namespace, name] = served
         return served
 

@@ -153,7 +153,8 @@ class Swarm:
             member.runs = before.runs
         self._members[node] = member
         self._count += member.has.astype(np.int64) + member.awaits
-        self._order()
+        if before is None or before.is_fetching != is_fetching:
+            self._order()
 
     def left(self, node: str) -> list[Run]:
         """``node`` sends nothing more; what was asked of it."""
@@ -174,8 +175,8 @@ class Swarm:
         given_up: Iterable[tuple[int, int]] = (),
         now: float = 0.0,
     ) -> None:
-        """``node`` announced changes, as ranges (first, last). ProtocolError if there are no such
-        chunks."""
+        """``node`` announced changes, as disjoint ranges (first, last). ProtocolError if there are
+        no such chunks."""
         member = self._members.get(node)
         if member is None:
             return
@@ -187,8 +188,10 @@ class Swarm:
                 (member.awaits, given_up, False),
                 (member.has, got, True),
             ):
+                left = len(mask)  # no chunk is announced twice
                 for first, last in ranges:
-                    if not first <= last < len(mask):
+                    left -= last - first + 1
+                    if not first <= last < len(mask) or left < 0:
                         raise ProtocolError(f"node {node[:12]} announced a chunk that is none")
                     mask[first : last + 1] = value
             member.awaits &= ~member.has

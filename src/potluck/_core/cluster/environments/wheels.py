@@ -12,7 +12,6 @@ import contextlib
 import socket
 import urllib.error
 import urllib.request
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
@@ -66,7 +65,6 @@ class Wheels:
         self._index = index
         self._content = content
         self._called = called
-        self._held = Counter[bytes]()
         self._room = asyncio.Semaphore(_AT_ONCE)
         self._shelf = Shelf(home / "content" / "wheel")
         if content is not None:
@@ -97,29 +95,29 @@ class Wheels:
         return self._shelf.packages()
 
     def remove(self, name: bytes) -> bool:
-        """Remove a wheel of ``kept``, unless it is held; whether it was removed."""
-        if self._held[name] > 0:
-            return False
-        if self._content is None:
-            self._shelf.delete([name])
-        else:
-            self._content.delete("wheel", [name])
-        return True
+        """Remove a wheel of ``kept``, unless it is held, or another process fetches or uses any;
+        whether it was removed."""
+        if self._content is not None:
+            return bool(self._content.delete("wheel", [name]))
+        with self._shelf.locked(shared=False) as is_alone:
+            if is_alone:
+                self._shelf.forget(name)
+                self._shelf.sweep()
+            return is_alone
 
     @contextlib.contextmanager
     def held(self, wheels: Sequence[Wheel]) -> Iterator[None]:
         """The store keeps ``wheels`` meanwhile."""
         assert self._content is not None, "only an agent makes environments"
         names = [_package(wheel).name for wheel in wheels]
-        for name in names:
-            self._content.hold("wheel", name)
-        self._held.update(names)
-        try:
-            yield
-        finally:
-            self._held.subtract(names)
+        with self._shelf.locked(shared=True):
             for name in names:
-                self._content.release("wheel", name)
+                self._content.hold("wheel", name)
+            try:
+                yield
+            finally:
+                for name in names:
+                    self._content.release("wheel", name)
 
     def objection(self, wheels: Sequence[Wheel]) -> str:
         """Why these wheels, chosen by another machine, are not fetched; empty if they may be."""
