@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -240,3 +241,88 @@ def test_what_a_killed_process_left_is_no_folder_and_goes(tmp_path: Path, code: 
     os.utime(half.path, (1, 1))
     folders.prune()
     assert [path.name for path in half.path.iterdir()] == ["entry"]
+
+
+def saved(folder: JobFolder, directory: str, stem: str, text: str) -> None:
+    """A checkpoint of two parts, as ``potluck.checkpoint`` names its files."""
+    (folder.code / directory).mkdir(parents=True, exist_ok=True)
+    for end in ("part-1-of-2.safetensors", "part-2-of-2.safetensors", "json"):
+        (folder.code / directory / f"{stem}.{end}").write_text(text)
+
+
+def opened(folders: JobFolders, job: str, code: Code, **facts: Any) -> JobFolder:
+    facts = {"starter": ADA, "package": "ab" * 32, "directory": "/ada/project"} | facts
+    return folders.open(Record(job=job, **facts), code)
+
+
+def test_a_job_finds_the_newest_checkpoint_of_the_one_before(tmp_path: Path, code: Code) -> None:
+    """In each directory that the last one had; nothing of it is a result of the new job."""
+    folders = folders_at(tmp_path)
+    first = opened(folders, "first", code, began=1.0)
+    saved(first, "state", "000007-step-70", "of first")
+    saved(first, "old/state", "000003-step-9", "of first")
+    folders.close(first)
+    second = opened(folders, "second", code, package="cd" * 32, began=2.0)
+    for number in ("000008-step-80", "000010-step-100", "000009-step-90"):
+        saved(second, "state", number, f"of second {number}")
+    (second.code / "state" / "notes.json").write_text("{}")
+    folders.close(second)
+    os.utime(second.path, (1.0, 1.0))  # as if something of the first had been written later
+
+    third = opened(folders, "third", code)
+    found = {
+        path.relative_to(third.code).as_posix(): path.read_text()
+        for path in third.code.rglob("*-step-*")
+    }
+    ends = ("json", "part-1-of-2.safetensors", "part-2-of-2.safetensors")
+    assert found == {
+        **{f"state/000010-step-100.{end}": "of second 000010-step-100" for end in ends},
+        **{f"old/state/000003-step-9.{end}": "of first" for end in ends},
+    }
+    assert third.results() == []
+    assert len(second.results()) == 3 * 3 + 1  # what it was given is none of its own
+    folders.close(third)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [{"directory": "/ada/other"}, {"starter": "b0" * 32}],
+    ids=lambda facts: next(iter(facts)),
+)
+def test_a_job_from_elsewhere_or_of_another_finds_none(
+    tmp_path: Path, code: Code, facts: dict[str, str]
+) -> None:
+    folders = folders_at(tmp_path)
+    first = opened(folders, "first", code)
+    saved(first, "state", "000007-step-70", "of first")
+    while_it_runs = opened(folders, "second", code)
+    assert not (while_it_runs.code / "state").exists()
+    folders.close(first)
+    third = opened(folders, "third", code, **facts)
+    assert not (third.code / "state").exists()
+    folders.close(while_it_runs)
+    folders.close(third)
+
+
+def test_a_checkpoint_that_a_file_or_a_full_disk_is_in_the_way_of_is_left_out(
+    tmp_path: Path, code: Code, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = folders_at(tmp_path)
+    first = opened(folders, "first", code)
+    saved(first, "train.pyx", "000007-step-70", "of first")
+    saved(first, "state", "000007-step-70", "of first")
+    folders.close(first)
+
+    def with_a_file(target: Path) -> None:
+        code(target)
+        (target / "train.pyx").write_text("the package has it")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copyfileobj", full)
+    monkeypatch.setattr("potluck._core.system.clone", lambda source, copy: False)
+    second = opened(folders, "second", with_a_file)
+    assert not list(second.code.rglob("*-step-*"))
+    assert (second.code / "train.pyx").read_text() == "the package has it"
+    folders.close(second)

@@ -21,13 +21,14 @@ import asyncio
 import contextlib
 import hashlib
 import os
+import re
 import secrets
 import shutil
 import stat
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -65,12 +66,15 @@ _ABANDONED_S = 3600.0
 _DAY_S = 86400.0
 _RECORD, CODE, OUTPUT = "record", "code", "output"
 _CACHES = {"__pycache__"}
+_MANIFEST = re.compile(r"((\d{6,12})-step-\d{1,20})\.json")
+"""Of a checkpoint (``checkpoint/store.py``)."""
 
 
 class Record(msgspec.Struct, frozen=True):
     """Whose job it is: its ``starter`` (a node), its ``package`` (hexadecimal; empty for a local
     job), when it ``began`` here (Unix time). ``below``: the working directory of its workers, a
-    path in the copy of the package (empty: the copy itself). ``keeps_files``: its results stay on
+    path in the copy of the package (empty: the copy itself). ``directory``: the one on the starter
+    in which the command was given. ``keeps_files``: its results stay on
     the machine. ``gone``: why its results were deleted; empty while they are here."""
 
     job: str
@@ -80,6 +84,7 @@ class Record(msgspec.Struct, frozen=True):
     began: float = 0.0
     keeps_files: bool = False
     below: str = ""
+    directory: str = ""
     gone: str = ""
 
 
@@ -196,6 +201,8 @@ class JobFolders:
             if fill is not None:
                 fill(temporary / CODE)
                 _make_directory(temporary / CODE, record.below)
+                over = (each for each in self.all() if not self.is_in_use(each))
+                _bring_checkpoints(temporary, record, over)
             (temporary / OUTPUT).mkdir(mode=0o700)
             _write(temporary, record)
             _later_than_now(temporary / _RECORD)
@@ -377,6 +384,39 @@ def _make_directory(code: Path, below: str) -> None:
         if why := objection_to_path(below, portable=False):
             raise ConfigurationError(f"the working directory {below!r} can't be made here: {why}")
         (code / below).mkdir(parents=True, exist_ok=True)
+
+
+def _bring_checkpoints(path: Path, record: Record, earlier: Iterable[JobFolder]) -> None:
+    """Copy to the folder of a job at ``path``, before it has its record, the newest checkpoint of
+    each directory that ``earlier`` jobs of its starter had, which were called in the same
+    directory: on the starter the script finds it there, too. They are no results of this
+    job. One for which there is no room is left out."""
+    done = set[str]()
+    for folder in sorted(earlier, key=lambda each: -each.record.began):
+        before = folder.record
+        if (before.starter, before.directory) != (record.starter, record.directory or "?"):
+            continue
+        found: dict[str, tuple[int, str]] = {}
+        results = [each.path for each in folder.results() if each.path.startswith(f"{CODE}/")]
+        for each in results:
+            below, _, name = each.rpartition("/")
+            if (match := _MANIFEST.fullmatch(name)) is not None and below not in done:
+                found[below] = max(found.get(below, (0, "")), (int(match[2]), match[1]))
+        for below, (_, stem) in found.items():
+            done.add(below)
+            # Without its manifest, which comes last, a checkpoint is nothing.
+            paths = [each for each in results if each.startswith(f"{below}/{stem}.")]
+            made: list[Path] = []
+            try:
+                (path / below).mkdir(mode=0o700, parents=True, exist_ok=True)
+                for each in sorted(paths, reverse=True):
+                    with open_below(folder.path, each) as source, (path / each).open("xb") as copy:
+                        made.append(path / each)  # readable by others, in a folder that is not
+                        if not system.clone(source.fileno(), copy.fileno()):
+                            shutil.copyfileobj(source, copy)
+            except OSError:
+                for file in made:
+                    file.unlink()
 
 
 def _read(path: Path) -> JobFolder | None:

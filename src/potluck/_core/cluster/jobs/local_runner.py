@@ -615,4 +615,5 @@ def _record_of(spec: jobs.JobSpec) -> Record:
         began=spec.started,
         keeps_files=spec.keeps_files,
         below=spec.below,
+        directory=spec.directory,
     )
