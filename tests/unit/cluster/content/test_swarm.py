@@ -289,6 +289,8 @@ def test_of_slow_members_that_take_all_room_one_gives_it_to_a_member_that_was_no
         run.num_bytes = count + 1
     late = PATIENCE_S + 1
     assert not [run for run in runs if swarm.is_void(run, late)]
+    none = np.zeros(64, bool)
+    swarm.joined("a", ~none, none, is_fetching=True)  # again, which changes nothing
     assert [run for run in runs if swarm.is_void(run, late, is_full=True)] == runs[:1]
     swarm.failed(runs[0], late)
     run = swarm.next("c", late)

@@ -378,7 +378,10 @@ def test_each_range_has_one_node_that_fetches_it_and_another_if_it_makes_no_prog
     with_c = swarm_of("a", "c")
     with_c.heard("c", now=9.0)
     assert taken(left, TAKE_OVER_S + 1) == taken(with_c, TAKE_OVER_S + 1), "b is passed over"
-    awaited = swarm_of("a")
+    late = swarm_of("a", "b", "c")  # all of them waited so long for the answer of a fourth one
     none = np.zeros(16, bool)
+    late.joined(OUTSIDE, ~none, none, is_fetching=False, now=TAKE_OVER_S)
+    assert taken(late, TAKE_OVER_S + 1) == shares[0], "nobody is passed over"
+    awaited = swarm_of("a")
     awaited.joined("b", none, none, is_fetching=True)  # which can't reach it
     assert taken(awaited, 1.0) == set(range(16))

@@ -150,7 +150,8 @@ class Swarm:
         member = _Member(has.copy(), awaits & ~has, is_fetching, reaches, now)
         if before is not None:
             self._count -= before.has.astype(np.int64) + before.awaits
-            member.runs = before.runs
+            member.runs, member.took_s = before.runs, before.took_s
+            member.last_rate, member.ended = before.last_rate, before.ended
         self._members[node] = member
         self._count += member.has.astype(np.int64) + member.awaits
         if before is None or before.is_fetching != is_fetching:
@@ -255,10 +256,11 @@ class Swarm:
     def _mine(self, now: float) -> Mask:
         """What this node is to fetch from ``OUTSIDE``."""
         mine, free = _scores(self._range, self._me), np.ones(len(self.has), bool)
+        began = self._members[OUTSIDE].moved  # before that all may have waited for each other
         for node, member in self._members.items():
             if node != OUTSIDE:
                 free &= ~member.has
-                if member.reaches and now - member.moved < TAKE_OVER_S:
+                if member.reaches and now - max(member.moved, began) < TAKE_OVER_S:
                     free &= ~member.awaits & (_scores(self._range, node) <= mine)
         return free
 

@@ -72,7 +72,8 @@ class WholeDownload(Download):
         while self._asking & {*self.members.nodes}:
             await self._wait()
         all_ = np.ones(len(self._hashes), bool)
-        self.swarm.joined(OUTSIDE, all_, ~all_, is_fetching=False)
+        now = asyncio.get_running_loop().time()
+        self.swarm.joined(OUTSIDE, all_, ~all_, is_fetching=False, now=now)
         self._open(OUTSIDE)
 
     # What members declare.
