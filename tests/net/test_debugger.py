@@ -13,6 +13,7 @@ import pytest
 
 from support.commands import Command, potluck_command
 from support.machines import Machine, cluster_of, form
+from support.pages import DOCS
 from support.terminal import Terminal
 
 pytestmark = pytest.mark.needs_root_netns
@@ -129,3 +130,30 @@ def test_a_worker_killed_or_ended_at_its_prompt(tmp_path: Path) -> None:
                 assert run.finish() == 130, run.text
                 terminal.finish()
             assert "KeyboardInterrupt" in run.text
+
+
+PAGE = (DOCS / "jobs.md").read_text()
+
+
+def test_the_commands_of_the_page_do_what_it_says(tmp_path: Path) -> None:
+    """Those behind ``laptop$``, and what is typed at the prompt that follows."""
+    section = PAGE.split("## Debugging")[1].split("\n## ")[0]
+    run_words, attach_words = re.findall(r"^laptop\$ potluck (.*)$", section, re.MULTILINE)
+    assert run_words == "run train.py"
+    [session] = re.findall(r"^laptop\$ potluck attach .*\n((?:.*\n)*?)```", section, re.MULTILINE)
+    with cluster_of(2, tmp_path / "homes", POTLUCK_NATIVE="0") as machines:
+        form(*machines)
+        script = STOPS.replace("secret =", "loss, secret = np.zeros(32),")
+        with halted(machines[0], tmp_path, script) as (run, job):
+            words = [re.sub(r"^train-\w+$", job, word) for word in attach_words.split()]
+            with attach(machines[0], *words[1:]) as terminal:
+                for line in session.splitlines():
+                    shown = re.match(r"\[1 desk\] (?!>)(.*)", line)
+                    if shown is not None:
+                        terminal.read_until(lambda drawn, text=shown[1]: text in drawn)
+                    elif not line.startswith("["):
+                        terminal.drawn = ""
+                        terminal.type(f"{line}\n")
+                terminal.finish()
+            assert run.finish() == 0, run.text
+            assert run.text.count("counted 2") == 2
