@@ -17,6 +17,7 @@ import pytest
 
 from potluck import load_ipython_extension
 from potluck.cli.notebook import CellError
+from support.commands import comes_true
 
 
 class Shell:
@@ -108,6 +109,37 @@ def test_the_stop_button_ends_the_workers_and_what_waits_behind(tmp_path: Path) 
     assert "the next cell runs" not in out
     assert err.rstrip().endswith("KeyboardInterrupt")
     assert list(tmp_path.iterdir()) == []
+
+
+KILLED = """
+from test_notebook import Shell
+Shell().run("", "import time; print('begun', flush=True)\\nwhile True: print(1), time.sleep(0.1)")
+"""
+
+
+@pytest.mark.real_exec
+def test_a_killed_kernel_leaves_no_script_behind(tmp_path: Path) -> None:
+    """Nor one that another kernel needs, which runs a cell in the same folder."""
+    kernels = [
+        subprocess.Popen(
+            [sys.executable, "-c", KILLED],
+            cwd=tmp_path,
+            env=_with_this_folder() | {"TMPDIR": str(tmp_path)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    for kernel in kernels:
+        assert kernel.stdout is not None
+        while "begun" not in (line := kernel.stdout.readline()):
+            assert line, "the cell ended"
+    for num_left in (1, 0):
+        kernel = kernels.pop()
+        kernel.kill()
+        kernel.communicate()
+        assert comes_true(lambda n=num_left: len(list(tmp_path.glob("cell_*.py"))) <= n)
+        assert len(list(tmp_path.glob("cell_*.py"))) == num_left
 
 
 def _with_this_folder() -> dict[str, str]:

@@ -28,6 +28,7 @@ from potluck.errors import ConfigurationError
 RETURNED = "returned.safetensors"
 """The file of returned values, below the directory ``POTLUCK_OUTPUT`` of rank 0."""
 _POTLUCK = (sys.executable, "-P", "-m", "potluck.cli.main")
+_CELL = (sys.executable, "-P", "-c", "from potluck.cli.notebook import run_cell; run_cell()")
 _FETCH_S = 600.0
 _OWN = ("--json", "--plain", "--dry-run", "--detach")
 """Options of ``potluck run`` that the magic sets itself, or that leave it nothing to wait for."""
@@ -73,7 +74,7 @@ class CellMagic:
             tempfile.TemporaryDirectory(prefix="potluck-") as scratch,
         ):
             summary = Path(scratch) / "summary.json"
-            how = [*_POTLUCK, "run", "--plain", "--json", str(summary), *options]
+            how = [*_CELL, str(script), "run", "--plain", "--json", str(summary), *options]
             exit_code = _run([*how, script.name, *arguments], folder)
             if exit_code:
                 raise CellError(f"the cell's job ended with exit code {exit_code}")
@@ -173,6 +174,18 @@ def _script(folder: Path, code: str) -> Iterator[Path]:
         yield Path(name)
     finally:
         Path(name).unlink(missing_ok=True)
+
+
+def run_cell() -> None:
+    """In the process of the command, whose first argument is the cell's ``_script``: the command,
+    and at its end the script is removed. So it is, too, if the kernel was killed meanwhile."""
+    from potluck.cli.main import app
+
+    script = Path(sys.argv.pop(1))
+    try:
+        app(prog_name="potluck")
+    finally:
+        script.unlink(missing_ok=True)
 
 
 def _run(command: Sequence[str], folder: Path) -> int:
