@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _NAME = "potluck"
-_ASK_S = 30.0
 _STAY_S = 90
 """An agent that is told to end has this long for the workers of its jobs."""
+_ASK_S = _STAY_S + 30.0
+"""`systemctl disable --now` and `launchctl bootout` return when the agent has ended."""
 
 _UNIT = """\
 # Written by `potluck up --install-service`; `potluck up --remove-service` removes it.

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from potluck._core.cluster.sharing.offers import SharingStore
 from potluck._core.settings import Settings
+from potluck.cli import service
 from potluck.cli.main import app
 from potluck.cli.service import Service
 from potluck.cli.terminal import RotatedLog
@@ -154,3 +155,7 @@ def test_a_log_is_rotated_and_bounded(tmp_path: Path) -> None:
     assert "line 5999" in (tmp_path / "log").read_text()
     with pytest.raises(ConfigurationError, match="no directory"):
         RotatedLog(tmp_path / "away" / "log")
+
+
+def test_what_ends_the_service_has_longer_than_the_agent_may_take() -> None:
+    assert service._ASK_S > service._STAY_S
