@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from potluck._core.cluster.home.node_state import find_agent
 from potluck._core.settings import Settings, environment_name
 from potluck.cli.terminal import say
 from potluck.errors import ConfigurationError
@@ -67,15 +68,13 @@ class Service:
         if settings.psk or settings.passphrase:
             raise ConfigurationError(
                 f"the cluster's secret comes from {secret}, which a service does not see, and a "
-                "secret does not belong into its file. `potluck init`, or `potluck join` with a "
-                "code of a machine that is in, keeps one in potluck's home: unset the variable, "
-                "and enter that first"
+                "secret does not belong into its file: unset it, and enter `potluck init` or "
+                "`potluck join`, which keep one in potluck's home"
             )
         if "cache" in sys.prefix.lower():
             raise ConfigurationError(
                 f"potluck runs from a cache ({sys.prefix}), which may be emptied under the "
-                "service: install it first, with `uv tool install potluck` or `pipx install "
-                "potluck`"
+                "service: install it first, with `uv tool install potluck`"
             )
         default, found = Settings(), {}
         for each in fields(Settings):
@@ -169,7 +168,11 @@ def install_service(settings: Settings, keep_rule: Callable[[], None]) -> None:
             f"the service is installed already{'' if same else ', with other settings'} "
             f"({manager.path}). To install it anew: potluck up --remove-service"
         )
-    _check_free(settings)
+    if (agent := find_agent(settings.home)) is not None:
+        raise ConfigurationError(
+            f"an agent runs here already (process {agent.pid}): end it, with Ctrl-C in its "
+            "terminal, then install the service, which starts its own"
+        )
     keep_rule()
     manager.path.parent.mkdir(parents=True, exist_ok=True)
     manager.path.write_text(manager.text)
@@ -180,9 +183,9 @@ def install_service(settings: Settings, keep_rule: Callable[[], None]) -> None:
             manager.path.unlink(missing_ok=True)
             raise ConfigurationError(f"the service was not installed: {trouble}")
     say(f"potluck: potluck up runs as a service now, and after each login ({manager.path})")
-    say(f"potluck: what it says: {manager.log}")
-    say("potluck: to end it for good: potluck up --remove-service")
-    if sys.platform != "darwin" and not _lingers():
+    say(f"potluck: what it says: {manager.log}; its end: potluck up --remove-service")
+    asked = ("loginctl", "show-user", getpass.getuser(), "--property=Linger", "--value")
+    if sys.platform != "darwin" and _called(asked)[0] != "yes":
         say(
             "potluck: it ends when you log out, and starts when you log in. To have it run from "
             f"the machine's start on: loginctl enable-linger {getpass.getuser()}"
@@ -203,31 +206,16 @@ def remove_service() -> None:
     say("potluck: the service has ended and is removed")
 
 
-def _check_free(settings: Settings) -> None:
-    from potluck._core.cluster.home.node_state import find_agent
-
-    agent = find_agent(settings.home)
-    if agent is not None:
-        raise ConfigurationError(
-            f"an agent runs here already (process {agent.pid}): end it, with Ctrl-C in its "
-            "terminal, then install the service, which starts its own"
-        )
-
-
-def _lingers() -> bool:
-    asked = ("loginctl", "show-user", getpass.getuser(), "--property=Linger", "--value")
-    try:
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=_ASK_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return done.stdout.strip() == "yes"
-
-
 def _asked(command: Sequence[str]) -> str:
     """Run ``command``; what went wrong, in words, empty if nothing did."""
-    called = shlex.join(command)
+    return _called(command)[1]
+
+
+def _called(command: Sequence[str]) -> tuple[str, str]:
+    """What ``command`` wrote, and what went wrong."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_S)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{called}: {error}"
-    return f"{called}: {done.stderr.strip() or done.returncode}" if done.returncode else ""
+        return "", f"{shlex.join(command)}: {error}"
+    trouble = f"{shlex.join(command)}: {done.stderr.strip() or done.returncode}"
+    return done.stdout.strip(), trouble if done.returncode else ""
