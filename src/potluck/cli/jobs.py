@@ -4,6 +4,7 @@ writes, and how it ended."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import time
 from functools import partial
@@ -237,7 +238,9 @@ def attach(
     from potluck.cli.job_display import print_summary, watcher_for
 
     if rank is not None:
-        asyncio.run(debug(load_settings(), job, rank, partial(_show_line, json=False), typed))
+        with contextlib.suppress(KeyboardInterrupt):
+            asyncio.run(debug(load_settings(), job, rank, partial(_show_line, json=False), typed))
+        say(f"potluck: left rank {rank} of job {job}", err=True)
         return
 
     def is_to_cancel(name: str) -> bool:
