@@ -27,6 +27,8 @@ ATTACKS = (
     "tests/net/test_orders.py",
     "tests/net/test_store.py",
     "tests/unit/cluster/content/test_store.py",
+    "tests/unit/cluster/data_sets/test_scan.py",
+    "tests/unit/cluster/data_sets/test_sets.py",
     "tests/net/test_queue.py::test_a_job_of_a_banned_machine_that_waits_in_the_queue_never_begins",
     "tests/net/test_job_lives.py::test_a_log_line_that_is_an_escape_sequence_obeys_no_terminal",
     "tests/unit/cluster/content/test_whole.py",

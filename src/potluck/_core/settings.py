@@ -188,6 +188,13 @@ class Settings:
         Meta(gt=0, le=1_000_000),
         About("gigabytes (2**30 bytes) of environments and wheels that this machine keeps"),
     ] = 20.0
+    data: Annotated[
+        str,
+        About(
+            "the disk that data sets of jobs of other machines may take on this one: 50G; off: it "
+            "takes no part in jobs with data"
+        ),
+    ] = "20G"
     package_index: Annotated[
         str,
         About(

@@ -19,6 +19,7 @@ from potluck._core import hints
 from potluck._core.system import need_posix
 from potluck.cli.bench.command import bench
 from potluck.cli.clean import clean
+from potluck.cli.data import data
 from potluck.cli.doctor import doctor
 from potluck.cli.federated import app as federated
 from potluck.cli.fetch import fetch
@@ -186,6 +187,9 @@ app.command(
         "potluck fetch --remove sweep-14e60dab"
     )
 )(fetch)
+app.command(epilog="Examples:\n\npotluck data\n\npotluck data rm pets\n\npotluck data pin pets")(
+    data
+)
 app.command(epilog="Examples:\n\npotluck clean --dry-run\n\npotluck clean --older-than 30")(clean)
 app.command(epilog="Examples:\n\npotluck jobs\n\npotluck jobs sweep-14e6\n\npotluck jobs --json")(
     jobs

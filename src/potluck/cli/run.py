@@ -15,6 +15,7 @@ import msgspec
 import typer
 
 from potluck._core import native
+from potluck.cli.data import data_of
 from potluck.cli.jobs import say_started
 from potluck.cli.terminal import check_writable, write_json
 from potluck.errors import ConfigurationError
@@ -251,6 +252,15 @@ def run(
     ] = "",
     env: Env = None,
     include: Include = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[NAME=]DIR",
+            help="A folder of data, which each machine gets that runs SCRIPT: there "
+            'potluck.data.shared("NAME") is its path (NAME: that of the folder, if not said). '
+            "Several with --data again.",
+        ),
+    ] = None,
     detach: Annotated[
         bool,
         typer.Option(
@@ -371,6 +381,7 @@ def run(
             outlives=on_hangup is not OnHangup.END,
             is_installed=installed,
             allows_builds=allow_builds,
+            data=data_of(data or ()),
             priority=priority,
             seconds=seconds_of(time) if time else 0.0,
             starts_now=now,

@@ -99,6 +99,14 @@ def up(
             "source, in a sandbox without network; or off: such a script does not run here.",
         ),
     ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE|off",
+            help="How much of the disk the data of other machines' jobs may take here, such as "
+            "50G (default 20G); off: no job with data runs here.",
+        ),
+    ] = None,
     allow_root: Annotated[
         bool,
         typer.Option(
@@ -167,6 +175,7 @@ def up(
             gpus=gpus,
             sandbox=sandbox or None,
             environments=environments,
+            data=data,
             allow_root=allow_root or None,
         )
         check_user(settings)

@@ -3,6 +3,7 @@
 from potluck.data.columns import ArrowFiles, ParquetFiles
 from potluck.data.numpy_files import NumpyFiles
 from potluck.data.shards import ShardedDataset
+from potluck.data.shared import shared
 from potluck.data.webdataset import WebDatasetFiles
 
 __all__ = [
@@ -11,4 +12,5 @@ __all__ = [
     "ParquetFiles",
     "ShardedDataset",
     "WebDatasetFiles",
+    "shared",
 ]

@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from potluck._core.cluster.code_store.job_folders import (
     keeping_of,
 )
 from potluck._core.cluster.content.store import ContentStore
+from potluck._core.cluster.data_sets.sets import DataSets, quota_of
 from potluck._core.cluster.home.node_state import AgentRecord, find_agent
 from potluck._core.cluster.jobs.history import JobHistory
 from potluck._core.cluster.links.local import call_agent
@@ -120,12 +122,14 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """The machines of the cluster, this one first; how to ask them about results; the history on
-    this machine. ``agent`` is this machine's; None if none runs. ``leader`` leads their jobs."""
+    """The machines of the cluster, this one first; how to ask them about results; the history and
+    the data sets on this machine. ``agent`` is this machine's; None if none runs. ``leader`` leads
+    their jobs."""
 
     all: tuple[Machine, ...]
     results: ResultsClient
     history: JobHistory
+    data_sets: Callable[[], DataSets]
     agent: AgentLink | None = None
     leader: str = ""
 
@@ -148,6 +152,25 @@ class Machines:
 
         return list(await asyncio.gather(*map(ask, self.all)))
 
+    async def held_data(self, machine: Machine, request: peers.DataRequest) -> peers.DataHeld:
+        """The answer of ``machine``. LinkError if there is none, or it refuses."""
+        if self.agent is None:
+            return await self.data_sets().answer(machine.node, request)
+        return await self.agent.ask_node(machine.node, request, peers.DataHeld, timeout_s=_ANSWER_S)
+
+    async def data(self) -> list[tuple[str, peers.DataHeld]]:
+        """What this machine's owner may know of the data sets of each machine that answers, by its
+        name."""
+
+        async def ask(machine: Machine) -> list[tuple[str, peers.DataHeld]]:
+            try:
+                return [(machine.name, await self.held_data(machine, peers.DataRequest()))]
+            except PotluckError:
+                return []
+
+        found = await asyncio.gather(*map(ask, self.all))
+        return [each for answers in found for each in answers]
+
     async def jobs(self, request: jobs.HistoryRequest) -> list[jobs.JobInfo]:
         """``histories`` of all machines together."""
         return [each for _, found in await self.histories(request) for each in found]
@@ -166,7 +189,8 @@ async def reached(settings: Settings, agent: AgentRecord | None = None) -> Async
             on_note=lambda text: None,
         )
         machine = Machine(me, settings.machine_name)
-        yield Machines((machine,), results_here(settings.home, folders, me), history)
+        results = results_here(settings.home, folders, me)
+        yield Machines((machine,), results, history, partial(_data_sets, settings, me))
         return
     async with connected(settings, agent) as link:
         yield await machines_of(settings, link)
@@ -177,7 +201,8 @@ async def machines_of(settings: Settings, link: AgentLink) -> Machines:
     reply = await link.ask(local.NodesRequest(), local.NodesReply)
     results = ResultsClient(link.ask_node, AskedByName(link.ask_node))
     leader = next((each.node for each in reply.nodes if each.role == "leader"), "")
-    return Machines(_machines(reply), results, JobHistory(settings.home), link, leader)
+    sets = partial(_data_sets, settings, reply.node)
+    return Machines(_machines(reply), results, JobHistory(settings.home), sets, link, leader)
 
 
 @asynccontextmanager
@@ -195,6 +220,15 @@ async def connected(
     finally:
         await stop(made.listening)
         await link.close()
+
+
+def _data_sets(settings: Settings, me: str) -> DataSets:
+    async def ask(node: str, request: Any, kind: type[T], *, timeout_s: float | None) -> T:
+        raise LinkError("no agent runs here")
+
+    members = AskedByName(ask)
+    content = ContentStore(settings.home / "content", me, members, on_note=lambda text: None)
+    return DataSets(settings.home, me, content, quota_of(settings.data))
 
 
 def results_here(home: Path, folders: JobFolders, me: str) -> ResultsClient:

@@ -19,6 +19,7 @@ from potluck._core.cluster.code_store.job_folders import keeping_of
 from potluck._core.cluster.code_store.store import CodeStore
 from potluck._core.cluster.content.store import ContentStore
 from potluck._core.cluster.control_plane import ControlPlane
+from potluck._core.cluster.data_sets.sets import DataSets, quota_of
 from potluck._core.cluster.discovery.advert import Hint, new_instance
 from potluck._core.cluster.discovery.finder import Finder, Presence, running_finders
 from potluck._core.cluster.environments.making import Environments
@@ -81,6 +82,7 @@ _FORWARDED: dict[type, type] = {
     wire_jobs.LogRequest: wire_jobs.LogLines,
     wire_jobs.CancelJob: wire_jobs.Kept,
     wire_jobs.DebugRequest: wire_jobs.JobRuns,
+    peers.DataRequest: peers.DataHeld,
 }
 """The response to each request that a command may have forwarded."""
 
@@ -161,6 +163,10 @@ class _Machine:
             settings, self.content, agent.names.called, partial(build_sandbox, settings.home)
         )
         self.environments.remove_incomplete()
+        self.data = DataSets(settings.home, agent.me, self.content, quota_of(settings.data))
+        if not agent.is_private:
+            self.data.forget_jobs()
+        links.on_request(peers.DataRequest, self.data.answer)
         self.worker_homes = WorkerHomes(
             settings.home,
             agent.key,
@@ -201,6 +207,7 @@ class _Jobs:
             launcher=partial(launcher_of, settings, is_own=agent.is_launched),
             confinement=machine.confinement,
             environments=machine.environments,
+            data=machine.data,
             links=members.links,
             plane=members.plane,
             surveyor=machine.surveyor,
@@ -337,7 +344,7 @@ class NodeAgent:
         self.links, self.plane, self.exchange = members.links, members.plane, members.exchange
         self._bulk = members.bulk
         self.offers, self.content = machine.offers, machine.content
-        self._code_store = machine.code_store
+        self._code_store, self._data = machine.code_store, machine.data
         self.jobs = jobs.dispatcher
         if self.is_launched:
             self.links.on(peers.Places, self._told)
@@ -401,6 +408,8 @@ class NodeAgent:
         count = await self._code_store.delete_from(node)
         if count:
             self.note(f"{count} code packages of {node} were deleted")
+        if count := await asyncio.to_thread(self._data.delete_from, node):
+            self.note(f"{count} data sets of {node} were deleted")
 
     def met(self, node: str, introduction: peers.Introduction) -> None:
         """There is a link to ``node``."""

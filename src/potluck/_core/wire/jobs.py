@@ -113,6 +113,24 @@ class Need(msgspec.Struct, frozen=True):
     package: Name
 
 
+DATA_NAME = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z"
+"""Of a data set. It is also the name of a folder, so it can't be a path."""
+MAX_DATA_SETS = 16
+
+
+class DataSet(msgspec.Struct, frozen=True):
+    """A data set of a job: its ``package`` of ``num_bytes``, and the ``folder`` on the starter that
+    it lies in. A local job has no package of it."""
+
+    name: Annotated[str, msgspec.Meta(pattern=DATA_NAME)]
+    package: Annotated[bytes, msgspec.Meta(max_length=32)]
+    num_bytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 50)]
+    folder: Text
+
+
+DataSets = Annotated[tuple[DataSet, ...], msgspec.Meta(max_length=MAX_DATA_SETS)]
+
+
 class Proof(msgspec.Struct, frozen=True):
     """The public key of a job's starter, and its signature of the job (``trust.signed_jobs``)."""
 
@@ -132,7 +150,8 @@ class JobSpec(JobOptions, frozen=True, kw_only=True):
     ``only`` these nodes run it (empty: all may). ``needs`` are the packages that a node must have;
     ``own`` are modules of the user's own that do not travel, with their folders on the starter.
     ``plan`` is the package with the plan of the environment in which workers run (``environments``
-    in ``cluster``); None: they run with the packages that each machine has.
+    in ``cluster``); None: they run with the packages that each machine has. ``data`` comes to each
+    node on which workers run.
     """
 
     job: Job
@@ -148,6 +167,7 @@ class JobSpec(JobOptions, frozen=True, kw_only=True):
     needs: Annotated[tuple[Need, ...], msgspec.Meta(max_length=MAX_NEEDS)] = ()
     own: Annotated[tuple[tuple[Name, Text], ...], msgspec.Meta(max_length=MAX_NEEDS)] = ()
     plan: Digest | None = None
+    data: DataSets = ()
     proof: Proof | None = None
 
     @property

@@ -11,6 +11,7 @@ from potluck._core.wire.bulk import DescriptionRequest, Holding, HoldingRequest,
 from potluck._core.wire.facts import MAX_LINKS, LinkFacts
 from potluck._core.wire.format import MachineName, MessageFormat, Name, Text
 from potluck._core.wire.jobs import (
+    MAX_DATA_SETS,
     MAX_JOBS,
     MAX_QUEUED,
     CancelJob,
@@ -29,6 +30,8 @@ from potluck._core.wire.jobs import (
 )
 from potluck._core.wire.nodes import MAX_NODES, Count
 from potluck._core.wire.peers import (
+    DataHeld,
+    DataRequest,
     Failure,
     Results,
     ResultsRequest,
@@ -70,9 +73,10 @@ class RunRequest(JobOptions, frozen=True, kw_only=True, tag=True):
     names the machines that run it (empty: all may). ``modules`` are files that the script imports
     by names which its text does not show. ``is_installed``: it runs with the packages that machines
     have, whatever its folder says that it needs; ``allows_builds``: some of these packages may be
-    built from source. A job that ``outlives`` its command goes on when
-    that leaves, however it does. ``again`` is a job that this machine started before: its code and
-    its options are run once more, and of these fields only ``outlives`` counts.
+    built from source. ``data`` has names and folders of data sets. A job that ``outlives`` its
+    command goes on when that leaves, however it does. ``again`` is a job that this machine started
+    before: its code and its options are run once more, with its data, and of these fields only
+    ``outlives`` counts.
     """
 
     folder: Text = ""
@@ -83,6 +87,7 @@ class RunRequest(JobOptions, frozen=True, kw_only=True, tag=True):
     outlives: bool = False
     is_installed: bool = False
     allows_builds: bool = False
+    data: Annotated[tuple[tuple[Name, Text], ...], msgspec.Meta(max_length=MAX_DATA_SETS)] = ()
     again: Name = ""
 
 
@@ -203,12 +208,13 @@ Forwarded = (
     | LogRequest
     | CancelJob
     | DebugRequest
+    | DataRequest
 )
 
 
 class ForwardedRequest(msgspec.Struct, frozen=True, tag=True):
-    """A request about results or jobs, or for results' files, for the agent to forward to ``node``,
-    which may be this one; answered with ForwardedResponse of the same ``number``."""
+    """A request about results, jobs or data, or for results' files, for the agent to forward to
+    ``node``, which may be this one; answered with ForwardedResponse of the same ``number``."""
 
     number: Count
     node: Name
@@ -220,7 +226,7 @@ class ForwardedResponse(msgspec.Struct, frozen=True, tag=True):
 
     number: Count
     node: Name
-    content: Results | Part | Holding | History | LogLines | Kept | JobRuns | Failure
+    content: Results | Part | Holding | History | LogLines | Kept | JobRuns | DataHeld | Failure
 
 
 class CommandResult(msgspec.Struct, frozen=True, tag=True):

@@ -24,7 +24,7 @@ import msgspec
 from potluck._core.printable import MAX_NAME, PRINTABLE
 from potluck._core.wire.admissions import AdmissionMessage, Key
 from potluck._core.wire.facts import Facts, Measured
-from potluck._core.wire.format import MachineName, MessageFormat, Name, Text, Versions
+from potluck._core.wire.format import Digest, MachineName, MessageFormat, Name, Text, Versions
 from potluck._core.wire.jobs import (
     DebugRequest,
     History,
@@ -139,6 +139,34 @@ class Written(msgspec.Struct, frozen=True):
     num_bytes: Count | None
 
 
+class DataRequest(msgspec.Struct, frozen=True, tag=True):
+    """A request which data sets are at the receiver, of those that the sender brought there, or to
+    remove, pin or unpin the one of this ``name``, which only the receiver's own commands may send.
+    Answered with DataHeld."""
+
+    want: Literal["list", "rm", "pin", "unpin"] = "list"
+    name: Name = ""
+
+
+class HeldData(msgspec.Struct, frozen=True):
+    """A data set at a node: its ``package``, the node that brought it, when it was ``used`` last
+    (Unix time), and in words whether it is used now, or the folder of that node it lies in."""
+
+    name: Name
+    package: Digest
+    num_bytes: Count
+    starter: Name
+    used: Seconds
+    state: Text
+
+
+class DataHeld(msgspec.Struct, frozen=True, tag=True):
+    """The data sets; at most ``quota`` bytes of other nodes' are kept (0: none are taken)."""
+
+    quota: Count
+    sets: Annotated[tuple[HeldData, ...], msgspec.Meta(max_length=MAX_LISTED)] = ()
+
+
 MAX_MESSAGE = 1 << 20
 
 
@@ -164,9 +192,16 @@ class Failure(msgspec.Struct, frozen=True, tag=True):
 
 
 RequestContent = (
-    ResultsRequest | NodeServicesRequest | JobRunsRequest | DebugRequest | HistoryQuestion
+    ResultsRequest
+    | NodeServicesRequest
+    | JobRunsRequest
+    | DebugRequest
+    | HistoryQuestion
+    | DataRequest
 )
-ResponseContent = Results | NodeServices | JobRuns | History | Kept | Spec | LogLines | Failure
+ResponseContent = (
+    Results | NodeServices | JobRuns | History | Kept | Spec | LogLines | DataHeld | Failure
+)
 
 
 class Request(msgspec.Struct, frozen=True, tag=True):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from potluck._core.cluster.control_plane import ControlPlane
+from potluck._core.cluster.data_sets.sets import DataSets
 from potluck._core.cluster.environments.making import Environments
 from potluck._core.cluster.jobs.history import JobHistory
 from potluck._core.cluster.jobs.ledger import Vouching
@@ -32,8 +33,8 @@ class AgentParts:
     ``worker_homes`` are the folders with the credentials of each job's workers; ``broker`` makes
     the socket broker of workers in a sandbox. ``launcher`` makes the launcher of a job's workers
     (``process.launcher_of``), which ``confinement`` holds to the owner's limits; ``environments``
-    are the ones made of what scripts need. ``note`` shows a line to people at this machine; ``log``
-    keeps what workers write, ``history`` what is known of each job.
+    are the ones made of what scripts need, ``data`` their data sets. ``note`` shows a line to
+    people at this machine; ``log`` keeps what workers write, ``history`` what is known of each job.
     ``is_admin(node)``: whether it may admit and ban.
     ``outer_world(index)``: the variables of the workers of a private agent whose command is a part
     of another launcher's world."""
@@ -48,6 +49,7 @@ class AgentParts:
     launcher: Callable[..., Launch]
     confinement: Confinement
     environments: Environments
+    data: DataSets
     links: PeerLinks
     plane: ControlPlane
     surveyor: Surveyor

@@ -111,6 +111,8 @@ class JobDispatcher:
         if request.again:
             spec = await self._keeping.another_run(request.again, self._code_store)
             await self._await_nodes(spec.job, spec, spec.only, client)
+            take = agent.data.take_again
+            spec = await take(spec, lambda text: client.take(jobs.JobNote(spec.job, text)))
         else:
             spec = await self._new_spec(request, client)
         spec = agent.sign(await agent.vouching.start_own(spec))
@@ -121,6 +123,10 @@ class JobDispatcher:
         """The spec of the job that ``request`` describes; its folder is taken in."""
         agent = self._agent
         job = new_id(request.module.rpartition(".")[2] or PurePosixPath(request.script).stem)
+
+        def note(text: str) -> None:
+            client.take(jobs.JobNote(job, text))
+
         only = self._named(request.on)
         await self._await_nodes(job, request, only, client)
         self._check_leader()
@@ -130,19 +136,14 @@ class JobDispatcher:
                 Path(request.folder), request.script, request.include
             )
             receivers = self._receivers(only)
-            for text in (in_words(selection, receivers), links_in_words(selection)):
-                if text:
-                    client.take(jobs.JobNote(job, text))
+            for text in filter(None, (in_words(selection, receivers), links_in_words(selection))):
+                note(text)
             with contextlib.suppress(ValueError):
                 relative = Path(request.directory).relative_to(request.folder)
                 below = relative.as_posix() if relative.parts else ""
-        plan = await plan_of(
-            request,
-            self._kinds(only),
-            agent.environments,
-            self._code_store,
-            lambda text: client.take(jobs.JobNote(job, text)),
-        )
+        kinds = self._kinds(only)
+        plan = await plan_of(request, kinds, agent.environments, self._code_store, note)
+        data = await agent.data.take_in(request.data, note, travels=package is not None)
         chosen = {name: getattr(request, name) for name in jobs.JobOptions.__struct_fields__}
         versions, needs, own = await asyncio.to_thread(look_at, request)
         if plan is not None:
@@ -157,6 +158,7 @@ class JobDispatcher:
             own=own,
             only=only,
             plan=plan,
+            data=data,
             below=below,
             master_port=free_port(),
             started=time.time(),

@@ -24,6 +24,7 @@ from potluck._core.background import Tasks, stop, why
 from potluck._core.cluster.code_store.imports import describe_lack, lacking
 from potluck._core.cluster.code_store.job_folders import JobFolder, Record, key_of
 from potluck._core.cluster.code_store.store import CodeStore
+from potluck._core.cluster.data_sets.job_data import JobData
 from potluck._core.cluster.discovery.interfaces import interface_of
 from potluck._core.cluster.environments.making import Environment
 from potluck._core.cluster.jobs.agent_parts import AgentParts
@@ -112,6 +113,10 @@ class LocalRunner:
         self._debuggers = Debuggers(self._processes)
         if order.spec.plan is not None:
             code_store.hold(order.spec.plan)
+        self._data: JobData | None = None
+        if self.spec.data:
+            called = agent.names.called
+            self._data = JobData(agent.data, self.spec, self._key, called=called, note=self._note)
         self._tasks = Tasks()
         self._preparing = self._tasks.start(self._prepare())
 
@@ -147,6 +152,8 @@ class LocalRunner:
             link.abort()
         if self._broker is not None:
             await self._broker.close()
+        if self._data is not None:
+            await self._data.close()
         if self._environment is not None:
             self._environment.release()
         if self.spec.plan is not None:
@@ -164,6 +171,9 @@ class LocalRunner:
         """Fetch the folder if needed, and report to the leader."""
         spec = self.spec
         try:
+            if self._data is not None:
+                self._data.members([each.node for each in self.places])
+                await self._data.offer()
             if refusal := self._refusal():
                 raise ConfigurationError(refusal)
             await self._agent.vouching.confirm(spec)
@@ -192,12 +202,17 @@ class LocalRunner:
                 self._broker = self._agent.broker(worker_home / BROKER_FILE, self._may_dial)
             if spec.plan is not None:
                 await self._make_environment(spec.plan)
+            if self._data is not None:
+                await self._bring(self._data)
         except (PotluckError, OSError) as error:
             self._error = str(error)[:4000]
         except Exception as error:  # the leader would wait for this node's report for ever
             _log.exception("preparing job %s broke", spec.job)
             self._error = f"this is potluck's fault, please report it: {why(error)}"[:4000]
         else:
+            if self._awaits_data:  # it got places here meanwhile
+                self._preparing = self._tasks.start(self._prepare())
+                return
             if self._has_place:  # else the part would be taken from other jobs
                 self._confinement = self._agent.confinement.part_of(spec)
             self._launch = self._agent.launcher(
@@ -209,8 +224,25 @@ class LocalRunner:
                 me=self._agent.me,
                 sink=self._line,
                 is_behind=self._is_behind,
+                readable=() if self._data is None else (self._data.folder,),
             )
         self._report()
+
+    async def _bring(self, data: JobData) -> None:
+        """Have the job's data here, if workers are placed here. A machine that can't lacks it."""
+        try:
+            await data.bring(has_workers=self._has_place)
+        except (PotluckError, OSError) as error:
+            self._lacks = True
+            if isinstance(error, OSError):
+                where = f"can't keep the job's data: {why(error)}"
+                raise ConfigurationError(where) from error
+            raise
+
+    @property
+    def _awaits_data(self) -> bool:
+        """Whether workers are placed here, and their data did not come yet."""
+        return self._data is not None and not self._data.is_here and self._has_place
 
     @property
     def _awaits_environment(self) -> bool:
@@ -247,7 +279,9 @@ class LocalRunner:
     def order_again(self, order: jobs.Order) -> None:
         """The leader, maybe a new one, ordered the job once more."""
         self.places, self.world = order.places, order.world
-        is_ready = not (self._awaits_environment or self._awaits_part)
+        if self._data is not None:
+            self._data.members([each.node for each in self.places])
+        is_ready = not (self._awaits_environment or self._awaits_part or self._awaits_data)
         if self._launch is not None and is_ready:
             self._report()
         elif self._launch is not None or self._error:
@@ -328,9 +362,10 @@ class LocalRunner:
             members = tuple(place.worker for place in self.places)
         rank, size = members.index(worker), len(members)
         beside = [each for each in members if node_of[each] == node_of[worker]]
+        data = {} if self._data is None else self._data.variables()
         if self._agent.outer_world is not None:
             outer = self._agent.outer_world(beside.index(worker))
-            return {"POTLUCK_RESTARTS": str(attempt)} | outer
+            return {"POTLUCK_RESTARTS": str(attempt)} | data | outer
         nodes = {"POTLUCK_NODES": ",".join(self._agent.names.label(node_of[m]) for m in members)}
         return {
             "POTLUCK_AGENT": f"127.0.0.1:{self._agent.port}",
@@ -339,6 +374,7 @@ class LocalRunner:
             "POTLUCK_WORKER": worker,
             "POTLUCK_RESTARTS": str(attempt),
             **({} if self.spec.is_local else nodes),
+            **data,
             "RANK": str(rank),
             "WORLD_SIZE": str(size),
             # Scripts don't change this one: by it the worker knows that a world which torch forms

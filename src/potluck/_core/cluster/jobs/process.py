@@ -355,11 +355,13 @@ def launcher_of(
     is_own: bool = False,
     sink: Callable[[str, str, str, End], None],
     is_behind: Callable[[], bool],
+    readable: Sequence[Path] = (),
 ) -> Launch:
     """A function that starts a worker of ``spec`` on this node, ``me``, from ``folder``, with the
     credentials in ``worker_home``.
     ``sink(worker, stream, line, end)`` gets the worker's output. Without an environment ``made``
-    for the job, workers run with the packages of this agent.
+    for the job, workers run with the packages of this agent. In a sandbox they can read the folders
+    ``readable``.
 
     Workers run in the job's copy of the code; on the machine where ``potluck run`` was called they
     run in that directory, so that what they write is found there. A local job, which has no copy,
@@ -385,8 +387,8 @@ def launcher_of(
     if sandbox is not None:
         inherited |= sandbox.variables(worker_home)
         memory = confinement.memory_of(spec.per_node)
-        packages = () if made is None else (made.base, made.path)
-        shell = sandbox.command([code, output], directory, worker_home, memory, packages)
+        seen = [*readable, *(() if made is None else (made.base, made.path))]
+        shell = sandbox.command([code, output], directory, worker_home, memory, seen)
     fixed = confinement.variables()
     sent = {name: text for name, text in accepted(spec.environment).items() if name not in fixed}
     given = {name: value for name, value in (inherited | sent).items() if value}

@@ -1,0 +1,252 @@
+"""``DataSets``: the data sets of this machine, in the namespace ``data`` of its content store.
+
+A machine keeps what it fetched for a job, until its quota asks for room: what was used longest ago
+goes first, never what a job needs or what its owner pinned. A data set that lies in a folder of
+this machine stays there, and is served from there while a job needs it. Only the machines on which
+a job runs may have its data.
+
+Below ``home/data``: ``sets``, a record for each data set that came from elsewhere; ``scans``, what
+was read of folders here; ``jobs``, the folders that running jobs see.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import shutil
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import msgspec
+
+from potluck._core.cluster.content.store import ContentStore, Terms
+from potluck._core.cluster.data_sets.scan import Scanned, cache_name, scan_folder
+from potluck._core.cluster.home.keyfile import replace_private
+from potluck._core.printable import plain, size_in_words
+from potluck._core.wire import jobs, peers
+from potluck.errors import ConfigurationError, LinkError
+
+NAME = re.compile(jobs.DATA_NAME)
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) *([KMGT]?)i?B?", re.IGNORECASE)
+_TELL_S = 2.0
+Note = Callable[[str], None]
+
+
+def quota_of(text: str) -> int:
+    """The bytes that ``potluck up --data`` names: ``50G``, or 0 for ``off``; units are powers of
+    1024. ConfigurationError if it means nothing."""
+    if text.strip().lower() == "off":
+        return 0
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or float(match[1]) == 0:
+        raise ConfigurationError(f"--data {text!r}: write a size, such as 50G, or off")
+    return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
+
+
+class _Record(msgspec.Struct, frozen=True):
+    """Of a data set that came from elsewhere: its name, the node that it came from, whether the
+    owner of this machine pinned it."""
+
+    name: str
+    starter: str
+    is_pinned: bool = False
+
+
+class DataSets:
+    """The data sets of node ``me``, below ``home``, of other machines at most ``quota`` bytes (0:
+    none). May be made without an agent, to look and to remove."""
+
+    def __init__(self, home: Path, me: str, content: ContentStore, quota: int) -> None:
+        self.me = me
+        self.quota = quota
+        self.content = content
+        self.root = home / "data"
+        self.shelf = content.open("data", Terms(may_have=self._may_have, quota=quota))
+        self._jobs: dict[str, tuple[frozenset[str], frozenset[bytes]]] = {}
+        self._folders: dict[bytes, tuple[str, Path]] = {}
+        """By package that is offered from a folder here: the data set's name, and the folder."""
+        self._offers: Counter[bytes] = Counter()
+        for package, record in self._records().items():
+            if record.is_pinned:
+                content.hold("data", package)
+
+    def forget_jobs(self) -> None:
+        """Remove what an agent that was killed left of its jobs. Blocks."""
+        remove_tree(self.root / "jobs")
+
+    # What a job brings.
+
+    async def take_in(
+        self, named: Collection[tuple[str, str]], note: Note, *, travels: bool
+    ) -> tuple[jobs.DataSet, ...]:
+        """The data sets in these folders, by name, as a job has them; read, if it ``travels``.
+        ConfigurationError if one can't travel."""
+        if len({name for name, _ in named}) < len(named):
+            raise ConfigurationError("two data sets have one name: give another by --data NAME=DIR")
+        found = []
+        for name, folder in named:
+            if not travels:
+                found.append(jobs.DataSet(name, b"", 0, folder))
+                continue
+            package = (await self.scan(name, Path(folder), note)).package
+            size, count = package.manifest.num_bytes, len(package.manifest.files)
+            found.append(jobs.DataSet(name, package.name, size, folder))
+            note(f"data {name}: {count} files, {size_in_words(size)}")
+        return tuple(found)
+
+    async def take_again(self, spec: jobs.JobSpec, note: Note) -> jobs.JobSpec:
+        """``spec`` for another run, with its data as it is now; errors as for ``take_in``."""
+        named = [(each.name, each.folder) for each in spec.data]
+        return msgspec.structs.replace(spec, data=await self.take_in(named, note, travels=True))
+
+    async def scan(self, name: str, folder: Path, note: Note) -> Scanned:
+        """Read ``folder``, as far as it is not known. Cancelled, it ends before the next file."""
+        loop, said, stop = asyncio.get_running_loop(), time.monotonic(), threading.Event()
+
+        def on_progress(so_far: int, total: int) -> None:
+            nonlocal said
+            if time.monotonic() - said > _TELL_S:
+                said = time.monotonic()
+                text = f"data {name}: read {100 * so_far // total}% of {size_in_words(total)}"
+                loop.call_soon_threadsafe(note, text)
+
+        cache = self.root / "scans" / cache_name(folder)
+        try:
+            return await asyncio.to_thread(
+                scan_folder, folder, cache, on_progress=on_progress, stop=stop
+            )
+        finally:
+            stop.set()
+
+    # Who may have what.
+
+    def allow(self, job: str, nodes: Collection[str], packages: Collection[bytes]) -> None:
+        """``nodes`` may have the ``packages`` of ``job``, until ``forbid``."""
+        self._jobs[job] = frozenset(nodes), frozenset(packages)
+
+    def forbid(self, job: str) -> None:
+        """The end of ``allow``."""
+        self._jobs.pop(job, None)
+
+    def _may_have(self, node: str, package: bytes) -> bool:
+        return any(node in nodes and package in having for nodes, having in self._jobs.values())
+
+    def _is_used(self, package: bytes) -> bool:
+        return any(package in packages for _, packages in self._jobs.values())
+
+    def offer(self, name: str, folder: Path, scanned: Scanned) -> None:
+        """Serve a data set from its ``folder``, until ``withdraw``, which must follow as often."""
+        package = scanned.package
+        self._offers[package.name] += 1
+        self._folders[package.name] = name, folder
+        self.content.offer("data", folder, package)
+
+    def withdraw(self, package: bytes) -> None:
+        """The end of ``offer``."""
+        self._offers[package] -= 1
+        if not self._offers[package]:
+            self._folders.pop(package, None)
+            self.content.withdraw("data", package)
+
+    # What is kept.
+
+    def came(self, each: jobs.DataSet, starter: str) -> None:
+        """Record that this machine gets a data set of ``starter``. Blocks."""
+        before = self._records().get(each.package)
+        is_pinned = before is not None and before.is_pinned
+        self._write(each.package, _Record(each.name, starter, is_pinned))
+
+    async def answer(self, node: str, request: peers.DataRequest) -> peers.DataHeld:
+        """The answer to ``node``: to this machine's owner about all data sets here, to others about
+        those that they brought. LinkError, with the reason, if nothing was changed."""
+        if request.want != "list":
+            if node != self.me:
+                raise LinkError("only its owner changes what a machine keeps")
+            await asyncio.to_thread(self._change, request.want, request.name)
+        return peers.DataHeld(self.quota, tuple(await asyncio.to_thread(self.held, node)))
+
+    def held(self, node: str) -> list[peers.HeldData]:
+        """What is here, as ``node`` may know it, the one used last first. Blocks."""
+        records, found = self._records(), list[peers.HeldData]()
+        if node == self.me:
+            for package, (name, folder) in self._folders.items():
+                size = self.content.package("data", package).num_bytes
+                text = plain(str(folder))
+                found.append(peers.HeldData(name, package, size, self.me, time.time(), text))
+        for kept, is_held in self.content.usage()["data"]:
+            record = records.pop(kept.package, None)
+            if record is None or node not in (self.me, record.starter):
+                continue
+            state = "kept" if self.content.has("data", kept.package) else "in part"
+            if self._is_used(kept.package):
+                state = "in use"
+            elif record.is_pinned and is_held:
+                state = "pinned"
+            found.append(
+                peers.HeldData(
+                    record.name, kept.package, kept.num_bytes, record.starter, kept.used, state
+                )
+            )
+        for package in records:
+            if not self._is_used(package):  # pruned since
+                self._path(package).unlink(missing_ok=True)
+        return found[: peers.MAX_LISTED]
+
+    def _change(self, want: str, name: str) -> None:
+        """Remove, pin or unpin the data set that is called ``name``, or whose package begins so."""
+        here = [each for each in self.held(self.me) if each.package not in self._folders]
+        found = [each for each in here if each.name == name]
+        found = found or [each for each in here if each.package.hex().startswith(name)]
+        if len(found) != 1:
+            what = "several data sets are" if found else "no data set is"
+            names = ", ".join(f"{each.package.hex()[:8]} ({each.name})" for each in here)
+            raise ConfigurationError(f"{what} called {name!r} here. There are: {names or 'none'}")
+        [each] = found
+        record = self._records()[each.package]
+        if want == "rm":
+            if each.state == "in use":
+                raise ConfigurationError(f"{name} is needed by a job that runs: wait for its end")
+            if each.state == "pinned":
+                raise ConfigurationError(f"{name} is pinned: potluck data unpin {name}")
+            self.content.delete("data", [each.package])
+            self._path(each.package).unlink(missing_ok=True)
+        elif record.is_pinned != (want == "pin"):
+            self._write(each.package, _Record(record.name, record.starter, want == "pin"))
+            move = self.content.hold if want == "pin" else self.content.release
+            move("data", each.package)
+
+    def delete_from(self, node: str) -> int:
+        """Delete what came from ``node``, also what is pinned; how many data sets. Its jobs must be
+        over here. Blocks."""
+        gone = [package for package, record in self._records().items() if record.starter == node]
+        self.content.delete("data", gone)
+        for package in gone:
+            self._path(package).unlink(missing_ok=True)
+        return len(gone)
+
+    def _path(self, package: bytes) -> Path:
+        return self.root / "sets" / package.hex()
+
+    def _write(self, package: bytes, record: _Record) -> None:
+        replace_private(self._path(package), "a record of data", msgspec.json.encode(record))
+
+    def _records(self) -> dict[bytes, _Record]:
+        found = {}
+        for path in (self.root / "sets").glob("[0-9a-f]*"):
+            with contextlib.suppress(OSError, ValueError, msgspec.MsgspecError):
+                record = msgspec.json.decode(path.read_bytes(), type=_Record)
+                found[bytes.fromhex(path.name)] = record
+        return found
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove ``folder``, read-only folders in it as well. Blocks."""
+    for place, _, _ in os.walk(folder):
+        with contextlib.suppress(OSError):
+            os.chmod(place, 0o700)
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,110 @@
+"""Data sets that come with a job: to each machine that trains on them, once."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.hosts import Network
+from support.machines import Machine, cluster_of, form
+
+pytestmark = pytest.mark.needs_root_netns
+
+SCRIPT = """
+import hashlib
+import numpy as np
+import potluck, potluck.data
+folder = potluck.data.shared("pets")
+hashed = hashlib.sha256()
+for path in sorted(folder.rglob("*")):
+    if path.is_file():
+        hashed.update(str(path.relative_to(folder)).encode() + path.read_bytes())
+print("data", hashed.hexdigest())
+try:
+    (folder / "new").write_text("written")
+except OSError as error:
+    print("can't write:", error.strerror)
+with potluck.init() as ctx:
+    print("counted", int(ctx.all_reduce(np.ones(1))[0]), "of", ctx.world_size)
+"""
+
+
+def made(folder: Path, num_bytes: int = 9 << 20) -> Path:
+    """A data set of several files, one of several chunks."""
+    (folder / "deep").mkdir(parents=True)
+    (folder / "large.bin").write_bytes(os.urandom(num_bytes))
+    (folder / "deep" / "a b.txt").write_text("small")
+    (folder / "deep" / "again.txt").write_text("small")
+    (folder / "empty").touch()
+    return folder
+
+
+def script_in(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "train.py").write_text(SCRIPT)
+    return folder / "train.py"
+
+
+def held(machine: Machine) -> dict[str, list[dict[str, Any]]]:
+    """By machine, what `potluck data` shows on ``machine``."""
+    done = machine.runs("data", "--json")
+    assert done.returncode == 0, done.stderr
+    return {each["name"]: each["sets"] for each in json.loads(done.stdout)["machines"]}
+
+
+def test_data_comes_once_and_a_second_run_sends_nothing(tmp_path: Path) -> None:
+    data, script = made(tmp_path / "pets"), script_in(tmp_path / "code")
+    with cluster_of(3, tmp_path / "homes", POTLUCK_SANDBOX="1") as (ada, bob, carl):
+        form(ada, bob, carl)
+        with ada.run("--data", data, script) as run:
+            assert run.finish() == 0, run.text
+        found = re.findall(r"\] data (\w+)", run.text)
+        assert len(found) == 3, run.text
+        assert len(set(found)) == 1, run.text
+        assert run.text.count("can't write: Read-only file system") == 2, run.text
+        assert run.text.count("data pets: here after") == 2
+        (data / "new").unlink()
+        shown = held(ada)
+        assert {name: [each["name"] for each in sets] for name, sets in shown.items()} == {
+            "ada": [],
+            "bob": ["pets"],
+            "carl": ["pets"],
+        }
+        assert held(bob)["ada"] == []
+        with ada.run("--data", data, script) as run:
+            assert run.finish() == 0, run.text
+        assert "here after" not in run.text
+        assert "fetching" not in run.text
+        assert len(set(re.findall(r"\] data (\w+)", run.text))) == 1
+        assert not list((bob.home / "data" / "jobs").glob("*"))
+        assert bob.runs("data", "pin", "pets").returncode == 0
+        refused = bob.runs("data", "rm", "pets")
+        assert refused.returncode != 0
+        assert "pinned" in refused.stderr
+        assert carl.runs("data", "rm", "pets").returncode == 0
+        assert [each["state"] for each in held(ada)["bob"]] == ["pinned"]
+        assert held(ada)["carl"] == []
+
+
+def test_a_machine_that_takes_no_data_is_named_and_the_others_go_on(tmp_path: Path) -> None:
+    data, script, homes = made(tmp_path / "pets"), script_in(tmp_path / "code"), tmp_path / "homes"
+    with (
+        Network(4) as network,
+        Machine(network[0], homes) as ada,
+        Machine(network[1], homes) as bob,
+        Machine(network[2], homes, POTLUCK_DATA="off") as carl,
+        Machine(network[3], homes, POTLUCK_DATA="4M") as dora,
+    ):
+        form(ada, bob, carl, dora)
+        with ada.run("--data", data, script) as run:
+            assert run.finish() == 0, run.text
+        assert run.text.count("counted 2 of 2") == 2, run.text
+        assert "takes no data of jobs: its owner set POTLUCK_DATA=off" in run.text
+        assert "takes at most 4.0 MiB of data, and pets has 9.0 MiB" in run.text
+        shown = held(ada)
+        assert [len(shown[name]) for name in ("bob", "carl", "dora")] == [1, 0, 0]

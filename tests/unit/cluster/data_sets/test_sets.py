@@ -1,0 +1,243 @@
+"""Who gets data sets, what is kept of them, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, ParamSpec
+
+import pytest
+
+from potluck._core.cluster.data_sets.job_data import JobData
+from potluck._core.cluster.data_sets.sets import DataSets, quota_of
+from potluck._core.cluster.topology.hardware import own_versions
+from potluck._core.wire import jobs, peers
+from potluck.errors import ConfigurationError, LinkError
+from support.requests import Nodes
+
+ADA, BOB, EVE = "ada", "bob", "eve"
+P = ParamSpec("P")
+
+
+def in_a_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    """The test in an event loop of its own."""
+
+    @functools.wraps(test)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        asyncio.run(test(*args, **kwargs))
+
+    return run
+
+
+class Machines:
+    """The data sets of several machines, whose stores reach each other."""
+
+    def __init__(self, root: Path, quota: int = 1 << 30) -> None:
+        self.nodes, self.notes = Nodes(), list[str]()
+        self.nodes.patience_s = 0.5
+        self.sets = {
+            me: DataSets(root / me, me, self.nodes.store(root / me, me), quota)
+            for me in (ADA, BOB, EVE)
+        }
+        self.pets = root / "pets"
+        self.pets.mkdir()
+        (self.pets / "large").write_bytes(os.urandom(5 << 20))
+        (self.pets / "small").write_text("small")
+
+    async def spec(self, *, keeps_files: bool = False) -> jobs.JobSpec:
+        named = [("pets", str(self.pets))]
+        data = await self.sets[ADA].take_in(named, self.notes.append, travels=True)
+        return jobs.JobSpec(
+            job="job",
+            script="train.py",
+            package=bytes(32),
+            starter=ADA,
+            versions=own_versions(),
+            data=data,
+            keeps_files=keeps_files,
+        )
+
+    def job(self, me: str, spec: jobs.JobSpec) -> JobData:
+        """The data of a job that runs on ada and bob."""
+        data = JobData(self.sets[me], spec, "key", called=str, note=self.notes.append)
+        data.members([ADA, BOB])
+        return data
+
+
+async def fetched(machines: Machines) -> tuple[jobs.JobSpec, JobData, JobData]:
+    spec = await machines.spec()
+    ada, bob = machines.job(ADA, spec), machines.job(BOB, spec)
+    await ada.offer()
+    await bob.bring(has_workers=True)
+    return spec, ada, bob
+
+
+@in_a_loop
+async def test_data_lies_in_a_folder_that_goes_with_the_job(tmp_path: Path) -> None:
+    machines = Machines(tmp_path)
+    _, ada, bob = await fetched(machines)
+    assert ada.is_here
+    assert bob.is_here
+    there = tmp_path / BOB / "data" / "jobs" / "key" / "pets"
+    assert (there / "large").read_bytes() == (machines.pets / "large").read_bytes()
+    assert (there / "small").stat().st_mode & 0o777 == 0o400
+    assert there.stat().st_mode & 0o777 == 0o500
+    for data in (bob, ada):
+        await data.close()
+    assert not there.exists()
+    assert [each.state for each in machines.sets[BOB].held(BOB)] == ["kept"]
+
+
+@in_a_loop
+async def test_only_machines_of_the_job_get_its_data(tmp_path: Path) -> None:
+    """Eve is a member of the cluster, and knows the hash."""
+    machines = Machines(tmp_path)
+    spec, ada, bob = await fetched(machines)
+    with pytest.raises(LinkError, match="no node sends the package"):
+        await machines.sets[EVE].content.fetch("data", spec.data[0].package)
+    for data in (bob, ada):
+        await data.close()
+    with pytest.raises(LinkError, match="no node sends the package"):  # the job is over
+        await machines.sets[EVE].content.fetch("data", spec.data[0].package, first=BOB)
+
+
+@in_a_loop
+async def test_a_machine_tells_others_only_of_what_they_brought(tmp_path: Path) -> None:
+    machines = Machines(tmp_path)
+    _, ada, bob = await fetched(machines)
+    asked = peers.DataRequest()
+    answers = {node: await machines.sets[BOB].answer(node, asked) for node in (ADA, BOB, EVE)}
+    assert [each.state for each in answers[BOB].sets] == ["in use"]
+    assert len(answers[ADA].sets) == 1
+    assert answers[EVE].sets == ()
+    with pytest.raises(LinkError, match="only its owner"):
+        await machines.sets[BOB].answer(ADA, peers.DataRequest("rm", "pets"))
+    with pytest.raises(ConfigurationError, match="needed by a job"):
+        await machines.sets[BOB].answer(BOB, peers.DataRequest("rm", "pets"))
+    for data in (bob, ada):
+        await data.close()
+
+
+@in_a_loop
+async def test_what_is_pinned_stays_and_what_is_removed_is_gone(tmp_path: Path) -> None:
+    machines = Machines(tmp_path)
+    spec, ada, bob = await fetched(machines)
+    for data in (bob, ada):
+        await data.close()
+    sets = machines.sets[BOB]
+    await sets.answer(BOB, peers.DataRequest("pin", "pets"))
+    sets.content.prune("data", 0)
+    again = DataSets(tmp_path / BOB, BOB, machines.nodes.store(tmp_path / BOB, BOB), 1 << 30)
+    again.content.prune("data", 0)
+    assert [each.state for each in again.held(BOB)] == ["pinned"]
+    with pytest.raises(ConfigurationError, match="pets is pinned"):
+        await again.answer(BOB, peers.DataRequest("rm", "pets"))
+    with pytest.raises(ConfigurationError, match="no data set is called 'cats' here"):
+        await again.answer(BOB, peers.DataRequest("rm", "cats"))
+    name = spec.data[0].package.hex()[:8]
+    await again.answer(BOB, peers.DataRequest("unpin", name))
+    assert (await again.answer(BOB, peers.DataRequest("rm", name))).sets == ()
+    assert not again.shelf.packages()
+
+
+@in_a_loop
+async def test_what_came_from_a_banned_machine_is_deleted(tmp_path: Path) -> None:
+    machines = Machines(tmp_path)
+    _, ada, bob = await fetched(machines)
+    for data in (bob, ada):
+        await data.close()
+    assert machines.sets[BOB].delete_from(EVE) == 0
+    assert machines.sets[BOB].delete_from(ADA) == 1
+    assert machines.sets[BOB].held(BOB) == []
+
+
+@pytest.mark.parametrize(
+    ("quota", "text"),
+    [(0, "takes no data of jobs: its owner set POTLUCK_DATA=off"), (1 << 20, "at most 1.0 MiB")],
+)
+@in_a_loop
+async def test_what_its_owner_does_not_allow_is_not_fetched(
+    tmp_path: Path, quota: int, text: str
+) -> None:
+    machines = Machines(tmp_path, quota)
+    spec = await machines.spec()
+    ada, bob = machines.job(ADA, spec), machines.job(BOB, spec)
+    await ada.offer()
+    with pytest.raises(ConfigurationError, match=text):
+        await bob.bring(has_workers=False)
+    assert not machines.nodes.asked
+    for data in (bob, ada):
+        await data.close()
+
+
+@in_a_loop
+async def test_each_machine_refuses_data_of_a_federation(tmp_path: Path) -> None:
+    machines = Machines(tmp_path)
+    spec = await machines.spec(keeps_files=True)
+    for me in (ADA, BOB):
+        data = machines.job(me, spec)
+        with pytest.raises(ConfigurationError, match="in a federation data stays"):
+            await data.offer()
+        await data.close()
+
+
+@in_a_loop
+async def test_a_folder_that_changed_before_the_job_began_is_not_offered(tmp_path: Path) -> None:
+    machines = Machines(tmp_path)
+    spec = await machines.spec()
+    (machines.pets / "small").write_text("other")
+    ada = machines.job(ADA, spec)
+    with pytest.raises(ConfigurationError, match="pets was changed while the job runs or waits"):
+        await ada.offer()
+    await ada.close()
+
+
+@in_a_loop
+async def test_two_data_sets_of_one_name_are_refused(tmp_path: Path) -> None:
+    machines = Machines(tmp_path)
+    named = [("pets", str(machines.pets)), ("pets", str(tmp_path))]
+    with pytest.raises(ConfigurationError, match="two data sets have one name"):
+        await machines.sets[ADA].take_in(named, print, travels=True)
+
+
+@in_a_loop
+async def test_a_machine_that_could_not_have_it_says_so_without_workers(tmp_path: Path) -> None:
+    """Else it would be given workers again and again."""
+    machines = Machines(tmp_path)
+    spec = await machines.spec()
+    bob = machines.job(BOB, spec)
+    for has_workers in (True, False):
+        with pytest.raises(LinkError, match="can't have the data set pets: no node sends"):
+            await bob.bring(has_workers=has_workers)
+    await bob.close()
+
+
+@in_a_loop
+async def test_a_cancelled_fetch_ends_and_goes_on_later(tmp_path: Path) -> None:
+    machines = Machines(tmp_path)
+    spec = await machines.spec()
+    ada, bob = machines.job(ADA, spec), machines.job(BOB, spec)
+    await ada.offer()
+    bringing = asyncio.create_task(bob.bring(has_workers=True))
+    await asyncio.sleep(0)
+    bringing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await bringing
+    await bob.close()
+    bob = machines.job(BOB, spec)
+    await bob.bring(has_workers=True)
+    assert bob.is_here
+    for data in (bob, ada):
+        await data.close()
+
+
+def test_the_quota_is_a_size_or_off() -> None:
+    assert quota_of("off") == 0
+    assert quota_of("50G") == quota_of("50 GiB") == 50 << 30
+    assert quota_of("1.5m") == 3 << 19
+    for text in ("", "much", "0", "-1G"):
+        with pytest.raises(ConfigurationError, match="write a size, such as 50G, or off"):
+            quota_of(text)
