@@ -7,13 +7,16 @@ Otherwise the parts that depend on it would wait without end, and blame another 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 OnBroken = Callable[[BaseException], None]
 """``on_broken(error)`` is called on the thread or event loop that failed. It must not block."""
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -56,6 +59,19 @@ async def stop(*tasks: asyncio.Task[Any] | None) -> None:
     for task in present:
         task.cancel()
     await asyncio.gather(*present, return_exceptions=True)
+
+
+async def in_thread(call: Callable[..., T], *given: object) -> T:
+    """``call(*given)`` in a thread. Cancelled, this ends only after the thread, which nobody can
+    cancel."""
+    running = asyncio.ensure_future(asyncio.to_thread(call, *given))
+    try:
+        return await asyncio.shield(running)
+    finally:
+        while not running.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([running])
+        running.exception()  # the caller has it, or was cancelled
 
 
 class Tasks:

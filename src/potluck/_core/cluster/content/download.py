@@ -15,11 +15,11 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import groupby
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
-from potluck._core.background import Tasks, stop
+from potluck._core.background import Tasks, in_thread, stop
 from potluck._core.cluster.content.package import (
     MAX_DESCRIPTION,
     Content,
@@ -119,7 +119,6 @@ class Download:
         self._why: dict[str, str] = {}
         self._failure: Exception | None = None
         self._tasks = Tasks()
-        self._writes = set[asyncio.Future[Any]]()
         self._lanes: Counter[str] = Counter()
         self._room = asyncio.Semaphore(_MAX_RUNS)
 
@@ -166,8 +165,6 @@ class Download:
                 raise self._failure
         finally:
             await self._tasks.close()
-            # A thread can't be cancelled: what it writes is there when this call ends.
-            await asyncio.gather(*self._writes, return_exceptions=True)
 
     @property
     def _is_over(self) -> bool:
@@ -333,7 +330,7 @@ class Download:
 
         self._num_finishing += 1
         try:
-            digests = await self._in_thread(hash_all)
+            digests = await in_thread(hash_all)
             for chunk, digest in zip(run.chunks, digests, strict=True):
                 self._check(run, chunk, digest)
             # Nothing waits between here and the mark: a second copy of a chunk is never written.
@@ -341,7 +338,7 @@ class Download:
             self._taken[fresh] = True
             for chunk in fresh:
                 self._accept(run, chunk, digests[chunk - run.first])
-            await self._in_thread(write)
+            await in_thread(write)
             self.swarm.arrived(run, _now(), fresh)
             alone = [Run(chunk, chunk, node, 0.0) for chunk in fresh]
             self._announce(got=[run] if len(fresh) == len(run.chunks) else alone)
@@ -355,13 +352,6 @@ class Download:
         finally:
             self._num_finishing -= 1
             self._wake()
-
-    async def _in_thread(self, call: Callable[[], T]) -> T:
-        """``call()`` in a thread, for which ``run`` waits also if this call is cancelled."""
-        calling = asyncio.ensure_future(asyncio.to_thread(call))
-        self._writes.add(calling)
-        calling.add_done_callback(self._writes.discard)
-        return await asyncio.shield(calling)
 
     def _check(self, run: Run, chunk: int, digest: bytes) -> None:
         """ProtocolError if the member of ``run`` lied: it sent ``chunk`` with this SHA-256.
@@ -378,7 +368,7 @@ class Download:
 
     async def _finish(self, content: Content) -> bool:
         """All chunks of ``content`` are written: whether they are right, and it is whole now."""
-        await self._in_thread(lambda: self.shelf.finish(content))
+        await in_thread(lambda: self.shelf.finish(content))
         return True
 
     def _announce(

@@ -193,17 +193,6 @@ class Shelf:
                     found.append(Kept(package.name, package.num_bytes, used))
         return sorted(found, key=lambda kept: -kept.used)
 
-    @property
-    def num_bytes(self) -> int:
-        """On the disk."""
-        total = 0
-        for path in (*_files(self._objects), *_files(self._partial)):
-            with contextlib.suppress(OSError):
-                status = path.stat()
-                # Of a file that is not whole less is on the disk than its size says.
-                total += min(status.st_size, getattr(status, "st_blocks", 1 << 50) * 512)
-        return total
-
     def forget(self, name: bytes) -> None:
         """Delete a package; its files stay until ``sweep``."""
         (self._packages / name.hex()).unlink(missing_ok=True)

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from potluck._core.background import in_thread
 from potluck._core.cluster.content.download import (
     PATIENCE_S,
     Download,
@@ -59,7 +60,8 @@ def _nobody(node: str, package: bytes) -> bool:
 @dataclass(frozen=True, slots=True)
 class Terms:
     """What holds for one namespace. ``may_have(node, package)``: whether another node gets it.
-    ``quota``: bytes that all its packages may take on the disk (None: no limit of its own).
+    ``quota``: bytes that all its packages may take on the disk (None: no limit of its own); a file
+    in two packages counts twice.
     ``is_durable``: small files, too, outlast a loss of power."""
 
     may_have: Callable[[str, bytes], bool] = _nobody
@@ -350,10 +352,10 @@ class ContentStore:
         download = kind(self._members, shelf, namespace, package, **how)
         self.hold(namespace, package.name)
         try:
-            await asyncio.to_thread(shelf.keep, package)
+            await in_thread(shelf.keep, package)
             missing, has = await download.look(), download.swarm.has
             size = int(package.sizes[has].sum()) + missing
-            await asyncio.to_thread(self._make_room, namespace, package, size, missing)
+            await in_thread(self._make_room, namespace, package, size, missing)
             served = _Served(package, has, download=download)
             self._served[namespace, package.name] = served
             on_begin(download, missing)

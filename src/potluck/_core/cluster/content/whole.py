@@ -17,10 +17,10 @@ import hashlib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import KW_ONLY, dataclass
-from functools import partial
 
 import numpy as np
 
+from potluck._core.background import in_thread
 from potluck._core.cluster.content.download import Download, called
 from potluck._core.cluster.content.package import UNKNOWN, Content, whole_file
 from potluck._core.cluster.content.swarm import OUTSIDE, Run
@@ -213,7 +213,7 @@ class WholeDownload(Download):
                 self._asked.pop(node, None)
 
     async def _is_right(self) -> bool:
-        if await asyncio.to_thread(self.shelf.hash, self._content) != self._content.root:
+        if await in_thread(self.shelf.hash, self._content) != self._content.root:
             return False
         self._authors = dict.fromkeys(range(len(self._hashes)), self.me)
         for node, declared in self._lists.items():
@@ -222,7 +222,7 @@ class WholeDownload(Download):
                 self._liars.discard(node)
             if wrong:
                 self._lied(node, f"node {node[:12]} declared a wrong hash of chunk {wrong[0]}")
-        await asyncio.to_thread(self._remember)
+        await in_thread(self._remember)
         return True
 
     def _remember(self) -> None:
@@ -239,7 +239,7 @@ class WholeDownload(Download):
                 data = b"".join([piece async for piece in self._read(begin, size)])
                 digest = hashlib.sha256(data).digest()
                 if digest != self._hashes[chunk]:
-                    await self._in_thread(partial(self.shelf.write, self._content, begin, data))
+                    await in_thread(self.shelf.write, self._content, begin, data)
                 self._hashes[chunk], self._authors[chunk] = digest, self.me
         except PotluckError as error:
             self._leaves(OUTSIDE, str(error))

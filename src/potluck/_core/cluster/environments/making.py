@@ -26,11 +26,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
 from potluck._core import system
+from potluck._core.background import in_thread as _in_thread
 from potluck._core.background import why
 from potluck._core.cluster.content.store import ContentStore
 from potluck._core.cluster.environments.kinds import own_kind
@@ -52,7 +52,6 @@ _MAX_DIRECTORY = 8 << 20
 _BLOCK = 4096
 _BUILD_S = 3600.0
 _OWN = ("plans", "pythons")
-T = TypeVar("T")
 
 
 class _Complete(msgspec.Struct, frozen=True):
@@ -500,17 +499,6 @@ def _write_own(packages: Path, own: Mapping[str, bytes]) -> None:
     for path, data in own.items():
         (packages / path).parent.mkdir(parents=True, exist_ok=True)
         (packages / path).write_bytes(data)
-
-
-async def _in_thread(call: Callable[..., T], *given: object) -> T:
-    """``call(*given)`` in a thread. Cancelled, this ends only after the thread."""
-    running = asyncio.ensure_future(asyncio.to_thread(call, *given))
-    try:
-        return await asyncio.shield(running)
-    finally:
-        while not running.done():
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait([running])
 
 
 class _Fetched:
