@@ -30,9 +30,6 @@ _BITS = 22
 """Gradients are rounded to this many bits: integers in float32, whose sums over up to ``2**31``
 samples are integers in float64."""
 
-_LEAST_EXPONENT = -126
-"""That of the smallest normal float32."""
-
 
 @dataclass
 class _Part:
@@ -71,12 +68,9 @@ class BoostingFit(ForestFit):
             model.classes_ = classes.classes_of(last)
         model._loss, model._bin_mapper = self._loss(last), self._mapper(last)
         model._baseline_prediction = last["baseline"][None]
-        model._predictors = [
-            [trees.unpack_boosted(tree, model._n_features) for tree in some]
-            for some in last["trees"]
-        ]
+        unpack = partial(trees.unpack_boosted, features=model.n_features_in_)
+        model._predictors = [[unpack(tree) for tree in some] for some in last["trees"]]
         model.do_early_stopping_ = self._stops_early(last)
-        model._use_validation_data = model.validation_fraction is not None
         model.train_score_ = np.array(last["train"])
         model.validation_score_ = np.array(last["validation"])
         return last
@@ -113,12 +107,9 @@ class BoostingFit(ForestFit):
             raise ValueError(f"{found['num']} samples are too many: sums of 2**31 are exact")
         self._loss({**found, "weighted": True})
         self.model._validate_parameters()
-        has_factors = getattr(self.model, "class_weight", None) is not None
-        return {
-            **found,
-            "categories": categories.union(rows, self.model.max_bins),
-            "weighted": has_factors or any(row["weighted"] for row in rows),
-        }
+        weighted = getattr(self.model, "class_weight", None) or any(r["weighted"] for r in rows)
+        known = categories.union(rows, self.model.max_bins)
+        return {**found, "categories": known, "weighted": bool(weighted)}
 
     # ------------------------------------------------------------ what follows from a state
 
@@ -205,7 +196,7 @@ class BoostingFit(ForestFit):
             if len(state["trees"]) == model.max_iter or model._should_stop(scores):
                 return {**state, "stage": DONE}
         rows = self._gradients(state, loss, training)
-        missing = mapper.missing_values_bin_idx_
+        ends, missing = mapper.bin_thresholds_, mapper.missing_values_bin_idx_
         most = [np.abs(column).max(initial=0) for column in rows]
         message = np.array([*most, *(training.codes == missing).any(axis=0)], np.float64)
         largest = self.ctx.all_gather(message).reshape(-1, len(message)).max(axis=0)
@@ -229,8 +220,7 @@ class BoostingFit(ForestFit):
             Tree(samples, pair, totals[number], first + number) for number, pair in enumerate(pairs)
         ]
         grow(self.ctx, growing)
-        made = [TreeGrower.make_predictor(tree, mapper.bin_thresholds_) for tree in growing]
-        packed = [trees.pack_boosted(tree) for tree in made]
+        packed = [trees.pack_boosted(TreeGrower.make_predictor(each, ends)) for each in growing]
         self._grown = packed, growing
         state = {**state, "trees": [*state["trees"], packed]}
         is_last = len(state["trees"]) == model.max_iter and not stops_early
@@ -299,5 +289,6 @@ class BoostingFit(ForestFit):
 def _round(values: Array, largest: float) -> None:
     """Round float32 ``values`` to multiples of a power of two, of which ``largest``, their largest
     on all ranks, has less than ``2**22``."""
-    unit = np.float32(math.ldexp(1.0, max(math.frexp(largest)[1] - _BITS, _LEAST_EXPONENT)))
+    # -126: the exponent of the smallest normal float32.
+    unit = np.float32(math.ldexp(1.0, max(math.frexp(largest)[1] - _BITS, -126)))
     values[...] = np.rint(values / unit) * unit

@@ -147,16 +147,13 @@ def unpack_boosted(packed: Packed, features: int) -> Any:
     children, features and sets without a check."""
     nodes = np.frombuffer(packed["nodes"].tobytes(), PREDICTOR_RECORD_DTYPE).copy()
     binned, raw = packed["binned"], packed["raw"]
-    inner = nodes[nodes["is_leaf"] == 0]
     at, num = np.flatnonzero(nodes["is_leaf"] == 0), len(nodes)
     is_sound = num > 0 and binned.shape == raw.shape == (len(raw), 8)
-    for side in ("left", "right"):
-        is_sound &= bool(((inner[side] > at) & (inner[side] < num)).all())
-    is_sound &= bool(((inner["feature_idx"] >= 0) & (inner["feature_idx"] < features)).all())
-    sets = inner["bitset_idx"][inner["is_categorical"] != 0]
+    for name, least, end in (("left", at, num), ("right", at, num), ("feature_idx", -1, features)):
+        is_sound &= bool(((nodes[name][at] > least) & (nodes[name][at] < end)).all())
+    sets = nodes["bitset_idx"][at][nodes["is_categorical"][at] != 0]
     if not is_sound or (sets >= len(raw)).any():
         raise ValueError(
-            f"a boosted tree of {num} nodes is damaged: its children must lie behind "
-            f"parents, its features be below {features}, its sets of categories below {len(raw)}"
+            f"a boosted tree of {num} nodes is damaged: children, features or sets out of bounds"
         )
     return TreePredictor(nodes, binned, raw)

@@ -28,7 +28,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.lib.recfunctions import structured_to_unstructured
 from sklearn.ensemble._hist_gradient_boosting.histogram import HistogramBuilder
 from sklearn.ensemble._hist_gradient_boosting.splitting import SplitInfo, Splitter
 from sklearn.utils._openmp_helpers import _openmp_effective_n_threads
@@ -38,10 +37,6 @@ from potluck.estimators.shards import Array
 
 if TYPE_CHECKING:
     from potluck._core.context import DistributedContext
-
-_MIN_HESSIAN = 1e-3
-"""The least sum of hessians of a node, scikit-learn's."""
-
 
 _INTEGERS = {1, 2, 3, 8, 9, 12}
 _NUMBERS = 13
@@ -91,9 +86,6 @@ class Node:
         self.groups: list[int] = []
         self.key = np.zeros(1, np.uint64)
 
-    def __lt__(self, other: Node) -> bool:
-        return bool(self.split_info.gain > other.split_info.gain)
-
 
 class Tree:
     """A tree that grows on this rank's ``pair`` of gradients and hessians, float32 of shape (n,).
@@ -133,11 +125,8 @@ class Tree:
 
     def may_split(self, node: Node) -> bool:
         """Whether the best split of ``node`` is worth to be looked for."""
-        return (
-            node.depth < (self.model.max_depth or math.inf)
-            and node.n_samples >= 2 * self.model.min_samples_leaf
-            and (node is not self.root or node.sum_hessians >= _MIN_HESSIAN)
-        )
+        least, depth = 2 * self.model.min_samples_leaf, self.model.max_depth
+        return node.n_samples >= least and (depth is None or node.depth < depth)
 
     def divide(self, node: Node) -> tuple[Node, Node]:
         """Make the children of ``node``, and move this rank's samples to them."""
@@ -162,6 +151,8 @@ class Tree:
     def features(self, node: Node, own: range) -> Array:
         """Those of this rank's features by which ``node`` may be split, uint32."""
         interactions, num = self.samples.interactions, len(self.samples.num_bins)
+        if not interactions and self.model.max_features == 1:
+            return np.arange(own.start, own.stop, dtype=np.uint32)
         is_barred = np.zeros(num, bool)
         if interactions:
             allowed = set().union(*(interactions[each] for each in node.groups))
@@ -177,17 +168,19 @@ class Tree:
         """The nodes with a split among the tree's best, as far as splits are known, and the nodes
         that must be expanded to know more; none if the tree is complete."""
         kept: list[Node] = []
-        heap = [] if self.root.split_info is None else [self.root]
+        heap = [] if self.root.split_info is None else [(0.0, 0, self.root)]
         while heap and len(kept) + 1 < self.max_leaves:
-            if heap[0].left_child is None:
+            node = heap[0][2]
+            if node.left_child is None:
                 num = math.ceil(min((self.max_leaves - 1 - len(kept)) / 2, len(heap)))
-                more = [each for each in heapq.nsmallest(num, heap) if each is not heap[0]]
-                return kept, [heap[0], *(each for each in more if each.left_child is None)]
-            node = heapq.heappop(heap)
+                best = [each for *_, each in heapq.nsmallest(num, heap)]
+                return kept, [each for each in best if each.left_child is None]
+            heapq.heappop(heap)
             kept.append(node)
-            for child in (node.left_child, node.right_child):
+            for side, child in enumerate((node.left_child, node.right_child)):
                 if child is not None and child.split_info is not None:
-                    heapq.heappush(heap, child)
+                    # The number decides between equal gains, and is a different one for each node.
+                    heapq.heappush(heap, (-child.split_info.gain, 2 * len(kept) + side, child))
         return kept, []
 
     def finish(self) -> None:
@@ -261,14 +254,15 @@ def _sum(ctx: DistributedContext, own: range, tasks: Sequence[_Task]) -> None:
         names = ["sum_gradients", "count", *([] if is_constant else ["sum_hessians"])]
         features, num_bins = found[0].shape
         share = -(-features // ctx.world_size)
-        sums = np.zeros((ctx.world_size, share, len(tasks), num_bins, len(names)))
+        sums = np.zeros((ctx.world_size, share, len(tasks), len(names), num_bins))
+        whole = sums.reshape(-1, *sums.shape[2:])
         for task, histograms in enumerate(found):
-            whole = sums.reshape(-1, *sums.shape[2:])
-            whole[:features, task] = structured_to_unstructured(histograms[names])
+            for row, name in enumerate(names):
+                whole[:features, task, row] = histograms[name]
         sums = ctx.reduce_scatter(sums)
         for task, histograms in enumerate(found):
-            for column, name in enumerate(names):
-                histograms[name][own.start : own.stop] = sums[: len(own), task, :, column]
+            for row, name in enumerate(names):
+                histograms[name][own.start : own.stop] = sums[: len(own), task, row]
     for (_, node, *_), histograms in zip(tasks, found, strict=True):
         node.histograms = histograms
 

@@ -8,7 +8,7 @@ by bisection of the bits of a float with counts of all ranks. Missing values (Na
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -136,15 +136,11 @@ def _next_values(ctx: DistributedContext, columns: list[Array], high: Array) -> 
 def _keys(values: Array) -> Array:
     """Unsigned integers of the same size that are ordered as the floats ``values`` are."""
     bits = values.view(f"u{values.itemsize}")
-    sign = _sign(bits)
+    sign = bits.dtype.type(1 << 8 * bits.itemsize - 1)
     return np.where(bits & sign, ~bits, bits | sign)
 
 
 def _values(keys: Array) -> Array:
     """The floats that have these keys."""
-    sign = _sign(keys)
+    sign = keys.dtype.type(1 << 8 * keys.itemsize - 1)
     return np.where(keys & sign, keys ^ sign, ~keys).view(f"f{keys.itemsize}")
-
-
-def _sign(bits: Array) -> Any:
-    return bits.dtype.type(1 << 8 * bits.itemsize - 1)
