@@ -36,6 +36,16 @@ ATTACKS = (
     "test_a_machine_that_gives_another_wheel_is_named_and_the_index_asked",
     "tests/unit/cluster/environments/test_making.py::"
     "test_an_index_that_lies_is_named_and_leaves_nothing",
+    "tests/unit/cluster/environments/test_making.py::"
+    "test_the_address_that_was_looked_at_is_the_one_that_is_asked",
+    "tests/unit/cluster/environments/test_making.py::"
+    "test_a_directory_of_a_wheel_without_end_is_not_read",
+    "tests/unit/cluster/environments/test_making.py::"
+    "test_a_wheel_that_unpacks_to_more_than_fits_is_refused",
+    "tests/unit/cluster/environments/test_making.py::"
+    "test_a_wheel_that_brings_a_potluck_of_its_own_is_refused",
+    "tests/unit/cluster/environments/test_making.py::"
+    "test_a_package_is_built_in_the_sandbox_and_stays_here",
     "tests/unit/cluster/environments/test_plan.py",
     "tests/unit/transport/test_man_in_the_middle.py",
     "tests/conformance/test_parsers.py",

@@ -3,16 +3,22 @@ each wheel once; and on a machine that reaches no index."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from potluck._core.cluster.environments.making import Environments
+from potluck._core.cluster.environments.plan import decode_plan
+from potluck._core.settings import Settings
 from support.commands import Command
+from support.figures import Figures
 from support.hosts import Host, Network
 from support.machines import Machine, cluster_of, form
 
@@ -67,6 +73,69 @@ def sent_by(index: Command) -> dict[str, Any]:
     index.order("count")
     found: dict[str, Any] = json.loads(index.wait_for("sent: ", since=since).partition(" ")[2])
     return found
+
+
+def ready_after(run: Command, machine: str = "") -> float:
+    """The seconds that a machine's environment took."""
+    line = next(each for each in run.lines if f"{machine}environment: ready after" in each)
+    return float(line.partition("ready after ")[2].split()[0])
+
+
+async def warm_s(home: Path, index: str) -> float:
+    """The seconds that the environment in ``home``, which is there, costs a job."""
+    (plan,) = (home / "environments" / "plans").glob("*.json")
+    environments = Environments(Settings(home=home, package_index=index))
+    began = time.monotonic()
+    found = await environments.make(decode_plan(plan.read_bytes()), lambda text: None)
+    took = time.monotonic() - began
+    found.release()
+    return took
+
+
+@pytest.mark.parametrize("megabytes", [4, pytest.param(800, marks=pytest.mark.long)])
+def test_three_machines_have_a_gigabyte_of_wheels_in_hardly_more_than_the_time_of_one(
+    tmp_path: Path, figures: Figures, megabytes: int
+) -> None:
+    """One large wheel and ten small ones, a quarter of its bytes, at 200 Mbit/s. The long one needs
+    9 GB on the disk."""
+    small = {f"part{number}": max(1, megabytes // 40) for number in range(10)}
+    sizes = {"large": megabytes, **small}
+    script = tmp_path / "script" / "train.py"
+    script.parent.mkdir()
+    script.write_text(
+        f"# /// script\n# dependencies = {[*sizes]}\n# ///\n"
+        "import large, potluck\nwith potluck.init() as ctx:\n    print('has', large.VERSION)\n"
+    )
+    words = [f"{name}:{size}" for name, size in sizes.items()]
+    given = {"POTLUCK_PACKAGE_INDEX": URL.format(5)}
+    with (
+        Network(5, rate="200mbit") as network,
+        ExitStack() as stack,
+        index_at(network[4], *words) as index,
+    ):
+        ada, bob, carl, dora = (
+            stack.enter_context(Machine(network[number], tmp_path / "homes", **given))
+            for number in range(4)
+        )
+        with dora.run(script) as run:  # alone, without an agent
+            assert run.finish() == 0, run.text
+        one, before = ready_after(run), sent_by(index)["sent"]
+        form(ada, bob, carl)
+        with ada.run(script) as run:
+            assert run.finish() == 0, run.text
+        assert run.text.count("has 1.0") == 3
+        counted = sent_by(index)
+        sent = sum(counted["sent"].values()) - sum(before.values())
+        wheels = sum(counted["sizes"][name] for name in before)
+        took = max(ready_after(run, f"{each.name}: ") for each in (ada, bob, carl))
+        what = f"3 machines, {sum(sizes.values())} MB of wheels at 200 Mbit/s"
+        is_long = megabytes > 100
+        asked = 1.1 if is_long else None
+        figures.take(what, "copies that leave the index:", sent / wheels, asked=asked, unit="")
+        asked = 1.3 if is_long else None
+        figures.take(what, "times of one machine alone:", took / one, asked=asked, unit="")
+        warm = asyncio.run(warm_s(ada.home, URL.format(5)))
+        figures.take(what, "a warm environment:", warm, asked=0.3 if is_long else None, unit="s")
 
 
 def test_each_wheel_leaves_the_index_once_and_a_machine_without_it_takes_part(

@@ -13,6 +13,7 @@ import http.server
 import importlib.metadata
 import io
 import json
+import os
 import re
 import sys
 import sysconfig
@@ -301,12 +302,15 @@ def package_index(
         close()
 
 
-def serve(host: str, port: int, faults: dict[str, str]) -> None:
-    """An index for other processes: says its URL, and, for each line on stdin, how many bytes of
-    each file it has sent."""
+def serve(host: str, port: int, words: list[str]) -> None:
+    """An index for other processes, with faults (``file=fault``) and packages of so many megabytes
+    (``name:8``): says its URL, and, for each line on stdin, how many bytes of each file it has
+    sent."""
     with package_index(host, port) as index:
         index.add(tiny_wheel("foo"), tiny_wheel("large", content=bytes(8 << 20)))
-        index.faults |= faults
+        index.faults |= dict(word.split("=", 1) for word in words if "=" in word)
+        for name, size in (word.split(":") for word in words if ":" in word):
+            index.add(tiny_wheel(name, content=os.urandom(int(size) * 1_000_000)))
         print("index:", index.url, flush=True)
         for _ in sys.stdin:
             sizes = {name: len(data) for name, data in index.files.items()}
@@ -314,4 +318,4 @@ def serve(host: str, port: int, faults: dict[str, str]) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], int(sys.argv[2]), dict(word.split("=", 1) for word in sys.argv[3:]))
+    serve(sys.argv[1], int(sys.argv[2]), sys.argv[3:])

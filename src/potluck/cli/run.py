@@ -290,8 +290,8 @@ def run(
         bool,
         typer.Option(
             "--allow-builds",
-            help="Build packages that have no wheel from source, on machines whose owners let them "
-            "(`potluck up --environments builds`), and here, where the job starts.",
+            help="Build packages without a wheel from source, here and where owners allow it "
+            "(`potluck up --environments builds`).",
         ),
     ] = False,
     collect: Annotated[

@@ -7,11 +7,13 @@ import hashlib
 import io
 import json
 import os
+import platform
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tarfile
 import threading
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -402,6 +404,60 @@ def test_another_python_that_is_here_is_used_and_said(maker: Maker) -> None:
     environment.release()
 
 
+def archive_of(python: Path, target: Path) -> None:
+    """An archive as uv's interpreters come in, of the Python in the folder ``python``."""
+    minor = python.name.rpartition(".")[0]
+    left_out = ("test", "idlelib", "tkinter", "ensurepip", "site-packages", "__pycache__")
+
+    def kept(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        parts = set(entry.name.split("/"))
+        return None if parts & set(left_out) or entry.name.endswith(".a") else entry
+
+    with tarfile.open(target, "w:gz", compresslevel=1) as archive:
+        for name in (f"bin/python{minor}", f"lib/python{minor}"):
+            archive.add(python / name, f"python/{name}", filter=kept)
+        for library in (python / "lib").glob("libpython*"):
+            archive.add(library, f"python/lib/{library.name}")
+
+
+def test_an_interpreter_comes_from_the_mirror_that_this_machine_names(
+    maker: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mirror of the test's own. uv's own interpreters were never run."""
+    pythons = [
+        each
+        for each in Path(sys.base_prefix).parent.glob("3.1[1-4].*")
+        if not each.name.startswith(f"{_MINOR}.") and each.name.rpartition(".")[0] != other_python()
+    ]
+    if not pythons or sys.platform != "linux" or platform.machine() != "x86_64":
+        pytest.skip("needs another minor version of Python beside this one, unseen by uv")
+    version = pythons[-1].name
+    major, minor, patch = map(int, version.split("."))
+    file = f"cpython-{version}+20260101-x86_64-unknown-linux-gnu-install_only_stripped.tar.gz"
+    (tmp_path / "mirror" / "20260101").mkdir(parents=True)
+    archive_of(pythons[-1], tmp_path / "mirror" / "20260101" / file)
+    data = (tmp_path / "mirror" / "20260101" / file).read_bytes()
+    known = {
+        f"cpython-{version}-linux-x86_64-gnu": {
+            "name": "cpython", "arch": {"family": "x86_64", "variant": None}, "os": "linux",
+            "libc": "gnu", "major": major, "minor": minor, "patch": patch, "prerelease": "",
+            "url": "https://github.com/astral-sh/python-build-standalone/releases/download/"
+            f"20260101/{file.replace('+', '%2B')}",
+            "sha256": hashlib.sha256(data).hexdigest(), "variant": None, "build": "20260101",
+        }
+    }  # fmt: skip
+    (tmp_path / "downloads.json").write_text(json.dumps(known))
+    monkeypatch.setenv("UV_PYTHON_DOWNLOADS_JSON_URL", str(tmp_path / "downloads.json"))
+    monkeypatch.setenv("UV_PYTHON_INSTALL_MIRROR", (tmp_path / "mirror").as_uri())
+    plan = msgspec.structs.replace(maker.plan(FOO), python=f"{major}.{minor}")
+    environment = asyncio.run(maker.environments.make(plan, maker.notes.append))
+    code = "import foo, platform; print(platform.python_version(), foo.VERSION)"
+    assert said(environment, code) == f"{version} 1.0"
+    assert environment.base.is_relative_to(maker.environments.root / "pythons")
+    assert maker.notes[0] == f"Python {major}.{minor} is not here: uv fetches it"
+    environment.release()
+
+
 def test_an_interpreter_that_can_not_be_had_is_named(
     maker: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -530,9 +586,7 @@ def test_a_build_that_fails_leaves_nothing(tmp_path: Path, index: Index) -> None
     ):
         maker.made(source)
     index.add(tiny_wheel("tinybackend", module=BACKEND.replace(".split()", '.split()[0], "2.0"')))
-    with pytest.raises(
-        ConfigurationError, match=r"^can't build sourced .* the wheel declares version 2\.0"
-    ):
+    with pytest.raises(ConfigurationError, match=r"^can't build sourced .* declares version 2\.0"):
         maker.made(source)
     assert maker.folders() == []
 

@@ -147,7 +147,8 @@ class Environments:
         make_private(self.root)
         python, version = await self._interpreter(plan.python, note)
         own = await asyncio.to_thread(own_files)
-        key = environment_key(part, version, sha256(repr(sorted(own.items())).encode()).digest())
+        hashes = (path.encode() + sha256(data).digest() for path, data in sorted(own.items()))
+        key = environment_key(part, version, b"".join(hashes))
         folder, num_changed = self.root / key, 0
         while True:
             lock = await self._shared(key)  # waits for whoever makes it now
@@ -382,8 +383,9 @@ class _Build:
             sandbox = await _in_thread(self.home.sandboxed, built, (*files.values(), base))
             async with asyncio.timeout(_BUILD_S):
                 await run([*sandbox, *words], directory=built, environ=environ, lock=self.lock)
-            if made := [path for path in built.glob("made/*.whl") if not path.is_symlink()]:
-                return made[0]
+            for wheel in built.glob("made/*.whl"):
+                if wheel.is_file() and wheel.resolve() == built.resolve() / "made" / wheel.name:
+                    return wheel  # and no link to a file of the owner's
             raise ConfigurationError("no wheel came of it")
         except (ConfigurationError, TimeoutError) as error:
             text = f"can't build {source.name} {source.version} from source"

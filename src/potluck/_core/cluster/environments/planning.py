@@ -17,7 +17,7 @@ import tempfile
 import tomllib
 import urllib.request
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ _PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 _HEAD_S = 30.0
 _MAX_TEXT = 1 << 20
 Note = Callable[[str], None]
-_OF_TORCH = re.compile(r"(?:nvidia|cuda)-(?!ml-py)|(?:pytorch-)?triton\b")
+_OF_TORCH = re.compile(r"(?m)^(?:(?:nvidia|cuda)-(?!ml-py)|(?:pytorch-)?triton\b).*$")
 """What a torch for one kind of accelerator needs, and no other."""
 
 
@@ -75,8 +75,8 @@ class _Pins:
     """The lines of requirements that a lock amounts to, by name the SHA-256 that it has (empty: any
     counts), and the indexes that it names."""
 
-    lines: tuple[str, ...]
-    hashes: dict[str, set[str]]
+    lines: tuple[str, ...] = ()
+    hashes: Mapping[str, set[str]] = field(default_factory=dict)
     indexes: tuple[str, ...] = ()
 
 
@@ -101,17 +101,14 @@ async def make_plan(
         pins = await _pins_of(source, work, index, note)
         (work / "potluck.in").write_text("\n".join(_own_requirements()))
         (work / "excluded.txt").write_text("potluck\n")
-        asked = [str(source.path), "potluck.in"]
-        lines = () if pins is None else pins.lines
-        has_torch = not index and not any(re.match(r"torch==\S*\+", line) for line in lines)
-        if pins is not None:
-            if has_torch and any(line.startswith("torch==") for line in lines):
-                lines = tuple(line for line in lines if not _OF_TORCH.match(line))
-            (work / "pins.in").write_text("\n".join(lines))
-            asked[0] = "pins.in"
-        hashes = pins.hashes if pins is not None else _hashes_in(source)
-        indexes = () if pins is None else pins.indexes
-        compile = _Compile(work, asked, python, index, indexes, hashes, source.builds, has_torch)
+        is_lock = source.kind not in ("script", "requirements")
+        asked = ["pins.in" if is_lock else str(source.path), "potluck.in"]
+        lines = "\n".join(pins.lines)
+        has_torch = not index and not re.search(r"(?m)^torch==\S*\+", lines)
+        if has_torch and re.search("(?m)^torch==", lines):
+            lines = _OF_TORCH.sub("", lines)
+        (work / "pins.in").write_text(lines)
+        compile = _Compile(work, asked, python, index, pins, source.builds, has_torch)
         parts = await asyncio.gather(*(compile.part(kind, note) for kind in sorted(kinds)))
     plan = Plan(python=python, source=source.label, parts=tuple(parts))
     if all(part.error for part in parts):
@@ -127,36 +124,32 @@ class _Compile:
     asked: list[str]
     python: str
     index: str
-    indexes: tuple[str, ...]
-    hashes: dict[str, set[str]]
+    pins: _Pins
     builds: bool
     has_torch: bool  # each kind of machine has the torch for its accelerator
 
     async def part(self, kind: str, note: Note) -> Part:
         """The part of the plan for machines of ``kind``."""
-        found = platform_of(kind)
-        if found is None:
+        if platform_of(kind) is None:
             return Part(kind, error=f"is {in_words(kind)}, for which uv knows no wheels")
         try:
-            wheels = await self._chosen(kind, found, note)
+            wheels = await self._chosen(kind, note)
             tools = set[Wheel]()
             for wheel in wheels:
                 if wheel.is_source:
                     asked = self.work / f"{wheel.sha256.hex()}.{kind}.in"
                     asked.write_text("\n".join(await asyncio.to_thread(_tools_of, wheel)))
-                    for_tools = replace(self, asked=[asked.name], hashes={}, builds=False)
-                    tools.update(await for_tools._chosen(kind, found, note))
+                    for_tools = replace(self, asked=[asked.name], pins=_Pins(), builds=False)
+                    tools.update(await for_tools._chosen(kind, note))
             return Part(kind, tuple(sorted(wheels)), tools=tuple(sorted(tools)))
         except ConfigurationError as error:
             return Part(kind, error=_without_wheel(str(error), kind)[:4000])
 
-    async def _chosen(
-        self, kind: str, found: tuple[str, dict[str, str]], note: Note
-    ) -> list[Wheel]:
+    async def _chosen(self, kind: str, note: Note) -> list[Wheel]:
         """What uv chooses of what is ``asked`` for."""
-        platform, given = found
+        platform, given = platform_of(kind) or ("", {})
         if not self.has_torch:
-            given = {name: text for name, text in given.items() if name != "UV_TORCH_BACKEND"}
+            given.pop("UV_TORCH_BACKEND", None)
         words = [
             *("pip", "compile", "--no-progress", "--format", "pylock.toml", "--no-header"),
             *("--python-platform", platform, "--python-version", self.python),
@@ -164,9 +157,9 @@ class _Compile:
             *("--excludes", "excluded.txt", *self.asked),
             *(["--default-index", self.index] if self.index else []),
         ]
-        if self.indexes:  # versions and hashes are the lock's, whatever other indexes have
+        if self.pins.indexes:  # versions and hashes are the lock's, whatever other indexes have
             words += ["--index-strategy", "unsafe-best-match"]
-            words += [word for each in self.indexes for word in ("--index", each)]
+            words += [word for each in self.pins.indexes for word in ("--index", each)]
         text, said = await run_uv(words, directory=self.work, given=given, as_user=True)
         for warning in warnings_in(said):
             note(warning)
@@ -195,16 +188,14 @@ class _Compile:
             raise ConfigurationError(
                 f"{name} {version} comes from {url.rpartition('@')[2]}: {objection}"
             )
-        locked = self.hashes.get(canonicalize_name(name))
+        locked = self.pins.hashes.get(canonicalize_name(name))
         if self.has_torch and (urlsplit(url).hostname or "").endswith(".pytorch.org"):
             locked = None  # the lock has that of another accelerator; the version is the lock's
         if not digest or (locked and digest not in locked):
             what = f"has another file than {self.asked[0]}'s lock" if digest else "gives no SHA-256"
             raise ConfigurationError(f"{name} {version}: its index {what} ({file_of(url)})")
-        size = int(wheel.get("size", 0))
-        return Wheel(
-            name, version, wheel.get("name") or file_of(url), bytes.fromhex(digest), size, url
-        )
+        file, size = wheel.get("name") or file_of(url), int(wheel.get("size", 0))
+        return Wheel(name, version, file, bytes.fromhex(digest), size, url)
 
 
 def _rank(wheel: Mapping[str, Any], tags: Mapping[Tag, int]) -> int | None:
@@ -216,12 +207,12 @@ def _rank(wheel: Mapping[str, Any], tags: Mapping[Tag, int]) -> int | None:
     return min((tags[tag] for tag in own if tag in tags), default=None)
 
 
-async def _pins_of(source: Source, work: Path, index: str, note: Note) -> _Pins | None:
-    """What a lock amounts to; None for a source that is none."""
+async def _pins_of(source: Source, work: Path, index: str, note: Note) -> _Pins:
+    """What a lock amounts to; of a source that is none its hashes."""
     if source.kind == "pylock":
         return _pins_in(read_toml(source.path), source.builds)
     if source.kind not in ("project", "script lock"):
-        return None
+        return _Pins(hashes=_hashes_in(source))
     of = ["--script", str(source.path)]
     if source.kind == "project":
         of = ["--no-emit-project", "--no-dev", "--project", str(source.path.parent)]

@@ -208,7 +208,7 @@ class Wheels:
     def _open(self, wheel: Wheel, begin: int, count: int) -> HTTPResponse:
         headers = {"User-Agent": "potluck", "Range": f"bytes={begin}-{begin + count - 1}"}
         request = urllib.request.Request(wheel.url, headers=headers)
-        opener = urllib.request.build_opener(_Connects(self._index), _Redirects(self._index))
+        opener = urllib.request.build_opener(_Connects(self._index))
         response: HTTPResponse = opener.open(request, timeout=_SILENCE_S)
         return response
 
@@ -227,24 +227,20 @@ def _package(wheel: Wheel) -> Package:
     return whole_file(wheel.sha256, wheel.size)
 
 
-class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Follows an index to another host only where a plan might have named that."""
+class _Connects(
+    urllib.request.HTTPHandler, urllib.request.HTTPSHandler, urllib.request.HTTPRedirectHandler
+):
+    """Connects to public hosts, the index that this machine's owner named, and the proxies. Follows
+    an index to another host only where a plan might have named that."""
 
     def __init__(self, own: str) -> None:
+        super().__init__()
         self._own = own
 
     def redirect_request(self, *given: Any) -> urllib.request.Request | None:
         if objection := objection_to_url(given[-1], own=self._own):
             raise ConfigurationError(f"{given[-1]}: {objection}")
         return super().redirect_request(*given)
-
-
-class _Connects(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
-    """Connects to public hosts, the index that this machine's owner named, and the proxies."""
-
-    def __init__(self, own: str) -> None:
-        super().__init__()
-        self._own = own
 
     def http_open(self, request: urllib.request.Request) -> HTTPResponse:
         return self.do_open(partial(self._made, _Http), request)
