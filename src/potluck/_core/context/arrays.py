@@ -58,7 +58,7 @@ def adapt(user: Any, *, writable: bool = True, device: str | None = None) -> Ada
     TypeError for other objects and for unsupported dtypes; ValueError if a result would have to be
     written into read-only memory.
     """
-    if (library := library_of(user)) is not None:
+    if not _is_plain(user) and (library := library_of(user)) is not None:
         data = library.read(user)
         code_of(data.dtype)
         if not writable:
@@ -69,9 +69,14 @@ def adapt(user: Any, *, writable: bool = True, device: str | None = None) -> Ada
 
 def room_like(user: Any, shape: tuple[int, ...], *, device: str | None = None) -> Adapted:
     """``adapt`` of a new array of ``shape``, of the kind, dtype and device of ``user``."""
-    if (library := library_of(user)) is not None:
+    if not _is_plain(user) and (library := library_of(user)) is not None:
         return _made(user, np.empty(shape, library.read(user).dtype), device)
     return adapt(empty_like(user, shape), device=device)
+
+
+def _is_plain(user: Any) -> bool:
+    """Whether ``user`` can be changed: the usual case, which asks no other library."""
+    return isinstance(user, np.ndarray) or is_tensor(user)
 
 
 def _made(user: Any, data: Array, device: str | None) -> Adapted:
