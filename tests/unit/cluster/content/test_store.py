@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from pathlib import Path
@@ -580,3 +581,33 @@ def test_what_one_process_uses_another_one_does_not_delete(tmp_path: Path) -> No
         assert not is_alone
     with other.locked(shared=False) as is_alone:
         assert is_alone
+
+
+def test_a_fetch_that_is_cancelled_while_its_room_is_made_claims_nothing(
+    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> None:
+        ada, bob = store_of(nodes, tmp_path, ADA), store_of(nodes, tmp_path, BOB)
+        (tmp_path / "f").write_bytes(b"needed")
+        name = ada.add("data", tmp_path, ["f"]).name
+        making, goes_on, loop = asyncio.Event(), threading.Event(), asyncio.get_running_loop()
+
+        make_room, ended = bob._make_room, threading.Event()
+
+        def late(*given: Any) -> None:
+            loop.call_soon_threadsafe(making.set)
+            assert goes_on.wait(30)
+            make_room(*given)
+            ended.set()
+
+        monkeypatch.setattr(bob, "_make_room", late)
+        fetching = asyncio.create_task(bob.fetch("data", name))
+        await making.wait()
+        fetching.cancel()
+        loop.call_soon(goes_on.set)
+        with pytest.raises(asyncio.CancelledError):
+            await fetching
+        assert await asyncio.to_thread(ended.wait, 30)
+        assert not bob._claims
+
+    play(story)
