@@ -1,5 +1,5 @@
 """The script of ``potluck launch`` under launchers whose worlds are fixed, mpirun and torchrun: by
-the commands of docs/managed.md, with the script's arguments."""
+the commands that docs/managed.md names, with the script's arguments."""
 
 from __future__ import annotations
 
@@ -23,11 +23,8 @@ VARIABLES = {
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
-def started(section: str, work: Work, *own: str) -> Command:
-    """The command of a section, its first words replaced by ``own``."""
-    [words] = commands_of(section)
-    options = words[1 : words.index("train.py")]
-    command = [*own, *options, "train.py", str(work.folder), "60", "kept"]
+def started(work: Work, *own: str) -> Command:
+    command = [*own, "train.py", str(work.folder), "60", "kept"]
     paths = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     variables = VARIABLES | {"POTLUCK_OUTPUT": str(work.folder), "PATH": paths}
     return Command(command, cwd=work.folder, env=variables)
@@ -45,10 +42,10 @@ def test_mpirun_ends_a_job_that_lost_a_worker_and_it_resumes_when_it_is_started_
 ) -> None:
     mpirun = program("mpirun", "openmpi-bin")
     work = Work(tmp_path / "work", lambda: run.text)
-    with started("Open MPI", work, mpirun) as run:
+    with started(work, mpirun, "-n", "3", "python") as run:
         killed(work)
         assert run.finish() != 0
-    with started("Open MPI", work, mpirun) as run:
+    with started(work, mpirun, "-n", "3", "python") as run:
         work.wait_for_world(3)
         work.hurry()
         assert run.finish() == 0, run.text
@@ -59,7 +56,8 @@ def test_mpirun_ends_a_job_that_lost_a_worker_and_it_resumes_when_it_is_started_
 def test_torchrun_starts_all_workers_again_which_resume(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     work = Work(tmp_path / "work", lambda: run.text)
-    with started("torchrun", work, *TORCHRUN) as run:
+    [words] = commands_of("torchrun")
+    with started(work, *TORCHRUN, *words[1 : words.index("train.py")]) as run:
         killed(work)
         since = run.mark
         run.wait_for("begins at step", since=since)

@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 
 from potluck._core.cluster.launching import Invitation, own_addresses, parse_invitation
 from potluck.cli.launch.command import split_words
-from potluck.cli.launch.slurm import MARK, batch_script
+from potluck.cli.launch.slurm import sbatch
 from potluck.cli.main import app
 from potluck.errors import ConfigurationError
 
-HARD = ["it's", 'a "b"', "$(touch gone)", "`x`", "a\\b", "", "--flag", "é*"]
+HARD = ["it's", "two\nlines", 'a "b"', "$(touch gone)", "`x`", "a\\b", "", "--flag", "é*"]
 
 
 @pytest.fixture
@@ -60,59 +60,32 @@ def test_without_a_script_the_error_says_so() -> None:
 # ---------------------------------------------------------------- Slurm
 
 
-def test_the_batch_script_runs_what_was_given_in_an_allocation(script: Path) -> None:
-    text = launched("slurm", "--print", "--workers=2", "--nodes=3", script.name, *HARD)
-    lines = text.splitlines()
-    assert lines[:2] == ["#!/bin/bash", MARK]
-    assert "#SBATCH --nodes=3" in lines
-    assert "#SBATCH --no-kill" in lines
-    words = shlex.split(lines[-1])
-    assert words[-len(HARD) :] == HARD
-    assert words[words.index("launch") :][:4] == ["launch", "slurm", "--workers=2", "--wait=60"]
-    assert words[-len(HARD) - 2 : -len(HARD)] == ["--", str(script)]
+def test_sbatch_is_given_its_options_and_the_command_in_the_allocation(script: Path) -> None:
+    text = launched(
+        "slurm", "--print", "--requeue", "--nodes=3", "--comment=a b", script.name, *HARD
+    )
+    words = shlex.split(text)
+    assert words[0] == "sbatch"
+    assert {"--nodes=3", "--no-kill", "--requeue", "--comment=a b"} <= set(words)
+    assert words.index("--job-name=train it") < words.index("--nodes=3")  # the later one counts
+    inner = shlex.split(words[-1].removeprefix("--wrap="))
+    assert inner[0] == "exec"
+    assert inner[inner.index("launch") :][:4] == ["launch", "slurm", "--workers=1", "--wait=60"]
+    assert inner[-len(HARD) - 2 :] == ["--", str(script), *HARD]
 
 
-def test_a_shell_gives_the_script_its_arguments_as_they_were(script: Path) -> None:
-    command = ["printf", "%s\\0", *HARD]
-    text = batch_script([], command, requeue=False, directory=".")
-    done = subprocess.run(["bash"], input=text, capture_output=True, text=True, check=True)
+def test_a_shell_gives_the_script_its_arguments_as_they_were() -> None:
+    wrapped = sbatch([], ["printf", "%s\\0", *HARD], requeue=False)[-1].removeprefix("--wrap=")
+    done = subprocess.run(["sh"], input=wrapped, capture_output=True, text=True, check=True)
     assert done.stdout.split("\0")[:-1] == HARD
     assert not Path("gone").exists()
-
-
-@pytest.mark.parametrize("option", ["--comment=a\nb", "--comment=it's", '--comment="a"', "-J a\\b"])
-def test_an_option_that_a_line_can_not_hold_is_refused(option: str) -> None:
-    with pytest.raises(ConfigurationError, match="the sbatch option"):
-        batch_script([option], ["true"], requeue=False, directory=".")
-
-
-def test_an_option_with_a_space_is_quoted() -> None:
-    text = batch_script(["--comment=a #b"], ["true"], requeue=True, directory="/a b")
-    assert '#SBATCH "--comment=a #b"' in text
-    assert '#SBATCH "--chdir=/a b"' in text
-    assert "#SBATCH --requeue" in text
-
-
-def test_an_argument_with_a_newline_is_refused(script: Path) -> None:
-    said = refused("slurm", "--print", script.name, "a\n#SBATCH --account=other")
-    assert "can't be written on a line" in said
-
-
-def test_only_a_batch_script_of_potluck_is_overwritten(script: Path) -> None:
-    assert "sbatch train it.sbatch" in launched("slurm", "--nodes=2", script.name)
-    launched("slurm", "--nodes=3", script.name)
-    path = Path("train it.sbatch")
-    assert "--nodes=3" in path.read_text()
-    path.write_text("#!/bin/bash\nmine\n")
-    assert "train it.sbatch is there already" in refused("slurm", script.name)
-    assert path.read_text() == "#!/bin/bash\nmine\n"
 
 
 def test_without_slurm_submitting_says_where_to_go(
     script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    assert "there is no sbatch on this machine; copy" in refused("slurm", "--submit", script.name)
+    assert "there is no sbatch on this machine; call" in refused("slurm", script.name)
 
 
 def test_a_script_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -153,7 +126,12 @@ def test_a_launcher_names_addresses_that_others_can_call() -> None:
     assert not any(each.startswith(("fe80", "127.")) for each in own_addresses()[1:])
 
 
-# ---------------------------------------------------------------- Ray and Dask
+# ---------------------------------------------------------------- Open MPI, Ray, Dask
+
+
+def test_without_mpirun_the_error_names_it(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert "there is no program mpirun on this machine" in refused("mpi", script.name)
 
 
 @pytest.mark.parametrize(

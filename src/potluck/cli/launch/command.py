@@ -7,6 +7,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import signal
 import sys
 import threading
@@ -129,16 +130,16 @@ class Launching:
     epilog=(
         "Examples:\n\n"
         "potluck launch slurm --nodes=3 --time=2:00:00 train.py --epochs 3\n\n"
-        "potluck launch slurm --submit --requeue --nodes=3 --partition=gpu train.py\n\n"
+        "potluck launch slurm --requeue --nodes=3 --partition=gpu train.py\n\n"
         "salloc --nodes=3 potluck launch slurm train.py"
     ),
 )
 def slurm(
     words: Words,
     workers: Workers = 1,
-    submit: Annotated[bool, typer.Option("--submit", help="Submit the batch script.")] = False,
     print_: Annotated[
-        bool, typer.Option("--print", help="Write the batch script to stdout instead of a file.")
+        bool,
+        typer.Option("--print", help="Write the call of sbatch to stdout, and submit nothing."),
     ] = False,
     requeue: Annotated[
         bool,
@@ -151,9 +152,9 @@ def slurm(
     collect: Collect = None,
     wait: Wait = 60.0,
 ) -> None:
-    """Write a batch script (SCRIPT's name, .sbatch) that runs SCRIPT on the nodes that Slurm gives.
+    """Submit a job (sbatch) that runs SCRIPT on the nodes that Slurm gives.
 
-    In an allocation (in that batch script, or in salloc) the script is run at once: one agent on
+    In an allocation (a batch script of yours, or salloc) the script is run at once: one agent on
     each node, with a secret of their own, and the workers. All options that potluck does not know
     are sbatch's. The job goes on without a node that fails (--no-kill), and ends with the node of
     the batch script. Two minutes before the time limit the workers get Ctrl-C, on which an elastic
@@ -165,7 +166,7 @@ def slurm(
     options, script, arguments = split_words(words, "sbatch")
     launching = Launching(script, arguments, workers, collect, wait)
     launching.request()
-    if "SLURM_JOB_ID" in os.environ and not (submit or print_):
+    if "SLURM_JOB_ID" in os.environ and not print_:
         code = launching.run(*slurm_.on_slurm(os.environ))
         if requeue and launching.is_warned:
             slurm_.requeue()
@@ -173,19 +174,12 @@ def slurm(
     ours = [f"--workers={workers}", f"--wait={wait:g}", *(["--requeue"] if requeue else [])]
     if collect is not None:
         ours.append(f"--collect={collect.absolute()}")
-    command = [*potluck_command(), "launch", "slurm", *ours, "--", str(script.absolute())]
-    text = slurm_.batch_script(
-        options, [*command, *arguments], requeue=requeue, directory=str(Path.cwd())
-    )
+    again = [*potluck_command(), "launch", "slurm", *ours, "--", str(script.absolute()), *arguments]
+    command = slurm_.sbatch([f"--job-name={script.stem}", *options], again, requeue=requeue)
     if print_:
-        sys.stdout.write(text)
-        return
-    path = Path(f"{script.stem}.sbatch")
-    slurm_.write_script(path, text)
-    if submit:
-        say(f"job {slurm_.submit(path)} is queued: squeue shows it; its output: slurm-JOB.out")
+        print(shlex.join(command))
     else:
-        say(f"{path} is written; submit it with: sbatch {path}")
+        say(f"job {slurm_.submit(command)} is queued: squeue shows it; its output: slurm-JOB.out")
 
 
 def split_words(words: Sequence[str], manager: str) -> tuple[list[str], Path, list[str]]:
@@ -265,6 +259,41 @@ def dask(
 
     launching = Launching(script, arguments or (), workers, collect, wait)
     raise typer.Exit(launching.run(on_dask(scheduler), nodes))
+
+
+@app.command(
+    context_settings=_STOPS,
+    epilog=(
+        "Examples:\n\n"
+        "potluck launch mpi --hosts a,b,c --nodes 3 train.py --epochs 3\n\n"
+        "potluck launch mpi --hosts ./hostfile --nodes 3 train.py"
+    ),
+)
+def mpi(
+    script: Script,
+    arguments: ScriptArguments = None,
+    nodes: Nodes = 1,
+    hosts: Annotated[
+        str,
+        typer.Option(
+            metavar="A,B|FILE",
+            help="Names of machines, or a file of mpirun's with them (default: those that its "
+            "manager gives, else this one).",
+        ),
+    ] = "",
+    workers: Workers = 1,
+    collect: Collect = None,
+    wait: Wait = 60.0,
+) -> None:
+    """Run SCRIPT on machines that Open MPI's mpirun reaches: an agent on each, and the workers.
+
+    A lost worker is started again, and takes the state of the others. A lost machine ends mpirun,
+    and so the job: give the command again, and an elastic script resumes from its checkpoint.
+    """
+    from potluck.cli.launch.fleets import on_mpi
+
+    launching = Launching(script, arguments or (), workers, collect, wait)
+    raise typer.Exit(launching.run(on_mpi(nodes, hosts), nodes))
 
 
 @app.command(
@@ -408,14 +437,18 @@ def pod(
 
 @app.command(hidden=True)
 def member() -> None:
-    """Take part in an allocation; the launcher's invitation is read from stdin."""
-    from potluck._core.cluster.launching import MAX_INVITATION, parse_invitation
+    """Take part in an allocation; the launcher's invitation is in stdin, or in the environment."""
+    from potluck._core.cluster.launching import MAX_INVITATION, parse_invitation, take_part
     from potluck._core.settings import load_settings
+    from potluck.cli.launch.fleets import INVITATION
 
-    invitation = parse_invitation(sys.stdin.buffer.readline(MAX_INVITATION))
+    given = os.environ.pop(INVITATION, "")
+    invitation = parse_invitation(given.encode() or sys.stdin.buffer.readline(MAX_INVITATION))
     for name in ("POTLUCK_PSK", "POTLUCK_PASSPHRASE"):
         os.environ.pop(name, None)
     settings = load_settings(discovery_port=0, name=os.environ.get("SLURMD_NODENAME"))
+    if given:
+        raise typer.Exit(asyncio.run(take_part(invitation, settings, asyncio.Event())))
     raise typer.Exit(asyncio.run(_until_input_ends(invitation, settings)))
 
 

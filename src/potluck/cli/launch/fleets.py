@@ -3,13 +3,15 @@ Ray, or as tasks of Dask.
 
 On each machine a member is a process of its own, ``potluck launch member``, which reads the
 invitation from its standard input: so the secret is in no argument and no environment, and a member
-whose starter was killed sees the end of its input, and ends. Ray and Dask carry the invitation as
-an argument of a call, which their own connections protect or not.
+whose starter was killed sees the end of its input, and ends. mpirun gives its input to one member
+only: there the environment has the invitation, which the person's own processes can read. Ray and
+Dask carry the invitation as an argument of a call, which their own connections protect or not.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import subprocess
 import sys
@@ -22,6 +24,8 @@ from potluck._core.cluster.launching import Fleet, Invitation
 from potluck._core.optional import require
 from potluck.errors import ConfigurationError, LinkError
 
+INVITATION = "POTLUCK_INVITATION"
+"""The variable with a member's invitation, where the standard input can't bring it."""
 _MAIN = "from potluck.cli.main import app; app()"
 _END_S = 30.0
 _LOOK_S = 1.0
@@ -33,13 +37,18 @@ def potluck_command() -> list[str]:
     return [found] if found else [sys.executable, "-P", "-c", _MAIN]
 
 
-def by_command(*command: str) -> Fleet:
-    """``command`` (srun, mpirun) starts the members, and gives each its own standard input."""
+def by_command(*command: str, variable: str = "") -> Fleet:
+    """``command`` (srun, mpirun) starts the members, and gives each its own standard input, or
+    the environment's ``variable``."""
 
     async def fleet(invitation: Invitation) -> None:
+        given = {variable: invitation.line().decode().strip()} if variable else {}
         try:
             process = await asyncio.create_subprocess_exec(
-                *command, *potluck_command(), "launch", "member", stdin=subprocess.PIPE
+                *(*command, *potluck_command(), "launch", "member"),
+                stdin=subprocess.PIPE,
+                env=os.environ | given,
+                start_new_session=bool(variable),  # Ctrl-C is the launcher's
             )
         except FileNotFoundError:
             raise ConfigurationError(f"there is no program {command[0]} on this machine") from None
@@ -58,6 +67,14 @@ def by_command(*command: str) -> Fleet:
                 await process.wait()
 
     return fleet
+
+
+def on_mpi(num: int, hosts: str) -> Fleet:
+    """A member on each of ``num`` machines, by mpirun of Open MPI; ``hosts`` are names or the path
+    of a hostfile."""
+    where = ["--hostfile" if Path(hosts).is_file() else "--host", hosts] if hosts else []
+    place = ["-n", str(num), "--map-by", "ppr:1:node", "--bind-to", "none", *where]
+    return by_command("mpirun", *place, "-x", INVITATION, variable=INVITATION)
 
 
 def run_member(invitation: bytes) -> int:
