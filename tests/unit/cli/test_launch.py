@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from potluck._core.cluster.launching import Invitation, own_addresses, parse_invitation
 from potluck.cli.launch.command import split_words
-from potluck.cli.launch.slurm import sbatch
+from potluck.cli.launch.fleets import sbatch
 from potluck.cli.main import app
 from potluck.errors import ConfigurationError
 

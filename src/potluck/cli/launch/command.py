@@ -160,26 +160,33 @@ def slurm(
     the batch script. Two minutes before the time limit the workers get Ctrl-C, on which an elastic
     script writes its checkpoint.
     """
-    from potluck.cli.launch import slurm as slurm_
-    from potluck.cli.launch.fleets import potluck_command
+    from potluck.cli.launch import fleets
 
     options, script, arguments = split_words(words, "sbatch")
     launching = Launching(script, arguments, workers, collect, wait)
     launching.request()
     if "SLURM_JOB_ID" in os.environ and not print_:
-        code = launching.run(*slurm_.on_slurm(os.environ))
+        code = launching.run(*fleets.on_slurm(os.environ))
         if requeue and launching.is_warned:
-            slurm_.requeue()
+            fleets.requeue()
         raise typer.Exit(code)
     ours = [f"--workers={workers}", f"--wait={wait:g}", *(["--requeue"] if requeue else [])]
     if collect is not None:
         ours.append(f"--collect={collect.absolute()}")
-    again = [*potluck_command(), "launch", "slurm", *ours, "--", str(script.absolute()), *arguments]
-    command = slurm_.sbatch([f"--job-name={script.stem}", *options], again, requeue=requeue)
+    again = [
+        *fleets.potluck_command(),
+        "launch",
+        "slurm",
+        *ours,
+        "--",
+        str(script.absolute()),
+        *arguments,
+    ]
+    command = fleets.sbatch([f"--job-name={script.stem}", *options], again, requeue=requeue)
     if print_:
         print(shlex.join(command))
     else:
-        say(f"job {slurm_.submit(command)} is queued: squeue shows it; its output: slurm-JOB.out")
+        say(f"job {fleets.submit(command)} is queued: squeue shows it; its output: slurm-JOB.out")
 
 
 def split_words(words: Sequence[str], manager: str) -> tuple[list[str], Path, list[str]]:
