@@ -3,7 +3,6 @@ runs from them on x86-64."""
 
 from __future__ import annotations
 
-import functools
 import os
 import subprocess
 import sys
@@ -14,28 +13,11 @@ from pathlib import Path
 import pytest
 
 from potluck._core.version import VERSION
-from support.components import ROOT, program
+from support.components import ROOT
+from support.wheels import wheels_of
 
 WAIT_S = 600
 ARCHITECTURES = ("x86_64",)
-
-
-@functools.cache
-def wheels_of(arch: str) -> tuple[Path, ...]:
-    """The wheels of this tree for ``arch``: built now, unless they are newer than their parts."""
-    newest = max(
-        each.stat().st_mtime
-        for folder in ("src", "native/core", "tools")
-        for each in (ROOT / folder).rglob("*")
-        if each.is_file() and each.suffix in ("", ".py", ".cpp", ".hpp", ".pyi")
-    )
-    pattern = f"dist/potluck-{VERSION}-*_{arch}.whl"
-    found = sorted(ROOT.glob(pattern))
-    if not found or min(each.stat().st_mtime for each in found) < newest:
-        program("dpkg-source", "dpkg-dev")
-        subprocess.run(["tools/wheels", arch], cwd=ROOT, check=True)
-        found = sorted(ROOT.glob(pattern))
-    return tuple(found)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

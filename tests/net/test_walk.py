@@ -2,83 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shlex
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from support.hosts import Host, Network
+from support.hosts import Network
 from support.pages import DOCS, snippets
-from support.terminal import Terminal
+from support.walking import Person, paired
 
 pytestmark = pytest.mark.needs_root_netns
-
-BLOCKS = re.findall(r"```\n((?:desk|laptop)\$ .*?)```", (DOCS / "walk.md").read_text(), re.DOTALL)
-"""What one sees on a screen, each with the command in its first line."""
-
-
-class Person:
-    """Types the commands of the walk at ``host``, which is called ``name``."""
-
-    def __init__(self, host: Host, name: str, root: Path, stack: ExitStack) -> None:
-        self.name = name
-        self.folder = root / name / "work"
-        self.folder.mkdir(parents=True)
-        self._host = host
-        self._stack = stack
-        self._variables = {
-            "HOME": str(root / name),
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "POTLUCK_HOME": str(root / name / ".potluck"),
-            "POTLUCK_NAME": name,
-            "POTLUCK_USE_SHARED_MEMORY": "no",  # hosts share one kernel, machines don't
-            "POTLUCK_ALLOW_ROOT": "1",  # making hosts takes root
-        }
-
-    def types(self, command: str, job: str = "") -> Terminal:
-        """The walk's ``command``, which stands there for this machine, with the id of ``job`` in
-        the place of the one there."""
-        assert any(block.startswith(f"{self.name}$ {command}\n") for block in BLOCKS), command
-        command = command.replace("save-14e60dab", job)
-        set_up = shlex.join(f"{name}={value}" for name, value in self._variables.items())
-        line = f"cd {shlex.quote(str(self.folder))}; exec env {set_up} {command}"
-        return self._stack.enter_context(Terminal(*self._host.command(["bash", "-c", line])))
-
-
-def answers(command: str) -> list[tuple[re.Pattern[str], str]]:
-    """The questions of ``command`` in the walk, and what is typed there."""
-    block = next(each for each in BLOCKS if each.split("\n")[0].endswith(f"$ {command}"))
-    found = []
-    for question, answer in re.findall(r"^(.*\[y/N\]:?) (.*)$", block, re.MULTILINE):
-        words = re.escape(question).replace("as\\ ada", "as .*")
-        found.append((re.compile(words), answer))
-    return found
-
-
-def answer(terminal: Terminal, question: re.Pattern[str], word: str) -> None:
-    terminal.read_until(lambda _: question.search(terminal.text) is not None)
-    assert question.search(terminal.text), terminal.text
-    terminal.type(f"{word}\n")
-
-
-def paired(desk: Person, laptop: Person) -> tuple[Terminal, Terminal]:
-    """The pairing, to its end at both machines."""
-    pair = desk.types("potluck pair")
-    shown = re.compile(r"\b\d{3}-\d{3}-\d{3}\b")
-    pair.read_until(lambda _: "Waiting (Ctrl-C ends it)" in pair.text)
-    join = laptop.types("potluck join")
-    typed = re.compile("The code that `potluck pair` shows on the other machine: ")
-    answer(join, typed, shown.search(pair.text)[0])
-    for asked in zip(answers("potluck pair"), answers("potluck join"), strict=True):
-        for terminal, (question, word) in zip((pair, join), asked, strict=True):
-            answer(terminal, question, word)
-    assert pair.finish() == 0, pair.text
-    assert join.finish() == 0, join.text
-    return pair, join
 
 
 def test_the_walk_typed_as_it_stands_trains_on_both_machines(tmp_path: Path) -> None:
@@ -112,7 +46,7 @@ def test_the_walk_typed_as_it_stands_trains_on_both_machines(tmp_path: Path) -> 
         assert re.search(r"\[0 desk\] rank 0 of 2: 1.5", both.text), both.text
         assert re.search(r"\[1 laptop\] rank 1 of 2: 1.5", both.text), both.text
 
-        (desk.folder / "save.py").write_text(snippets("walk.md")[1])
+        (desk.folder / "save.py").write_text(snippets("walk.md")[2])
         saving = desk.types("potluck run save.py")
         assert saving.finish() == 0, saving.text
         told = r"written on desk \(1, 11 bytes\), laptop \(1, 11 bytes\): potluck fetch (save-\w+)"

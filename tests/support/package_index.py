@@ -303,14 +303,16 @@ def package_index(
 
 
 def serve(host: str, port: int, words: list[str]) -> None:
-    """An index for other processes, with faults (``file=fault``) and packages of so many megabytes
-    (``name:8``): says its URL, and, for each line on stdin, how many bytes of each file it has
+    """An index for other processes, with faults (``file=fault``), packages of so many megabytes
+    (``name:8``), and the wheels at these paths: says its URL, and, for each line on stdin, how many bytes of each file it has
     sent."""
     with package_index(host, port) as index:
         index.add(tiny_wheel("foo"), tiny_wheel("large", content=bytes(8 << 20)))
         index.faults |= dict(word.split("=", 1) for word in words if "=" in word)
         for name, size in (word.split(":") for word in words if ":" in word):
             index.add(tiny_wheel(name, content=os.urandom(int(size) * 1_000_000)))
+        for wheel in (Path(word) for word in words if word.endswith(".whl")):
+            index.add((wheel.name, wheel.read_bytes()))
         print("index:", index.url, flush=True)
         for _ in sys.stdin:
             sizes = {name: len(data) for name, data in index.files.items()}
