@@ -304,8 +304,8 @@ def package_index(
 
 def serve(host: str, port: int, words: list[str]) -> None:
     """An index for other processes, with faults (``file=fault``), packages of so many megabytes
-    (``name:8``), and the wheels at these paths: says its URL, and, for each line on stdin, how many bytes of each file it has
-    sent."""
+    (``name:8``), and the wheels at these paths: says its URL, and, for each line on stdin, how many
+    bytes of each file it has sent."""
     with package_index(host, port) as index:
         index.add(tiny_wheel("foo"), tiny_wheel("large", content=bytes(8 << 20)))
         index.faults |= dict(word.split("=", 1) for word in words if "=" in word)
