@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,62 @@ def test_a_job_that_waits_begins_once_under_the_next_leader(tmp_path: Path) -> N
         assert sorted(line.split()[0] for line in ran.read_text().splitlines()) == sorted(
             [starter.name, other.name]
         )
+
+
+def test_a_job_that_waits_outlives_its_starter_and_its_leader_with_its_code(tmp_path: Path) -> None:
+    short = script(tmp_path / "short", "short", RAN)
+    long = script(tmp_path / "long", "long", WAITING)
+    stop, ran = tmp_path / "stop", tmp_path / "ran"
+    with cluster_of(4, tmp_path / "homes") as machines:
+        form(*machines)
+        leader = leader_of(machines)
+        starter, runner, last = (each for each in machines if each is not leader)
+        with runner.run("--on", runner.name, long, stop) as first:
+            first.wait_for("has")
+            done = starter.runs("run", "--detach", "--on", runner.name, str(short), str(ran))
+            assert done.returncode == 0, done.stderr
+            starter.kill()
+            runner.sees(leader, runner, last)
+            shutil.rmtree(starter.home / "content")
+            shutil.rmtree(starter.home / "code_store")
+            leader.kill()
+            runner.sees(runner, last)
+            assert not ran.exists()
+            reason = "queued it needs 1 machine, 0 are free"
+            assert comes_true(lambda: states(last).get("short", "").startswith(reason), 20)
+            stop.touch()
+            assert first.finish() == 0, first.text
+        job = done.stdout.strip()
+        assert last.runs("wait", job).returncode == 0
+        assert [line.split()[0] for line in ran.read_text().splitlines()] == [runner.name]
+
+
+def test_a_machine_that_boots_alone_begins_nothing_that_waits(tmp_path: Path) -> None:
+    short = script(tmp_path / "short", "short", RAN)
+    long = script(tmp_path / "long", "long", WAITING)
+    stop, ran = tmp_path / "stop", tmp_path / "ran"
+    with cluster_of(3, tmp_path / "homes") as machines:
+        form(*machines)
+        leader = leader_of(machines)
+        starter, runner = (each for each in machines if each is not leader)
+        first = starter.runs("run", "--detach", "--on", runner.name, str(long), str(stop))
+        assert first.returncode == 0, first.stderr
+        second = starter.runs("run", "--detach", "--on", runner.name, str(short), str(ran))
+        assert second.returncode == 0, second.stderr
+        assert states(runner)["short"].startswith("queued")
+        runner.kill()
+        leader.sees(leader, starter)
+        runner.cut()
+        runner.start()
+        runner.sees(runner)
+        assert not states(runner).get("short", "lost").startswith(("ended", "running"))
+        assert states(leader)["short"].startswith("queued"), "it is not over for the others"
+        runner.heal()
+        agreed(*machines)
+        assert starter.runs("cancel", "--kill", first.stdout.strip()).returncode == 0
+        job = second.stdout.strip()
+        assert leader.runs("wait", job).returncode == 0
+        assert [line.split()[0] for line in ran.read_text().splitlines()] == [runner.name]
 
 
 def test_a_job_ends_when_its_time_is_over(tmp_path: Path) -> None:

@@ -262,11 +262,13 @@ class JobEnded(msgspec.Struct, frozen=True, tag=True):
 class Order(msgspec.Struct, frozen=True, tag=True):
     """The sender leads this job. A node without the job's package fetches it from the starter or,
     if that fails, from the leader, and answers with NodeReport. If the leader is lost, its
-    successor takes the job over with these ``places`` and this ``world``."""
+    successor takes the job over with these ``places``, this ``world``, and as one that was to end
+    as many times as ``interrupts`` says."""
 
     spec: JobSpec
     places: Places
     world: WorldSpec = WorldSpec()
+    interrupts: Annotated[int, msgspec.Meta(ge=0, le=MAX_INTERRUPTS)] = 0
 
 
 class JobList(msgspec.Struct, frozen=True, tag=True):
@@ -275,6 +277,14 @@ class JobList(msgspec.Struct, frozen=True, tag=True):
 
     jobs: Annotated[tuple[Job, ...], msgspec.Meta(max_length=MAX_JOBS)]
     queued: Annotated[tuple[Job, ...], msgspec.Meta(max_length=MAX_QUEUED)] | None = None
+
+
+class JobWaits(msgspec.Struct, frozen=True, tag=True):
+    """The job of ``spec`` waits for machines; or did, and was cancelled. Whoever leads next goes on
+    with it."""
+
+    spec: JobSpec
+    is_cancelled: bool = False
 
 
 class JobStatus(msgspec.Struct, frozen=True, tag=True):
@@ -462,13 +472,12 @@ class JobInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HistoryRequest(msgspec.Struct, frozen=True, tag=True):
-    """A request for the jobs in the receiver's history whose ids begin with ``job`` (empty: all)
-    and that are ``queued`` (False: any), or for the one of that id of ``starter``, with its
-    summary; answered with History. Any node of the cluster may send it."""
+    """A request for the jobs in the receiver's history whose ids begin with ``job`` (empty: all),
+    or for the one of that id of ``starter``, with its summary; answered with History. Any node of
+    the cluster may send it."""
 
     job: Annotated[str, msgspec.Meta(max_length=256)] = ""
     starter: Name = ""
-    queued: bool = False
 
 
 class History(msgspec.Struct, frozen=True, tag=True):
@@ -484,27 +493,6 @@ class KeepEnd(msgspec.Struct, frozen=True, tag=True):
     job: Job
     summary: Annotated[bytes, msgspec.Meta(max_length=MAX_SUMMARY)]
     when: worker_link.Seconds
-
-
-class KeepQueued(msgspec.Struct, frozen=True, tag=True):
-    """A request of the leader to keep the job of ``spec``, which waits for machines; answered with
-    Kept when it is on disk."""
-
-    spec: JobSpec
-
-
-class SpecRequest(msgspec.Struct, frozen=True, tag=True):
-    """A request of the leader for what it has to know to start ``job`` of ``starter``, of the
-    receiver's history; answered with Spec."""
-
-    job: Job
-    starter: Name
-
-
-class Spec(msgspec.Struct, frozen=True, tag=True):
-    """The ``spec`` that was asked for."""
-
-    spec: JobSpec
 
 
 class CancelJob(msgspec.Struct, frozen=True, tag=True):
@@ -546,9 +534,9 @@ class LogLines(msgspec.Struct, frozen=True, tag=True):
     newest: Annotated[tuple[tuple[Name, Stamp], ...], msgspec.Meta(max_length=MAX_PLACES)] = ()
 
 
-FromLeader = Order | JobList | StartWorker | SignalWorkers | SendToWorkers | JobStatus
+FromLeader = Order | JobList | JobWaits | StartWorker | SignalWorkers | SendToWorkers | JobStatus
 ToStarter = Submitted | LabelledOutput | JobNote | JobEnded
 FromNode = NodeReport | WorkerEvent | Output
 ToLeader = Submit | InterruptJob | FromNode
 JobMessage = FromLeader | ToStarter | ToLeader
-HistoryQuestion = HistoryRequest | KeepEnd | KeepQueued | SpecRequest | LogRequest | CancelJob
+HistoryQuestion = HistoryRequest | KeepEnd | LogRequest | CancelJob

@@ -35,7 +35,6 @@ from potluck._core.wire.jobs import (
     JobRunsRequest,
     Kept,
     LogLines,
-    Spec,
 )
 from potluck._core.wire.nodes import Count, NodeMessage
 from potluck._core.wire.worker_link import Seconds
@@ -200,7 +199,7 @@ RequestContent = (
     | DataRequest
 )
 ResponseContent = (
-    Results | NodeServices | JobRuns | History | Kept | Spec | LogLines | DataHeld | Failure
+    Results | NodeServices | JobRuns | History | Kept | LogLines | DataHeld | Failure
 )
 
 

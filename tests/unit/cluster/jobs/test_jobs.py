@@ -522,7 +522,7 @@ def test_a_job_that_another_leader_took_over_is_not_submitted_again(tmp_path: Pa
         all_jobs.received(EVE, jobs.JobList(()))
         last = terminal.heard[-1]
         assert isinstance(last, local.CommandResult)
-        assert "ended while this node was away" in last.text
+        assert "the cluster does not have it any more" in last.text
 
     play(tmp_path, story)
 

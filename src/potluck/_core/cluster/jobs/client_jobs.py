@@ -22,13 +22,15 @@ class _Nobody:
 @dataclass(slots=True, eq=False)
 class ClientJob:
     """A job and ``client``, the command that waits for it. A job that ``outlives`` its command goes
-    on when that leaves. ``is_taken``: the leader has the job. ``number`` and ``times``: the last
+    on when that leaves. ``is_taken``: a leader has had the job; ``asks``: the present one has not
+    answered yet. ``number`` and ``times``: the last
     signal for the job, and how many came."""
 
     spec: jobs.JobSpec
     client: Client
     outlives: bool = False
     is_taken: bool = False
+    asks: bool = True
     number: int = 0
     times: int = 0
 
@@ -79,10 +81,12 @@ class ClientJobs:
                 each.client = _Nobody()
         self.interrupt(client, SIGHUP)
 
-    def ask_again(self) -> None:
-        """The leader may have changed: messages to the former leader may be lost."""
+    def ask_again(self, waiting: Collection[str] = ()) -> None:
+        """The leader may have changed: messages to the former leader may be lost, and the next one
+        may not know of the jobs ``waiting``."""
         for job, each in self._jobs.items():
-            if not each.is_taken:
+            each.asks = each.asks or job in waiting
+            if each.asks:
                 self.to_leader(jobs.Submit(each.spec))
             if each.times:
                 self.to_leader(jobs.InterruptJob(job, each.number, each.times))
@@ -95,9 +99,8 @@ class ClientJobs:
         if each is None:
             return
         if isinstance(message, jobs.Submitted):
-            each.is_taken = not message.error
             if not message.error:
-                each.client.take(local.JobTaken(message.job, each.spec.starter))
+                self._take(each)
             else:
                 self._remove(message.job)
                 each.client.take(local.CommandResult(False, message.error))
@@ -109,16 +112,23 @@ class ClientJobs:
     def show(self, message: jobs.JobStatus) -> None:
         """The leader sent the status of a job, maybe of this machine."""
         if (each := self._jobs.get(message.status.job)) is not None:
-            if not each.is_taken:  # ``Submitted`` was lost, with the leader that sent it
-                each.is_taken = True
-                each.client.take(local.JobTaken(each.spec.job, each.spec.starter))
+            self._take(each)  # ``Submitted`` may be lost, with the leader that sent it
             each.client.take(message)
+
+    def _take(self, each: ClientJob) -> None:
+        each.asks = False
+        if not each.is_taken:
+            each.is_taken = True
+            each.client.take(local.JobTaken(each.spec.job, each.spec.starter))
 
     def listed(self, running: Collection[str]) -> None:
         """The leader has these jobs; others that it had taken are over."""
-        gone = [job for job, each in self._jobs.items() if each.is_taken and job not in running]
+        gone = [job for job, each in self._jobs.items() if not each.asks and job not in running]
         for job in gone:
-            text = f"it ended while this node was away: `potluck wait {job}` tells how"
+            text = (
+                "the cluster does not have it any more, since this node was away: "
+                f"`potluck wait {job}` tells how it ended, if any machine knows"
+            )
             self._remove(job).client.take(local.CommandResult(False, text))
 
     def out(self, reason: str) -> None:

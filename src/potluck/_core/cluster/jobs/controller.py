@@ -183,7 +183,8 @@ class JobController:
     def order(self, node: str) -> None:
         """Send ``node`` the job and its places, maybe not for the first time."""
         self._roll_call.begin()
-        self._agent.links.send(node, jobs.Order(self.spec, self.placement.places, self.world))
+        order = jobs.Order(self.spec, self.placement.places, self.world, self.num_interrupts)
+        self._agent.links.send(node, order)
 
     def offers_changed(self) -> None:
         """A node takes part in this job from now on, or not any more, as its owner wishes."""
@@ -490,13 +491,17 @@ class JobController:
             self.interrupted(jobs.InterruptJob(self.spec.job, signal.SIGTERM, 1))
 
     def interrupted(self, message: jobs.InterruptJob) -> None:
-        """The operator wants the job to end."""
+        """The operator wants the job to end. All nodes know: one of them may lead it next."""
+        if self.num_interrupts >= message.times:
+            return
         while self.num_interrupts < message.times:
             self.num_interrupts += 1
             if not self.has_begun:
                 self.refuse("interrupted before it began")
                 return
             self.handle(events.Interrupted(message.number))
+        for node in sorted(self._nodes):
+            self.order(node)
 
     # Actions that were decided.
 

@@ -73,12 +73,17 @@ class JobDispatcher:
             agent,
             code_store,
             running=self._running,
-            is_known_here=lambda job: job in self._controllers or job in self.runners,
             start=self._start,
+            send_all=self._send_all,
             on_changed=self._queue_changed,
         )
         self._keeping = Keeping(
-            agent, self.runners, self._queue.why, self._starter_of, self._cancel_asked
+            agent,
+            self.runners,
+            self._queue.why,
+            self._queue.table.spec,
+            self._starter_of,
+            self._cancel_asked,
         )
         self._tasks.start(self._send_status())
         agent.links.on(jobs.JobMessage, self.received)
@@ -286,7 +291,7 @@ class JobDispatcher:
         self.interrupt(client, request.number)
 
     async def _status_asked(self, request: local.JobsRequest, client: Client) -> local.JobsReply:
-        known = self.runners.keys() | self._controllers.keys() | self._keeping.waiting
+        known = {*self.runners, *self._controllers, *self._queue.names}
         return local.JobsReply(self.status(), tuple(known))
 
     def abandon(self, client: Client) -> None:
@@ -361,6 +366,7 @@ class JobDispatcher:
         """The leader of this node's view sent ``message``."""
         match message:
             case jobs.Order(spec):
+                self._queue.ordered(spec.job)
                 runner = self.runners.get(spec.job)
                 if runner is not None and runner.spec != spec:
                     self._complain(
@@ -381,11 +387,13 @@ class JobDispatcher:
             case jobs.JobList(listed, queued):
                 self._end(self.runners.keys() - set(listed))
                 if queued is None:  # an older release, which knows of no queue
-                    queued = tuple(self._keeping.waiting)
+                    queued = self._queue.names
                 known = {*listed, *queued}
+                self._queue.listed(queued)
                 self._clients.listed(known)
                 self._agent.vouching.listed({*known, *self._clients.names})
-                self._keeping.listed(listed, queued)
+            case jobs.JobWaits():
+                self._queue.take(message)
             case jobs.JobStatus(status):
                 if (runner := self.runners.get(status.job)) is not None:
                     runner.last_status = status, time.monotonic()
@@ -424,12 +432,13 @@ class JobDispatcher:
         if spec.job in self._queue.names:
             self._agent.links.send(node, jobs.Submitted(spec.job))
             return
-        if view.leader == self._agent.me and not self._queue.is_known:
-            self._tasks.start(self._submitted_early(node, spec))
-            return
         try:
             if view.leader != self._agent.me or node != spec.starter:
                 raise ConfigurationError("this node does not lead the cluster, or not for you")
+            if self._queue.table.has_begun(spec.job):
+                raise ConfigurationError(
+                    f"it has begun before: `potluck wait {spec.job}` tells how it ended"
+                )
             if len(self._controllers) >= jobs.MAX_JOBS:
                 raise ConfigurationError(f"the cluster runs {jobs.MAX_JOBS} jobs already")
             willing = self._willing(spec.starter)
@@ -452,14 +461,6 @@ class JobDispatcher:
             self._queue.submitted(spec)
         except PotluckError as error:
             self._agent.links.send(node, jobs.Submitted(spec.job, str(error)[:4000]))
-
-    async def _submitted_early(self, node: str, spec: jobs.JobSpec) -> None:
-        """This node leads since a moment ago, and is still asking which jobs wait."""
-        with contextlib.suppress(TimeoutError):  # then the starter has asked the next leader
-            async with asyncio.timeout(_VIEW_S):
-                await self._queue.known.wait()
-            if (view := self._agent.plane.view) is not None:
-                self._submitted(node, spec, view)
 
     def _start(self, spec: jobs.JobSpec, nodes: Sequence[str]) -> None:
         """Begin the job of ``spec`` on ``nodes``."""
@@ -490,14 +491,15 @@ class JobDispatcher:
 
     async def _cancel(self, message: jobs.InterruptJob) -> None:
         """A job that waits is not to begin."""
-        spec = self._queue.cancel(message.job)
-        if spec is None:
-            return
+        if spec := self._queue.cancel(message.job):
+            await self._end_cancelled(spec, message.number)
+
+    async def _end_cancelled(self, spec: jobs.JobSpec, number: int = signal.SIGTERM) -> None:
         text = "it was cancelled while it waited for machines"
-        ended = jobs.JobEnded(spec.job, never_begun(spec, 128 + message.number, text))
+        ended = jobs.JobEnded(spec.job, never_begun(spec, 128 + number, text))
         await self._keeping.ended(spec, (), ended)
         self._agent.links.send(spec.starter, ended)
-        self._queue.forget(spec)
+        self._queue.forget(spec.job)
 
     def _is_alike(self, node: str, spec: jobs.JobSpec) -> bool:
         """Whether the versions on ``node`` are the versions that the job wants."""
@@ -554,8 +556,7 @@ class JobDispatcher:
             controller.offers_changed()
 
     def _send_list(self) -> None:
-        if self._queue.is_known:
-            self._send_all(self._list())
+        self._send_all(self._list())
 
     def _list(self) -> jobs.JobList:
         return jobs.JobList(tuple(sorted(self._controllers)), tuple(sorted(self._queue.names)))
@@ -621,6 +622,7 @@ class JobDispatcher:
         self._view_changed.set()
         self._view_changed = asyncio.Event()
         me = self._agent.me
+        again = self._queue.installed(view)
         if view.leader == me:
             for controller in list(self._controllers.values()):
                 controller.installed(view)
@@ -640,8 +642,13 @@ class JobDispatcher:
                         busy=self._queue.objection,
                     )
                     self._lead(controller, view)
-            self._queue.lead(view)
+                    ending = jobs.InterruptJob(job, signal.SIGTERM, here.interrupts)
+                    controller.interrupted(ending)
+            for each in self._queue.table:
+                if each.is_cancelled:  # its leader was lost before that was kept
+                    self._tasks.start(self._end_cancelled(each.spec))
             self._send_list()
+            self._queue.look()
         else:
             self._stop_leading()
         for runner in self.runners.values():
@@ -655,7 +662,7 @@ class JobDispatcher:
         for runner in self.runners.values():
             runner.report_again()
         self._is_back(view)
-        self._clients.ask_again()
+        self._clients.ask_again(again)
 
     def _is_back(self, view: View) -> None:
         self._clients.back(self._agent.names.readable(describe(view)))
@@ -676,11 +683,13 @@ class JobDispatcher:
             return
         for controller in self._controllers.values():
             controller.linked(node)
-        if view.leader == self._agent.me and self._queue.is_known:
+        if view.leader == self._agent.me:
+            self._queue.linked(node)
             self._agent.links.send(node, self._list())  # a job may have ended meanwhile
         if node == view.leader:
             for runner in self.runners.values():
                 runner.report_again()
+            self._clients.ask_again()
 
     def _stop_leading(self) -> None:
         for controller in self._controllers.values():

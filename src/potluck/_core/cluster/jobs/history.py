@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -103,8 +103,6 @@ class JobHistory:
         self._complain = Complaint(on_note)
         self._live: dict[str, Entry] = {}
         """Of the jobs that run, and those whose entries could not be written."""
-        self._fresh: set[str] = set()
-        """Jobs that wait, and came after the last list of those that do."""
         self._writing = Tasks()
         self._lock = asyncio.Lock()
 
@@ -126,34 +124,13 @@ class JobHistory:
             self._live[new.key] = new
             self._writing.start(self._write_soon(new))
 
-    async def waits(self, spec: jobs.JobSpec, machine: str) -> None:
-        """The job of ``spec`` waits for machines; on disk when this returns. IdentityError or
-        OSError if it can't be written."""
-        if self.root is not None:
-            entry = Entry(spec=spec, machine=machine, phase="queued")
-            self._fresh.add(entry.key)
-            await self._write(self._live.setdefault(entry.key, entry))
-
-    def waits_no_more(self, names: Collection[str]) -> None:
-        """Only the jobs ``names`` run or wait: others that waited, as far as this node knows, were
-        started and have ended while it was away."""
-        self._fresh.clear()
-        self._writing.start(self._drop_waiting(frozenset(names)))
-
-    async def _drop_waiting(self, names: frozenset[str]) -> None:
-        for each in await self.found():
-            is_gone = each.spec.job not in names and each.key not in self._fresh
-            if each.phase == "queued" and is_gone:
-                self._live.pop(each.key, None)
-                await asyncio.to_thread(self._remove, each)
-
     def let_go(self, spec: jobs.JobSpec) -> None:
         """This node has the job of ``spec`` no more. If it was not told of an end and nothing ran
         here, it forgets the job: maybe that never began."""
         live = self._live.get(key_of(spec.job, spec.starter))
         if live is not None and live.phase != "ended":
             del self._live[live.key]
-            if live.phase == "placed":
+            if live.phase in ("queued", "placed"):
                 self._writing.start(self._forget(live))
 
     async def end(
@@ -194,8 +171,6 @@ class JobHistory:
     async def answer(self, request: jobs.HistoryRequest) -> jobs.History:
         """The response to ``request`` of any member."""
         found = await self.found(request.job)
-        if request.queued:
-            found = [each for each in found if each.phase == "queued"]
         if request.starter:
             one = [
                 each.info(is_whole=True)
@@ -243,7 +218,7 @@ class JobHistory:
     async def _forget(self, entry: Entry) -> None:
         async with self._lock:
             known = await asyncio.to_thread(self._read, entry.key)
-            if known is not None and known.phase == "placed":
+            if known is not None and known.phase in ("queued", "placed"):
                 await asyncio.to_thread(self._remove, known)
 
     def _remove(self, entry: Entry) -> None:

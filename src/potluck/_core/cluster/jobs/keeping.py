@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -40,18 +40,19 @@ class Keeping:
         agent: AgentParts,
         runners: Mapping[str, LocalRunner],
         why_waits: Callable[[str], str] = lambda job: "",
+        spec_of: Callable[[str], jobs.JobSpec | None] = lambda job: None,
         starter_of: Callable[[str], str] = lambda job: "",
         cancel: Callable[[str, jobs.CancelJob], None] = lambda node, question: None,
     ) -> None:
-        """``why_waits(job)``: why a job waits for machines, in words. ``starter_of(job)`` of one
-        that this node leads, else empty; ``cancel(node, question)`` ends it for ``node``."""
+        """``why_waits(job)``: why a job waits for machines, in words, ``spec_of(job)`` what one
+        that waits is. ``starter_of(job)`` of one that this node leads, else empty;
+        ``cancel(node, question)`` ends it for ``node``."""
         self._agent = agent
         self._runners = runners
         self._why_waits = why_waits
+        self._spec_of = spec_of
         self._starter_of = starter_of
         self._cancel = cancel
-        self._waiting: frozenset[str] = frozenset()
-        self._known: frozenset[str] | None = None
         agent.links.on_request(jobs.HistoryQuestion, self._asked)
         agent.links.on_request(jobs.DebugRequest, self._debugged)
 
@@ -85,18 +86,6 @@ class Keeping:
         self._agent.history.let_go(spec)
         self._agent.log.forget(key_of(spec.job, spec.starter))
 
-    def listed(self, running: Collection[str], waiting: Collection[str]) -> None:
-        """The leader has the jobs ``running``, and those ``waiting``."""
-        known = frozenset((*running, *waiting))
-        if known != self._known:
-            self._known, self._waiting = known, frozenset(waiting)
-            self._agent.history.waits_no_more(known)
-
-    @property
-    def waiting(self) -> frozenset[str]:
-        """The jobs that wait for machines, as the leader said last."""
-        return self._waiting
-
     def runs(self, runner: LocalRunner) -> None:
         """The first worker on this node was started."""
         self._reached(runner, "running")
@@ -127,13 +116,16 @@ class Keeping:
             num_kept += await keep(spare.pop(0))
 
     def _reached(self, runner: LocalRunner, phase: jobs.Phase) -> None:
-        self._agent.history.reached(runner.spec, *self._whereabouts(runner), phase)
+        where = self._whereabouts(runner.spec, runner.places)
+        self._agent.history.reached(runner.spec, *where, phase)
 
-    def _whereabouts(self, runner: LocalRunner) -> tuple[str, list[tuple[str, str]]]:
+    def _whereabouts(
+        self, spec: jobs.JobSpec, places: jobs.Places
+    ) -> tuple[str, list[tuple[str, str]]]:
         """The name of a job's starter; the nodes of its workers, with their names."""
         label = self._agent.names.label
-        nodes = dict.fromkeys(each.node for each in runner.places)
-        return label(runner.spec.starter), [(node, label(node)) for node in nodes]
+        nodes = dict.fromkeys(each.node for each in places)
+        return label(spec.starter), [(node, label(node)) for node in nodes]
 
     async def _asked(self, node: str, question: jobs.HistoryQuestion) -> peers.ResponseContent:
         view, reader = self._agent.plane.view, False
@@ -156,12 +148,6 @@ class Keeping:
                 return await self._history(question)
             case jobs.KeepEnd():
                 return await self._keep_end(question)
-            case jobs.KeepQueued(spec):
-                self._check(spec)
-                await self._agent.history.waits(spec, self._agent.names.label(spec.starter))
-                return jobs.Kept()
-            case jobs.SpecRequest(job, starter):
-                return jobs.Spec((await self._entry(job, starter)).spec)
             case jobs.LogRequest():
                 return await self._lines(question)
             case jobs.CancelJob():
@@ -234,27 +220,13 @@ class Keeping:
 
     async def _keep_end(self, question: jobs.KeepEnd) -> jobs.Kept:
         runner = self._runners.get(question.job)
-        if runner is None:  # it never began
-            entry = await self._entry(question.job)
-            spec, where = entry.spec, (entry.machine, [*entry.machines])
-        else:
-            spec, where = runner.spec, self._whereabouts(runner)
-        self._check(spec)
+        spec = self._spec_of(question.job) if runner is None else runner.spec
+        if spec is None or not self._agent.vouching.is_genuine(spec):
+            raise LinkError("no such job was started, as far as this node knows")
+        where = self._whereabouts(spec, () if runner is None else runner.places)
         summary = decode_summary(question.summary)
         await self._agent.history.end(spec, *where, summary, question.when)
         return jobs.Kept()
-
-    def _check(self, spec: jobs.JobSpec) -> None:
-        if not self._agent.vouching.is_genuine(spec):
-            raise LinkError("no such job was started, as far as this node knows")
-
-    async def _entry(self, job: str, starter: str = "") -> Entry:
-        """A job that waits here; LinkError if there is none."""
-        for each in await self._agent.history.found(job):
-            is_it = each.spec.job == job and starter in ("", each.spec.starter)
-            if is_it and each.phase == "queued":
-                return each
-        raise LinkError("no such job was started, or waits, as far as this node knows")
 
     def _with_why(self, info: jobs.JobInfo) -> jobs.JobInfo:
         why = self._why_waits(info.job) if info.phase == "queued" else ""
@@ -283,4 +255,5 @@ class Keeping:
     def _is_known(self, job: str, starter: str) -> bool:
         """Whether the cluster has this job, as far as this node knows."""
         runner = self._runners.get(job)
-        return job in self._waiting or (runner is not None and runner.spec.starter == starter)
+        spec = self._spec_of(job) if runner is None else runner.spec
+        return spec is not None and spec.starter == starter

@@ -62,7 +62,8 @@ _Link = aio.MessageLink[worker_link.FromWorker, worker_link.FromAgent]
 class LocalRunner:
     """One job on this node, from its first order to ``put_away``. ``world`` is the world that
     workers are started for now, ``group`` the newest that the nodes agreed on, ``last_status`` the
-    leader's last status, and when it came, in seconds of ``time.monotonic``."""
+    leader's last status, and when it came, in seconds of ``time.monotonic``. It was to end
+    ``interrupts`` times."""
 
     def __init__(
         self,
@@ -78,6 +79,7 @@ class LocalRunner:
         self.spec = order.spec
         self.places = order.places
         self.world = order.world
+        self.interrupts = order.interrupts
         self.group: JobGroup | None = None
         self.last_status: tuple[worker_link.JobState, float] | None = None
         self._agent = agent
@@ -278,7 +280,7 @@ class LocalRunner:
 
     def order_again(self, order: jobs.Order) -> None:
         """The leader, maybe a new one, ordered the job once more."""
-        self.places, self.world = order.places, order.world
+        self.places, self.world, self.interrupts = order.places, order.world, order.interrupts
         if self._data is not None:
             self._data.members([each.node for each in self.places])
         is_ready = not (self._awaits_environment or self._awaits_part or self._awaits_data)

@@ -38,6 +38,7 @@ class Role(StrEnum):
 SENDERS: dict[type, Role] = {
     jobs.Order: Role.LEADER,
     jobs.JobList: Role.LEADER,
+    jobs.JobWaits: Role.LEADER,
     jobs.JobStatus: Role.LEADER,
     jobs.StartWorker: Role.LEADER,
     jobs.SignalWorkers: Role.LEADER,
@@ -58,8 +59,6 @@ ASKERS: dict[type, Role] = {
     jobs.HistoryRequest: Role.MEMBER,
     jobs.KeepEnd: Role.LEADER,
     jobs.LogRequest: Role.READER,
-    jobs.KeepQueued: Role.LEADER,
-    jobs.SpecRequest: Role.LEADER,
     jobs.CancelJob: Role.CANCELLER,
 }
 """The role of a node that asks about jobs; a node's own commands ask in its name."""

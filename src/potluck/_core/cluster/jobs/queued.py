@@ -1,9 +1,8 @@
-"""``QueuedJobs``: the jobs that wait for machines, on the node that leads the cluster.
+"""``QueuedJobs``: the jobs that wait for machines, on one node.
 
-Which job starts next is decided in ``queue.py``. A job waits once a majority of the view's nodes
-have it on disk, in their histories, and the leader has its code: so the next leader, which asks a
-majority, finds it, whichever nodes are lost with this one. A job that was ordered is no longer in
-the queue; a new leader takes it over from its own runner, as every job.
+The node that leads the cluster decides which job starts next (``queue.py``). All nodes have the
+table of those that wait (``waiting.py``), and check each entry as they check an order; the leader
+and the next one in seniority have the code, too.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import contextlib
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
 from potluck._core.background import Tasks, why
@@ -20,29 +20,30 @@ from potluck._core.cluster.code_store.store import CodeStore
 from potluck._core.cluster.jobs import queue
 from potluck._core.cluster.jobs.agent_parts import AgentParts
 from potluck._core.cluster.jobs.chaos import parse_chaos
-from potluck._core.cluster.jobs.history import merged
-from potluck._core.cluster.jobs.placement import differences, preferred
+from potluck._core.cluster.jobs.placement import COPIES, differences, keepers_of, preferred
 from potluck._core.cluster.jobs.queue import Machine, Part, Running, Verdict, Waiting
 from potluck._core.cluster.jobs.summary import Summary, encode_summary
+from potluck._core.cluster.jobs.waiting import Table
 from potluck._core.cluster.sharing.limits import in_units
-from potluck._core.wire import jobs
+from potluck._core.wire import jobs, peers
 from potluck._core.wire.nodes import View
-from potluck.errors import ConfigurationError, LinkError, PotluckError
+from potluck.errors import ConfigurationError, PotluckError
 
 _log = logging.getLogger(__name__)
 
-_ANSWER_S = 5.0
-_AGAIN_S = 1.0
 _LOOK_S = 5.0
 _RELEASE_S = 60.0
 _MAX_OF_ONE = 64
 """Jobs of one machine that wait: no member keeps all others out."""
+_MAX_BYTES = 4 << 20
+_MAX_BYTES_OF_ONE = 1 << 20
+"""Of what waits: a new link gets all of it at once."""
 
 
 class QueuedJobs:
-    """``running()`` are the jobs that run, ``is_known_here(job)`` whether this node leads a job or
-    has orders of it; ``start(spec, nodes)`` begins one; ``on_changed()`` is called when the
-    ``names`` have changed."""
+    """``running()`` are the jobs that run; ``start(spec, nodes)`` begins one;
+    ``send_all(message)`` sends to all nodes, if this one leads; ``on_changed()`` is called when
+    the ``names`` have changed."""
 
     def __init__(
         self,
@@ -50,20 +51,18 @@ class QueuedJobs:
         code_store: CodeStore,
         *,
         running: Callable[[], Sequence[Running]],
-        is_known_here: Callable[[str], bool],
         start: Callable[[jobs.JobSpec, Sequence[str]], None],
+        send_all: Callable[[jobs.JobWaits], None],
         on_changed: Callable[[], None],
     ) -> None:
-        self.known = asyncio.Event()
-        """Set while this node leads, and has learned of all jobs that wait."""
+        self.table = Table(agent.me)
+        self._leads = False
         self._agent = agent
         self._code_store = code_store
         self._running = running
-        self._is_known_here = is_known_here
         self._start = start
+        self._send_all = send_all
         self._on_changed = on_changed
-        self._specs: dict[str, jobs.JobSpec] = {}
-        self._cancelled: set[str] = set()
         self._misses: set[str] = set()
         """The jobs for which there are too few machines, whatever ends."""
         self._why: dict[str, str] = {}
@@ -74,106 +73,89 @@ class QueuedJobs:
         self._tasks.start(self._look_again())
 
     @property
-    def is_known(self) -> bool:
-        return self.known.is_set()
-
-    @property
     def names(self) -> tuple[str, ...]:
-        """The jobs that wait, and those that were cancelled and whose starters don't know yet."""
-        return (*self._specs, *self._cancelled)
+        """The jobs that wait, and those that were cancelled and whose ends are not kept yet."""
+        return tuple(each.spec.job for each in self.table)
 
     def why(self, job: str) -> str:
-        """Why ``job`` waits, in words; empty if it does not."""
+        """Why ``job`` waits, in words; empty if it does not, or if another node leads."""
         return self._why.get(job, "")
 
     def starter_of(self, job: str) -> str:
         """The node on which ``job`` was started; empty if it does not wait."""
-        return self._specs[job].starter if job in self._specs else ""
+        spec = self.table.spec(job)
+        return "" if spec is None else spec.starter
 
     async def close(self) -> None:
         await self._tasks.close()
 
-    # The leader changes.
+    # What the nodes know.
 
-    def lead(self, view: View) -> None:
-        """This node leads from ``view`` on: learn of the jobs that wait."""
-        if self._agent.history.root is None:
-            self.known.set()  # a private agent: its one job never waits
-        elif not self.is_known:
-            self._tasks.start(self._learn(view))
+    def installed(self, view: View) -> tuple[str, ...]:
+        """``view`` is used from now on; as for ``Table.installed``."""
+        before = self.names
+        again = self.table.installed(view)
+        for job in set(before) - set(self.names):
+            self._gone(job)
+        self._leads = view.leader == self._agent.me
+        if not self._leads:
+            self._why.clear()
+        for each in self.table:
+            self._note_it(each.spec)
+            self._keep_code(each.spec)
+            if self._leads:
+                self._send_all(each)
+        return again
 
     def stop(self) -> None:
-        """Another node leads: it has all of them on a majority of disks."""
-        self.known.clear()
-        self._specs.clear()
-        self._cancelled.clear()
+        """This node does not lead any more."""
+        self._leads = False
         self._why.clear()
-        for job in list(self._held):
-            self._release(job)
 
-    async def _learn(self, view: View) -> None:
-        """Ask a majority of the nodes of ``view``, as long as this node leads it."""
-        found: dict[str, jobs.JobInfo] = {}
-        answered: set[str] = set()
+    def take(self, told: jobs.JobWaits) -> None:
+        """The leader has told of a job that waits. One that its starter did not sign, or whose
+        starter is out, is not believed."""
+        if not self._leads and not self._objection(told.spec) and self.table.take(told):
+            self._note_it(told.spec)
+            self._keep_code(told.spec)
 
-        async def ask(node: str) -> None:
-            request = jobs.HistoryRequest(queued=True)
-            try:
-                answer = await self._agent.links.ask(
-                    node, request, jobs.History, timeout_s=_ANSWER_S
-                )
-            except PotluckError:
-                return
-            answered.add(node)
-            found.update((each.job, each) for each in answer.jobs)
+    def ordered(self, job: str) -> None:
+        """The job begins: the nodes hold its code from their orders on."""
+        self.table.begins(job)
+        self._why.pop(job, None)
+        if job in self._held:
+            asyncio.get_running_loop().call_later(_RELEASE_S, self._release, job)
 
-        while self._agent.plane.view is view and len(answered) <= len(view.nodes) // 2:
-            if answered:
-                await asyncio.sleep(_AGAIN_S)
-            await asyncio.gather(*map(ask, set(view.nodes) - answered))
-        for info in list(found.values())[: jobs.MAX_QUEUED]:
-            spec = None
-            if not self._is_known_here(info.job):
-                spec = await self._spec_of(info, view)
-            if self._agent.plane.view is not view:
-                return  # the next leader, or this node for the next view, asks again
-            if spec is not None:
-                self._specs.setdefault(spec.job, spec)
-                self._tasks.start(self._hold_found(spec))
-        if self._agent.plane.view is view:
-            self.known.set()
-            self._on_changed()
-            self.look()
+    def listed(self, names: Collection[str]) -> None:
+        """The leader's list has the jobs ``names``: others wait no more."""
+        if not self._leads:
+            self._drop(self.table.unlisted(names))
 
-    async def _spec_of(self, told: jobs.JobInfo, view: View) -> jobs.JobSpec | None:
-        """What is to be started of the job ``told``; None if any node knows that it has run. One
-        that was only ordered is lost with its leader, unless this node has that order."""
-        infos, spec = [told], None
-        for node in view.nodes:
-            whole = jobs.HistoryRequest(told.job, told.starter)
-            wanted = jobs.SpecRequest(told.job, told.starter)
-            try:
-                answer = await self._agent.links.ask(node, whole, jobs.History, timeout_s=_ANSWER_S)
-                same = (told.job, told.starter)
-                infos += [each for each in answer.jobs if (each.job, each.starter) == same]
-                if answer.jobs and spec is None:
-                    found = await self._agent.links.ask(
-                        node, wanted, jobs.Spec, timeout_s=_ANSWER_S
-                    )
-                    if (found.spec.job, found.spec.starter) == same:
-                        spec = found.spec
-            except PotluckError:
-                continue
-        [best] = merged(infos)
-        if best.phase not in ("queued", "placed") or spec is None or self._objection(spec):
-            return None
-        return spec
+    def linked(self, node: str) -> None:
+        """There is a new link to ``node``, from this leader: what was sent before may be lost."""
+        for each in self.table:
+            self._agent.links.send(node, each)
 
     def _objection(self, spec: jobs.JobSpec) -> str:
         """Why nobody may have this machine believe that ``spec`` waits; empty if one may."""
         if not self._agent.vouching.is_genuine(spec):
             return "its starter did not sign it, or does not run it any more"
         return self._agent.offers.objects_to(spec.starter) or ""
+
+    def _note_it(self, spec: jobs.JobSpec) -> None:
+        view = self._agent.plane.view
+        if view is not None and self._agent.me in keepers_of(spec, (), view):
+            label = self._agent.names.label(spec.starter)
+            self._agent.history.reached(spec, label, (), "queued")
+
+    def _drop(self, names: Collection[str]) -> None:
+        for spec in self.table.drop(names):
+            self._gone(spec.job)
+            self._agent.history.let_go(spec)
+
+    def _gone(self, job: str) -> None:
+        self._why.pop(job, None)
+        self._release(job)
 
     # Jobs come and go.
 
@@ -182,55 +164,59 @@ class QueuedJobs:
         if spec.is_local:
             self._start(spec, (spec.starter,))
             return
-        assert self.is_known
-        of_this = sum(each.starter == spec.starter for each in self._specs.values())
-        if len(self.names) >= jobs.MAX_QUEUED or of_this >= _MAX_OF_ONE:
+        sizes = Counter[str]()
+        for each in (*self.table, jobs.JobWaits(spec)):
+            sizes[each.spec.starter] += len(peers.MESSAGE.encode(each))
+        of_this = sum(each.spec.starter == spec.starter for each in self.table)
+        if (
+            len(self.table) >= jobs.MAX_QUEUED
+            or of_this >= _MAX_OF_ONE
+            or sizes.total() > _MAX_BYTES
+            or sizes[spec.starter] > _MAX_BYTES_OF_ONE
+        ):
             raise ConfigurationError(
-                f"{len(self.names)} jobs wait already, {of_this} of this machine: at most "
-                f"{jobs.MAX_QUEUED} wait, {_MAX_OF_ONE} of one machine"
+                f"{len(self.table)} jobs wait already, {of_this} of this machine, with this one "
+                f"{in_units(sizes[spec.starter])} of its own, {in_units(sizes.total())} in all: at "
+                f"most {jobs.MAX_QUEUED} jobs wait ({in_units(_MAX_BYTES)}), {_MAX_OF_ONE} of one "
+                f"machine ({in_units(_MAX_BYTES_OF_ONE)})"
             )
         parse_chaos(spec.chaos)
-        self._specs[spec.job] = spec
+        self.table.take(jobs.JobWaits(spec))
         if self.look(new=spec.job):
             return
         if spec.starts_now or spec.job in self._misses:
-            del self._specs[spec.job]
+            self.table.drop([spec.job])
             when = "now" if spec.starts_now else "in this cluster as it is"
             raise ConfigurationError(f"it can't start {when}: {self._why.pop(spec.job)}")
         self._tasks.start(self._keep(spec))
 
     async def _keep(self, spec: jobs.JobSpec) -> None:
-        """Have a majority of nodes keep the job, and this node its code."""
-        view = self._agent.plane.view
-        nodes = () if view is None else view.nodes
-        request = jobs.KeepQueued(spec)
-
-        async def keep(node: str) -> bool:
-            try:
-                await self._agent.links.ask(node, request, jobs.Kept, timeout_s=_ANSWER_S)
-            except PotluckError:
-                return False
-            return True
-
+        """Have this node keep the code of the job, and all nodes know of it."""
         error = ""
         try:
             await self._hold(spec)
-            num_kept = sum(await asyncio.gather(*map(keep, nodes)))
-            if num_kept <= len(nodes) // 2:
-                raise LinkError(f"only {num_kept} of {len(nodes)} machines could keep it on disk")
         except (PotluckError, OSError) as found:
             error = f"the job can't wait for its machines: {found}"
         except Exception as found:  # the starter would wait for an answer for ever
             _log.exception("keeping job %s broke", spec.job)
             error = f"this is potluck's fault, please report it: {why(found)}"
-        if spec.job not in self._specs:
-            return  # it has started, or was cancelled
+        if spec.job not in self.table or not self._leads:
+            return  # it has started, or was cancelled; or its starter asks the next leader
         if error:
-            self._drop(spec.job)
+            self._drop([spec.job])
+        else:
+            self._note_it(spec)
+            self._send_all(jobs.JobWaits(spec))
         self._agent.links.send(spec.starter, jobs.Submitted(spec.job, error[:4000]))
-        if not error:
-            self._tell(spec, self._why[spec.job])
-            self._on_changed()
+        if not error and (reason := self.why(spec.job)):
+            self._tell(spec, reason)
+        self._on_changed()
+
+    def _keep_code(self, spec: jobs.JobSpec) -> None:
+        """The leader and the next one keep it; whatever the starter does, a leader has it."""
+        view = self._agent.plane.view
+        if view is not None and self._agent.me in view.nodes[:COPIES]:
+            self._tasks.start(self._hold_soon(spec))
 
     async def _hold(self, spec: jobs.JobSpec) -> None:
         """Have what the job needs here, as long as it waits: its starter may leave. Errors as for
@@ -242,41 +228,39 @@ class QueuedJobs:
             if not await asyncio.to_thread(self._code_store.has, package):
                 await self._code_store.fetch(package, spec.starter)
 
-    async def _hold_found(self, spec: jobs.JobSpec) -> None:
-        """As ``_hold``, of a job that the leader before had. The nodes that run it ask others."""
-        with contextlib.suppress(PotluckError, OSError):
-            await self._hold(spec)
+    async def _hold_soon(self, spec: jobs.JobSpec) -> None:
+        """As ``_hold``; if that fails, the nodes that run the job ask others."""
+        if spec.job in self.table:
+            with contextlib.suppress(PotluckError, OSError):
+                await self._hold(spec)
 
     def _release(self, job: str) -> None:
         for package in self._held.pop(job, ()):
             self._code_store.release(package)
 
     def cancel(self, job: str) -> jobs.JobSpec | None:
-        """``job`` is not to be started any more; ``forget`` it when its end is kept. None if that
-        was asked for before."""
-        self._why.pop(job, None)
-        if (spec := self._specs.pop(job, None)) is not None:
-            self._cancelled.add(job)
-            self._release(job)
+        """``job`` is not to be started any more, under no leader; ``forget`` it when its end is
+        kept. None if that was asked for before."""
+        spec = self.table.spec(job)
+        if spec is None or not self.table.take(told := jobs.JobWaits(spec, is_cancelled=True)):
+            return None
+        self._gone(job)
+        self._send_all(told)
         return spec
 
-    def forget(self, spec: jobs.JobSpec) -> None:
+    def forget(self, job: str) -> None:
         """The end of a job that was cancelled is told."""
-        self._cancelled.discard(spec.job)
-        self._agent.history.let_go(spec)
+        self._drop([job])
         self._on_changed()
 
     def barred(self, nodes: Collection[str]) -> None:
         """``nodes`` are out of the cluster: what they started does not wait any more."""
-        for job in [job for job, each in self._specs.items() if each.starter in nodes]:
+        names = [each.spec.job for each in self.table if each.spec.starter in nodes]
+        for job in names:
             self._agent.note(f"job {job} does not wait any more: its starter is out")
-            self._drop(job)
-
-    def _drop(self, job: str) -> None:
-        self._agent.history.let_go(self._specs.pop(job))
-        self._why.pop(job, None)
-        self._release(job)
-        self._on_changed()
+        if names:
+            self._drop(names)
+            self._on_changed()
 
     # Decisions.
 
@@ -284,7 +268,7 @@ class QueuedJobs:
         while True:
             await asyncio.sleep(_LOOK_S)
             try:
-                if self._specs:
+                if self._leads and len(self.table):
                     await self._read_usage()
                     self.look()
             except Exception:  # one job must not hold up all others for ever
@@ -318,15 +302,16 @@ class QueuedJobs:
         """Start the jobs whose turn it is, and tell the starters of others why they wait, but not
         that of the job ``new``, which is not kept yet. Whether ``new`` was started."""
         view, now = self._agent.plane.view, time.monotonic()
-        if view is None or not self.is_known or self._agent.plane.stands_still:
+        if view is None or not self._leads or self._agent.plane.stands_still:
             return False
         first, since = self._first
+        specs = {each.spec.job: each.spec for each in self.table if not each.is_cancelled}
         waiting = [
             Waiting(
                 job=spec.job,
                 person=spec.starter,
                 may=tuple(self._may(spec, view)),
-                since=spec.started,
+                since=place,
                 part=part_of(spec),
                 min_nodes=spec.min_nodes,
                 max_nodes=spec.max_nodes,
@@ -334,7 +319,7 @@ class QueuedJobs:
                 seconds=spec.seconds or math.inf,
                 first_since=since if spec.job == first else None,
             )
-            for spec in self._specs.values()
+            for place, spec in enumerate(specs.values())
         ]
         machines = {node: self._machine(node) for node in view.nodes}
         running = self._running()
@@ -346,13 +331,10 @@ class QueuedJobs:
             self._first = stand, now
         num_running = len(running)
         for verdict in verdicts:
-            spec = self._specs[verdict.job]
+            spec = specs[verdict.job]
             if verdict.nodes and num_running < jobs.MAX_JOBS:
                 num_running += 1
-                del self._specs[verdict.job]
-                self._why.pop(verdict.job, None)
-                # The nodes hold it from their orders on.
-                asyncio.get_running_loop().call_later(_RELEASE_S, self._release, spec.job)
+                self.ordered(verdict.job)
                 try:
                     self._start(spec, verdict.nodes)
                 except Exception as error:
@@ -365,7 +347,7 @@ class QueuedJobs:
                 self._why[verdict.job] = reason
                 if verdict.job != new:
                     self._tell(spec, reason)
-        return bool(new) and new not in self._specs
+        return bool(new) and new not in self.table
 
     def _may(self, spec: jobs.JobSpec, view: View) -> list[str]:
         """The nodes that may run the job, in the order in which it takes them."""
@@ -381,8 +363,6 @@ class QueuedJobs:
         """Why the running job of ``spec`` gets no more workers on ``node``; empty if it may."""
         if spec.is_local:
             return ""
-        if not self.is_known:
-            return "this node leads since a moment ago, and does not know yet which jobs wait"
         others = [each for each in self._running() if each.job != spec.job]
         here = ", ".join(each.job for each in others if node in each.nodes)
         machine = self._machine(node)
@@ -390,10 +370,11 @@ class QueuedJobs:
         if not part_of(spec).of(machine).fits(left):
             return f"it runs {here}"
         view = self._agent.plane.view
-        for each in self._specs.values() if view is not None else ():
+        for each in self.table if view is not None else ():
             assert view is not None
-            if each.job not in self._misses and node in self._may(each, view):
-                return f"{each.job} waits for it"
+            is_out = each.is_cancelled or each.spec.job in self._misses
+            if not is_out and node in self._may(each.spec, view):
+                return f"{each.spec.job} waits for it"
         return ""
 
     def _tell(self, spec: jobs.JobSpec, reason: str) -> None:
@@ -419,7 +400,7 @@ class QueuedJobs:
             if each.job in verdict.blockers:
                 where = ", ".join(map(label, each.nodes))
                 texts.append(f"{label(each.person)}'s {each.job} runs on {where}")
-        ahead = [job for job in verdict.blockers if job in self._specs]
+        ahead = [job for job in verdict.blockers if job in self.table]
         texts += [f"{job} goes first" for job in ahead]
         if verdict.starts < math.inf and not ahead:
             minutes = math.ceil((verdict.starts - now) / 300) * 5
