@@ -182,7 +182,7 @@ def test_a_detached_job_is_attached_to_and_read_from_any_machine(tmp_path: Path)
 
         for words, says in (
             (("logs", job, "--rank", "7"), "has lines of no rank 7; of ranks: 0, 1"),
-            (("logs", job, "--since", "soon"), "--since soon: a number with s, m, h or d"),
+            (("logs", job, "--since", "soon"), "--since 'soon': write 90s, 10m, 2h"),
             (("logs", "nothing"), "knows a job 'nothing'"),
             (("attach", job), f"job {job} does not run: `potluck jobs {job}` shows how it ended"),
             (("run", "--detach", "--json", "-", os.fspath(TRAINING)), "--detach returns before"),

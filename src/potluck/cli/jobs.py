@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import sys
 import time
 from functools import partial
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 import typer
@@ -22,12 +23,15 @@ from potluck.cli.terminal import console_on, date, print_json, say, table_of
 from potluck.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
     from potluck._core.cluster.jobs.summary import Summary
+    from potluck._core.cluster.members import Machines
     from potluck._core.cluster.past_jobs import KnownJob
-    from potluck._core.settings import Settings
     from potluck._core.wire.jobs import LogLine
 
 SCHEMA_VERSION = 1
+T = TypeVar("T")
 _SHOWN = 20
 
 Job = Annotated[
@@ -65,20 +69,25 @@ def jobs(
 
     With --json: {"version": 1, "jobs": [{"job", "state", "machine" (its starter's name), "starter",
     "script", "started", "ended" (Unix times; 0: not yet), "seconds", "machines", "exit_code" (null:
-    not ended), "exits" ([worker, last exit code]), "commit", "package" (SHA-256 of the code),
+    not ended), "exits" ([worker, last exit code]), "commit", "package", "plan" (SHA-256 of the
+    code, and of the plan of its environment),
     "problem", "step"}]}; of a JOB also "summary", as `potluck run --json` writes it.
     """
-    from potluck._core.settings import load_settings
+    from potluck._core.cluster.past_jobs import all_jobs, find_job, summary_of
 
-    settings = load_settings()
+    async def one(machines: Machines) -> tuple[KnownJob, Summary | None]:
+        found = await find_job(machines, job or "")
+        is_over = found.state == "ended"
+        return found, await summary_of(machines, found) if is_over else None
+
     if job is not None:
-        found, summary = asyncio.run(_one(settings, job))
+        found, summary = _on_cluster(one)
         if json:
             print_json({"version": SCHEMA_VERSION, "jobs": [_as_json(found, summary)]})
         else:
             _tell(found, summary)
         return
-    listed = asyncio.run(_all(settings))
+    listed = _on_cluster(all_jobs)
     if json:
         print_json({"version": SCHEMA_VERSION, "jobs": list(map(_as_json, listed))})
     elif not listed:
@@ -101,9 +110,21 @@ def wait(
     Works on every member, also when the job ended long ago. Exit code 2 with the reason if the end
     can't be told. Ctrl-C ends the waiting, not the job.
     """
-    from potluck._core.settings import load_settings
+    from potluck._core.cluster.past_jobs import find_job, summary_of, wait_for
 
-    found, summary = asyncio.run(_end(load_settings(), job, timeout))
+    async def end(machines: Machines) -> tuple[KnownJob, Summary]:
+        found = await find_job(machines, job)
+        try:
+            async with asyncio.timeout(timeout):
+                found = await wait_for(machines, found)
+        except TimeoutError:
+            raise ConfigurationError(
+                f"job {found.info.job} still runs after {timeout:g} s; `potluck jobs "
+                f"{found.info.job}` shows how far it is"
+            ) from None
+        return found, await summary_of(machines, found)
+
+    found, summary = _on_cluster(end)
     say(f"job {found.info.job} {_how(found)}")
     for problem in summary.problems:
         say(f"potluck: {problem}", err=True)
@@ -136,59 +157,52 @@ def logs(
     With --json: {"at" (Unix time), "rank", "machine", "stream" (stdout, stderr, note), "text",
     "missed" (lines before this one that are not kept)}.
     """
-    from potluck._core.settings import load_settings
-
-    seconds = seconds_of(since)
-    asyncio.run(_logs(load_settings(), job, rank, seconds, follows=follow, json=json))
-
-
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-
-
-def seconds_of(text: str) -> float | None:
-    """What ``--since`` means; None if nothing was said. ConfigurationError if it is no time."""
-    if not text:
-        return None
-    number, unit = text[:-1], text[-1]
-    try:
-        seconds = float(number) * _UNITS[unit]
-    except (ValueError, KeyError):
-        seconds = -1.0
-    if not 0 <= seconds < 1e9:
-        raise ConfigurationError(
-            f"--since {text}: a number with s, m, h or d behind it is needed, such as 10m"
-        )
-    return seconds
-
-
-async def _logs(
-    settings: Settings,
-    text: str,
-    rank: int | None,
-    since_s: float | None,
-    *,
-    follows: bool,
-    json: bool,
-) -> None:
-    from potluck._core.cluster.members import reached
     from potluck._core.cluster.past_jobs import Cursor, attach, find_job, read_log
 
-    since = 0 if since_s is None else round(1e6 * (time.time() - since_s))
-    cursor = Cursor(since, is_partial=since > 0)
+    seconds = seconds_of("--since", since)
+    cursor = Cursor(round(1e6 * (time.time() - seconds)) if since else 0, is_partial=bool(since))
 
     def show(line: LogLine) -> None:
         _show_line(line, cursor.take(line), json=json)
 
-    async with reached(settings) as machines:
-        found = await find_job(machines, text)
+    async def read(machines: Machines) -> None:
+        found = await find_job(machines, job)
         try:
             async for line in read_log(machines, found.info, cursor, rank):
                 show(line)
         except ConfigurationError:
-            if not follows or found.is_over or rank is not None:
+            if not follow or found.is_over or rank is not None:
                 raise  # else it has just begun
-        if follows and not found.is_over:
+        if follow and not found.is_over:
             await attach(machines, found, cursor, show, rank=rank)
+
+    _on_cluster(read)
+
+
+_TIME = re.compile("".join(rf"(?:(\d{{1,9}}(?:\.\d+)?){unit})?" for unit in "dhms"))
+
+
+def seconds_of(option: str, text: str) -> float:
+    """The time in ``text``, such as 1h30m, in seconds; 0 if it is empty. ConfigurationError, which
+    names ``option``, if it is no time."""
+    match = _TIME.fullmatch(text.strip().lower())
+    found = [float(each or 0) for each in match.groups()] if match else [0.0]
+    seconds = sum(count * size for count, size in zip(found, (86400, 3600, 60, 1), strict=False))
+    if text and not 0 < seconds < 1e9:
+        raise ConfigurationError(f"{option} {text!r}: write 90s, 10m, 2h, 1h30m or 3d")
+    return seconds
+
+
+def _on_cluster(do: Callable[[Machines], Coroutine[Any, Any, T]]) -> T:
+    """``do`` what a command is for with the machines of this machine's cluster."""
+    from potluck._core.cluster.members import reached
+    from potluck._core.settings import load_settings
+
+    async def run() -> T:
+        async with reached(load_settings()) as machines:
+            return await do(machines)
+
+    return asyncio.run(run())
 
 
 def _show_line(line: LogLine, missed: int, *, json: bool) -> None:
@@ -267,20 +281,15 @@ def cancel(
     machine takes that out of all jobs of a member with `potluck deny`, or of all jobs with
     `potluck pause`.
     """
-    from potluck._core.settings import load_settings
-
-    name = asyncio.run(_cancel(load_settings(), job, kill))
-    say(f"job {name} is ending; `potluck wait {name}` returns when it is over")
-
-
-async def _cancel(settings: Settings, text: str, kills: bool) -> str:
-    from potluck._core.cluster.members import reached
     from potluck._core.cluster.past_jobs import cancel, find_job
 
-    async with reached(settings) as machines:
-        found = await find_job(machines, text)
-        await cancel(machines, found, kills=kills)
+    async def end(machines: Machines) -> str:
+        found = await find_job(machines, job)
+        await cancel(machines, found, kills=kill)
         return found.info.job
+
+    name = _on_cluster(end)
+    say(f"job {name} is ending; `potluck wait {name}` returns when it is over")
 
 
 def rerun(
@@ -298,14 +307,24 @@ def rerun(
     longer here is fetched from a machine that has it.
     """
     from potluck._core.cluster.links.local import running_agent
+    from potluck._core.cluster.past_jobs import find_job
     from potluck._core.cluster.run import run_job, start_job
     from potluck._core.settings import load_settings
     from potluck._core.wire.local import RunRequest
     from potluck.cli.job_display import PlainView, print_summary, watcher_for
 
+    async def own(machines: Machines) -> str:
+        info = (await find_job(machines, job)).info
+        if info.starter != machines.all[0].node:
+            raise ConfigurationError(
+                f"job {info.job} was started on {info.machine}, and runs in that machine's name "
+                f"only: potluck rerun {info.job} there"
+            )
+        return info.job
+
     settings = load_settings()
     agent = running_agent(settings)
-    name = asyncio.run(_own(settings, job))
+    name = _on_cluster(own)
     request = RunRequest(script=name, again=name, outlives=True)
     if detach:
         say_started(start_job(request, settings, PlainView(to_stderr=True), agent))
@@ -321,62 +340,13 @@ def say_started(job: str) -> None:
     say(f"potluck: it goes on by itself; to see it: potluck attach {job}", err=True)
 
 
-async def _own(settings: Settings, text: str) -> str:
-    """The id of a job that this machine started."""
-    from potluck._core.cluster.members import reached
-    from potluck._core.cluster.past_jobs import find_job
-
-    async with reached(settings) as machines:
-        info = (await find_job(machines, text)).info
-        if info.starter != machines.all[0].node:
-            raise ConfigurationError(
-                f"job {info.job} was started on {info.machine}, and runs in that machine's name "
-                f"only: potluck rerun {info.job} there"
-            )
-        return info.job
-
-
-async def _all(settings: Settings) -> list[KnownJob]:
-    from potluck._core.cluster.members import reached
-    from potluck._core.cluster.past_jobs import all_jobs
-
-    async with reached(settings) as machines:
-        return await all_jobs(machines)
-
-
-async def _one(settings: Settings, text: str) -> tuple[KnownJob, Summary | None]:
-    from potluck._core.cluster.members import reached
-    from potluck._core.cluster.past_jobs import find_job, summary_of
-
-    async with reached(settings) as machines:
-        found = await find_job(machines, text)
-        is_over = found.state == "ended"
-        return found, await summary_of(machines, found) if is_over else None
-
-
-async def _end(settings: Settings, text: str, timeout_s: float | None) -> tuple[KnownJob, Summary]:
-    from potluck._core.cluster.members import reached
-    from potluck._core.cluster.past_jobs import find_job, summary_of, wait_for
-
-    async with reached(settings) as machines:
-        found = await find_job(machines, text)
-        try:
-            async with asyncio.timeout(timeout_s):
-                found = await wait_for(machines, found)
-        except TimeoutError:
-            raise ConfigurationError(
-                f"job {found.info.job} still runs after {timeout_s:g} s; `potluck jobs "
-                f"{found.info.job}` shows how far it is"
-            ) from None
-        return found, await summary_of(machines, found)
-
-
 def _as_json(job: KnownJob, summary: Summary | None = None) -> dict[str, Any]:
     told = structs.asdict(job.info)
     del told["phase"], told["summary"]
     told |= {
         "state": job.state,
         "package": job.info.package.hex(),
+        "plan": job.info.plan.hex(),
         "step": None if job.status is None else job.status.step,
     }
     return told if summary is None else told | {"summary": summary}
@@ -437,6 +407,7 @@ def _tell(job: KnownJob, summary: Summary | None) -> None:
     lines = {
         "machines": ", ".join(info.machines),
         "code": info.package.hex(),
+        "environment": info.plan.hex(),
         "commit": info.commit,
         "exit codes": ", ".join(
             f"worker {worker}: {'none' if code is None else code}" for worker, code in info.exits

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import typer
 
 from potluck._core import native
 from potluck.cli.data import data_of
-from potluck.cli.jobs import say_started
+from potluck.cli.jobs import say_started, seconds_of
 from potluck.cli.terminal import check_writable, write_json
 from potluck.errors import ConfigurationError
 
@@ -96,19 +95,6 @@ def machines_of(text: str) -> tuple[str, ...]:
     if text and not names:
         raise ConfigurationError(f"--on {text}: name machines, with commas between")
     return names
-
-
-_TIME = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
-
-
-def seconds_of(text: str) -> float:
-    """The seconds that ``--time`` names; ConfigurationError if that is none."""
-    match = _TIME.fullmatch(text.strip().lower())
-    found = [int(each or 0) for each in match.groups()] if match else [0]
-    seconds = sum(count * size for count, size in zip(found, (86400, 3600, 60, 1), strict=False))
-    if not 0 < seconds < 1e9:
-        raise ConfigurationError(f"--time {text!r}: write 90m, 2h, 1h30m or 3d")
-    return float(seconds)
 
 
 def part_of_machines(cores: int, gpus: int, memory: str) -> dict[str, Any]:
@@ -383,7 +369,7 @@ def run(
             allows_builds=allow_builds,
             data=data_of(data or ()),
             priority=priority,
-            seconds=seconds_of(time) if time else 0.0,
+            seconds=seconds_of("--time", time) if time else 0.0,
             starts_now=now,
             **part_of_machines(cores, gpus, memory),
         )

@@ -447,7 +447,8 @@ is over."""
 
 class JobInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a node's history has of ``job``. ``machine`` is the name of its ``starter``,
-    ``machines`` are those that ran it; ``package`` is the hash of its code. Of one that has ended:
+    ``machines`` are those that ran it; ``package`` is the hash of its code, ``plan`` that of the
+    plan of its environment (empty: it has none). Of one that has ended:
     when (Unix time), after how many ``seconds``, its ``exit_code``, the last exit code of each
     worker, the first of its problems. Only if one job was asked for: its ``summary`` (JSON, as in
     JobEnded), and the ``sources`` of its log on this node, with the number of lines that are kept
@@ -461,6 +462,7 @@ class JobInfo(msgspec.Struct, frozen=True, kw_only=True):
     phase: Phase
     machines: Annotated[tuple[Name, ...], msgspec.Meta(max_length=16)] = ()
     package: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
+    plan: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
     commit: Name = ""
     ended: worker_link.Seconds = 0.0
     seconds: worker_link.Seconds = 0.0

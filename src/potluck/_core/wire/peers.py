@@ -198,9 +198,7 @@ RequestContent = (
     | HistoryQuestion
     | DataRequest
 )
-ResponseContent = (
-    Results | NodeServices | JobRuns | History | Kept | LogLines | DataHeld | Failure
-)
+ResponseContent = Results | NodeServices | JobRuns | History | Kept | LogLines | DataHeld | Failure
 
 
 class Request(msgspec.Struct, frozen=True, tag=True):

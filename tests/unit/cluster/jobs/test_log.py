@@ -298,3 +298,25 @@ def test_a_pump_copies_a_log_as_far_as_there_is_room_and_again_what_may_be_lost(
         pump.close()
 
     run(story)
+
+
+def test_a_leader_that_names_many_sources_and_a_reader_of_unknown_jobs_fill_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_SOURCES", 3)
+    notes: list[str] = []
+
+    async def story() -> None:
+        log = JobLog(tmp_path, notes.append)
+        for number in range(5):
+            log.add(KEY, str(number), "stdout", "", "a line")
+        log.add(KEY, "1", "stdout", "", "another")
+        await log.close()
+        assert len(list((tmp_path / KEY).iterdir())) == 3
+        assert [source for source, _ in log.newest(KEY)] == ["0", "1", "2"]
+        assert log.newest("unknown") == ()
+        assert await log.read("unknown", {}, num_last=3) == ([], False)
+        assert log._jobs.keys() == {KEY}
+
+    asyncio.run(story())
+    assert notes == ["lines of job logs are lost: job job has more than 3 sources"]

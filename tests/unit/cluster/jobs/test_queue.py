@@ -100,10 +100,23 @@ def test_priority_then_fair_share_then_age() -> None:
         Waiting("late", "bob", ALL, 3.0),
         Waiting("early", "bob", ALL, 1.0),
         Waiting("heavy", "ada", ALL, 0.0),
-        Waiting("urgent", "ada", ALL, 4.0, priority=1),
+        Waiting("urgent", "ada", ALL, 4.0, priority=1, may_pass=True),
     ]
     used = {"ada": 100.0, "bob": 1.0}.__getitem__
     assert [each.job for each in in_order(jobs, used)] == ["urgent", "early", "late", "heavy"]
+
+
+def test_priority_is_among_the_jobs_of_a_person_unless_an_admin_gave_it_or_it_gives_way() -> None:
+    jobs = [
+        Waiting("a1", "ada", ALL, 1.0),
+        Waiting("b2", "bob", ALL, 2.0),
+        Waiting("a3", "ada", ALL, 3.0, priority=100),
+        Waiting("a4", "ada", ALL, 4.0, priority=-1),
+        Waiting("b5", "bob", ALL, 5.0),
+        Waiting("a6", "ada", ALL, 6.0, priority=50),
+    ]
+    order = [each.job for each in in_order(jobs, lambda who: 0.0)]
+    assert order == ["a3", "b2", "a6", "b5", "a1", "a4"]
 
 
 def test_use_of_long_ago_counts_less() -> None:

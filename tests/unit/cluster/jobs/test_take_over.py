@@ -261,3 +261,20 @@ def test_a_job_whose_state_was_lost_with_the_leader_waits_for_it_and_not_for_eve
                 await asyncio.sleep(0)
 
     play(tmp_path, story)
+
+
+def test_the_next_leader_goes_on_ending_a_job_that_was_to_end(tmp_path: Path) -> None:
+    """It was cancelled from a machine which may be gone, too: nobody says so again."""
+
+    async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
+        one = spec(await package_of(code_store, tmp_path / "code"), LEADER)
+        install(machine, all_jobs, view(LEADER, ME, EVE))
+        all_jobs.received(LEADER, jobs.Order(one, PLACES, interrupts=2))
+        install(machine, all_jobs, view(ME, EVE, epoch=5))
+        orders = [each for _, each in machine.sent if isinstance(each, jobs.Order)]
+        assert orders[-1].interrupts == 2
+        [controller] = all_jobs._controllers.values()
+        assert controller.num_interrupts == 2
+        assert controller.state.stopping
+
+    play(tmp_path, story)

@@ -29,7 +29,7 @@ from potluck._core.cluster.jobs.keeping import Keeping, new_id
 from potluck._core.cluster.jobs.local_runner import LocalRunner
 from potluck._core.cluster.jobs.needs import look_at, plan_of
 from potluck._core.cluster.jobs.permissions import DeferredMessages, may_lead_soon, may_send
-from potluck._core.cluster.jobs.placement import Placement, differences, place
+from potluck._core.cluster.jobs.placement import Placement, place
 from potluck._core.cluster.jobs.queue import Running
 from potluck._core.cluster.jobs.queued import QueuedJobs, as_running, never_begun
 from potluck._core.cluster.jobs.summary import encode_summary
@@ -445,10 +445,9 @@ class JobDispatcher:
             if not willing:
                 refusals = self._refusals(spec.starter)
                 raise ConfigurationError(f"no machine runs this job{refusals}")
-            alike = [node for node in willing if self._is_alike(node, spec)]
             placement = Placement(
                 spec,
-                place(spec, alike, ()),
+                place(spec, self._queue.may(spec, view), ()),
                 self._agent.names,
                 self._agent.links.introduction,
                 lambda node: self._agent.offers.objection(node, spec.starter),
@@ -500,13 +499,6 @@ class JobDispatcher:
         await self._keeping.ended(spec, (), ended)
         self._agent.links.send(spec.starter, ended)
         self._queue.forget(spec.job)
-
-    def _is_alike(self, node: str, spec: jobs.JobSpec) -> bool:
-        """Whether the versions on ``node`` are the versions that the job wants."""
-        introduction = self._agent.links.introduction(node)
-        if introduction is None:
-            return False
-        return not differences("", spec.versions, introduction.versions)
 
     def _lead(self, controller: JobController, view: View) -> None:
         assert controller.spec.job not in self._controllers

@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -71,6 +71,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
             phase=self.phase,
             machines=tuple(name[:256] for _, name in self.machines[:16]),
             package=spec.package or b"",
+            plan=spec.plan or b"",
             commit=spec.commit,
             ended=self.ended,
         )
@@ -256,10 +257,11 @@ class JobHistory:
 
     def _prune(self, now: float) -> None:
         kept = [e for e in self._on_disk() if e.phase == "ended" or e.key not in self._live]
-        kept.sort(key=lambda each: max(each.ended, each.spec.started))
-        for each in _to_forget(kept, now):
-            self._remove(each)
         assert self.root is not None
+        written = {e.key: (self.root / e.key / _ENTRY).stat().st_mtime for e in kept}
+        kept.sort(key=lambda each: (written[each.key], each.ended))
+        for each in _to_forget(kept, written, now):
+            self._remove(each)
         num_bytes = 0
         for folder in newest(self.root):
             logs = [(path, path.stat().st_size) for path in folder.glob("*.log")]
@@ -269,10 +271,13 @@ class JobHistory:
                     path.unlink(missing_ok=True)
 
 
-def _to_forget(oldest_first: Sequence[Entry], now: float) -> list[Entry]:
-    """The entries that are kept no longer: the aged, then the oldest of who has most."""
+def _to_forget(
+    oldest_first: Sequence[Entry], written: Mapping[str, float], now: float
+) -> list[Entry]:
+    """The entries that are kept no longer: the aged, then the oldest of who has most. By when they
+    were ``written`` here, by key: other times are what members told."""
     left = list(oldest_first)
-    old = [e for e in left if now - max(e.ended, e.spec.started) > KEPT_DAYS * _DAY_S]
+    old = [each for each in left if now - written[each.key] > KEPT_DAYS * _DAY_S]
     left = [each for each in left if each not in old]
     counts = Counter(each.spec.starter for each in left)
     while counts.total() > KEPT_JOBS:

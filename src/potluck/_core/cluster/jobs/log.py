@@ -42,6 +42,8 @@ TAIL_BYTES = 256 << 10
 PART_BYTES = 128 << 10
 """What a reader gets at once, about."""
 MAX_UNWRITTEN = 4 << 20
+MAX_SOURCES = 1024
+"""Of a job: who its workers are is the leader's word."""
 RESENT_BYTES = 2 << 20
 """Of the newest lines, when the link that they went over has ended."""
 _MAX_FILES = 4096
@@ -106,6 +108,9 @@ class JobLog:
         """Write a line that has its time, unless it is there."""
         job, source = self._job(key), line.source
         if line.at <= job.newest.get(source, _NOTHING)[0]:
+            return
+        if source not in job.newest and len(job.newest) >= MAX_SOURCES:
+            self._complain(f"job {key.rpartition('.')[0]} has more than {MAX_SOURCES} sources")
             return
         line = msgspec.structs.replace(line, text=coloured(line.text)[:MAX_TEXT])
         job.newest[source] = line.at, line.number
@@ -238,14 +243,16 @@ class JobLog:
         return lines, False
 
     async def changed(self, key: str, timeout_s: float) -> None:
-        """Return when the job has a new line, or ``timeout_s`` have passed."""
+        """Return when the job, which is to be forgotten some time, has a new line, or ``timeout_s``
+        have passed."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._job(key).changed.wait()
 
     def newest(self, key: str) -> tuple[tuple[str, int], ...]:
         """Each source, and the time of its last line."""
-        return tuple((source, at) for source, (at, _) in self._job(key).newest.items())
+        job = self._jobs.get(key)
+        return () if job is None else tuple((each, at) for each, (at, _) in job.newest.items())
 
     def held(self, key: str) -> dict[str, tuple[int, str]]:
         """By source: how many lines are in files, and the label of the newest."""

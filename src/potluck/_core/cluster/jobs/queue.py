@@ -2,11 +2,12 @@
 others wait. PURE.
 
 A job asks for a part of each machine that it runs on (``Part``), or for whole machines. The order:
-priority; then who used less of the cluster lately (fair share: core seconds that decay with a
-half-life of a day, as in Slurm's multifactor priority); then who came first. The first job that
-does not fit *reserves* the machines that it will get first. A later job may pass it only on what
-the reserved job leaves, or if it ends before (EASY backfill: Lifka 1995, "The ANL/IBM SP scheduling
-system"). A job that stood first for an hour is passed by nobody.
+priority, which admins set over all jobs, others over their own; then who used less of the cluster
+lately (fair share: core seconds that decay with a half-life of a day, as in Slurm's multifactor
+priority); then who came first. The first job that does not fit *reserves* the machines that it will
+get first. A later job may pass it only on what the reserved job leaves, or if it ends before (EASY
+backfill: Lifka 1995, "The ANL/IBM SP scheduling system"). A job that stood first for an hour is
+passed by nobody.
 
 Times are seconds of one clock of the deciding node, which only differences are taken of.
 """
@@ -77,7 +78,8 @@ class Waiting:
     """A job that waits: it takes ``part`` of ``min_nodes`` to ``max_nodes`` (0: any number) of the
     nodes ``may`` (those whose owners let it run there, in the order in which it takes them), and
     ends ``seconds`` after its start at the latest (inf: not known). It came at ``since``, and
-    stands first in the queue since ``first_since`` (None: it does not)."""
+    stands first in the queue since ``first_since`` (None: it does not). Its ``priority`` counts
+    among the jobs of its person; if it ``may_pass``, or gives way (below 0), among all."""
 
     job: str
     person: str
@@ -89,6 +91,7 @@ class Waiting:
     priority: int = 0
     seconds: float = math.inf
     first_since: float | None = None
+    may_pass: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +135,19 @@ def usage(ended: Iterable[tuple[str, float, float]], now: float) -> dict[str, fl
 
 
 def in_order(waiting: Iterable[Waiting], used: Callable[[str], float]) -> list[Waiting]:
-    """The queue, the next job first. ``used(person)``: core seconds lately."""
-    return sorted(
-        waiting, key=lambda each: (-each.priority, used(each.person), each.since, each.job)
+    """The queue, the next job first. ``used(person)``: core seconds lately. The priority of a job
+    that may not pass others' moves it among the places that its person's jobs have."""
+
+    def common(each: Waiting) -> int:
+        return each.priority if each.may_pass else min(each.priority, 0)
+
+    order = sorted(
+        waiting, key=lambda each: (-common(each), used(each.person), each.since, each.job)
     )
+    own: dict[tuple[str, int], list[Waiting]] = {}
+    for each in sorted(order, key=lambda each: -each.priority):
+        own.setdefault((each.person, common(each)), []).append(each)
+    return [own[each.person, common(each)].pop(0) for each in order]
 
 
 def decide(

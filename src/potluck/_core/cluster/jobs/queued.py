@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
 from potluck._core.background import Tasks, why
+from potluck._core.cluster.code_store.job_folders import key_of
 from potluck._core.cluster.code_store.store import CodeStore
 from potluck._core.cluster.jobs import queue
 from potluck._core.cluster.jobs.agent_parts import AgentParts
@@ -93,10 +94,11 @@ class QueuedJobs:
 
     def installed(self, view: View) -> tuple[str, ...]:
         """``view`` is used from now on; as for ``Table.installed``."""
-        before = self.names
+        before = list(self.table)
         again = self.table.installed(view)
-        for job in set(before) - set(self.names):
-            self._gone(job)
+        for each in before:
+            if each.spec.job not in self.table:
+                self._gone(each.spec)
         self._leads = view.leader == self._agent.me
         if not self._leads:
             self._why.clear()
@@ -150,12 +152,13 @@ class QueuedJobs:
 
     def _drop(self, names: Collection[str]) -> None:
         for spec in self.table.drop(names):
-            self._gone(spec.job)
+            self._gone(spec)
             self._agent.history.let_go(spec)
 
-    def _gone(self, job: str) -> None:
-        self._why.pop(job, None)
-        self._release(job)
+    def _gone(self, spec: jobs.JobSpec) -> None:
+        self._why.pop(spec.job, None)
+        self._release(spec.job)
+        self._agent.log.forget(key_of(spec.job, spec.starter))
 
     # Jobs come and go.
 
@@ -244,7 +247,7 @@ class QueuedJobs:
         spec = self.table.spec(job)
         if spec is None or not self.table.take(told := jobs.JobWaits(spec, is_cancelled=True)):
             return None
-        self._gone(job)
+        self._gone(spec)
         self._send_all(told)
         return spec
 
@@ -310,12 +313,13 @@ class QueuedJobs:
             Waiting(
                 job=spec.job,
                 person=spec.starter,
-                may=tuple(self._may(spec, view)),
+                may=tuple(self.may(spec, view)),
                 since=place,
                 part=part_of(spec),
                 min_nodes=spec.min_nodes,
                 max_nodes=spec.max_nodes,
                 priority=spec.priority,
+                may_pass=self._agent.is_admin(spec.starter),
                 seconds=spec.seconds or math.inf,
                 first_since=since if spec.job == first else None,
             )
@@ -349,7 +353,7 @@ class QueuedJobs:
                     self._tell(spec, reason)
         return bool(new) and new not in self.table
 
-    def _may(self, spec: jobs.JobSpec, view: View) -> list[str]:
+    def may(self, spec: jobs.JobSpec, view: View) -> list[str]:
         """The nodes that may run the job, in the order in which it takes them."""
         return [
             node
@@ -373,7 +377,7 @@ class QueuedJobs:
         for each in self.table if view is not None else ():
             assert view is not None
             is_out = each.is_cancelled or each.spec.job in self._misses
-            if not is_out and node in self._may(each.spec, view):
+            if not is_out and node in self.may(each.spec, view):
                 return f"{each.spec.job} waits for it"
         return ""
 
