@@ -367,7 +367,7 @@ def run(
             outlives=on_hangup is not OnHangup.END,
             is_installed=installed,
             allows_builds=allow_builds,
-            data=data_of(data or ()),
+            data=data_of(data) if data else (),
             priority=priority,
             seconds=seconds_of("--time", time) if time else 0.0,
             starts_now=now,
