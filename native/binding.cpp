@@ -6,6 +6,7 @@
 
 #include "bind.hpp"
 #include "core/kernels/cpu.hpp"
+#include "core/patience.hpp"
 
 namespace nb = nanobind;
 
@@ -22,6 +23,9 @@ NB_MODULE(_native, m) {
     m.attr("has_openssl") = false;
 #endif
     m.def("cpu_features", &potluck::cpu_features, "The features that this processor has.");
+    m.def(
+        "hold_deadlines", [](double until) { potluck::held_until = until; }, nb::arg("until"),
+        "No operation is overdue before `until`, in seconds of time.monotonic().");
     potluck::bind::kernels(m);
     potluck::bind::shared_memory(m);
     potluck::bind::loop(m);

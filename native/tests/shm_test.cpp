@@ -78,7 +78,7 @@ struct Rank {
         last = std::make_unique<PendingCall>(made, patience, made.count * 4);
         if (!queue->reserve()) return Outcome::PENDING;
         const Outcome outcome = number % 2 != 0 ? queue->try_run(*last) : Outcome::PENDING;
-        return outcome != Outcome::PENDING ? outcome : queue->run(*last, last->deadline_ns);
+        return outcome != Outcome::PENDING ? outcome : queue->run(*last, last->deadline_ns());
     }
 
     std::shared_ptr<ProgressThread> progress_thread;

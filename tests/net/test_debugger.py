@@ -69,7 +69,7 @@ def refused(machine: Machine, *arguments: str) -> str:
 
 def test_a_rank_is_debugged_from_the_starter_while_the_others_wait(tmp_path: Path) -> None:
     """Longer than their timeout; by one command at a time, of the starter or the owner."""
-    with cluster_of(3, tmp_path / "homes", POTLUCK_NATIVE="0") as machines:
+    with cluster_of(3, tmp_path / "homes") as machines:
         form(*machines)
         starter = machines[0]
         with halted(starter, tmp_path, STOPS, "--peer-timeout", "3") as (run, job):

@@ -9,6 +9,8 @@
 #include <pthread.h>
 #endif
 
+#include "core/patience.hpp"
+
 namespace potluck {
 
 namespace {
@@ -200,6 +202,7 @@ void ProgressLoop::turn() {
     connections_.move(route_, next_outgoing_);
     if (closing_ > 0) return;  // operations under way are given up: no deadline matters
     const double now = now_s();
+    if (now < held_until_s()) return;
     plans_.check_deadlines(now);
     messages_.check_deadlines(now);
 }
@@ -207,8 +210,8 @@ void ProgressLoop::turn() {
 // How long the poller may wait: until the next deadline, not at all while links have work left.
 double ProgressLoop::poll_timeout() const {
     if (!connections_.ready.empty() || !connections_.dirty.empty()) return 0;
-    const double until =
-        closing_ > 0 ? closing_ : std::min(plans_.wakes_at(), messages_.wakes_at());
+    const double wakes_at = std::min(plans_.wakes_at(), messages_.wakes_at());
+    const double until = closing_ > 0 ? closing_ : std::max(wakes_at, held_until_s());
     return std::clamp(until - now_s(), 0.0, idle_s);
 }
 

@@ -134,10 +134,10 @@ Outcome Queue::drive(PendingCall& pending, Wait&& wait) {
 
 Outcome Queue::run(PendingCall& pending, std::int64_t until_ns) {
     Outcome outcome = drive(pending, [&](const Condition& condition) {
-        return channel.wait(condition, std::min(until_ns, pending.deadline_ns));
+        return channel.wait(condition, std::min(until_ns, pending.deadline_ns()));
     });
     if (outcome == Outcome::PENDING) {
-        if (now_ns() < pending.deadline_ns) return outcome;
+        if (now_ns() < pending.deadline_ns()) return outcome;
         outcome = Outcome::TIMEOUT;
     }
     end(pending, outcome);
@@ -190,10 +190,10 @@ bool Queue::wait(const PendingCallPtr& pending, std::int64_t until_ns) {
         while (!pending->is_done()) {
             const PendingCallPtr first = front();
             Outcome outcome = drive(*first, [&](const Condition& condition) {
-                return channel.wait(condition, std::min(until_ns, first->deadline_ns));
+                return channel.wait(condition, std::min(until_ns, first->deadline_ns()));
             });
             if (outcome == Outcome::PENDING) {
-                if (now_ns() < first->deadline_ns) break;  // `until_ns` has passed
+                if (now_ns() < first->deadline_ns()) break;  // `until_ns` has passed
                 outcome = Outcome::TIMEOUT;
             }
             finish_front(first, outcome);
@@ -217,13 +217,13 @@ Queue::Poll Queue::poll(Watch* watch, std::int64_t* until_ns) {
             // What Channel::wait does, without the waiting.
             const Condition& condition = first->running.condition();
             outcome = channel.reason_to_stop(condition);
-            if (outcome == Outcome::PENDING && now_ns() >= first->deadline_ns) {
+            if (outcome == Outcome::PENDING && now_ns() >= first->deadline_ns()) {
                 outcome = Outcome::TIMEOUT;
             }
             if (outcome == Outcome::PENDING) {
                 if (watch == nullptr) break;
                 if (!channel.prepare_sleep(condition, watch)) continue;
-                *until_ns = std::min(*until_ns, first->deadline_ns);
+                *until_ns = std::min(*until_ns, first->deadline_ns());
                 found = Poll::BLOCKED;
                 break;
             }

@@ -10,6 +10,7 @@
 // while another lock is taken.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <condition_variable>
@@ -18,6 +19,7 @@
 #include <memory>
 #include <mutex>
 
+#include "core/patience.hpp"
 #include "core/shm/channel.hpp"
 #include "core/shm/running_call.hpp"
 #include "core/shm/stats.hpp"
@@ -50,7 +52,7 @@ public:
           nbytes(nbytes),
           id(id),
           began_ns(now_ns()),
-          deadline_ns(began_ns + timeout_ns) {}
+          deadline_ns_(began_ns + timeout_ns) {}
     // The same call, as far as `other` has come: a call that began on its caller's stack is handed
     // over to the progress thread. No thread may wait for `other`.
     PendingCall(const PendingCall& other)
@@ -58,7 +60,7 @@ public:
           nbytes(other.nbytes),
           id(other.id),
           began_ns(other.began_ns),
-          deadline_ns(other.deadline_ns) {}
+          deadline_ns_(other.deadline_ns_) {}
     PendingCall& operator=(const PendingCall&) = delete;
 
     bool is_done() const { return done_.load(std::memory_order_acquire) == ENDED; }
@@ -74,7 +76,9 @@ public:
     const std::uint64_t nbytes;
     const std::uint64_t id;
     const std::int64_t began_ns;
-    const std::int64_t deadline_ns;
+    std::int64_t deadline_ns() const {
+        return std::max(deadline_ns_, static_cast<std::int64_t>(held_until_s() * 1e9));
+    }
 
 private:
     friend class Queue;
@@ -84,6 +88,7 @@ private:
     void publish(Notifier& notifier);
     void sleep(std::int64_t until_ns);
 
+    const std::int64_t deadline_ns_;
     Word done_{OPEN};
     std::atomic<std::uint32_t> watched_{OPEN};
 };

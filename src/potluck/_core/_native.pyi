@@ -9,6 +9,7 @@ interface: str
 has_openssl: bool
 
 def cpu_features() -> list[str]: ...
+def hold_deadlines(until: float) -> None: ...
 
 # bind_kernels.cpp; anything with the buffer protocol is a buffer
 

@@ -1,10 +1,12 @@
 """A hold on deadlines: no operation of this process is overdue before a moment.
 
 While a worker of a job sits at a breakpoint, the other ranks wait for it longer than their timeouts
-allow. Their agents renew the hold every few seconds.
+allow. Their agents renew the hold every few seconds. The twin of native/core/patience.hpp.
 """
 
 from __future__ import annotations
+
+from potluck._core import native
 
 prompts: list[str] = []
 """Where this process sits at prompts of a debugger now: places in its script."""
@@ -16,6 +18,8 @@ def hold(until: float) -> None:
     """Let no operation be overdue before ``until``, in seconds of ``time.monotonic()``."""
     global _until
     _until = max(_until, until)
+    if native.available:
+        native.core.hold_deadlines(_until)
 
 
 def held_until() -> float:
