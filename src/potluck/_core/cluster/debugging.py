@@ -1,5 +1,5 @@
 """The command's side of ``potluck attach --rank``: what a rank of a job writes is shown, what is
-typed goes to its debugger (``jobs/debuggers.py``)."""
+typed goes to its debugger (``jobs/process.py``)."""
 
 from __future__ import annotations
 

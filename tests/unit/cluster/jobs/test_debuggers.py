@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from potluck._core.cluster.jobs import debuggers
-from potluck._core.cluster.jobs.debuggers import Debuggers
+from potluck._core.cluster.jobs.process import Debuggers
 from potluck._core.wire.jobs import DebugRequest
 from potluck._core.wire.worker_link import EOT
 from potluck.errors import LinkError

@@ -29,11 +29,10 @@ from potluck._core.cluster.discovery.interfaces import interface_of
 from potluck._core.cluster.environments.making import Environment
 from potluck._core.cluster.jobs.agent_parts import AgentParts
 from potluck._core.cluster.jobs.chaos import parse_chaos
-from potluck._core.cluster.jobs.debuggers import Debuggers
 from potluck._core.cluster.jobs.log import LogPump
 from potluck._core.cluster.jobs.needs import read_plan
 from potluck._core.cluster.jobs.placement import rank_in_words
-from potluck._core.cluster.jobs.process import Launch, WorkerProcess
+from potluck._core.cluster.jobs.process import Debuggers, Launch, WorkerProcess
 from potluck._core.cluster.jobs.worker_probe import WorkerProbe
 from potluck._core.cluster.jobs.worker_reports import WorkerReports
 from potluck._core.cluster.sharing.broker import Broker

@@ -30,13 +30,15 @@ from potluck._core.cluster.jobs.shim import GIVEN
 from potluck._core.cluster.sharing.confinement import Confinement
 from potluck._core.settings import Settings
 from potluck._core.system import SIGKILL, has_terminal, need_posix, wait_for_exit
-from potluck._core.wire.jobs import End, JobSpec
-from potluck._core.wire.worker_link import TYPED
-from potluck.errors import ConfigurationError
+from potluck._core.wire.jobs import DebugRequest, End, JobSpec
+from potluck._core.wire.worker_link import EOT, TYPED
+from potluck.errors import ConfigurationError, LinkError
 
 _STOP = "potluck._core.backends.debugger.stop"
 _SHIM = Path(__file__).with_name("shim.py")
 _LAST_WORDS_S = 1.0
+LEASE_S = 15.0
+"""How long the debugger of a worker may be silent."""
 
 MAX_LINE = 64 * 1024
 _READ = 64 * 1024
@@ -474,3 +476,41 @@ def _in_short(lines: list[str]) -> str:
     place = next(filter(None, map(_PLACE.match, lines)), None)
     where = f" ({place[1]}, line {place[2]})" if place is not None else ""
     return f"{lines[-1].removeprefix('potluck.errors.')}{where}"
+
+
+class Debuggers:
+    """The commands (``potluck attach --rank``) that debug workers of a job on this node. Runs in the
+    event loop. ``processes`` are the newest of each worker.
+
+    A worker has one at a time, its *holder*, which asks to stay so every few seconds. If that
+    leaves, or is silent for ``LEASE_S``, the script goes on from its breakpoint.
+    """
+
+    def __init__(self, processes: Mapping[str, WorkerProcess]) -> None:
+        self._processes = processes
+        self._holders: dict[str, tuple[str, str, asyncio.TimerHandle]] = {}
+
+    def asked(self, worker: str, machine: str, request: DebugRequest) -> None:
+        """A command on ``machine`` asks for ``worker``. LinkError if another one holds it."""
+        session, other, lease = self._holders.get(worker, (request.session, "", None))
+        if session != request.session:
+            raise LinkError(
+                f"a command on {other} debugs this rank; when that command ends, it is free"
+            )
+        if lease is not None:
+            lease.cancel()
+        if request.leaves:
+            self._let_go(worker)
+            return
+        lease = asyncio.get_running_loop().call_later(LEASE_S, self._let_go, worker)
+        self._holders[worker] = session, machine, lease
+        self._processes[worker].type(request.typed)
+
+    def _let_go(self, worker: str) -> None:
+        if self._holders.pop(worker, None):
+            self._processes[worker].type(EOT)
+
+    def close(self) -> None:
+        """Forget them."""
+        for _, _, lease in self._holders.values():
+            lease.cancel()
