@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from potluck._core.cluster.jobs import debuggers
+from potluck._core.cluster.jobs import process
 from potluck._core.cluster.jobs.process import Debuggers
 from potluck._core.wire.jobs import DebugRequest
 from potluck._core.wire.worker_link import EOT
@@ -54,7 +54,7 @@ async def one_after_the_other() -> None:
 
 
 def test_a_silent_command_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(debuggers, "LEASE_S", 0.01)
+    monkeypatch.setattr(process, "LEASE_S", 0.01)
     asyncio.run(silent())
 
 

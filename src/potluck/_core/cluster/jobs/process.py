@@ -479,7 +479,7 @@ def _in_short(lines: list[str]) -> str:
 
 
 class Debuggers:
-    """The commands (``potluck attach --rank``) that debug workers of a job on this node. Runs in the
+    """The commands (``potluck attach --rank``) that debug workers of this node. Runs in the
     event loop. ``processes`` are the newest of each worker.
 
     A worker has one at a time, its *holder*, which asks to stay so every few seconds. If that
