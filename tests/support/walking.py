@@ -11,7 +11,10 @@ from pathlib import Path
 
 from support.hosts import Host
 from support.pages import DOCS
-from support.terminal import Terminal
+
+assert sys.platform != "win32"  # which has no such terminals
+
+from support.terminal import Terminal  # noqa: E402
 
 BLOCKS = re.findall(r"```\n((?:desk|laptop)\$ .*?)```", (DOCS / "walk.md").read_text(), re.DOTALL)
 """What one sees on a screen, each with the command in its first line."""

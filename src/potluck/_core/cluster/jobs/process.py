@@ -85,9 +85,9 @@ class WorkerProcess:
         self._interrupted: InterruptedTraceback | None = None
         self.is_sandboxed = sandbox is not None
         orders = msgspec.json.encode(dict(limits) | {"sandbox": sandbox}).decode()
-        need_posix("a worker process")
         typed, self._typed = os.pipe()
-        os.set_blocking(self._typed, False)
+        if sys.platform != "win32":
+            os.set_blocking(self._typed, False)
         pipe_name = f"{typed}:{os.fstat(typed).st_ino}"
         shim = [sys.executable, "-I", "-S", str(_SHIM), str(os.getpid()), orders]
         try:
