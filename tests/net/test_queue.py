@@ -160,14 +160,15 @@ def test_a_machine_that_boots_alone_begins_nothing_that_waits(tmp_path: Path) ->
         assert first.returncode == 0, first.stderr
         second = starter.runs("run", "--detach", "--on", runner.name, str(short), str(ran))
         assert second.returncode == 0, second.stderr
-        assert states(runner)["short"].startswith("queued")
+        assert comes_true(lambda: states(runner).get("short", "").startswith("queued"), 20)
         runner.kill()
         leader.sees(leader, starter)
         runner.cut()
         runner.start()
         runner.sees(runner)
         assert not states(runner).get("short", "lost").startswith(("ended", "running"))
-        assert states(leader)["short"].startswith("queued"), "it is not over for the others"
+        waits = comes_true(lambda: states(leader).get("short", "").startswith("queued"), 20)
+        assert waits, "it is not over for the others"
         runner.heal()
         agreed(*machines)
         assert starter.runs("cancel", "--kill", first.stdout.strip()).returncode == 0

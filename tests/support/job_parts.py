@@ -167,7 +167,7 @@ class Machine:
     def over(self, spec: jobs.JobSpec, *, has_run: bool = True) -> None:
         self.over_here.append((spec.job, has_run))
 
-    def listed(self, names: set[str]) -> None:
+    def listed(self, names: set[str], *, is_alone: bool = False) -> None:
         """Nothing ran before."""
 
     def unsent(self, node: str) -> int:

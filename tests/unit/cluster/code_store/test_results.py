@@ -7,7 +7,7 @@ import hashlib
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -115,7 +115,7 @@ def test_the_files_of_a_job_that_runs_are_there_and_can_not_be_removed(tmp_path:
         with pytest.raises(LinkError, match="the job runs"):
             await wire.client.ask(BOB, "remove", "job")
         (folder.output / "a").write_text("so long")
-        machines, out = machines_of(wire, tmp_path), tmp_path / "out"
+        machines, out = machines_of(wire.client, tmp_path), tmp_path / "out"
         found = Found("job", "", 0.0, [held(listed)])
         outcome = await fetch(machines, found, "", out)
         assert (out / "a").read_text() == "so long"
@@ -133,8 +133,11 @@ def held(files: JobFiles) -> Holding:
     return Holding(BOB, "bob", files.num_files, files.num_bytes)
 
 
-def machines_of(wire: Wire, root: Path) -> Machines:
-    return Machines((Machine(BOB, "bob"),), wire.client, JobHistory(root / "home"))
+def machines_of(client: ResultsClient, root: Path) -> Machines:
+    def no_data() -> NoReturn:
+        pytest.fail("nothing here asks for data")
+
+    return Machines((Machine(BOB, "bob"),), client, JobHistory(root / "home"), no_data)
 
 
 class Hostile:
@@ -184,7 +187,7 @@ def test_a_machine_can_not_choose_a_path_outside_or_a_hidden_one(
 ) -> None:
     async def story() -> None:
         bob = Hostile((PackageFile(path, 1, digest(b"x")),), b"x")
-        machines = Machines((Machine(BOB, "bob"),), bob.client, JobHistory(tmp_path / "home"))
+        machines = machines_of(bob.client, tmp_path)
         files = JobFiles("job", ADA, "", 0.0, 1, 1)
         out = tmp_path / "out"
         outcome = await fetch(machines, Found("job", "", 0.0, [held(files)]), "", out)
@@ -207,7 +210,7 @@ def test_a_file_that_is_not_what_was_announced_is_not_kept(
 ) -> None:
     async def story() -> None:
         bob = Hostile((PackageFile("output/a", size, digest(b"good")),), content)
-        machines = Machines((Machine(BOB, "bob"),), bob.client, JobHistory(tmp_path / "home"))
+        machines = machines_of(bob.client, tmp_path)
         files = JobFiles("job", ADA, "", 0.0, 1, 1)
         found = Found("job", "", 0.0, [held(files)])
         outcome = await fetch(machines, found, "", tmp_path / "out")
@@ -230,7 +233,7 @@ def test_what_can_not_fit_or_would_go_through_a_link_is_refused_before_anything_
         ):
             root = root_of(size, hashes_of(size))
             bob = Hostile((PackageFile(path, size, root),), b"x")
-            machines = Machines((Machine(BOB, "bob"),), bob.client, JobHistory(tmp_path / "home"))
+            machines = machines_of(bob.client, tmp_path)
             files = JobFiles("job", ADA, "", 0.0, 1, size)
             found = Found("job", "", 0.0, [held(files)])
             with pytest.raises(ConfigurationError, match=reason):

@@ -81,7 +81,7 @@ async def test_data_lies_in_a_folder_that_goes_with_the_job(tmp_path: Path) -> N
     _, ada, bob = await fetched(machines)
     assert ada.is_here
     assert bob.is_here
-    there = tmp_path / BOB / "data" / "jobs" / "key" / "pets"
+    there = tmp_path / BOB / "data" / "jobs" / "key" / "sets" / "pets"
     assert (there / "large").read_bytes() == (machines.pets / "large").read_bytes()
     assert (there / "small").stat().st_mode & 0o777 == 0o400
     assert there.stat().st_mode & 0o777 == 0o500

@@ -274,7 +274,7 @@ class ContentStore:
     def _look_at_disk(self) -> None:
         above = next(each for each in (self._root, *self._root.parents) if each.is_dir())
         free = shutil.disk_usage(above).free
-        needed = sum(each for _, each in self._claims.values())
+        needed = sum(each for _, each in [*self._claims.values()])
         if needed + _SPARE_BYTES > free:
             raise ConfigurationError(
                 f"{size_in_words(needed)} are needed in {self._root}, and the disk has room for "

@@ -79,7 +79,7 @@ class _Member:
 
     def rate(self, now: float) -> float | None:
         """Bytes a second of one of its requests; None if it is not known (any more)."""
-        began = min((run.began for run in self.runs), default=now)
+        began = max(min((run.began for run in self.runs), default=now), self.ended)
         if now - began > PATIENCE_S:
             return max(run.num_bytes for run in self.runs) / (now - began)
         return self.last_rate if self.runs or now - self.ended < REVIEW_S else None
@@ -293,8 +293,10 @@ class Swarm:
         """``run`` has ended: these of its chunks (None: all) are here by it, and verified."""
         if (member := self._members.get(run.member)) is not None:
             member.took_s = now - run.began
+            # A member answers in order: before, it sent what was asked first.
+            began_s = now - max(run.began, member.ended)
             if (size := int(self._sizes[run.first : run.last + 1].sum())) >= CHUNK_BYTES // 4:
-                member.last_rate, member.ended = size / max(member.took_s, 1e-9), now
+                member.last_rate, member.ended = size / max(began_s, 1e-9), now
         self.has[run.chunks if chunks is None else chunks] = True
         self.awaits[run.first : run.last + 1] = False
         self._forget(run)
@@ -306,8 +308,9 @@ class Swarm:
     def failed(self, run: Run, now: float = 0.0) -> None:
         """``run`` is not waited for any more."""
         member = self._members.get(run.member)
-        if member is not None and now - run.began > PATIENCE_S:
-            member.last_rate, member.ended = run.num_bytes / (now - run.began), now
+        began_s = 0.0 if member is None else now - max(run.began, member.ended)
+        if member is not None and began_s > PATIENCE_S:
+            member.last_rate, member.ended = run.num_bytes / began_s, now
         self._forget(run)
         self._give_up(run)
 

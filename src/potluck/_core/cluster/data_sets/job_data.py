@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from potluck._core.background import Tasks
+from potluck._core.background import Tasks, in_thread
 from potluck._core.cluster.content.download import Download
 from potluck._core.cluster.content.package import Package, check_manifest
 from potluck._core.cluster.data_sets.scan import Scanned, Stamp, changed_file
@@ -54,12 +54,14 @@ class JobData:
         self._failed: PotluckError | OSError | None = None
         self._here: dict[str, Path] = {}
         self._tasks = Tasks()
-        self._busy = asyncio.Lock()
+        self.is_open = False
+        """Whether other machines may have its data from here."""
 
     def members(self, nodes: Collection[str]) -> None:
         """The job runs on ``nodes``: these may have its data from here."""
         packages = [each.package for each in self._spec.data]
-        self._sets.allow(self._spec.job, {*nodes, self._spec.starter}, packages)
+        self._sets.allow(self._spec.job, self._spec.starter, nodes, packages)
+        self.is_open = True
 
     @property
     def is_here(self) -> bool:
@@ -74,7 +76,7 @@ class JobData:
     def variables(self) -> dict[str, str]:
         """Variables of workers, by which the script finds the data sets."""
         found = {
-            name: {"folder": str(path), "files": str(self._root / f"{name}.json")}
+            name: {"folder": str(path), "files": str(self._list_of(name))}
             for name, path in self._here.items()
         }
         return {VARIABLE: msgspec.json.encode(found).decode()}
@@ -93,7 +95,7 @@ class JobData:
                 scanned = await self._sets.scan(each.name, folder, self._note)
                 if scanned.package.name != each.package:
                     raise ConfigurationError(self._changed(each, (*scanned.changed, "")[0]))
-                await asyncio.to_thread(self._write_list, each.name, scanned.stamps)
+                await in_thread(self._write_list, each.name, scanned.stamps)
                 self._sets.offer(each.name, folder, scanned)
                 self._offered[each.name], self._here[each.name] = scanned, folder
         if self._offered and not was_offered:
@@ -147,17 +149,15 @@ class JobData:
         except LinkError as error:
             raise LinkError(f"can't have the data set {each.name}: {error}") from error
         shown.is_whole()
-        async with self._busy:
-            linking = asyncio.create_task(asyncio.to_thread(self._link, each.name, package))
-            await asyncio.shield(linking)
-        self._here[each.name] = self._root / each.name
+        await in_thread(self._link, each.name, package)  # also if it is cancelled: close removes it
+        self._here[each.name] = self._root / "sets" / each.name
 
     def _link(self, name: str, package: Package) -> None:
         """Make the folder of a data set: read-only links to the files of the store, which stay one
         on the disk. The job's script sees no other file of the store."""
         check_manifest(package.manifest)
-        remove_tree(self._root / name)
-        folder, stamps = make_private(self._root / name), {}
+        remove_tree(self._root / "sets" / name)
+        folder, stamps = make_private(self._root / "sets" / name), {}
         for file in package.manifest.files:
             path = folder / file.path
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -172,7 +172,10 @@ class JobData:
     def _write_list(self, name: str, stamps: dict[str, Stamp]) -> None:
         """Write which files the data set has: the script is told if one is changed."""
         data = msgspec.json.encode(stamps)
-        replace_private(self._root / f"{name}.json", "the files of a data set", data)
+        replace_private(self._list_of(name), "the files of a data set", data)
+
+    def _list_of(self, name: str) -> Path:
+        return self._root / "lists" / name
 
     async def _watch(self) -> None:
         """End the offer of a data set that is changed while the job runs: other machines would take
@@ -202,8 +205,7 @@ class JobData:
         for each in self._spec.data:
             if self._offered.pop(each.name, None) is not None:
                 self._sets.withdraw(each.package)
-        async with self._busy:
-            await asyncio.to_thread(remove_tree, self._root)
+        await asyncio.to_thread(remove_tree, self._root)
         for package in self._held:
             self._sets.content.release("data", package)
 

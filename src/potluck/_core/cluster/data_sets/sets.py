@@ -67,9 +67,10 @@ class DataSets:
         self.content = content
         self.root = home / "data"
         self.shelf = content.open("data", Terms(may_have=self._may_have, quota=quota))
-        self._jobs: dict[str, tuple[frozenset[str], frozenset[bytes]]] = {}
-        self._folders: dict[bytes, tuple[str, Path]] = {}
-        """By package that is offered from a folder here: the data set's name, and the folder."""
+        self._jobs: dict[str, tuple[str, frozenset[str], frozenset[bytes]]] = {}
+        """By job: its starter, its nodes, its packages."""
+        self._folders: dict[bytes, tuple[str, Path, int]] = {}
+        """By package that is offered from a folder here: the data set's name, the folder, bytes."""
         self._offers: Counter[bytes] = Counter()
         for package, record in self._records().items():
             if record.is_pinned:
@@ -86,7 +87,7 @@ class DataSets:
     ) -> tuple[jobs.DataSet, ...]:
         """The data sets in these folders, by name, as a job has them; read, if it ``travels``.
         ConfigurationError if one can't travel."""
-        if len({name for name, _ in named}) < len(named):
+        if len({name.casefold() for name, _ in named}) < len(named):  # also on macOS's disks
             raise ConfigurationError("two data sets have one name: give another by --data NAME=DIR")
         found = []
         for name, folder in named:
@@ -125,25 +126,32 @@ class DataSets:
 
     # Who may have what.
 
-    def allow(self, job: str, nodes: Collection[str], packages: Collection[bytes]) -> None:
-        """``nodes`` may have the ``packages`` of ``job``, until ``forbid``."""
-        self._jobs[job] = frozenset(nodes), frozenset(packages)
+    def allow(
+        self, job: str, starter: str, nodes: Collection[str], packages: Collection[bytes]
+    ) -> None:
+        """``starter`` and ``nodes`` may have the ``packages`` of ``job``, until ``forbid``: what
+        lies in a folder here only if the job was started here."""
+        self._jobs[job] = starter, frozenset({*nodes, starter}), frozenset(packages)
 
     def forbid(self, job: str) -> None:
         """The end of ``allow``."""
         self._jobs.pop(job, None)
 
     def _may_have(self, node: str, package: bytes) -> bool:
-        return any(node in nodes and package in having for nodes, having in self._jobs.values())
+        is_own = package in self._folders
+        return any(
+            node in nodes and package in having and (starter == self.me or not is_own)
+            for starter, nodes, having in self._jobs.values()
+        )
 
     def _is_used(self, package: bytes) -> bool:
-        return any(package in packages for _, packages in self._jobs.values())
+        return any(package in packages for _, _, packages in [*self._jobs.values()])
 
     def offer(self, name: str, folder: Path, scanned: Scanned) -> None:
         """Serve a data set from its ``folder``, until ``withdraw``, which must follow as often."""
         package = scanned.package
         self._offers[package.name] += 1
-        self._folders[package.name] = name, folder
+        self._folders[package.name] = name, folder, package.num_bytes
         self.content.offer("data", folder, package)
 
     def withdraw(self, package: bytes) -> None:
@@ -174,8 +182,7 @@ class DataSets:
         """What is here, as ``node`` may know it, the one used last first. Blocks."""
         records, found = self._records(), list[peers.HeldData]()
         if node == self.me:
-            for package, (name, folder) in self._folders.items():
-                size = self.content.package("data", package).num_bytes
+            for package, (name, folder, size) in [*self._folders.items()]:
                 text = plain(str(folder))
                 found.append(peers.HeldData(name, package, size, self.me, time.time(), text))
         for kept, is_held in self.content.usage()["data"]:
@@ -223,8 +230,13 @@ class DataSets:
     def delete_from(self, node: str) -> int:
         """Delete what came from ``node``, also what is pinned; how many data sets. Its jobs must be
         over here. Blocks."""
-        gone = [package for package, record in self._records().items() if record.starter == node]
-        self.content.delete("data", gone)
+        theirs = {
+            each: record for each, record in self._records().items() if record.starter == node
+        }
+        for package, record in theirs.items():
+            if record.is_pinned:
+                self.content.release("data", package)
+        gone = self.content.delete("data", theirs)
         for package in gone:
             self._path(package).unlink(missing_ok=True)
         return len(gone)

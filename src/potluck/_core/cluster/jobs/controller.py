@@ -339,14 +339,13 @@ class JobController:
         if report.error:
             if node not in self.placement.nodes:
                 return  # it may lead the job, but runs no workers of it
-            if report.lacks and self.has_begun:
+            if self.has_begun:
                 self._withdraw(node, report.error)
                 return
             if report.lacks:
                 self._leave_out(node)
                 return
-            announce = self.note if self.has_begun else self.refuse
-            announce(f"{self._agent.names.called(node)} can't run the job: {report.error}")
+            self.refuse(f"{self._agent.names.called(node)} can't run the job: {report.error}")
             return
         self._reported.add(node)
         if not self.has_begun:

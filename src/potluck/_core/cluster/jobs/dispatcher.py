@@ -391,7 +391,8 @@ class JobDispatcher:
                 known = {*listed, *queued}
                 self._queue.listed(queued)
                 self._clients.listed(known)
-                self._agent.vouching.listed({*known, *self._clients.names})
+                is_alone = (view := self._agent.plane.view) is None or len(view.nodes) == 1
+                self._agent.vouching.listed({*known, *self._clients.names}, is_alone=is_alone)
             case jobs.JobWaits():
                 self._queue.take(message)
             case jobs.JobStatus(status):
@@ -534,7 +535,8 @@ class JobDispatcher:
                 await self._keeping.ended(controller.spec, controller.placement.places, ended)
         finally:
             controller.close()
-            self._controllers.pop(job, None)
+            if self._controllers.get(job) is controller:  # it may lead the job once more
+                del self._controllers[job]
             self._agent.plane.handle(events.JobOver(job))
             self._send_list()
             self._queue.look()
@@ -613,9 +615,9 @@ class JobDispatcher:
         self._has_view.set()
         self._view_changed.set()
         self._view_changed = asyncio.Event()
-        me = self._agent.me
         again = self._queue.installed(view)
-        if view.leader == me:
+        self._clients.ask_again(again)  # before the list of a leader that lacks them
+        if view.leader == self._agent.me:
             for controller in list(self._controllers.values()):
                 controller.installed(view)
             # A new leader takes over the jobs that it knows from its own runners: every node
@@ -654,7 +656,6 @@ class JobDispatcher:
         for runner in self.runners.values():
             runner.report_again()
         self._is_back(view)
-        self._clients.ask_again(again)
 
     def _is_back(self, view: View) -> None:
         self._clients.back(self._agent.names.readable(describe(view)))

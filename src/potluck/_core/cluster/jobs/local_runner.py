@@ -172,12 +172,12 @@ class LocalRunner:
         """Fetch the folder if needed, and report to the leader."""
         spec = self.spec
         try:
-            if self._data is not None:
-                self._data.members([each.node for each in self.places])
-                await self._data.offer()
             if refusal := self._refusal():
                 raise ConfigurationError(refusal)
             await self._agent.vouching.confirm(spec)
+            if self._data is not None:
+                self._data.members([each.node for each in self.places])
+                await self._data.offer()
             if spec.plan is None and (missing := await asyncio.to_thread(lacking, spec.needs)):
                 self._lacks = True
                 raise ConfigurationError(describe_lack(missing, spec.own, sys.executable))
@@ -280,7 +280,7 @@ class LocalRunner:
     def order_again(self, order: jobs.Order) -> None:
         """The leader, maybe a new one, ordered the job once more."""
         self.places, self.world, self.interrupts = order.places, order.world, order.interrupts
-        if self._data is not None:
+        if self._data is not None and self._data.is_open:
             self._data.members([each.node for each in self.places])
         is_ready = not (self._awaits_environment or self._awaits_part or self._awaits_data)
         if self._launch is not None and is_ready:

@@ -141,9 +141,12 @@ def in_order(waiting: Iterable[Waiting], used: Callable[[str], float]) -> list[W
     def common(each: Waiting) -> int:
         return each.priority if each.may_pass else min(each.priority, 0)
 
-    order = sorted(
-        waiting, key=lambda each: (-common(each), used(each.person), each.since, each.job)
-    )
+    def place(each: Waiting) -> tuple[float, float, float, float, str]:
+        # The first stays first: it was promised when it starts.
+        stands = math.inf if each.first_since is None else each.first_since
+        return -common(each), stands, used(each.person), each.since, each.job
+
+    order = sorted(waiting, key=place)
     own: dict[tuple[str, int], list[Waiting]] = {}
     for each in sorted(order, key=lambda each: -each.priority):
         own.setdefault((each.person, common(each)), []).append(each)
