@@ -26,6 +26,7 @@ from typing import Any
 from potluck._core.background import Tasks, start_task, start_thread, stop, why
 from potluck._core.engine import patience
 from potluck._core.forks import Owner
+from potluck._core.printable import plain
 from potluck._core.transport import aio
 from potluck._core.transport.credentials import Credentials
 from potluck._core.wire import worker_link
@@ -322,9 +323,9 @@ class AgentLink:
             epoch, operations = self.ongoing()
             if waits.is_long(operations, time.monotonic()):
                 link.send(worker_link.Waiting(self.worker, epoch))
-            if patience.prompts and time.monotonic() >= due:
+            for where in patience.prompts[-1:] if time.monotonic() >= due else ():
                 due = time.monotonic() + LONG_S
-                link.send(worker_link.Halted(self.worker, patience.prompts[-1][:256]))
+                link.send(worker_link.Halted(self.worker, plain(where)[:256]))
 
     def _lost(self, cause: str) -> None:
         self.on_lost(_agent_lost(cause))

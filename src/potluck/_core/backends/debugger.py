@@ -58,7 +58,6 @@ class _Prompt(pdb.Pdb):
         self._typed = os.fdopen(fd, encoding="utf-8", errors="replace", closefd=False)
         super().__init__(stdin=self._typed, stdout=sys.__stdout__, nosigint=True, readrc=False)
         self.prompt = f"{self.prompt.strip()}\n"  # what has no end is not shown at once
-        patience.prompts.append(where)
 
     def precmd(self, line: str) -> str:
         return "EOF" if line.encode() == EOT.strip() else super().precmd(line)
@@ -77,15 +76,18 @@ class _Prompt(pdb.Pdb):
         self.end()
 
     def _cmdloop(self) -> None:
-        """In place of pdb's, which keeps a KeyboardInterrupt from the script."""
+        """In place of pdb's, which keeps a KeyboardInterrupt from the script. Only as long as this
+        reads do the other ranks wait: the script may never come to a breakpoint that was set."""
+        patience.prompts.append(self._where)
         try:
             self.cmdloop()
         except BaseException:
             self.end()
             raise
+        finally:
+            patience.prompts.remove(self._where)
 
     def end(self) -> None:
         """Read nothing more. Idempotent."""
         if not self._typed.closed:
             self._typed.close()
-            patience.prompts.remove(self._where)

@@ -47,7 +47,11 @@ _PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 _HEAD_S = 30.0
 _MAX_TEXT = 1 << 20
 Note = Callable[[str], None]
-_OF_TORCH = re.compile(r"(?m)^(?:(?:nvidia|cuda)-(?!ml-py)|(?:pytorch-)?triton\b).*$")
+_OF_TORCH = re.compile(
+    r"(?m)^(?:nvidia-(?:cublas|cuda-(?:cupti|nvrtc|runtime)|cudnn|cufft|cufile|curand|cusolver"
+    r"|cusparse|cusparselt|nccl|nvjitlink|nvshmem|nvtx)(?:-cu\d+)?"
+    r"|cuda-(?:bindings|pathfinder|toolkit)|(?:pytorch-)?triton)==.*$"
+)
 """What a torch for one kind of accelerator needs, and no other."""
 
 

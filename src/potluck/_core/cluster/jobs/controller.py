@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import signal
 import time
 from collections import deque
@@ -42,6 +43,7 @@ _log = logging.getLogger(__name__)
 _A_LOOK = 0
 """The number of probes that belong to no inquiry of ``membership``, which counts from 1."""
 _LOOK_AGAIN_S = 1.0
+_HOLD_AGAIN_S = 1.0
 _LEAST_HOLD_S = 10.0
 """Several times as long as between two messages of a worker at a breakpoint."""
 
@@ -85,6 +87,7 @@ class JobController:
         self._orders = Orders(spec.job, self.placement, agent.links)
         self._faults = Faults(parse_chaos(spec.chaos), self._orders, self.note)
         self._withdrawn: set[str] = set()
+        self._held_at = -math.inf
         """The nodes with workers that their owner took out, until their old workers have exited and
         the owner has given them again."""
         self.world = world or jobs.WorldSpec(members=names, master_port=spec.master_port)
@@ -463,7 +466,9 @@ class JobController:
             case worker_link.Halted(name, where):
                 seconds = max(self.spec.peer_timeout_s, _LEAST_HOLD_S)
                 hold = worker_link.Hold(f"worker {name} is at a breakpoint ({where})", seconds)
-                self._orders.send([each.name for each in self.state.workers], hold)
+                if (now := time.monotonic()) - self._held_at >= _HOLD_AGAIN_S:
+                    self._held_at = now
+                    self._orders.send([each.name for each in self.state.workers], hold)
             case _:
                 self.handle(event)
         if self._groups.take(event, self.state.worker(event.worker).joined):

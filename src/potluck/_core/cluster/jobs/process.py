@@ -85,12 +85,13 @@ class WorkerProcess:
         self._interrupted: InterruptedTraceback | None = None
         self.is_sandboxed = sandbox is not None
         orders = msgspec.json.encode(dict(limits) | {"sandbox": sandbox}).decode()
-        typed, self._typed = os.pipe()
-        if sys.platform != "win32":
-            os.set_blocking(self._typed, False)
-        pipe_name = f"{typed}:{os.fstat(typed).st_ino}"
         shim = [sys.executable, "-I", "-S", str(_SHIM), str(os.getpid()), orders]
+        typed = self._typed = -1
         try:
+            typed, self._typed = os.pipe()
+            if sys.platform != "win32":
+                os.set_blocking(self._typed, False)
+            pipe_name = f"{typed}:{os.fstat(typed).st_ino}"
             self._popen = subprocess.Popen(
                 [*shim, *command],
                 env=dict(environment) | {TYPED: pipe_name},
@@ -102,13 +103,15 @@ class WorkerProcess:
                 pass_fds=(typed,),
             )
         except OSError as error:
-            os.close(self._typed)
+            if self._typed >= 0:
+                os.close(self._typed)
             hint = ""
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 hint = "; start fewer workers here, or allow more open files: ulimit -n 4096"
             raise ConfigurationError(f"can't start {command[0]}: {error}{hint}") from error
         finally:
-            os.close(typed)
+            if typed >= 0:
+                os.close(typed)
         self.pid = self._popen.pid
         self._orphans = orphans
         orphans.begins(self.pid)
@@ -410,7 +413,11 @@ def launcher_of(
         "POTLUCK_WORKER_HOME": str(worker_home.absolute()),
         "POTLUCK_OUTPUT": str(output),
         **modules,
-        **({} if spec.is_local else {"PYTHONBREAKPOINT": given.get("PYTHONBREAKPOINT", _STOP)}),
+        **(
+            {}
+            if spec.is_local or is_own
+            else {"PYTHONBREAKPOINT": given.get("PYTHONBREAKPOINT", _STOP)}
+        ),
         "POTLUCK_SITE": settings.site,
         "POTLUCK_PEER_TIMEOUT_S": repr(spec.peer_timeout_s),
         "PYTHONUNBUFFERED": given.get("PYTHONUNBUFFERED", "1"),
