@@ -58,8 +58,9 @@ class PytreeReplica(TreeReplica):
                 replica.tree = updated(replica.tree, gradients)
 
     The script sets ``tree`` anew after ``job.commit``, with the same structure, dtypes and shapes:
-    parameters, the optimizer's state, and random keys that must be equal on all ranks. The names of
-    the leaves in checkpoints are their paths: ``params.layers.0.weight``.
+    parameters, the optimizer's state, and random keys that must be equal on all ranks, as
+    ``jax.random.key_data``. The names of the leaves in checkpoints are their paths:
+    ``params.layers.0.weight``. ValueError if two leaves have one path.
     """
 
     def __init__(self, tree: Any) -> None:
@@ -69,9 +70,14 @@ class PytreeReplica(TreeReplica):
 
     def leaves(self) -> dict[str, Any]:
         paths, _ = jax.tree_util.tree_flatten_with_path(self.tree)
-        return {
-            jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in paths
-        }
+        named = [
+            (jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in paths
+        ]
+        if len(leaves := dict(named)) < len(named):
+            names = [name for name, _ in named]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"two leaves of the tree have the path {twice!r}: rename one")
+        return leaves
 
     def take(self, leaves: Mapping[str, Any]) -> None:
         structure = jax.tree.structure(self.tree)

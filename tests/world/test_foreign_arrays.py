@@ -135,6 +135,20 @@ def test_float64_and_transposed_arrays_keep_what_they_are() -> None:
     run_world(2, run)
 
 
+def test_an_array_of_mlx_that_is_set_anew_while_it_is_sent_arrives_as_it_was() -> None:
+    def run(ctx: DistributedContext) -> None:
+        if ctx.rank:
+            assert (host(ctx.recv(mx.zeros(1 << 20), 0)) == 1).all()
+        else:
+            array = mx.ones(1 << 20)
+            sending = ctx.send(array, 1, async_op=True)
+            array[:] = 7
+            mx.eval(array)
+            sending.wait()
+
+    run_world(2, run)
+
+
 def alone(ctx: DistributedContext) -> None:
     """What can't be communicated is refused where it is, before anything is sent."""
     x = jnp.ones(3)

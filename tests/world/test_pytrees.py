@@ -47,6 +47,11 @@ def test_the_mean_of_trees_is_the_weighted_mean_of_each_leaf(weights: Any) -> No
             ctx, {"layers": [{k: mx.array(v) for k, v in own.items()}]}, weight=weight
         )
         factors = np.array(weights or [1, 1, 1]) / np.sum(weights or 3)
+        if weights and not weights[ctx.rank]:  # the mean of no samples
+            own = {name: np.full(shape, np.nan, np.float32) for name, shape in SHAPES.items()}
+            tree = {"layers": [{k: jnp.asarray(v) for k, v in own.items()}], "none": None}
+        if weights:
+            mean = pj.average_gradients(ctx, tree, weight=weight)
         for name in SHAPES:
             wanted = sum(f * gradients(rank)[name] for rank, f in enumerate(factors))
             for found in (mean["layers"][0][name], other["layers"][0][name]):
@@ -123,6 +128,8 @@ def test_a_replicas_state_survives_its_bytes_and_fits_only_its_tree(made: Any) -
 
 
 def test_names_in_checkpoints_are_paths() -> None:
+    with pytest.raises(ValueError, match=r"two leaves of the tree have the path 'a\.b'"):
+        pj.PytreeReplica({"a.b": jnp.ones(1), "a": {"b": jnp.ones(1)}}).leaves()
     assert {"params.w", "params.b.0", "rate"} < set(jax_replica().leaves())
     assert {"model.layers.0.weight", "optimizer.step"} < set(mlx_replica().leaves())
 

@@ -54,7 +54,9 @@ def mean_of_leaves(
         flat = np.empty(bucket.numel, data[bucket.parameters[0]].dtype)
         for index, offset in zip(bucket.parameters, bucket.offsets, strict=True):
             own = data[index].reshape(-1)
-            if weight is not None:  # in float32, for those of 16 bits
+            if weight == 0:
+                own = np.zeros_like(own)  # its values may be NaN: a mean of nothing
+            elif weight is not None:  # in float32, for those of 16 bits
                 own = own * (scale if own.dtype.itemsize > 4 else np.float32(scale))
             flat[offset : offset + own.size] = own
         op = "mean" if weight is None else "sum"

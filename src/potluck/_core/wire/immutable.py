@@ -5,6 +5,7 @@ Neither library is imported here: a script that passes such an array has importe
 
 from __future__ import annotations
 
+import copy
 import sys
 from typing import Any, Protocol
 
@@ -57,8 +58,10 @@ class _Mlx:
 
     def read(self, array: Any) -> NDArray[Any]:
         is_half = array.dtype == self._core.bfloat16  # which the buffer protocol does not know
+        # Of an array of its own: `x[0] = 1` would else write into memory that is being sent.
+        held = array.view(self._core.uint16) if is_half else copy.copy(array)
         try:
-            data = np.array(array.view(self._core.uint16) if is_half else array, copy=False)
+            data = np.array(held, copy=False)
         except ValueError:
             raise TypeError(_TRACED.format("compile or vmap")) from None
         data.flags.writeable = False  # it is the memory of an array that others share
@@ -73,9 +76,10 @@ class _Mlx:
 def library_of(value: Any) -> Library | None:
     """The library of ``value``; None if that is no array of such a library."""
     jax, mlx = sys.modules.get("jax"), sys.modules.get("mlx.core")
-    if jax is not None and isinstance(value, jax.Array):
+    # While another thread imports a library, it has no such name yet.
+    if isinstance(value, getattr(jax, "Array", ())):
         return _Jax(jax)
-    if mlx is not None and isinstance(value, mlx.array):
+    if isinstance(value, getattr(mlx, "array", ())):
         return _Mlx(mlx)
     return None
 
