@@ -282,11 +282,9 @@ class CheckpointStore:
 
     def marks(self, among: Collection[int]) -> set[int]:
         """Those of the marks ``among`` that this directory shows now."""
-        try:
-            names = set(os.listdir(self.directory))
-        except OSError:
-            return set()
-        return {mark for mark in among if f"000000-step-0.json.{mark:016x}.writing" in names}
+        # By name: a network's file system may show an old list.
+        names = {mark: f"000000-step-0.json.{mark:016x}.writing" for mark in among}
+        return {mark for mark, name in names.items() if os.path.lexists(self.directory / name)}
 
     # ------------------------------------------------------------ writing
 
@@ -315,6 +313,12 @@ class CheckpointStore:
         with files.locked(self.directory) as directory_fd:
             newest = max((number for number, _, _ in self._names()), default=0)
             number = job.part.number or 1 + newest
+            whole_ones = self._manifests()
+            if whole_ones and number <= (last := max(each for each, _, _ in whole_ones)):
+                raise CheckpointError(
+                    f"{self.directory} has a checkpoint {last} of another training, and this would "
+                    f"be {number}: give each training a directory of its own"
+                )
             self._sweep(number - bool(job.part.number))  # other ranks write parts of that number
             stem = f"{number:06d}-step-{job.step}"
             first = self._write_file(job, stem, directory_fd)

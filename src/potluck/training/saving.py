@@ -171,7 +171,9 @@ def _meet(ctx: DistributedContext, store: CheckpointStore, known: Copies) -> Non
                 with contextlib.suppress(CheckpointError):
                     shown.enter_context(store.marked(mark))
                     last = max(last, store.next_number() - 1)
-            safe = last if store.safe is None else store.safe
+            safe = store.safe
+            if safe is None:  # of another training nothing is known here
+                safe = last if known.lineage.began else 0
             rows = ctx.all_gather(
                 np.array([*lineage, bool(known.lineage.began), mark, last, safe], np.int64)
             )

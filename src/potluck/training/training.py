@@ -430,7 +430,8 @@ class Training:
             damaged = error
         lineage = Lineage.of(found.facts) if found else Lineage.new()
         mine = [*lineage, found.number if found else 0, found.step if found else -1, bool(damaged)]
-        rows = self.ctx.all_gather(np.array(mine, np.int64)).tolist()
+        patience_s = max(self.ctx.timeout_s, saving.MAX_WRITE_S)  # others may read a large one
+        rows = self.ctx.all_gather(np.array(mine, np.int64), timeout=patience_s).tolist()
         every = [Found(Lineage(*row[:2]), *row[2:4]) for row in rows]
         source = newest(every)
         best = every[source]

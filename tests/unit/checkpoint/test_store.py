@@ -459,3 +459,17 @@ def test_facts_of_the_world_come_back(tmp_path: Path) -> None:
     found = CheckpointStore(tmp_path).load_latest()
     assert found is not None
     assert found.facts == {"world_size": 4}
+
+
+def test_a_number_below_that_of_another_training_is_refused_and_nothing_is_lost(
+    tmp_path: Path,
+) -> None:
+    """It would be the first to be removed, and still count."""
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save({"x": 1}, 10, part=Part(number=500))
+    for number in (6, 500):
+        with pytest.raises(CheckpointError, match="has a checkpoint 500 of another training"):
+            store.save({"x": 2}, 20, part=Part(number=number))
+    found = store.load_latest()
+    assert found is not None
+    assert (found.number, found.step, store.whole) == (500, 10, 500)
