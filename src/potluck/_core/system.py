@@ -126,6 +126,11 @@ def processor_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def software_name() -> str:
+    """The system and its C library, by which mathematical functions are rounded."""
+    return " ".join((platform.system(), *platform.libc_ver())).strip()
+
+
 def lock(fd: int, *, shared: bool = False, wait: bool = False) -> None:
     """Lock an open file or directory until ``fd`` is closed.
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from potluck._core.context.structure import hash_of
-from potluck._core.system import processor_name
+from potluck._core.system import processor_name, software_name
 from potluck._core.wire.tensors import check_plain
 from potluck.errors import Desync
 
@@ -182,8 +182,7 @@ def arithmetic(device: torch.device) -> str:
     the model is on a GPU), the device, and of a processor also the number of threads, by which sums
     are split.
     """
-    system = " ".join((platform.system(), *platform.libc_ver())).strip()
-    software = f"torch {torch.__version__}, {system}"
+    software = f"torch {torch.__version__}, {software_name()}"
     if device.type == "cuda":
         return f"{software}, {torch.cuda.get_device_name(device)}"
     if device.type != "cpu":

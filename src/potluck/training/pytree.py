@@ -3,7 +3,6 @@ JAX's and MLX's own is in ``potluck.jax`` and ``potluck.mlx``."""
 
 from __future__ import annotations
 
-import platform
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from potluck._core.system import processor_name
+from potluck._core.system import processor_name, software_name
 from potluck._core.wire.immutable import library_of
-from potluck.checkpoint.state import State, fingerprint
+from potluck.checkpoint.state import State
 from potluck.errors import CheckpointError
 from potluck.training.buckets import Slot, assign
-from potluck.training.replica import Replica
+from potluck.training.replica import StateReplica
 
 if TYPE_CHECKING:
     from potluck._core.context.collectives import Collectives
@@ -87,13 +86,12 @@ def made(data: NDArray[Any], like: Any) -> Any:
     return data.copy() if library is None else library.make(data, like)
 
 
-class TreeReplica(Replica):
+class TreeReplica(StateReplica):
     """A replica of a tree of arrays, whose subclass says what its leaves are, by name."""
 
     def __init__(self, library: str, device: str) -> None:
-        self.device = device
-        system = " ".join((platform.system(), *platform.libc_ver())).strip()
-        self.arithmetic = f"{library}, {system}, {device}, {processor_name()}"
+        arithmetic = f"{library}, {software_name()}, {device}, {processor_name()}"
+        super().__init__(self._state, self._set, device, arithmetic, self._structure)
 
     @abstractmethod
     def leaves(self) -> dict[str, Any]:
@@ -103,20 +101,20 @@ class TreeReplica(Replica):
     def take(self, leaves: Mapping[str, Any]) -> None:
         """Make the tree anew of ``leaves``, which has the names of ``leaves()``."""
 
-    def capture(self) -> State:
+    def fixed(self) -> State:
+        return self._state()
+
+    def _state(self) -> State:
         return {
-            name: leaf if isinstance(leaf, bool | int | float) else read(leaf)
+            name: leaf if isinstance(leaf, int | float) else read(leaf)
             for name, leaf in self.leaves().items()
         }
 
-    def fixed(self) -> State:
-        return self.capture()
+    def _structure(self) -> dict[str, str]:
+        return {name: _described(value) for name, value in self._state().items()}
 
-    def structure(self) -> dict[str, str]:
-        return {name: _described(value) for name, value in self.capture().items()}
-
-    def restore(self, state: State) -> None:
-        mine, own = self.structure(), self.leaves()
+    def _set(self, state: State) -> None:
+        mine, own = self._structure(), self.leaves()
         theirs = {name: _described(value) for name, value in state.items()}
         if theirs != mine:
             name = min(n for n in mine.keys() | theirs.keys() if mine.get(n) != theirs.get(n))
@@ -126,25 +124,13 @@ class TreeReplica(Replica):
             )
         self.take(
             {
-                name: value if isinstance(value, bool | int | float) else made(value, own[name])
+                name: value if isinstance(value, int | float) else made(value, own[name])
                 for name, value in state.items()
             }
         )
 
-    def fingerprint(self) -> str:
-        return fingerprint(self.capture())
-
-    def shared(self) -> State:
-        return self.capture()
-
-    def take_shared(self, state: State) -> None:
-        self.restore(state)
-
-    def parameter_hash(self) -> str:
-        return self.fingerprint()
-
 
 def _described(value: Any) -> str:
-    if isinstance(value, bool | int | float):
+    if isinstance(value, int | float):
         return type(value).__name__
     return f"{value.dtype} of shape {tuple(value.shape)}"

@@ -98,13 +98,12 @@ def save(
     if copying.needed > 1 and number:
         _count(ctx, store, number, copying.held)
     held = {known.domains[rank] for rank in copying.held}
-    names = {each.node for each, at in zip(ctx.members, known.domains, strict=True) if at in held}
-    if copying.counts:
-        known.nodes = frozenset(names)
     if not copying.counts:
         return _told(
             texts, failed, f"; it is on {len(held)} of {copying.needed} machines" * bool(held)
         )
+    at = zip(ctx.members, known.domains, strict=True)
+    known.nodes = frozenset(member.node for member, domain in at if domain in held)
     if failed is not None:
         _log.error("%s; other machines have the checkpoint", failed)
         ctx.report(event=str(failed))

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from potluck._core.wire.dtypes import code_of, dtype_named
-from potluck._core.wire.immutable import library_of
+from potluck._core.wire.immutable import Library, library_of
 from potluck._core.wire.tensors import check_plain, is_tensor, memory_of
 
 Array = NDArray[Any]
@@ -63,14 +63,14 @@ def adapt(user: Any, *, writable: bool = True, device: str | None = None) -> Ada
         code_of(data.dtype)
         if not writable:
             return Adapted(user, _adapt_plain(data, False, device).array, None)
-        return _made(user, np.array(data, order="C"), device)
+        return _made(library, user, np.array(data, order="C"), device)
     return _adapt_plain(user, writable, device)
 
 
 def room_like(user: Any, shape: tuple[int, ...], *, device: str | None = None) -> Adapted:
     """``adapt`` of a new array of ``shape``, of the kind, dtype and device of ``user``."""
     if not _is_plain(user) and (library := library_of(user)) is not None:
-        return _made(user, np.empty(shape, library.read(user).dtype), device)
+        return _made(library, user, np.empty(shape, library.read(user).dtype), device)
     return adapt(empty_like(user, shape), device=device)
 
 
@@ -79,10 +79,8 @@ def _is_plain(user: Any) -> bool:
     return isinstance(user, np.ndarray) or is_tensor(user)
 
 
-def _made(user: Any, data: Array, device: str | None) -> Adapted:
+def _made(library: Library, user: Any, data: Array, device: str | None) -> Adapted:
     """``data``, new memory, of which ``write_back`` makes an array like ``user``."""
-    library = library_of(user)
-    assert library is not None
     inner = _adapt_plain(data, True, device)
 
     def make() -> Any:

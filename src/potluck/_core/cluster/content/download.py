@@ -368,7 +368,7 @@ class Download:
 
     async def _finish(self, content: Content) -> bool:
         """All chunks of ``content`` are written: whether they are right, and it is whole now."""
-        await in_thread(lambda: self.shelf.finish(content))
+        await in_thread(self.shelf.finish, content)
         return True
 
     def _announce(

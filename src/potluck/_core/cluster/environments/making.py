@@ -30,8 +30,7 @@ from pathlib import Path
 import msgspec
 
 from potluck._core import system
-from potluck._core.background import in_thread as _in_thread
-from potluck._core.background import why
+from potluck._core.background import in_thread, why
 from potluck._core.cluster.content.store import ContentStore
 from potluck._core.cluster.environments.kinds import own_kind
 from potluck._core.cluster.environments.plan import Part, Plan, Wheel, environment_key
@@ -331,13 +330,13 @@ class _Build:
         of it but the wheels."""
         began, wheels = time.monotonic(), self.part.files
         try:
-            await _in_thread(_remove_tree, self.folder)
+            await in_thread(_remove_tree, self.folder)
             make_private(self.folder)
-            lacking = await _in_thread(self.home.wheels.missing, wheels)
+            lacking = await in_thread(self.home.wheels.missing, wheels)
             to_fetch = sum(wheel.size for wheel in lacking)
             # An unpacked wheel is no smaller than the wheel: what can't fit is not fetched.
             least = to_fetch + sum(wheel.size for wheel in wheels)
-            await _in_thread(self.home.make_room, self.folder, least, wheels)
+            await in_thread(self.home.make_room, self.folder, least, wheels)
             if lacking:
                 self.note(
                     f"{len(wheels) - len(lacking)} of {len(wheels)} packages are here; "
@@ -350,13 +349,13 @@ class _Build:
                 for each in self.part.wheels:
                     if each.is_source:
                         paths[each.file] = await self._built(each)
-                unpacked = await _in_thread(lambda: sum(map(_unpacked, paths, paths.values())))
-                await _in_thread(self.home.make_room, self.folder, unpacked, wheels)
-                await _in_thread(self._lay_out, paths)
+                unpacked = await in_thread(lambda: sum(map(_unpacked, paths, paths.values())))
+                await in_thread(self.home.make_room, self.folder, unpacked, wheels)
+                await in_thread(self._lay_out, paths)
                 await self._install(own)
-                await _in_thread(self._complete)
+                await in_thread(self._complete)
         except BaseException as error:
-            await _in_thread(_remove_tree, self.folder)
+            await in_thread(_remove_tree, self.folder)
             if isinstance(error, OSError):
                 raise ConfigurationError(
                     f"can't keep an environment in {self.home.root}: {why(error)}"
@@ -380,7 +379,7 @@ class _Build:
         environ = {"PATH": os.defpath, "HOME": "/tmp", "NO_COLOR": "1", "UV_NO_CONFIG": "1"}
         assert self.home.sandboxed is not None, "only an agent makes environments"
         try:
-            sandbox = await _in_thread(self.home.sandboxed, built, (*files.values(), base))
+            sandbox = await in_thread(self.home.sandboxed, built, (*files.values(), base))
             async with asyncio.timeout(_BUILD_S):
                 await run([*sandbox, *words], directory=built, environ=environ, lock=self.lock)
             for wheel in built.glob("made/*.whl"):
@@ -424,7 +423,7 @@ class _Build:
         except ConfigurationError as error:
             raise ConfigurationError(f"can't install the packages: {error}") from error
         [packages] = venv.glob("lib/python*/site-packages")
-        await _in_thread(_write_own, packages, own)
+        await in_thread(_write_own, packages, own)
         await self._compile(packages)
 
     async def _compile(self, packages: Path) -> None:
