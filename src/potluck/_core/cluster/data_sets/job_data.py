@@ -18,7 +18,7 @@ import msgspec
 from potluck._core.background import Tasks, in_thread
 from potluck._core.cluster.content.download import Download
 from potluck._core.cluster.content.package import Package, check_manifest
-from potluck._core.cluster.data_sets.scan import Scanned, Stamp, changed_file
+from potluck._core.cluster.data_sets.scan import Scanned, Stamp, changed_file, stamp_of
 from potluck._core.cluster.data_sets.sets import DataSets, Note, remove_tree
 from potluck._core.cluster.home.keyfile import make_private, replace_private
 from potluck._core.printable import plain, size_in_words
@@ -163,8 +163,7 @@ class JobData:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.link(self._sets.shelf.path_of(file.content), path)
             os.chmod(path, 0o400)
-            status = os.stat(path)
-            stamps[file.path] = status.st_ino, status.st_size, status.st_mtime_ns
+            stamps[file.path] = stamp_of(os.stat(path))
         self._write_list(name, stamps)
         for place, _, _ in os.walk(folder, topdown=False):
             os.chmod(place, 0o500)

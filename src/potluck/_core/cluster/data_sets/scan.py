@@ -112,9 +112,14 @@ def changed_file(folder: Path, stamps: dict[str, Stamp]) -> str:
             status = os.lstat(folder / path)
         except OSError:
             return path
-        if (status.st_ino, status.st_size, status.st_mtime_ns) != stamp:
+        if stamp_of(status) != stamp:
             return path
     return ""
+
+
+def stamp_of(status: os.stat_result) -> Stamp:
+    """The stamp of a file with this status."""
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _scanned(folder: Path, path: str, stamp: Stamp) -> _Known:
@@ -125,7 +130,7 @@ def _scanned(folder: Path, path: str, stamp: Stamp) -> _Known:
     except OSError as error:
         where = plain(str(folder / path))
         raise ConfigurationError(f"{where} can't be read: {error.strerror or error}") from error
-    if (status.st_ino, status.st_size, status.st_mtime_ns) != stamp or content.size != stamp[1]:
+    if stamp_of(status) != stamp or content.size != stamp[1]:
         raise ConfigurationError(
             f"{plain(str(folder / path))} was changed while it was being read: start again when "
             "nothing writes to the data set any more"
@@ -167,7 +172,7 @@ def _files(folder: Path) -> Iterator[tuple[str, Stamp]]:
                     f"{folder} has more than {MAX_FILES} files: put them into archives "
                     "(WebDataset) or tables (Parquet), which also travel one by one"
                 )
-            yield path, (status.st_ino, status.st_size, status.st_mtime_ns)
+            yield path, stamp_of(status)
 
 
 def _read_cache(cache: Path) -> dict[str, _Known]:
