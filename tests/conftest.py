@@ -92,13 +92,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="run the tests that take minutes, too")
 
 
-COMPONENTS = Path(__file__).with_name("components")
+ONLY_NAMED = ("components", "arrays")
+"""tests/components installs programs (make test-components). tests/arrays leaves JAX's threads in
+its process, which then must not fork: process/test_jax_mlx.py runs it in processes of their own."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """tests/components runs only when it is named (make test-components): it installs programs."""
-    is_named = any("components" in each for each in config.invocation_params.args)
-    return True if collection_path == COMPONENTS and not is_named else None
+    """The folders ``ONLY_NAMED`` run only when they are named."""
+    name = collection_path.name
+    if name not in ONLY_NAMED or collection_path.parent != Path(__file__).parent:
+        return None
+    return True if not any(name in each for each in config.invocation_params.args) else None
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from potluck._core.cluster.content.shelf import Shelf
 from support.clusters import found_cluster
 from support.commands import Command, comes_true
 from support.machines import PSK, Machine, agreed, cluster_of, form, leader_of, marks
@@ -45,6 +46,14 @@ def script(folder: Path, name: str, text: str) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / f"{name}.py").write_text(text)
     return folder / f"{name}.py"
+
+
+def code_at(machine: Machine) -> set[str]:
+    """The files of all packages of code that lie there whole."""
+    shelf = Shelf(machine.home / "content" / "code")
+    found = [package for kept in shelf.packages() if (package := shelf.package(kept.package))]
+    whole = [each for each in found if all(map(shelf.has, each.contents))]
+    return {file.path for each in whole for file in each.manifest.files}
 
 
 def is_waiting(run: Command, reason: str) -> None:
@@ -134,6 +143,8 @@ def test_a_job_that_waits_outlives_its_starter_and_its_leader_with_its_code(tmp_
             assert done.returncode == 0, done.stderr
             starter.kill()
             runner.sees(leader, runner, last)
+            # The next in seniority fetches it from the leader; then either may go.
+            assert comes_true(lambda: "short.py" in code_at(runner) | code_at(last), 20)
             shutil.rmtree(starter.home / "content")
             shutil.rmtree(starter.home / "code_store")
             leader.kill()

@@ -1,10 +1,12 @@
-"""JAX and MLX in real processes: the examples, kills, MLX's own collectives and mlx_lm."""
+"""JAX and MLX in processes: tests/arrays, the examples, kills, MLX's collectives and mlx_lm."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
+import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,6 +17,7 @@ from support.commands import Command, potluck_command
 from support.examples import EXAMPLES
 from support.ports import reserved_ports
 
+ARRAYS = Path(__file__).parents[1] / "arrays"
 SCRIPTS = Path(__file__).parent / "scripts"
 QUIET = {"PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
 
@@ -23,6 +26,16 @@ def needs(*packages: str) -> None:
     for package in packages:
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
+
+
+@pytest.mark.parametrize("file", sorted(ARRAYS.glob("test_*.py")), ids=lambda file: file.stem)
+def test_arrays_in_a_process_that_may_have_jaxs_threads(file: Path) -> None:
+    needs("jax", "mlx")
+    env = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^[1-9]\d* passed in", done.stdout, re.MULTILINE), done.stdout
 
 
 def output(*arguments: str, env: dict[str, str] | None = None) -> str:

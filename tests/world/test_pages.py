@@ -44,15 +44,5 @@ def test_the_script_on_the_page_of_strategies(capsys: pytest.CaptureFixture[str]
     assert "after 4 rounds of 20 steps" in capsys.readouterr().out
 
 
-def test_the_scripts_on_the_page_of_jax_and_mlx(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("jax")
-    pytest.importorskip("mlx.core")
-    names = run("arrays.md")
-    names["ctx"].close()
-    first, *trained = capsys.readouterr().out.splitlines()
-    assert first == "[0. 1. 2.] (1, 2) mlx.core.bfloat16"
-    assert trained == ["[ 1.  -2.   0.5  3. ]", "[[ 1.  -2.   0.5  3. ]]"]
-
-
 def test_the_world_on_the_page_of_testing_is_one_to_copy() -> None:
     run("reference/testing.md")["test_the_sum_is_that_of_all_ranks"]()
