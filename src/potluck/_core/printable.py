@@ -82,3 +82,16 @@ def size_in_words(num_bytes: int) -> str:
         if num_bytes >= size:
             return f"{num_bytes / size:.1f} {unit}"
     return f"{num_bytes} bytes"
+
+
+_SIZE = re.compile(r"(\d{1,12}(?:\.\d{1,6})?)\s*(?:([KMGT])i?)?B?", re.IGNORECASE)
+
+
+def bytes_in(text: str) -> int | None:
+    """The bytes that ``text`` means: ``8GiB``, ``500M``, ``1.5 g``; units are powers of 1024. None
+    if it means none, or more than any disk has."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        return None
+    size = int(float(match[1]) * 1024 ** " KMGT".index((match[2] or " ").upper()))
+    return size if size < 1 << 60 else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,10 @@ from potluck._core.cluster.content.package import scanned
 from potluck._core.cluster.data_sets import scan
 from potluck._core.cluster.data_sets.scan import Stopped, changed_file, scan_folder
 from potluck.errors import ConfigurationError
+
+
+def _note_total(totals: list[int], so_far: int, total: int) -> None:
+    totals.append(total)
 
 
 @pytest.fixture
@@ -46,18 +51,21 @@ def test_only_what_changed_is_read_again(folder: Path, tmp_path: Path) -> None:
     (folder / "deep" / "small").write_text("other")
     os.utime(folder / "deep" / "small", (2, 2))
     third = scan_folder(folder, cache, on_progress=on_progress)
-    assert read == [(0, 5)]
+    assert read == [(0, 5), (5, 5)]
     assert third.changed == ("deep/small",)
     assert third.package.name != first.package.name
 
 
 def test_a_file_that_was_just_written_is_read_again(folder: Path, tmp_path: Path) -> None:
     """It may change once more without another time."""
-    read = list[int]()
     os.utime(folder / "large")
+    totals = list[int]()
     for _ in range(2):
-        scan_folder(folder, tmp_path / "cache", on_progress=lambda _, total: read.append(total))
-    assert read == [(9 << 20) + 5, (9 << 20) + 5, 9 << 20]
+        read = list[int]()
+        on_progress = partial(_note_total, read)
+        scan_folder(folder, tmp_path / "cache", on_progress=on_progress)
+        totals += dict.fromkeys(read)
+    assert totals == [(9 << 20) + 5, 9 << 20]
 
 
 def test_a_damaged_cache_is_no_cache(folder: Path, tmp_path: Path) -> None:
@@ -66,10 +74,18 @@ def test_a_damaged_cache_is_no_cache(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_stopped_scan_ends(folder: Path, tmp_path: Path) -> None:
-    stop = threading.Event()
-    stop.set()
-    with pytest.raises(Stopped):
-        scan_folder(folder, tmp_path / "cache", stop=stop)
+    """Also amid a large file, of which it tells how much was read."""
+    stop, read = threading.Event(), list[int]()
+
+    def on_progress(so_far: int, total: int) -> None:
+        read.append(so_far)
+        if so_far > 5:
+            stop.set()
+
+    for _ in range(2):
+        with pytest.raises(Stopped):
+            scan_folder(folder, tmp_path / "cache", on_progress=on_progress, stop=stop)
+    assert read == [0, 5, 5, 5 + (4 << 20)]
 
 
 def test_a_change_after_the_scan_is_found(folder: Path, tmp_path: Path) -> None:

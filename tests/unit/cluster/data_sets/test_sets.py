@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import shutil
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, ParamSpec
@@ -234,10 +235,32 @@ async def test_a_cancelled_fetch_ends_and_goes_on_later(tmp_path: Path) -> None:
         await data.close()
 
 
+@in_a_loop
+async def test_of_two_folders_with_one_content_the_other_one_is_served(tmp_path: Path) -> None:
+    """What is changed in one must not be sent in place of what the other still has."""
+    machines = Machines(tmp_path)
+    again = tmp_path / "again"
+    shutil.copytree(machines.pets, again)
+    ada = machines.sets[ADA]
+    named = [("pets", str(machines.pets)), ("again", str(again))]
+    data = await ada.take_in(named, print, travels=True)
+    for each in data:
+        folder = Path(each.folder)
+        ada.offer(each.name, folder, await ada.scan(each.name, folder, print))
+    (again / "small").write_text("other")
+    ada.withdraw(data[1].package, again)
+    ada.allow("job", ADA, [BOB], [data[0].package])
+    await machines.sets[BOB].content.fetch("data", data[0].package)
+    assert [each.state for each in ada.held(ADA)] == [str(machines.pets)]
+    assert not any("wrong" in each for each in machines.nodes.notes)
+    ada.withdraw(data[0].package, machines.pets)
+    assert ada.held(ADA) == []
+
+
 def test_the_quota_is_a_size_or_off() -> None:
     assert quota_of("off") == 0
-    assert quota_of("50G") == quota_of("50 GiB") == 50 << 30
+    assert quota_of("50G") == quota_of("50 GiB") == quota_of("50Gi") == 50 << 30
     assert quota_of("1.5m") == 3 << 19
-    for text in ("", "much", "0", "-1G"):
+    for text in ("", "much", "0", "-1G", "9" * 400, "999999999999T", "0.1"):
         with pytest.raises(ConfigurationError, match="write a size, such as 50G, or off"):
             quota_of(text)

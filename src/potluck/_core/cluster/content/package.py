@@ -17,7 +17,7 @@ import hashlib
 import os
 import stat
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from io import BufferedReader
 from pathlib import Path
 from typing import Annotated, BinaryIO, NamedTuple
@@ -92,12 +92,16 @@ def root_of(size: int, hashes: Sequence[bytes]) -> bytes:
     return hashlib.sha256(bound + b"".join(hashes)).digest()
 
 
-def scan(file: BinaryIO) -> tuple[Content, tuple[bytes, ...]]:
-    """The content of ``file``, which is read once, chunk by chunk, and its chunks' hashes."""
+def scan(
+    file: BinaryIO, on_chunk: Callable[[int], None] = lambda num_bytes: None
+) -> tuple[Content, tuple[bytes, ...]]:
+    """The content of ``file``, which is read once, chunk by chunk, and its chunks' hashes.
+    ``on_chunk(num_bytes)`` is called after each."""
     hashes, size = [], 0
     while chunk := file.read(CHUNK_BYTES):
         hashes.append(hashlib.sha256(chunk).digest())
         size += len(chunk)
+        on_chunk(len(chunk))
     hashes = hashes or [hashlib.sha256(b"").digest()]
     return Content(root_of(size, hashes), size), tuple(hashes)
 

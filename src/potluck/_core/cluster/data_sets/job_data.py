@@ -187,7 +187,7 @@ class JobData:
                 folder = Path(each.folder)
                 changed = await asyncio.to_thread(changed_file, folder, scanned.stamps)
                 if changed and self._offered.pop(each.name, None) is not None:
-                    self._sets.withdraw(each.package)
+                    self._sets.withdraw(each.package, folder)
                     self._note(self._changed(each, changed))
 
     def _changed(self, each: DataSet, path: str) -> str:
@@ -203,7 +203,7 @@ class JobData:
         await self._tasks.close()
         for each in self._spec.data:
             if self._offered.pop(each.name, None) is not None:
-                self._sets.withdraw(each.package)
+                self._sets.withdraw(each.package, Path(each.folder))
         await asyncio.to_thread(remove_tree, self._root)
         for package in self._held:
             self._sets.content.release("data", package)

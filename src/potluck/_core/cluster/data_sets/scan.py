@@ -67,8 +67,8 @@ def scan_folder(
     stop: threading.Event | None = None,
 ) -> Scanned:
     """Read the files of ``folder`` that are new or changed since ``cache`` was written, which is
-    written again. Blocks. ``on_progress(so_far, total)``: bytes read, of those to read; ``stop``
-    ends it, with Stopped.
+    written again. Blocks. ``on_progress(so_far, total)``: bytes read, of those to read, before each
+    file and after each chunk; ``stop`` ends it there, with Stopped.
 
     ConfigurationError, naming the file and with what to do, if the folder can't travel.
     """
@@ -79,13 +79,18 @@ def scan_folder(
     to_read = {p: s for p, s in found.items() if p not in before or before[p].stamp != s}
     total, so_far, began = sum(each[1] for each in to_read.values()), 0, time.time_ns()
     files, lists = [], {}
+
+    def on_chunk(num_bytes: int) -> None:
+        nonlocal so_far
+        so_far += num_bytes
+        if stop is not None and stop.is_set():
+            raise Stopped
+        on_progress(so_far, total)
+
     for path, stamp in sorted(found.items()):
         if path in to_read:
-            if stop is not None and stop.is_set():
-                raise Stopped
-            on_progress(so_far, total)
-            known[path] = _scanned(folder, path, stamp)
-            so_far += stamp[1]
+            on_chunk(0)
+            known[path] = _scanned(folder, path, stamp, on_chunk)
         else:
             known[path] = before[path]
         file = PackageFile(path, known[path].size, known[path].root)
@@ -122,10 +127,10 @@ def stamp_of(status: os.stat_result) -> Stamp:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _scanned(folder: Path, path: str, stamp: Stamp) -> _Known:
+def _scanned(folder: Path, path: str, stamp: Stamp, on_chunk: Callable[[int], None]) -> _Known:
     try:
         with open_below(folder, path) as file:
-            content, hashes = scan(file)
+            content, hashes = scan(file, on_chunk)
             status = os.fstat(file.fileno())
     except OSError as error:
         where = plain(str(folder / path))

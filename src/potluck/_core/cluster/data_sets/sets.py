@@ -18,21 +18,20 @@ import re
 import shutil
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Collection
 from pathlib import Path
 
 import msgspec
 
+from potluck._core.cluster.content.package import Package
 from potluck._core.cluster.content.store import ContentStore, Terms
 from potluck._core.cluster.data_sets.scan import Scanned, cache_name, scan_folder
 from potluck._core.cluster.home.keyfile import replace_private
-from potluck._core.printable import plain, size_in_words
+from potluck._core.printable import bytes_in, plain, size_in_words
 from potluck._core.wire import jobs, peers
 from potluck.errors import ConfigurationError, LinkError
 
 NAME = re.compile(jobs.DATA_NAME)
-_SIZE = re.compile(r"(\d+(?:\.\d+)?) *([KMGT]?)i?B?", re.IGNORECASE)
 _TELL_S = 2.0
 Note = Callable[[str], None]
 
@@ -42,10 +41,10 @@ def quota_of(text: str) -> int:
     1024. ConfigurationError if it means nothing."""
     if text.strip().lower() == "off":
         return 0
-    match = _SIZE.fullmatch(text.strip())
-    if match is None or float(match[1]) == 0:
+    size = bytes_in(text)
+    if not size:
         raise ConfigurationError(f"--data {text!r}: write a size, such as 50G, or off")
-    return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
+    return size
 
 
 class _Record(msgspec.Struct, frozen=True):
@@ -69,9 +68,9 @@ class DataSets:
         self.shelf = content.open("data", Terms(may_have=self._may_have, quota=quota))
         self._jobs: dict[str, tuple[str, frozenset[str], frozenset[bytes]]] = {}
         """By job: its starter, its nodes, its packages."""
-        self._folders: dict[bytes, tuple[str, Path, int]] = {}
-        """By package that is offered from a folder here: the data set's name, the folder, bytes."""
-        self._offers: Counter[bytes] = Counter()
+        self._offers: dict[bytes, list[tuple[str, Path, Package]]] = {}
+        """By package, its offers from folders here, the one that is served last: the data set's
+        name and the folder of each."""
         for package, record in self._records().items():
             if record.is_pinned:
                 content.hold("data", package)
@@ -106,14 +105,16 @@ class DataSets:
         return msgspec.structs.replace(spec, data=await self.take_in(named, note, travels=True))
 
     async def scan(self, name: str, folder: Path, note: Note) -> Scanned:
-        """Read ``folder``, as far as it is not known. Cancelled, it ends before the next file."""
+        """Read ``folder``, as far as it is not known. Cancelled, it ends after a chunk at most."""
         loop, said, stop = asyncio.get_running_loop(), time.monotonic(), threading.Event()
 
         def on_progress(so_far: int, total: int) -> None:
             nonlocal said
             if time.monotonic() - said > _TELL_S:
                 said = time.monotonic()
-                text = f"data {name}: read {100 * so_far // total}% of {size_in_words(total)}"
+                text = (
+                    f"data {name}: read {100 * so_far // max(total, 1)}% of {size_in_words(total)}"
+                )
                 loop.call_soon_threadsafe(note, text)
 
         cache = self.root / "scans" / cache_name(folder)
@@ -138,7 +139,7 @@ class DataSets:
         self._jobs.pop(job, None)
 
     def _may_have(self, node: str, package: bytes) -> bool:
-        is_own = package in self._folders
+        is_own = package in self._offers
         return any(
             node in nodes and package in having and (starter == self.me or not is_own)
             for starter, nodes, having in self._jobs.values()
@@ -150,16 +151,19 @@ class DataSets:
     def offer(self, name: str, folder: Path, scanned: Scanned) -> None:
         """Serve a data set from its ``folder``, until ``withdraw``, which must follow as often."""
         package = scanned.package
-        self._offers[package.name] += 1
-        self._folders[package.name] = name, folder, package.num_bytes
+        self._offers.setdefault(package.name, []).append((name, folder, package))
         self.content.offer("data", folder, package)
 
-    def withdraw(self, package: bytes) -> None:
-        """The end of ``offer``."""
-        self._offers[package] -= 1
-        if not self._offers[package]:
-            self._folders.pop(package, None)
-            self.content.withdraw("data", package)
+    def withdraw(self, package: bytes, folder: Path) -> None:
+        """The end of one ``offer`` from ``folder``. What is offered from another one, too, is
+        served from there."""
+        offers = self._offers[package]
+        offers.remove(next(each for each in offers if each[1] == folder))
+        self.content.withdraw("data", package)
+        if offers:
+            self.content.offer("data", *offers[-1][1:])
+        else:
+            del self._offers[package]
 
     # What is kept.
 
@@ -182,9 +186,9 @@ class DataSets:
         """What is here, as ``node`` may know it, the one used last first. Blocks."""
         records, found = self._records(), list[peers.HeldData]()
         if node == self.me:
-            for package, (name, folder, size) in [*self._folders.items()]:
-                text = plain(str(folder))
-                found.append(peers.HeldData(name, package, size, self.me, time.time(), text))
+            for [*_, (name, folder, of)] in [*self._offers.values()]:
+                text, size = plain(str(folder)), of.num_bytes
+                found.append(peers.HeldData(name, of.name, size, self.me, time.time(), text))
         for kept, is_held in self.content.usage()["data"]:
             record = records.pop(kept.package, None)
             if record is None or node not in (self.me, record.starter):
@@ -206,7 +210,7 @@ class DataSets:
 
     def _change(self, want: str, name: str) -> None:
         """Remove, pin or unpin the data set that is called ``name``, or whose package begins so."""
-        here = [each for each in self.held(self.me) if each.package not in self._folders]
+        here = [each for each in self.held(self.me) if each.package not in self._offers]
         found = [each for each in here if each.name == name]
         found = found or [each for each in here if each.package.hex().startswith(name)]
         if len(found) != 1:

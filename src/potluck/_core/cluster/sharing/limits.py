@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from potluck._core.printable import bytes_in
 from potluck._core.settings import Settings
 from potluck._core.wire.facts import NodeFacts
 from potluck.errors import ConfigurationError
@@ -15,8 +16,6 @@ from potluck.errors import ConfigurationError
 MIN_MEMORY = 256 << 20
 """Less than that, Python, numpy and potluck don't start."""
 
-_SIZE = re.compile(r"(\d{1,12}(?:\.\d{1,6})?)\s*([KMGT]?)(i?B)?", re.IGNORECASE)
-_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _GPU = re.compile(r"[A-Za-z0-9/_-]{1,64}")
 
 
@@ -98,10 +97,9 @@ def parse_memory(text: str, total: int) -> int:
 def parse_size(text: str, or_else: str = "") -> int:
     """The bytes that ``text`` means: ``8GiB``, ``500M``; units are powers of 1024.
     ConfigurationError, with what else may be written (``or_else``), if it means none."""
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
+    size = bytes_in(text)
+    if size is None:
         raise ConfigurationError(f"--memory {text!r}: write a size, 8GiB or 500M{or_else}")
-    size = int(float(match[1]) * 1024 ** _POWERS[match[2].upper()])
     _check_size(size, text)
     return size
 
