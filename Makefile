@@ -131,6 +131,11 @@ torchft-suite: ## torchft's own process group tests on Gloo and potluck; writes 
 	@tools/environment ecosystem
 	@$(BIN)/python tests/torchft_suite/run.py
 
+.PHONY: mlx-suite
+mlx-suite: ## MLX's own distributed tests (MLX=a checkout of it); writes docs/mlx-tests.md
+	@tools/environment dev
+	@$(BIN)/python tests/mlx_suite/run.py $(MLX)
+
 .PHONY: ecosystem
 ecosystem: ## Install DeepSpeed, Ray and torchft (400 MB) and run their tests on potluck
 	@tools/environment ecosystem

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import mlx.core as mx
 import numpy as np
@@ -141,6 +141,14 @@ def stand_in(ctx: DistributedContext | None = None) -> _Group:
 
         return call
 
+    def init_of_mlx(
+        strict: bool = False, backend: str = "any", *, all_gather_factory: Any = None
+    ) -> _Group:
+        if all_gather_factory is not None:
+            wrong = ValueError if callable(all_gather_factory) else TypeError
+            raise wrong("all_gather_factory is a function, and JACCL's alone: leave it out")
+        return world
+
     def send(x: Any, dst: int, *, group: _Group | None = None, stream: Any = None) -> Any:
         return of(group).send(mx.array(x), dst)
 
@@ -158,11 +166,11 @@ def stand_in(ctx: DistributedContext | None = None) -> _Group:
         return of(group).recv(mx.zeros_like(x), src)
 
     replaced: dict[str, Callable[..., Any]] = {
-        "init": lambda *arguments, **options: world,
+        "init": init_of_mlx,
         "is_available": lambda backend="any": True,
         "all_sum": operation(lambda ctx, x: ctx.all_reduce(x), _same),
-        "all_max": operation(lambda ctx, x: ctx.all_reduce(x, "max"), _same),
-        "all_min": operation(lambda ctx, x: ctx.all_reduce(x, "min"), _same),
+        "all_max": operation(lambda ctx, x: _extreme(ctx, x, "max"), _same),
+        "all_min": operation(lambda ctx, x: _extreme(ctx, x, "min"), _same),
         "all_gather": operation(_gather, _own_rows),
         "sum_scatter": operation(_scatter, lambda ctx, x, gradient: _gather(ctx, gradient)),
         "send": send,
@@ -172,6 +180,12 @@ def stand_in(ctx: DistributedContext | None = None) -> _Group:
     for name, function in replaced.items():
         setattr(mx.distributed, name, function)
     return world
+
+
+def _extreme(ctx: Collectives, x: Any, op: Literal["max", "min"]) -> Any:
+    if x.dtype == mx.complex64:  # MLX orders them, by their real parts first
+        return getattr(mx, op)(ctx.all_gather(x), 0)
+    return ctx.all_reduce(x, op)
 
 
 def _gather(ctx: Collectives, x: Any) -> Any:

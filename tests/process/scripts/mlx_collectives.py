@@ -30,6 +30,8 @@ for name in names if "--own" in sys.argv else [*names, "sum_scatter"]:
     operation = getattr(distributed, name)
     show(name, operation(x))
     show(f"{name} bfloat16", operation(x.astype(mx.bfloat16)))
+for name in ("all_sum", "all_max", "all_min"):
+    show(f"{name} complex64", getattr(distributed, name)(mx.array([1 + rank * 1j, 2 - rank])))
 weights = mx.array([[1.0, 2.0], [3.0, 4.0]])
 show("gradient all_sum", mx.grad(lambda each: (distributed.all_sum(each) * weights).sum())(x))
 rows = mx.array([[float(k)] for k in range(2 * size)])
