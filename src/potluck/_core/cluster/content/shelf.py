@@ -38,6 +38,9 @@ from potluck._core.wire.bulk import CHUNK_BYTES
 from potluck.errors import ProtocolError
 
 _ABANDONED_S = 3600.0
+_WHOLE_NS, _CHANGED_NS = 946_684_800 * 10**9, 946_684_801 * 10**9
+"""The times of objects that were verified; no write gives a file one of them. They are years ago,
+in whole seconds, which all file systems have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,21 +54,34 @@ class Kept:
 
 class Shelf:
     """The files below ``root`` (mode 0700), which is made with the first of them. May be used from
-    several threads. ``is_durable``: small files, too, outlast a loss of power."""
+    several threads. ``is_durable``: small files, too, outlast a loss of power. ``is_linked``: jobs
+    see links to them, and may have changed one."""
 
-    def __init__(self, root: Path, *, is_durable: bool = False) -> None:
+    def __init__(self, root: Path, *, is_durable: bool = False, is_linked: bool = False) -> None:
         self._root = root
         self._objects, self._partial = root / "objects", root / "partial"
         self._packages = root / "packages"
         self._is_durable = is_durable
+        self._is_linked = is_linked
         self._busy = threading.RLock()
 
     # Contents.
 
     def has(self, content: Content) -> bool:
-        """Whether all of it is here."""
+        """Whether all of it is here. Blocks, for as long as reading it takes, if jobs see links to
+        it and it was written to."""
         try:
-            return self.path_of(content).stat().st_size == content.size
+            with self.path_of(content).open("rb") as file:
+                status = os.fstat(file.fileno())
+                if status.st_size != content.size or status.st_mtime_ns == _CHANGED_NS:
+                    return False
+                if status.st_mtime_ns == _WHOLE_NS or not self._is_linked:
+                    return True
+                found, _ = scan(file)
+                is_same = os.fstat(file.fileno()).st_mtime_ns == status.st_mtime_ns
+                is_whole = found == content and is_same
+                os.utime(file.fileno(), ns=(_WHOLE_NS if is_whole else _CHANGED_NS,) * 2)
+                return is_whole
         except OSError:
             return False
 
@@ -88,11 +104,14 @@ class Shelf:
         return found
 
     def read(self, content: Content, offset: int, count: int) -> bytes:
-        """Bytes of a content that is here at least in these; OSError if it is not."""
+        """Bytes of a content that is here at least in these; OSError if it is not (any more)."""
         path = self.path_of(content) if self.has(content) else self._part(content)
         try:
             file = path.open("rb")
-        except FileNotFoundError:  # it has become whole since
+        except FileNotFoundError:
+            if not self.has(content):
+                raise
+            # It has become whole since.
             file = self.path_of(content).open("rb")
         with file:
             file.seek(offset)
@@ -102,7 +121,7 @@ class Shelf:
         """Write a chunk, which the caller has verified."""
         if content.num_chunks == 1:
             self._make()
-            self._write_whole(self.path_of(content), data, self._is_durable)
+            self._write_whole(self.path_of(content), data, self._is_durable, _WHOLE_NS)
             return
         self._make()
         flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
@@ -122,6 +141,7 @@ class Shelf:
             if self.has(content):  # by the fetch of another package
                 part.unlink(missing_ok=True)
             else:
+                os.utime(part, ns=(_WHOLE_NS, _WHOLE_NS))
                 _flush(part)
                 part.rename(self.path_of(content))
 
@@ -138,6 +158,7 @@ class Shelf:
                 raise ProtocolError("it was changed while it was being copied; start again")
             if content.num_chunks > 1 or self._is_durable:
                 _flush(temporary)
+            os.utime(temporary, ns=(_WHOLE_NS, _WHOLE_NS))
             temporary.rename(self.path_of(content))
         finally:
             temporary.unlink(missing_ok=True)
@@ -234,11 +255,15 @@ class Shelf:
         for folder in (self._root, self._objects, self._partial, self._packages):
             make_private(folder)
 
-    def _write_whole(self, path: Path, data: bytes | memoryview, is_durable: bool) -> None:
+    def _write_whole(
+        self, path: Path, data: bytes | memoryview, is_durable: bool, time_ns: int = 0
+    ) -> None:
         temporary = self._temporary()
         try:
             with open(_new(temporary, 0o600), "wb") as file:
                 file.write(data)
+            if time_ns:
+                os.utime(temporary, ns=(time_ns, time_ns))
             if is_durable:
                 _flush(temporary)
             temporary.rename(path)

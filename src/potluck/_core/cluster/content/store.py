@@ -62,11 +62,13 @@ class Terms:
     """What holds for one namespace. ``may_have(node, package)``: whether another node gets it.
     ``quota``: bytes that all its packages may take on the disk (None: no limit of its own); a file
     in two packages counts twice.
-    ``is_durable``: small files, too, outlast a loss of power."""
+    ``is_durable``: small files, too, outlast a loss of power. ``is_linked``: jobs see links to the
+    files, so one that was written to is verified before it is used or served again."""
 
     may_have: Callable[[str, bytes], bool] = _nobody
     quota: int | None = None
     is_durable: bool = False
+    is_linked: bool = False
 
 
 @dataclass(slots=True)
@@ -123,7 +125,8 @@ class ContentStore:
     def open(self, namespace: Namespace, terms: Terms) -> Shelf:
         """Have the ``namespace`` from now on; what of it is on the disk."""
         self._terms[namespace] = terms
-        shelf = Shelf(self._root / namespace, is_durable=terms.is_durable)
+        is_durable, is_linked = terms.is_durable, terms.is_linked
+        shelf = Shelf(self._root / namespace, is_durable=is_durable, is_linked=is_linked)
         self._shelves[namespace] = shelf
         return shelf
 
@@ -421,7 +424,12 @@ class ContentStore:
         if isinstance(request, bulk.DescriptionRequest):
             data = served.package.description
             return bulk.Part(len(data), data[request.offset : request.offset + MAX_PART])
-        data = await asyncio.to_thread(self._read, served, request)
+        try:
+            data = await asyncio.to_thread(self._read, served, request)
+        except FileNotFoundError:  # a job changed or removed it: look what is left
+            if served.download is None:
+                self._served.pop((request.namespace, request.package), None)
+            raise
         return bulk.Part(served.package.num_bytes, data)
 
     async def _for(self, node: str, namespace: Namespace, name: bytes) -> _Served | None:

@@ -65,7 +65,7 @@ class DataSets:
         self.quota = quota
         self.content = content
         self.root = home / "data"
-        self.shelf = content.open("data", Terms(may_have=self._may_have, quota=quota))
+        self.shelf = content.open("data", Terms(self._may_have, quota, is_linked=True))
         self._jobs: dict[str, tuple[str, frozenset[str], frozenset[bytes]]] = {}
         """By job: its starter, its nodes, its packages."""
         self._offers: dict[bytes, list[tuple[str, Path, Package]]] = {}
