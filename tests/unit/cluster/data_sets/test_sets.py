@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, ParamSpec
 
+import msgspec
 import pytest
 
 from potluck._core.cluster.data_sets.job_data import JobData
@@ -117,6 +118,43 @@ async def test_what_a_script_changed_is_neither_used_nor_served_again(tmp_path: 
     assert sum(each.count for each in machines.nodes.parts(ADA)) == 5 << 20, "the small one is here"
     for data in (bob, ada):
         await data.close()
+
+
+@pytest.mark.parametrize("kept", [1.0, 0.5])
+@in_a_loop
+async def test_who_names_a_data_set_of_another_gets_it_only_if_it_has_it(
+    tmp_path: Path, kept: float
+) -> None:
+    """Bob keeps what came for a job of ada's. Eve knows its hash, and starts a job of her own."""
+    machines = Machines(tmp_path)
+    spec, ada, bob = await fetched(machines)
+    await bob.close()
+    if kept < 1.0:
+        [small] = (each for each in (tmp_path / BOB).rglob("objects/*-5"))
+        small.unlink()
+    hers = msgspec.structs.replace(spec, job="hers", starter=EVE)
+    bob = machines.job(BOB, hers)
+    bob.members([BOB, EVE])
+    with pytest.raises(LinkError, match=r"eve does not show that it has it, too|no node sends"):
+        await bob.bring(has_workers=True)
+    assert not (tmp_path / BOB / "data" / "jobs" / "key" / "sets").exists()
+    with pytest.raises(LinkError, match="no node sends the package"):
+        await machines.sets[EVE].content.fetch("data", spec.data[0].package, first=BOB)
+    await bob.close()
+    folder = tmp_path / "hers"
+    shutil.copytree(machines.pets, folder)
+    scanned = await machines.sets[EVE].scan("pets", folder, print)
+    machines.sets[EVE].offer("pets", folder, scanned)
+    machines.sets[EVE].allow("hers", EVE, [BOB], [scanned.package.name])
+    machines.nodes.asked.clear()
+    bob = machines.job(BOB, hers)
+    await bob.bring(has_workers=True)
+    assert bob.is_here
+    assert sum(each.count for each in machines.nodes.parts(EVE)) < 64 << 10
+    await bob.close()
+    again = DataSets(tmp_path / BOB, BOB, machines.nodes.store(tmp_path / BOB, BOB), 1 << 30)
+    assert all(again.brings(scanned.package.name, node) for node in (ADA, EVE))
+    await ada.close()
 
 
 @in_a_loop

@@ -8,10 +8,11 @@ is told of everything else what it is told of what does not exist.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import shutil
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ _MAX_KNOWN = 64
 _SPARE_BYTES = 64 << 20
 """Of the disk, which no fetch takes."""
 _AGAIN_S = 0.2
+_MAX_PROBES, _PROBE_BYTES, _PROBES_AT_ONCE = 128, 4096, 16
 
 
 def _nobody(node: str, package: bytes) -> bool:
@@ -394,6 +396,29 @@ class ContentStore:
             if loop.time() > deadline:
                 raise LinkError(f"no node sends the package {name.hex()[:12]} ({why})")
             await asyncio.sleep(_AGAIN_S)
+
+    async def ask_to_show(
+        self, namespace: Namespace, package: Package, node: str, chunks: Sequence[int]
+    ) -> None:
+        """LinkError unless ``node`` has these ``chunks`` of ``package``, which are here. Of each of
+        128 of them at most it is asked for a piece at a random place, which a node that knows no
+        more than the name can't send. Cost: 0.5 MiB at most."""
+
+        async def probe(chunk: int) -> None:
+            size = int(package.sizes[chunk])
+            count = min(size, _PROBE_BYTES)
+            begin = int(package.offsets[chunk]) + secrets.randbelow(size - count + 1)
+            request = bulk.PartRequest(namespace, package.name, begin, count)
+            if (served := self._find(namespace, package.name)) is None:
+                raise LinkError("the package is not here any more")
+            theirs = await self._members.ask(node, request, bulk.Part)
+            if theirs.data != await asyncio.to_thread(self._read, served, request):
+                raise LinkError(f"node {node[:12]} sent other bytes than those of chunk {chunk}")
+
+        to_ask = [chunk for chunk in chunks if package.sizes[chunk]]
+        to_ask = secrets.SystemRandom().sample(to_ask, min(len(to_ask), _MAX_PROBES))
+        for first in range(0, len(to_ask), _PROBES_AT_ONCE):
+            await asyncio.gather(*map(probe, to_ask[first : first + _PROBES_AT_ONCE]))
 
     def _on_liar(self, node: str, text: str) -> None:
         self._note(f"{node}: {text}; it is not asked any more")

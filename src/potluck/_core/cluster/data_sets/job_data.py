@@ -14,8 +14,9 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
-from potluck._core.background import Tasks, in_thread
+from potluck._core.background import Tasks, in_thread, stop
 from potluck._core.cluster.content.download import Download
 from potluck._core.cluster.content.package import Package, check_manifest
 from potluck._core.cluster.data_sets.scan import Scanned, Stamp, changed_file, stamp_of
@@ -131,23 +132,45 @@ class JobData:
             )
 
     async def _fetch(self, each: DataSet) -> None:
-        sets, content = self._sets, self._sets.content
+        sets, content, starter = self._sets, self._sets.content, self._spec.starter
         if each.package not in self._held:
             self._held.add(each.package)
             content.hold("data", each.package)
-        await asyncio.to_thread(sets.came, each, self._spec.starter)
         shown = _Progress(each.name, self._called, self._note)
+        showing: asyncio.Task[None] | None = None
+
+        async def show(package: Package, here: list[int]) -> None:
+            if here and not sets.brings(package.name, starter):
+                try:
+                    await content.ask_to_show("data", package, starter, here)
+                except PotluckError as error:
+                    raise LinkError(
+                        "it is here by a job of another machine, and "
+                        f"{self._called(starter)} does not show that it has it, too: {error}"
+                    ) from error
+            await sets.came(each, starter)
+
+        def on_begin(download: Download, missing: int) -> None:
+            nonlocal showing
+            here = np.flatnonzero(download.swarm.has).tolist()
+            showing = asyncio.create_task(show(download.package, here))
+            shown.on_begin(download, missing)
+
         try:
             package = await content.fetch(
                 "data",
                 each.package,
-                first=self._spec.starter,
+                first=starter,
                 max_bytes=each.num_bytes,
                 on_progress=shown.on_progress,
-                on_begin=shown.on_begin,
+                on_begin=on_begin,
             )
+            if showing is not None:
+                await showing
         except LinkError as error:
             raise LinkError(f"can't have the data set {each.name}: {error}") from error
+        finally:
+            await stop(showing)
         shown.is_whole()
         await in_thread(self._link, each.name, package)  # also if it is cancelled: close removes it
         self._here[each.name] = self._root / "sets" / each.name

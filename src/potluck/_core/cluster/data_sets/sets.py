@@ -49,11 +49,13 @@ def quota_of(text: str) -> int:
 
 class _Record(msgspec.Struct, frozen=True):
     """Of a data set that came from elsewhere: its name, the node that it came from, whether the
-    owner of this machine pinned it."""
+    owner of this machine pinned it; the starters of jobs that ``brought`` all of it, or have shown
+    that they have it."""
 
     name: str
     starter: str
     is_pinned: bool = False
+    brought: tuple[str, ...] = ()
 
 
 class DataSets:
@@ -71,7 +73,9 @@ class DataSets:
         self._offers: dict[bytes, list[tuple[str, Path, Package]]] = {}
         """By package, its offers from folders here, the one that is served last: the data set's
         name and the folder of each."""
+        self._brought = dict[bytes, set[str]]()
         for package, record in self._records().items():
+            self._brought[package] = set(record.brought)
             if record.is_pinned:
                 content.hold("data", package)
 
@@ -141,7 +145,9 @@ class DataSets:
     def _may_have(self, node: str, package: bytes) -> bool:
         is_own = package in self._offers
         return any(
-            node in nodes and package in having and (starter == self.me or not is_own)
+            node in nodes
+            and package in having
+            and (starter == self.me or (not is_own and self.brings(package, starter)))
             for starter, nodes, having in self._jobs.values()
         )
 
@@ -167,11 +173,22 @@ class DataSets:
 
     # What is kept.
 
-    def came(self, each: jobs.DataSet, starter: str) -> None:
-        """Record that this machine gets a data set of ``starter``. Blocks."""
+    async def came(self, each: jobs.DataSet, starter: str) -> None:
+        """``starter`` has the data set, or all that is here of it comes for a job of its own: from
+        now on ``brings`` it. It counts as the one that brought it last."""
+        self._brought.setdefault(each.package, set()).add(starter)
+        await asyncio.to_thread(self._record, each, starter)
+
+    def _record(self, each: jobs.DataSet, starter: str) -> None:
         before = self._records().get(each.package)
         is_pinned = before is not None and before.is_pinned
-        self._write(each.package, _Record(each.name, starter, is_pinned))
+        brought = tuple(self._brought.get(each.package, ()))
+        self._write(each.package, _Record(each.name, starter, is_pinned, brought))
+
+    def brings(self, package: bytes, starter: str) -> bool:
+        """Whether jobs of ``starter`` may have ``package`` as far as it is here. It may be here by
+        a job of another node, whose data ``starter`` has not."""
+        return starter in self._brought.get(package, ())
 
     async def answer(self, node: str, request: peers.DataRequest) -> peers.DataHeld:
         """The answer to ``node``: to this machine's owner about all data sets here, to others about
@@ -205,7 +222,7 @@ class DataSets:
             )
         for package in records:
             if not self._is_used(package):  # pruned since
-                self._path(package).unlink(missing_ok=True)
+                self._unlink(package)
         return found[: peers.MAX_LISTED]
 
     def _change(self, want: str, name: str) -> None:
@@ -225,9 +242,9 @@ class DataSets:
             if each.state == "pinned":
                 raise ConfigurationError(f"{name} is pinned: potluck data unpin {name}")
             self.content.delete("data", [each.package])
-            self._path(each.package).unlink(missing_ok=True)
+            self._unlink(each.package)
         elif record.is_pinned != (want == "pin"):
-            self._write(each.package, _Record(record.name, record.starter, want == "pin"))
+            self._write(each.package, msgspec.structs.replace(record, is_pinned=want == "pin"))
             move = self.content.hold if want == "pin" else self.content.release
             move("data", each.package)
 
@@ -242,8 +259,12 @@ class DataSets:
                 self.content.release("data", package)
         gone = self.content.delete("data", theirs)
         for package in gone:
-            self._path(package).unlink(missing_ok=True)
+            self._unlink(package)
         return len(gone)
+
+    def _unlink(self, package: bytes) -> None:
+        self._brought.pop(package, None)
+        self._path(package).unlink(missing_ok=True)
 
     def _path(self, package: bytes) -> Path:
         return self.root / "sets" / package.hex()
