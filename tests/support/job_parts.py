@@ -78,6 +78,7 @@ class Machine:
         self.listeners: list[object] = []
         self.launched: list[str] = []
         self.over_here: list[tuple[str, bool]] = []
+        self.listed_here: list[set[str]] = []
         self.unreachable: set[str] = set()
         self.refusals: dict[str, str] = {}
         self.names = NodeNames(ME, ME)
@@ -152,6 +153,9 @@ class Machine:
 
     objection = refusal
 
+    def objects_to(self, node: str) -> str | None:
+        return None
+
     def refuses(self, spec: jobs.JobSpec) -> str:
         return self.refusals.get(ME, "")
 
@@ -167,8 +171,8 @@ class Machine:
     def over(self, spec: jobs.JobSpec, *, has_run: bool = True) -> None:
         self.over_here.append((spec.job, has_run))
 
-    def listed(self, names: set[str], *, is_alone: bool = False) -> None:
-        """Nothing ran before."""
+    def listed(self, names: set[str]) -> None:
+        self.listed_here.append(names)
 
     def unsent(self, node: str) -> int:
         return 0

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from potluck._core.cluster.code_store.job_folders import key_of
 from potluck._core.cluster.jobs import history as module
 from potluck._core.cluster.jobs.history import JobHistory, merged, one_job
 from potluck._core.cluster.jobs.keeping import Keeping
@@ -275,5 +276,19 @@ def test_a_log_is_read_by_who_started_or_ran_the_job_or_may_run_scripts_here(
         assert await keeping._asked("carl", jobs.LogRequest("a-1", EVE))
         with pytest.raises(LinkError, match="started or ran it"):
             await keeping._asked("carl", jobs.LogRequest("b-1", EVE))
+
+    play(tmp_path, story)
+
+
+def test_a_log_has_lines_of_workers_of_the_job_and_of_its_leaders_alone(tmp_path: Path) -> None:
+    async def story(machine: Machine, all_jobs: Any, code_store: Any) -> None:
+        install(machine, all_jobs, view(LEADER, ME, EVE))
+        places = (jobs.WorkerPlace("0", EVE, 0),)
+        all_jobs.received(LEADER, jobs.Order(spec("job", ME), places))
+        for source in ("0", "@leader", "1", "x" * 40, ""):
+            line = jobs.LabelledOutput("job", "", "stdout", "hello", source=source, at=1, number=1)
+            all_jobs.received(LEADER, line)
+        kept, _ = await machine.log.read(key_of("job", ME), {})
+        assert [each.source for each in kept] == ["0", "@leader"]
 
     play(tmp_path, story)

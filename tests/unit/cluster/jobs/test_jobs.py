@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from potluck._core.cluster.content.package import Package
 from potluck._core.cluster.content.shelf import Shelf
 from potluck._core.cluster.jobs import output_relay
 from potluck._core.cluster.jobs.dispatcher import JobDispatcher
+from potluck._core.cluster.jobs.groups.roster import Phase
 from potluck._core.cluster.jobs.summary import Summary
 from potluck._core.cluster.membership import events
 from potluck._core.cluster.membership.events import WantGroup
@@ -439,8 +441,8 @@ def test_a_starter_that_was_cut_off_at_the_end_of_its_job_hears_that_it_is_over(
 
 
 def test_a_process_that_was_replaced_may_report_its_exit_after_the_new_one(tmp_path: Path) -> None:
-    """Where memory is limited, a node reads the last output of a process before it reports its
-    exit; meanwhile it may report that the process does not run."""
+    """A node of the release before reads the last output of a process before it reports its exit,
+    and may report meanwhile that the process does not run."""
 
     async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
         await submit(machine, all_jobs, code_store, tmp_path / "code", (LEADER,), max_nodes=1)
@@ -461,6 +463,67 @@ def test_a_process_that_was_replaced_may_report_its_exit_after_the_new_one(tmp_p
         [ended] = [each for _, each in machine.sent if isinstance(each, jobs.JobEnded)]
         [worker] = msgspec.json.decode(ended.summary, type=Summary).workers
         assert (worker.exit, worker.restarts) == (0, 1)
+
+    play(tmp_path, story)
+
+
+def test_a_stopped_worker_whose_agent_is_another_now_has_ended(tmp_path: Path) -> None:
+    """Whoever would tell of its exit is gone."""
+
+    async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
+        await submit(machine, all_jobs, code_store, tmp_path / "code", (LEADER,))
+        for number, node in enumerate((LEADER, ME)):
+            all_jobs.received(node, jobs.NodeReport("job"))
+            ready = worker_link.Ready(str(number), port=1, pid=7)
+            all_jobs.received(node, jobs.WorkerEvent("job", ready))
+        [controller] = all_jobs._controllers.values()
+        all_jobs.received(LEADER, jobs.InterruptJob("job", signal.SIGTERM, 1))
+        all_jobs.received(ME, jobs.WorkerEvent("job", jobs.Exited("1", 0, 0)))
+        all_jobs.received(ME, jobs.WorkerEvent("job", jobs.OutputEnded("1", 0)))
+        assert controller.state.worker("0").phase is Phase.STOPPING
+        is_alive = (jobs.ProcessState("0", 0, 0, True),)
+        all_jobs.received(LEADER, jobs.NodeReport("job", is_alive))
+        assert controller.state.worker("0").phase is Phase.STOPPING
+        all_jobs.received(LEADER, jobs.NodeReport("job"))
+        await until_over(all_jobs)
+
+    play(tmp_path, story)
+
+
+def test_a_starter_whose_agent_is_another_now_submits_what_the_next_leader_lacks(
+    tmp_path: Path,
+) -> None:
+    async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
+        own, other = spec(bytes(32), ME), spec(bytes(32), EVE)
+        other = msgspec.structs.replace(other, job="other")
+        install(machine, all_jobs, first := view(LEADER, EVE, ME))
+        for each in (own, other):
+            all_jobs.received(LEADER, jobs.JobWaits(each))
+        all_jobs.received(LEADER, jobs.JobList((), ("job", "other")))
+        install(
+            machine, all_jobs, msgspec.structs.replace(first, epoch=4, members=first.members[1:])
+        )
+        submitted = [sent for sent in machine.sent if isinstance(sent[1], jobs.Submit)]
+        assert submitted == [(EVE, jobs.Submit(own))]
+        all_jobs.received(EVE, jobs.JobList((), ()))
+        assert machine.listed_here[-1] == {"job"}, "it is not over"
+        all_jobs.received(EVE, jobs.Submitted("job"))
+        all_jobs.received(EVE, jobs.JobList((), ()))
+        assert machine.over_here == [("job", True)]
+
+    play(tmp_path, story)
+
+
+def test_a_machine_that_is_alone_takes_none_of_its_jobs_for_over(tmp_path: Path) -> None:
+    """Others may run them, or have them waiting."""
+
+    async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
+        install(machine, all_jobs, view(ME))
+        all_jobs.received(ME, jobs.JobList((), ()))
+        assert machine.listed_here == []
+        install(machine, all_jobs, view(EVE, ME, epoch=4))
+        all_jobs.received(EVE, jobs.JobList(("job",), ()))
+        assert machine.listed_here == [{"job"}]
 
     play(tmp_path, story)
 

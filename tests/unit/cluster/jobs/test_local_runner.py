@@ -13,6 +13,7 @@ from potluck._core.cluster.jobs.history import JobHistory
 from potluck._core.cluster.jobs.local_runner import LocalRunner
 from potluck._core.cluster.jobs.log import JobLog
 from potluck._core.cluster.names import NodeNames
+from potluck._core.cluster.sharing.limits import Limits
 from potluck._core.cluster.topology.hardware import own_versions
 from potluck._core.types import Member
 from potluck._core.wire import jobs, worker_link
@@ -43,6 +44,8 @@ class Machine:
     def __init__(self) -> None:
         self.sent: list[Any] = []
         self.is_prepared = asyncio.Event()
+        self.is_releasing, self.is_released = asyncio.Event(), asyncio.Event()
+        self.is_released.set()
 
     @property
     def heard(self) -> list[jobs.Event]:
@@ -86,7 +89,8 @@ class Machine:
         pass
 
     async def release(self) -> None:
-        pass
+        self.is_releasing.set()
+        await self.is_released.wait()
 
 
 async def with_both_workers(machine: Machine, home: Path) -> LocalRunner:
@@ -151,3 +155,33 @@ def test_a_worker_whose_group_a_pause_ended_before_it_entered_asks_for_a_later_o
     machine = asyncio.run(story())
     ready = [each for each in machine.heard if isinstance(each, worker_link.Ready)]
     assert {each.worker: each.after_epoch for each in ready} == {"0": 4, "1": 0}
+
+
+def test_a_process_that_ended_passes_for_alive_until_its_exit_is_reported(tmp_path: Path) -> None:
+    """Else the leader would take it for one that was lost with its agent."""
+
+    async def story() -> Machine:
+        machine = Machine()
+        runner = await with_both_workers(machine, tmp_path)
+        runner._confinement.limits = Limits(memory_bytes=1 << 30)
+        machine.sent.clear()
+        machine.is_released.clear()
+        exiting = asyncio.create_task(runner._exited("0", 1, 0))
+        await machine.is_releasing.wait()
+        runner.report_again()
+        machine.is_released.set()
+        await exiting
+        runner.report_again()
+        await runner.put_away()
+        return machine
+
+    sent = asyncio.run(story()).sent
+    reported = [each for each in sent if isinstance(each, jobs.NodeReport)]
+    alive = [[each.is_alive for each in report.workers] for report in reported]
+    assert alive == [[True, True], [False, True]]
+    exits = [
+        number
+        for number, each in enumerate(sent)
+        if isinstance(each, jobs.WorkerEvent) and isinstance(each.event, jobs.Exited)
+    ]
+    assert sent.index(reported[0]) < exits[0] < sent.index(reported[1])

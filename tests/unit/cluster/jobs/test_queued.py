@@ -12,12 +12,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from potluck._core.cluster.jobs import queued
 from potluck._core.cluster.jobs.history import JobHistory
 from potluck._core.cluster.jobs.queue import Running
 from potluck._core.cluster.jobs.queued import QueuedJobs, as_running
 from potluck._core.wire import jobs
 from potluck._core.wire.nodes import View
-from potluck.errors import ConfigurationError
+from potluck.errors import ConfigurationError, LinkError
 from support.job_parts import EVE, LEADER, ME, Machine, spec, view
 
 OTHERS = ("ann", "bob", "cem", "dan")
@@ -44,9 +45,18 @@ class Code:
 
     def __init__(self) -> None:
         self.held: list[bytes] = []
+        self.is_whole = True
+        self.failures: list[Exception] = []
+        self.is_fetching, self.is_fetched = asyncio.Event(), asyncio.Event()
 
     def has(self, package: bytes) -> bool:
-        return True
+        return self.is_whole
+
+    async def fetch(self, package: bytes, starter: str) -> None:
+        if self.failures:
+            raise self.failures.pop()
+        self.is_fetching.set()
+        await self.is_fetched.wait()
 
     def hold(self, package: bytes) -> None:
         self.held.append(package)
@@ -154,7 +164,7 @@ def test_a_node_has_what_its_leader_tells_and_the_next_leader_goes_on(
         await until(lambda: len(cluster.code.held) == (2 if name == LEADER else 0))
         both = view(LEADER, EVE)
         again = cluster.install(View(both.history, 4, cluster.node.view.members[1:]))  # type: ignore[union-attr]
-        assert again == (("one", "two") if name == LEADER else ())
+        assert again == ((named("one"), named("two")) if name == LEADER else ())
         cluster.queue.look()
         if name == LEADER:
             assert [each.spec.job for each in cluster.told] == ["one", "two"]
@@ -181,6 +191,69 @@ def test_a_cancelled_job_begins_under_no_leader(tmp_path: Path) -> None:
         assert [job for job, _ in cluster.started] == ["first"]
 
     play(tmp_path, story)
+
+
+def test_nothing_is_held_for_a_job_that_is_cancelled_while_its_code_comes(tmp_path: Path) -> None:
+    async def story(cluster: Cluster) -> None:
+        cluster.code.is_whole = False
+        cluster.queue.take(jobs.JobWaits(spec := named("job", plan=bytes(31) + b"p")))
+        holding = asyncio.create_task(cluster.queue._hold(spec))
+        await cluster.code.is_fetching.wait()
+        assert cluster.code.held == [bytes(32)]
+        cluster.queue.cancel("job")
+        cluster.code.is_fetched.set()
+        await holding
+        assert cluster.code.held == []
+
+    play(tmp_path, story, EVE)
+
+
+def test_the_next_leader_asks_for_code_until_it_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The starter may have been lost while it sent that; the leader has it."""
+    monkeypatch.setattr(queued, "_LOOK_S", 0.0)
+
+    async def story(cluster: Cluster) -> None:
+        cluster.code.is_whole = False
+        cluster.code.failures = [LinkError("the starter is lost"), OSError("no room")]
+        cluster.queue.take(jobs.JobWaits(named("job")))
+        cluster.install(msgspec.structs.replace(cluster.node.view, epoch=4))
+        await until(cluster.code.is_fetching.is_set)
+        assert (cluster.code.failures, cluster.queue._bringing) == ([], {"job"})
+        cluster.code.is_fetched.set()
+        await until(lambda: not cluster.queue._bringing)
+        assert cluster.code.held == [bytes(32)]
+
+    play(tmp_path, story, LEADER)
+
+
+def test_a_leader_can_not_have_more_wait_than_may(tmp_path: Path) -> None:
+    async def story(cluster: Cluster) -> None:
+        large = tuple("x" * 60_000 for _ in range(8))
+        for job in ("a", "b", "c"):
+            cluster.queue.take(jobs.JobWaits(named(job, arguments=large)))
+        assert cluster.queue.names == ("a", "b")
+        for number in range(200):
+            cluster.queue.take(jobs.JobWaits(named(f"d{number}")))
+        assert len(cluster.queue.names) == 64
+        cluster.queue.take(jobs.JobWaits(named("a", arguments=large), is_cancelled=True))
+        assert not cluster.queue.table.waits("a"), "the end of what waits takes no room"
+
+    play(tmp_path, story, EVE)
+
+
+def test_what_is_dropped_because_this_node_was_away_is_told_from_the_disk(tmp_path: Path) -> None:
+    async def story(cluster: Cluster) -> None:
+        cluster.queue.take(jobs.JobWaits(named("one")))
+        assert cluster.node.history._live != {}
+        cluster.install(view(LEADER, ME, EVE, epoch=4))
+        assert (cluster.queue.names, cluster.node.history._live) == ((), {})
+        await cluster.node.history.close()
+        [entry] = await cluster.node.history.found()
+        assert entry.phase == "queued", "as far as this node knows"
+
+    play(tmp_path, story, LEADER)
 
 
 def test_what_waits_is_bounded_in_bytes_and_so_is_one_machine(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def test_a_table_is_good_for_one_member_of_one_history_of_views() -> None:
     assert table.take(waits("other", "c"))
     assert not table.take(waits("own"))
     led = View(first.history, 4, first.members[1:])
-    assert table.installed(led) == ("own",), "its leader may not have it"
+    assert table.installed(led) == (waits("own").spec,), "its leader may not have it"
     assert names(table) == ["own", "other"]
     again = (*first.members[2:], ViewMember("a", 1, 6))
     assert table.installed(View(first.history, 6, again)) == (), "it was away"
@@ -51,7 +51,7 @@ def test_a_machine_that_was_alone_knows_that_its_jobs_did_not_begin() -> None:
     table.take(waits("ran"))
     table.begins("ran")
     others = view("b", "a")
-    assert table.installed(View("theirs", 9, others.members)) == ("waits",)
+    assert table.installed(View("theirs", 9, others.members)) == (waits("waits").spec,)
     assert names(table) == []
     assert table.has_begun("ran")
     assert not table.take(waits("ran"))
@@ -117,7 +117,7 @@ class World:
             was_alone = machine.view is not None and machine.view.nodes == (machine.node,)
             before = None if machine.view is None else machine.place
             machine.view = new
-            machine.asks |= {*machine.table.installed(new)} & machine.submitted
+            machine.asks |= {each.job for each in machine.table.installed(new)}
             for job, place in list(self.held.items()):
                 if place == before and place != machine.place:
                     self.held[job] = machine.place

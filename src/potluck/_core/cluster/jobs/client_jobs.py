@@ -81,11 +81,14 @@ class ClientJobs:
                 each.client = _Nobody()
         self.interrupt(client, SIGHUP)
 
-    def ask_again(self, waiting: Collection[str] = ()) -> None:
+    def ask_again(self, waiting: Collection[jobs.JobSpec] = ()) -> None:
         """The leader may have changed: messages to the former leader may be lost, and the next one
-        may not know of the jobs ``waiting``."""
+        may not know of the jobs ``waiting``, which an earlier run of this agent may have
+        submitted."""
+        for spec in waiting:
+            known = self._jobs.setdefault(spec.job, ClientJob(spec, _Nobody(), outlives=True))
+            known.asks = True
         for job, each in self._jobs.items():
-            each.asks = each.asks or job in waiting
             if each.asks:
                 self.to_leader(jobs.Submit(each.spec))
             if each.times:

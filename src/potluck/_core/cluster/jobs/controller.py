@@ -398,12 +398,13 @@ class JobController:
             self.handle(events.Placed(name))
             return
         state, worker = self.state, self.state.worker(name)
-        if worker.phase is Phase.STOPPING and state.world.is_fixed and not state.stopping:
-            if is_alive:  # its node may not have heard of it
-                self._orders.signal((name,), signal.SIGTERM if state.world.broken else SIGKILL)
-            else:  # it ended with its agent, which is another now
-                self._journal.facts_of(name).exit_code = -SIGKILL
-                self.handle(jobs.Exited(name, -SIGKILL))
+        if worker.phase is Phase.STOPPING and not is_alive:
+            # It ended with its agent, which is another now.
+            self._journal.facts_of(name).exit_code = -SIGKILL
+            self.handle(jobs.Exited(name, -SIGKILL))
+        elif worker.phase is Phase.STOPPING and state.world.is_fixed and not state.stopping:
+            # Its node may not have heard of it.
+            self._orders.signal((name,), signal.SIGTERM if state.world.broken else SIGKILL)
         elif is_alive or worker.phase in (Phase.GONE, Phase.WAITING, Phase.SPARE):
             pass
         elif worker.phase is Phase.STARTING:

@@ -216,7 +216,6 @@ class JobDispatcher:
             return len(willing()) >= request.min_nodes
 
         me = self._agent.me
-
         if are_enough():
             return
         note = f"in the cluster: {here()}; waiting {request.wait_s:g} s for the others"
@@ -391,8 +390,9 @@ class JobDispatcher:
                 known = {*listed, *queued}
                 self._queue.listed(queued)
                 self._clients.listed(known)
-                is_alone = (view := self._agent.plane.view) is None or len(view.nodes) == 1
-                self._agent.vouching.listed({*known, *self._clients.names}, is_alone=is_alone)
+                view = self._agent.plane.view
+                if view is not None and len(view.nodes) > 1:  # alone it knows of no other's jobs
+                    self._agent.vouching.listed({*known, *self._clients.names})
             case jobs.JobWaits():
                 self._queue.take(message)
             case jobs.JobStatus(status):
@@ -442,10 +442,8 @@ class JobDispatcher:
                 )
             if len(self._controllers) >= jobs.MAX_JOBS:
                 raise ConfigurationError(f"the cluster runs {jobs.MAX_JOBS} jobs already")
-            willing = self._willing(spec.starter)
-            if not willing:
-                refusals = self._refusals(spec.starter)
-                raise ConfigurationError(f"no machine runs this job{refusals}")
+            if not self._willing(spec.starter):
+                raise ConfigurationError(f"no machine runs this job{self._refusals(spec.starter)}")
             placement = Placement(
                 spec,
                 place(spec, self._queue.may(spec, view), ()),
@@ -677,8 +675,8 @@ class JobDispatcher:
         for controller in self._controllers.values():
             controller.linked(node)
         if view.leader == self._agent.me:
-            self._queue.linked(node)
             self._agent.links.send(node, self._list())  # a job may have ended meanwhile
+            self._queue.linked(node)
         if node == view.leader:
             for runner in self.runners.values():
                 runner.report_again()

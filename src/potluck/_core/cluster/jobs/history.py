@@ -125,13 +125,14 @@ class JobHistory:
             self._live[new.key] = new
             self._writing.start(self._write_soon(new))
 
-    def let_go(self, spec: jobs.JobSpec) -> None:
+    def let_go(self, spec: jobs.JobSpec, *, is_over: bool = True) -> None:
         """This node has the job of ``spec`` no more. If it was not told of an end and nothing ran
-        here, it forgets the job: maybe that never began."""
+        here, it forgets the job: maybe that never began. Not, if the job maybe is not over: then
+        what is on disk tells of it."""
         live = self._live.get(key_of(spec.job, spec.starter))
         if live is not None and live.phase != "ended":
             del self._live[live.key]
-            if live.phase in ("queued", "placed"):
+            if is_over and live.phase in ("queued", "placed"):
                 self._writing.start(self._forget(live))
 
     async def end(

@@ -64,11 +64,14 @@ class Keeping:
 
     def keep_line(self, shown: jobs.LabelledOutput) -> None:
         """The leader sent a line of a job's log."""
-        if (runner := self._runners.get(shown.job)) is not None:
+        runner, source = self._runners.get(shown.job), shown.source
+        places = () if runner is None else runner.places
+        is_of_job = source.startswith("@") or source in (each.worker for each in places)
+        if runner is not None and is_of_job:
             line = jobs.LogLine(
                 shown.at,
                 shown.number,
-                shown.source,
+                source,
                 shown.stream,
                 shown.worker,
                 shown.text,

@@ -92,13 +92,12 @@ class JobLedger:
         if spec.starter != self._me:
             self._starters.get(spec.starter, _NOTHING).running.pop(spec.number, None)
 
-    def listed(self, names: Collection[str], *, is_alone: bool = False) -> bool:
+    def listed(self, names: Collection[str]) -> bool:
         """The jobs ``names`` run: others, maybe of an earlier run of the agent, are over. Whether
-        there were such. A node that ``is_alone`` knows nothing of other nodes' jobs."""
+        there were such."""
         gone = [
             (node, number)
             for node, each in self._starters.items()
-            if node == self._me or not is_alone
             for number, name in each.running.items()
             if name not in names
         ]
@@ -211,9 +210,9 @@ class Vouching:
             self.ledger.forget(spec)
         self._saving.start(self._save())
 
-    def listed(self, names: Collection[str], *, is_alone: bool = False) -> None:
+    def listed(self, names: Collection[str]) -> None:
         """Only the jobs ``names`` run in the cluster, or are about to."""
-        if self.ledger.listed({*names, *self._starting}, is_alone=is_alone):
+        if self.ledger.listed({*names, *self._starting}):
             self._saving.start(self._save())
 
     async def close(self) -> None:

@@ -616,12 +616,12 @@ class LocalRunner:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LAST_MESSAGES_S):
                     await self._unlinked[worker].wait()
-        self._alive.discard(worker)
         self._probes.answered(worker)
         link = self._links.pop(worker, None)
         if link is not None:
             link.abort()
         why_ended = await self._why_ended(worker, process, code)
+        self._alive.discard(worker)  # not before: without its exit it passes for lost
         self._happened(jobs.Exited(worker, code, attempt, why_ended))
         await process.release()
         results = []

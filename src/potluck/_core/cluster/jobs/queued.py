@@ -12,7 +12,6 @@ import contextlib
 import logging
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
 from potluck._core.background import Tasks, why
@@ -26,7 +25,7 @@ from potluck._core.cluster.jobs.queue import Machine, Part, Running, Verdict, Wa
 from potluck._core.cluster.jobs.summary import Summary, encode_summary
 from potluck._core.cluster.jobs.waiting import Table
 from potluck._core.cluster.sharing.limits import in_units
-from potluck._core.wire import jobs, peers
+from potluck._core.wire import jobs
 from potluck._core.wire.nodes import View
 from potluck.errors import ConfigurationError, PotluckError
 
@@ -34,11 +33,6 @@ _log = logging.getLogger(__name__)
 
 _LOOK_S = 5.0
 _RELEASE_S = 60.0
-_MAX_OF_ONE = 64
-"""Jobs of one machine that wait: no member keeps all others out."""
-_MAX_BYTES = 4 << 20
-_MAX_BYTES_OF_ONE = 1 << 20
-"""Of what waits: a new link gets all of it at once."""
 
 
 class QueuedJobs:
@@ -68,6 +62,8 @@ class QueuedJobs:
         """The jobs for which there are too few machines, whatever ends."""
         self._why: dict[str, str] = {}
         self._held: dict[str, set[bytes]] = {}
+        self._bringing: set[str] = set()
+        """The jobs whose code is brought here, until it is here."""
         self._first = "", 0.0
         self._used: dict[str, float] = {}
         self._tasks = Tasks()
@@ -92,13 +88,14 @@ class QueuedJobs:
 
     # What the nodes know.
 
-    def installed(self, view: View) -> tuple[str, ...]:
+    def installed(self, view: View) -> tuple[jobs.JobSpec, ...]:
         """``view`` is used from now on; as for ``Table.installed``."""
         before = list(self.table)
         again = self.table.installed(view)
         for each in before:
             if each.spec.job not in self.table:
                 self._gone(each.spec)
+                self._agent.history.let_go(each.spec, is_over=False)
         self._leads = view.leader == self._agent.me
         if not self._leads:
             self._why.clear()
@@ -167,22 +164,8 @@ class QueuedJobs:
         if spec.is_local:
             self._start(spec, (spec.starter,))
             return
-        sizes = Counter[str]()
-        for each in (*self.table, jobs.JobWaits(spec)):
-            sizes[each.spec.starter] += len(peers.MESSAGE.encode(each))
-        of_this = sum(each.spec.starter == spec.starter for each in self.table)
-        if (
-            len(self.table) >= jobs.MAX_QUEUED
-            or of_this >= _MAX_OF_ONE
-            or sizes.total() > _MAX_BYTES
-            or sizes[spec.starter] > _MAX_BYTES_OF_ONE
-        ):
-            raise ConfigurationError(
-                f"{len(self.table)} jobs wait already, {of_this} of this machine, with this one "
-                f"{in_units(sizes[spec.starter])} of its own, {in_units(sizes.total())} in all: at "
-                f"most {jobs.MAX_QUEUED} jobs wait ({in_units(_MAX_BYTES)}), {_MAX_OF_ONE} of one "
-                f"machine ({in_units(_MAX_BYTES_OF_ONE)})"
-            )
+        if objection := self.table.objection(spec):
+            raise ConfigurationError(objection)
         parse_chaos(spec.chaos)
         self.table.take(jobs.JobWaits(spec))
         if self.look(new=spec.job):
@@ -217,25 +200,36 @@ class QueuedJobs:
 
     def _keep_code(self, spec: jobs.JobSpec) -> None:
         """The leader and the next one keep it; whatever the starter does, a leader has it."""
+        if self._keeps(spec.job) and spec.job not in self._bringing:
+            self._bringing.add(spec.job)
+            self._tasks.start(self._bring(spec))
+
+    def _keeps(self, job: str) -> bool:
         view = self._agent.plane.view
-        if view is not None and self._agent.me in view.nodes[:COPIES]:
-            self._tasks.start(self._hold_soon(spec))
+        is_keeper = view is not None and self._agent.me in view.nodes[:COPIES]
+        return is_keeper and self.table.waits(job)
 
     async def _hold(self, spec: jobs.JobSpec) -> None:
         """Have what the job needs here, as long as it waits: its starter may leave. Errors as for
         ``CodeStore.fetch``."""
         for package in filter(None, (spec.package, spec.plan)):
+            if not self.table.waits(spec.job):
+                return  # it was let go meanwhile, with what was held for it
             if package not in self._held.setdefault(spec.job, set()):
                 self._held[spec.job].add(package)
                 self._code_store.hold(package)
             if not await asyncio.to_thread(self._code_store.has, package):
                 await self._code_store.fetch(package, spec.starter)
 
-    async def _hold_soon(self, spec: jobs.JobSpec) -> None:
-        """As ``_hold``; if that fails, the nodes that run the job ask others."""
-        if spec.job in self.table:
-            with contextlib.suppress(PotluckError, OSError):
-                await self._hold(spec)
+    async def _bring(self, spec: jobs.JobSpec) -> None:
+        """``_hold``, again and again: who had the code may be lost while it comes from there."""
+        try:
+            while self._keeps(spec.job):
+                with contextlib.suppress(PotluckError, OSError):
+                    return await self._hold(spec)
+                await asyncio.sleep(_LOOK_S)
+        finally:
+            self._bringing.remove(spec.job)
 
     def _release(self, job: str) -> None:
         for package in self._held.pop(job, ()):
