@@ -174,10 +174,14 @@ def test_who_takes_no_part_is_named_and_the_others_go_on(tmp_path: Path) -> None
         Network(3) as network,
         Machine(network[0], homes, POTLUCK_PACKAGE_INDEX=URL.format(3)) as ada,
         Machine(network[1], homes, POTLUCK_ENVIRONMENTS="off") as bob,
-        index_at(network[2]),
+        index_at(network[2], "large-1.0-py3-none-any.whl=stall") as index,
     ):
         form(ada, bob)
         with ada.run(script) as run:
+            run.wait_for("ada: environment: 0 of")
+            assert "potluck: starting" not in run.text, "it is shown while they travel"
+            index.order("release")
+            run.wait_for("potluck: starting")
             assert run.finish() == 0, run.text
         assert "has 1.0 1.0 1 of 1" in run.text
         assert run.text.count("a node can't take part: bob") == 1, run.text

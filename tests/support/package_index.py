@@ -254,7 +254,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         index.sent[name] += half
         if fault == "stall":
             self.wfile.flush()
-            index.released.wait(60)
+            index.released.wait(600)
         if half < len(data):
             self.close_connection = True
 
@@ -305,7 +305,7 @@ def package_index(
 def serve(host: str, port: int, words: list[str]) -> None:
     """An index for other processes, with faults (``file=fault``), packages of so many megabytes
     (``name:8``), and the wheels at these paths: says its URL, and, for each line on stdin, how many
-    bytes of each file it has sent."""
+    bytes of each file it has sent. The line ``release`` ends all faults."""
     with package_index(host, port) as index:
         index.add(tiny_wheel("foo"), tiny_wheel("large", content=bytes(8 << 20)))
         index.faults |= dict(word.split("=", 1) for word in words if "=" in word)
@@ -314,7 +314,10 @@ def serve(host: str, port: int, words: list[str]) -> None:
         for wheel in (Path(word) for word in words if word.endswith(".whl")):
             index.add((wheel.name, wheel.read_bytes()))
         print("index:", index.url, flush=True)
-        for _ in sys.stdin:
+        for line in sys.stdin:
+            if line.strip() == "release":
+                index.faults.clear()
+                index.released.set()
             sizes = {name: len(data) for name, data in index.files.items()}
             print("sent:", json.dumps({"sent": index.sent, "sizes": sizes}), flush=True)
 

@@ -198,6 +198,7 @@ class JobClient:
         """``workers`` are the ones known before the agent's first status."""
         self.workers = workers
         loop = asyncio.get_running_loop()
+        self.submitted: asyncio.Future[local.JobSubmitted] = loop.create_future()
         self.taken: asyncio.Future[local.JobTaken] = loop.create_future()
         self.summary: asyncio.Future[Summary] = loop.create_future()
         self.cursor = Cursor()
@@ -238,12 +239,12 @@ class JobClient:
             self._watcher.line(line.label, line.stream, line.text, line.end)
 
     async def follow(self, ask: AskLog) -> None:
-        """Show the log of the job to its end, once the cluster has taken it: ``ask`` asks its
+        """Show the log of the job to its end, once the cluster is asked for it: ``ask`` asks its
         starter."""
-        taken = await self.taken
+        submitted = await self.submitted
         info = jobs.JobInfo(
-            job=taken.job,
-            starter=taken.node,
+            job=submitted.job,
+            starter=submitted.node,
             machine="",
             script="",
             started=0.0,
@@ -261,6 +262,8 @@ class JobClient:
     def take(self, message: local.Reply) -> None:
         """The agent sent ``message``."""
         match message:
+            case local.JobSubmitted():
+                self.submitted.set_result(message)
             case local.JobTaken() if not self.taken.done():
                 self.taken.set_result(message)
             case jobs.JobNote(_, text):
@@ -276,7 +279,7 @@ class JobClient:
             case jobs.JobEnded(_, summary):
                 self.summary.set_result(decode_summary(summary))
             case local.CommandResult(_, text):
-                for future in (self.taken, self.summary):
+                for future in (self.submitted, self.taken, self.summary):
                     if not future.done():
                         future.set_exception(ConfigurationError(text))
                         future.exception()  # whoever waits for the other one has it
@@ -315,7 +318,7 @@ async def _start(
     watcher.begin(client)
     try:
         with _signals(client.interrupt):
-            async with _submitted(agent, settings, request, client) as (_, taken):
+            async with _submitted(agent, settings, request, client) as (_, _, taken):
                 return taken.job
     finally:
         watcher.end()
@@ -344,9 +347,10 @@ async def _run(
 @contextlib.asynccontextmanager
 async def _submitted(
     agent: AgentRecord, settings: Settings, request: RunRequest, client: JobClient
-) -> AsyncIterator[tuple[AgentLink, local.JobTaken]]:
-    """Have ``agent`` start the job on its cluster: the connection to it. LinkError if it goes away;
-    ConfigurationError if the cluster does not take the job."""
+) -> AsyncIterator[tuple[AgentLink, asyncio.Task[None], local.JobTaken]]:
+    """Have ``agent`` start the job on its cluster: the connection to it, and what shows the job's
+    log meanwhile, to its end. LinkError if it goes away; ConfigurationError if the cluster does not
+    take the job."""
     main, num_interrupts = asyncio.current_task(), 0
     assert main is not None
 
@@ -369,12 +373,17 @@ async def _submitted(
     async with connected(settings, agent, client.take) as link:
         link.link.send(request)
         client.interrupts_by(interrupt)
+        following = asyncio.create_task(
+            client.follow(lambda request: asking(link, request.starter)(request))
+        )
         try:
-            yield link, await link.result(client.taken)
+            yield link, following, await link.result(client.taken)
         except asyncio.CancelledError:
             raise LinkError(
                 "left without waiting for the end; `potluck status` shows what still runs"
             ) from None
+        finally:
+            await stop(following)
 
 
 async def _run_by_agent(
@@ -382,9 +391,9 @@ async def _run_by_agent(
 ) -> Summary:
     """Have ``agent`` run the job on its cluster, and show it to its end; errors as for
     ``_submitted``."""
-    async with _submitted(agent, settings, request, client) as (link, taken):
+    async with _submitted(agent, settings, request, client) as (link, following, taken):
         try:
-            await client.follow(asking(link, taken.node))
+            await following
             return await link.result(client.summary)
         except LinkError as error:
             raise LinkError(

@@ -64,8 +64,8 @@ class ShareRequest(msgspec.Struct, frozen=True, tag=True):
 class RunRequest(JobOptions, frozen=True, kw_only=True, tag=True):
     """A request to run ``script``, a path below ``folder``, on the cluster, which must have
     ``min_nodes`` within ``wait_s``. Answered with CommandResult if that is impossible; else with
-    JobNote and JobTaken, with JobStatus while the job runs, and JobEnded at its end. A private
-    agent also gives it LabelledOutput; others keep that in the job's log.
+    JobNote, JobSubmitted and JobTaken, with JobStatus while the job runs, and JobEnded at its end.
+    A private agent also gives it LabelledOutput; others keep that in the job's log.
 
     ``root`` is the folder that the user wants to travel; empty: ``cluster.run.checked`` finds it.
     An empty ``folder`` makes it a local job (``JobSpec.is_local``). ``include`` has the patterns of
@@ -91,8 +91,16 @@ class RunRequest(JobOptions, frozen=True, kw_only=True, tag=True):
     again: Name = ""
 
 
+class JobSubmitted(msgspec.Struct, frozen=True, tag=True):
+    """The cluster is asked to run ``job`` for the command. Its log is read from ``node``, the
+    starter, from now on: machines tell there how they get ready."""
+
+    job: Name
+    node: Name
+
+
 class JobTaken(msgspec.Struct, frozen=True, tag=True):
-    """The cluster runs ``job`` for the command; its log is read from ``node``, the starter."""
+    """The cluster runs ``job`` for the command, or has it wait for machines."""
 
     job: Name
     node: Name
@@ -236,7 +244,7 @@ class CommandResult(msgspec.Struct, frozen=True, tag=True):
     text: Text
 
 
-JobReply = JobTaken | JobNote | LabelledOutput | JobStatus | JobEnded
+JobReply = JobSubmitted | JobTaken | JobNote | LabelledOutput | JobStatus | JobEnded
 Request = (
     NodesRequest
     | ContinueRequest

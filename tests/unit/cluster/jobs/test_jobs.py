@@ -590,6 +590,31 @@ def test_a_job_that_another_leader_took_over_is_not_submitted_again(tmp_path: Pa
     play(tmp_path, story)
 
 
+def test_the_log_of_a_job_is_read_from_before_it_is_ordered_until_it_is_refused(
+    tmp_path: Path,
+) -> None:
+    async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
+        (tmp_path / "code").mkdir()
+        (tmp_path / "code" / "train.py").write_text("print('hello')")
+        install(machine, all_jobs, view(LEADER, EVE, ME))
+        terminal, folder = Terminal(), str(tmp_path / "code")
+        request = local.RunRequest(folder=folder, script="train.py", directory=folder)
+        job = await all_jobs.submit(request, terminal)
+        assert local.JobSubmitted(job, ME) in terminal.heard
+        question = jobs.LogRequest(job, ME, wait_s=30.0)
+        asked = asyncio.create_task(all_jobs._keeping._asked(ME, question))
+        while job not in str(machine.log._jobs):
+            await asyncio.sleep(0)
+        assert not asked.done()
+        all_jobs.received(LEADER, jobs.Submitted(job, "no machine runs it"))
+        async with asyncio.timeout(20):  # less than it was to wait
+            answer = await asked
+        assert answer == jobs.LogLines((), has_more=False, is_over=True)
+        assert machine.log._jobs == {}
+
+    play(tmp_path, story)
+
+
 def test_a_script_that_does_not_travel_is_refused_before_anybody_hears_of_the_job(
     tmp_path: Path,
 ) -> None:

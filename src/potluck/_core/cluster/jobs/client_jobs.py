@@ -59,6 +59,10 @@ class ClientJobs:
         """The jobs for which commands wait."""
         return tuple(self._jobs)
 
+    def spec(self, job: str) -> jobs.JobSpec | None:
+        """What ``job``, for which a command waits, is; None if none does."""
+        return self._jobs[job].spec if job in self._jobs else None
+
     # Requests of commands.
 
     def submit(self, spec: jobs.JobSpec, client: Client, *, outlives: bool = False) -> None:

@@ -61,7 +61,7 @@ class JobDispatcher:
         self._agent = agent
         self._code_store = code_store
         self._controllers: dict[str, JobController] = {}
-        self._clients = ClientJobs(agent.plane.to_leader, agent.vouching.over)
+        self._clients = ClientJobs(agent.plane.to_leader, lambda spec: self._keeping.over(spec))
         self._deferred = DeferredMessages()
         self._complain = Complaint(agent.note)
         self._has_view = asyncio.Event()
@@ -81,7 +81,7 @@ class JobDispatcher:
             agent,
             self.runners,
             self._queue.why,
-            self._queue.table.spec,
+            lambda job: self._queue.table.spec(job) or self._clients.spec(job),
             self._starter_of,
             self._cancel_asked,
         )
@@ -121,6 +121,7 @@ class JobDispatcher:
         else:
             spec = await self._new_spec(request, client)
         spec = agent.sign(await agent.vouching.start_own(spec))
+        client.take(local.JobSubmitted(spec.job, spec.starter))
         self._clients.submit(spec, client, outlives=request.outlives)
         return spec.job
 

@@ -89,6 +89,12 @@ class Keeping:
         self._agent.history.let_go(spec)
         self._agent.log.forget(key_of(spec.job, spec.starter))
 
+    def over(self, spec: jobs.JobSpec) -> None:
+        """The job of ``spec``, which a command of this machine started, is over."""
+        self._agent.vouching.over(spec)
+        if spec.job not in self._runners:  # else its log is forgotten with the runner
+            self._agent.log.forget(key_of(spec.job, spec.starter))
+
     def runs(self, runner: LocalRunner) -> None:
         """The first worker on this node was started."""
         self._reached(runner, "running")
