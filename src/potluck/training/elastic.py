@@ -35,13 +35,15 @@ from potluck._core.engine.work import again
 from potluck._core.forks import Uncopied
 from potluck.checkpoint.store import CheckpointStore
 from potluck.data.stream import Stream
-from potluck.errors import CheckpointError, Diverged, GroupError
+from potluck.errors import CheckpointError, ConfigurationError, Diverged, GroupError
 from potluck.training.callbacks import Callbacks
+from potluck.training.memory import Parts, release
 from potluck.training.policy import Policy
 from potluck.training.progress import Progress
 from potluck.training.replica import Replica
 from potluck.training.rounds import Rounds, RoundStrategy
 from potluck.training.sampler import Batch, Schedule, Share
+from potluck.training.shares import num_parts
 from potluck.training.training import LOST, Training, abort_on_error
 
 if TYPE_CHECKING:
@@ -58,6 +60,10 @@ NOT_COMPUTED = "a step was not computed: do that inside `with job.step():`"
 class _Repeat(BaseException):
     """Leaves the block of a step that does not count. A BaseException, so that an ``except
     Exception`` of the script does not catch it."""
+
+
+class _NextPart(BaseException):
+    """Leaves the block of a part of a step that is not its last."""
 
 
 class ElasticLoop(Uncopied):
@@ -141,7 +147,8 @@ class ElasticLoop(Uncopied):
         self._begun = False
         self._notified_epoch = 0  # the group that callbacks know
         # The present step.
-        self._share: Share | None = None
+        self._share: Share | None = None  # the part that is computed
+        self._parts = Parts(Share(0, np.empty(0, np.int64), 0.0))
         self._batch: Batch | None = None
         self._open = False
         self._counted = False
@@ -207,8 +214,14 @@ class ElasticLoop(Uncopied):
         return self.schedule.counts(batch, self.ctx.world_size, self._training.pace.costs)
 
     @property
+    def most_at_once(self) -> int:
+        """The samples that this rank computes at once, at most; 0 while it has memory for all."""
+        return self._training.cap.most
+
+    @property
     def num_samples(self) -> int:
-        """The samples with which this rank counts in the present step; 0 outside of one."""
+        """The samples with which this rank counts in the present step, or in the present part of a
+        step that is computed in parts; 0 outside of one."""
         return 0 if self._share is None else self._share.num_samples
 
     @property
@@ -245,12 +258,18 @@ class ElasticLoop(Uncopied):
                 continue
             batch, costs = self._training.progress.batch(), self._training.pace.costs
             share = self.schedule.share(batch, self.ctx.rank, self.ctx.world_size, costs)
-            self._replica.weigh(share.weight)
-            self._batch, self._share, self._counted = batch, share, False
+            self._batch, self._counted = batch, False
+            self._parts = self._divided(share)
             self._began, self._waited_s = time.monotonic(), self.ctx.waited_s
-            yield share
-            if self._share is not None:
-                raise RuntimeError(NOT_COMPUTED)
+            reruns = self.num_reruns
+            for part in self._parts:
+                self._share = part
+                self._weigh(part)
+                yield part
+                if self._share is not None:
+                    raise RuntimeError(NOT_COMPUTED)
+                if self.num_reruns != reruns:
+                    break
         self._finish()
 
     def _round(self, rounds: Rounds) -> Iterator[Share]:
@@ -271,17 +290,23 @@ class ElasticLoop(Uncopied):
         """
         if self._share is None:
             raise RuntimeError("call job.step() in the loop over the job, once per iteration")
-        self._open, self._stops = True, False
+        self._open = True
         if self._rounds is not None:
+            self._stops = False
             yield from self._step_alone(self._rounds)
             return
+        shortage = ""
         try:
-            self._replica.remember(self.step_number)
-            self.ctx.begin_step(self.step_number)
+            if self._parts.is_first:
+                self._stops = False
+                self._replica.remember(self.step_number)
+                self.ctx.begin_step(self.step_number)
             yield
             if not self._counted:
                 ElasticLoop.commit(self)
             self._measure()
+        except _NextPart:
+            pass
         except _Repeat:
             self._rerun()
         except LOST as error:
@@ -289,12 +314,20 @@ class ElasticLoop(Uncopied):
             if not self._counted:
                 self._rerun()
         except Exception as error:
-            if not isinstance(error, GroupError | Diverged):
-                self.ctx.abort(error)
-            raise
+            if not self._counted:
+                shortage = self._training.shortage(error, self._parts.at_once)
+            if shortage:
+                self._release(error)
+            else:
+                if not isinstance(error, GroupError | Diverged):
+                    self.ctx.abort(error)
+                raise
         finally:
             self._open, self._share = False, None
             self._facts.clear()
+        if shortage:  # not in the except clause: the error's traceback holds what did not fit
+            self._rerun()
+            self._training.ran_out(shortage)
         if self._counted:
             self._notify_step()
 
@@ -384,13 +417,17 @@ class ElasticLoop(Uncopied):
             own_loss = math.nan if own_loss is None else float(own_loss)
             self._rounds.add_loss(own_loss, self._share.num_samples)
             return
+        self._parts.add_loss(math.nan if own_loss is None else float(_plain(own_loss)))
+        ok = self._parts.ok = self._parts.ok and ok
+        if not self._parts.is_last:
+            raise _NextPart
         try:
             outcome = self.ctx.commit(
                 self.step_number,
                 ok=ok,
                 state_hash=self._training.state_hash(),
-                loss=math.nan if own_loss is None else float(own_loss),
-                weight=self._share.weight,
+                loss=self._parts.loss,
+                weight=self._parts.share.weight,
                 ends=self._training.interrupt.is_asked,
             )
         except LOST as error:
@@ -448,7 +485,8 @@ class ElasticLoop(Uncopied):
         now = time.monotonic()
         # The first step also warms up.
         self._is_typical = self._training.lost_at is None and len(self.losses) > 0
-        self._note_commit(loss, self._share.num_samples, now - self._began)
+        self._training.cap.fits(self._parts.at_once)
+        self._note_commit(loss, self._parts.share.num_samples, now - self._began)
 
     def _count_round(
         self, loss: float, num_samples: int, seconds: float, ended: int | None
@@ -491,7 +529,7 @@ class ElasticLoop(Uncopied):
         if self._is_typical and self._share is not None:
             step_s = time.monotonic() - self._began
             waited_s = self.ctx.waited_s - self._waited_s
-            self._training.pace.add_time(self._share.num_samples, step_s - waited_s)
+            self._training.pace.add_time(self._parts.share.num_samples, step_s - waited_s)
             self._on_step_time(step_s, waited_s)
 
     def _on_step_time(self, step_s: float, waited_s: float) -> None:
@@ -502,9 +540,12 @@ class ElasticLoop(Uncopied):
         """This rank's shares after the present step, if it counts and nothing changes; with a
         strategy of rounds to the end of the epoch."""
         if self._rounds is not None:
-            return self._rounds.upcoming()
+            yield from self._rounds.upcoming()
+            return
         assert self._batch is not None
-        return self._next_shares(self.committed + self._batch.size)
+        yield from self._parts.parts[self._parts.number + 1 :]
+        for share in self._next_shares(self.committed + self._batch.size):
+            yield from self._divided(share).parts
 
     def _next_shares(self, committed: int) -> Iterator[Share]:
         group = self.ctx.rank, self.ctx.world_size, self._training.pace.costs
@@ -531,6 +572,30 @@ class ElasticLoop(Uncopied):
     def _rerun(self) -> None:
         self._replica.undo()
         self.num_reruns += 1
+
+    # ------------------------------------------------------------ memory
+
+    def _divided(self, share: Share) -> Parts:
+        """The parts in which this rank computes ``share``: one, as the sum of a script's own
+        gradients is the script's. ConfigurationError on all ranks if the batch does not fit."""
+        assert self._batch is not None
+        costs = self._training.pace.costs
+        if costs is not None and num_parts(self._batch.size, costs) > 1:
+            caps = ", ".join(str(cost.most) for cost in costs)
+            raise ConfigurationError(
+                f"a batch of {self._batch.size} samples fits into the memory of no worker: the "
+                f"ranks compute at most {caps} samples at once. Take a smaller batch_size, or more "
+                "workers (potluck.torch.ElasticLoop computes such a batch in parts)"
+            )
+        return Parts(share)
+
+    def _weigh(self, part: Share) -> None:
+        """A part of the present step begins."""
+        self._replica.weigh(part.weight)
+
+    def _release(self, error: BaseException) -> None:
+        """Release what the step that ended by ``error`` holds."""
+        release(error)
 
     # ------------------------------------------------------------ between steps
 

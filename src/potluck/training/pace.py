@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from potluck.training.noise import next_batch
 from potluck.training.policy import Policy
 from potluck.training.progress import Progress
-from potluck.training.shares import EQUAL, Cost, Costs, fit, replan
+from potluck.training.shares import EQUAL, Cost, Costs, capped, fit, replan
 from potluck.training.transfer import gather_numbers
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ class Pace:
     def __init__(self, policy: Policy) -> None:
         self.costs: Costs | None = None
         """The costs by which batches are split, in rank order; None for equal shares."""
+        self.caps: tuple[int, ...] = ()
+        """The samples that fit into each rank's memory at once, 0 for any number."""
         self._policy = policy
         self._is_on = policy.shares is not None or policy.batching is not None
         window = policy.shares.window if policy.shares is not None else 1
@@ -58,9 +60,11 @@ class Pace:
             self._signals.append(signal)
             self._noises.append(noise)
 
-    def new_group(self) -> None:
-        """Forget the agreement of the previous group."""
-        self.costs, self._since, self._num_due = None, None, 0
+    def new_group(self, caps: Sequence[int] = ()) -> None:
+        """Forget the agreement of the previous group. The ranks of the present one compute at most
+        ``caps`` samples at once."""
+        self.caps = tuple(caps)
+        self.costs, self._since, self._num_due = capped(None, self.caps), None, 0
         self._rounds.clear()
 
     def add_round(
@@ -114,7 +118,7 @@ class Pace:
         if options is None:
             return ""
         before = self.costs or (EQUAL,) * len(costs)
-        self.costs, reason = replan(self.costs, costs, size, options.threshold)
+        self.costs, reason = replan(self.costs, costs, size, options.threshold, self.caps)
         return "" if self.costs in (None, before) else reason
 
     def _resize(self, sums: list[float], progress: Progress) -> str:

@@ -69,6 +69,19 @@ class Share:
         """The number of samples with which this rank counts: 0 for a weight of 0."""
         return len(self.indices) if self.weight else 0
 
+    def parts(self, most: int) -> list[Share]:
+        """The share in as few near-equal parts as possible of at most ``most`` samples; 0: in
+        one."""
+        num = len(self.indices)
+        if not 0 < most < num:
+            return [self]
+        count = -(-num // most)
+        cuts = [num * number // count for number in range(count + 1)]
+        return [
+            Share(self.epoch, self.indices[start:stop], self.weight * (stop - start) / num)
+            for start, stop in pairwise(cuts)
+        ]
+
 
 @dataclass(frozen=True, slots=True)
 class Holding:

@@ -6,6 +6,10 @@ cost (the optimizer, packing gradients) and a cost per sample. Both are fitted t
 steps by the median of the slopes between pairs of steps (Theil, 1950; Sen, 1968), which is robust
 to outliers. The reduced gradient is still the mean over the whole batch, because each rank's mean
 is weighted by its samples (``Share.weight``).
+
+A rank gets no more samples than fit into its memory at once (``Cost.most``); the others compute the
+rest. A batch that does not fit into all memories together is computed in several *parts*: each rank
+gets as many times its bound as there are parts.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 SPREAD = 0.2
@@ -26,10 +30,14 @@ noise can make the fit too small, even negative."""
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The time of a rank for its share of a step: ``fixed_s + sample_s * samples`` seconds."""
+    """The time of a rank for its share of a step: ``fixed_s + sample_s * samples`` seconds.
+
+    ``most``: the samples that fit into its memory at once; 0 while no bound is known.
+    """
 
     fixed_s: float
     sample_s: float
+    most: int = 0
 
     def seconds(self, num_samples: int) -> float:
         return self.fixed_s + self.sample_s * num_samples
@@ -70,10 +78,48 @@ def apportion(size: int, costs: Sequence[Cost]) -> tuple[int, ...]:
 
     Each rank gets at least one sample if there are enough: the speed of a rank without samples
     can't be measured. Ties go to the lower rank: with equal costs the first ranks get one sample
-    more. ValueError for costs that are not finite and positive.
+    more. No rank gets more than ``most``; where that is too little for the batch, no rank gets more
+    than the least multiple of it that is enough. ValueError for costs that are not finite and
+    positive.
     """
     if size < 0 or not costs or not all(map(_is_possible, costs)):
         raise ValueError(f"{size} samples can't be split by the costs {list(costs)}")
+    times = num_parts(size, costs)
+    return _split(size, costs, [times * cost.most or size for cost in costs])
+
+
+def num_parts(size: int, costs: Sequence[Cost]) -> int:
+    """In how many parts ranks of these ``costs`` must compute a batch of ``size`` samples, at
+    least: 1 if it fits into their memories at once."""
+    together = sum(cost.most for cost in costs)
+    return max(1, -(-size // together)) if all(cost.most for cost in costs) else 1
+
+
+def capped(costs: Sequence[Cost] | None, caps: Sequence[int]) -> Costs | None:
+    """The costs of ranks that compute at most ``caps`` samples at once (0: any number), equal
+    shares for ``costs`` of None; None if nothing is known of any rank."""
+    if costs is None:
+        return tuple(replace(EQUAL, most=cap) for cap in caps) if any(caps) else None
+    caps = caps or (0,) * len(costs)
+    return tuple(replace(cost, most=cap) for cost, cap in zip(costs, caps, strict=True))
+
+
+def _split(size: int, costs: Sequence[Cost], bounds: Sequence[int]) -> tuple[int, ...]:
+    """The split with at most ``bounds`` samples for each rank. Ranks that would get more get their
+    bound, and the rest is split among the others, who then end later: so a rank that is at its
+    bound once stays there."""
+    counts = _unbounded(size, costs)
+    full = [rank for rank, bound in enumerate(bounds) if counts[rank] >= bound]
+    free = [rank for rank, bound in enumerate(bounds) if counts[rank] < bound]
+    if all(counts[rank] == bounds[rank] for rank in full):
+        return counts
+    left = size - sum(bounds[rank] for rank in full)
+    rest = _split(left, [costs[rank] for rank in free], [bounds[rank] for rank in free])
+    found = dict(zip(free, rest, strict=True)) | {rank: bounds[rank] for rank in full}
+    return tuple(found[rank] for rank in range(len(costs)))
+
+
+def _unbounded(size: int, costs: Sequence[Cost]) -> tuple[int, ...]:
     ranks = range(len(costs))
     least = 1 if size >= len(costs) else 0
     # First what each rank computes until the common end, rounded down; then each remaining sample
@@ -111,10 +157,15 @@ def step_s(size: int, split_by: Sequence[Cost], costs: Sequence[Cost]) -> float:
 
 
 def replan(
-    present: Costs | None, measured: Sequence[Cost | None], size: int, threshold: float
+    present: Costs | None,
+    measured: Sequence[Cost | None],
+    size: int,
+    threshold: float,
+    caps: Sequence[int] = (),
 ) -> tuple[Costs | None, str]:
     """The costs of the next split, and the reason in words: the ``present`` ones (None: equal
-    shares), or those ``measured`` if they make steps shorter by more than ``threshold``.
+    shares), or those ``measured`` if they make steps shorter by more than ``threshold``. Both are
+    bounded by ``caps``.
 
     A rank without a measurement (None) counts with the median of the others.
     """
@@ -125,8 +176,10 @@ def replan(
         statistics.median(cost.fixed_s for cost in known),
         statistics.median(cost.sample_s for cost in known),
     )
-    costs = tuple(cost if cost is not None else middle for cost in measured)
-    present = present or (EQUAL,) * len(costs)
+    costs = capped([cost if cost is not None else middle for cost in measured], caps)
+    present = capped(present or (EQUAL,) * len(measured), caps)
+    assert costs is not None
+    assert present is not None
     now, then = step_s(size, present, costs), step_s(size, costs, costs)
     if now <= (1 + threshold) * then:
         return present, f"new shares would gain {now / then - 1:.0%}"

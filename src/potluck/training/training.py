@@ -9,6 +9,7 @@ date. If no member has a state, the rank with the newest checkpoint loads it.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import math
 import signal
@@ -37,6 +38,7 @@ from potluck.errors import (
 from potluck.training import saving
 from potluck.training.alignment import Alignment
 from potluck.training.copies import Found, Lineage, holders, newest
+from potluck.training.memory import Cap, in_words, is_out_of_memory
 from potluck.training.noise import NoiseEstimate
 from potluck.training.pace import Pace
 from potluck.training.policy import Policy
@@ -114,6 +116,7 @@ class Training:
             self.stream.tell = self._tell
         self._told: set[str] = set()
         self.pace = Pace(self.policy)
+        self.cap = Cap()
         self.interrupt = Interrupt()
         self.alignment = Alignment(self.ctx, self.progress, self.replica, self.policy)
         self.has_state = False
@@ -194,6 +197,35 @@ class Training:
             raise error
         _log.info("step %d: %s", step, error)
 
+    def shortage(self, error: Exception, at_once: int) -> str:
+        """If the present step ran out of memory with ``at_once`` samples at once, and may run again
+        with fewer: what follows, in words; else empty."""
+        if not is_out_of_memory(error):
+            return ""
+        me, step = self.ctx.group.describe(self.ctx.rank), self.progress.step
+        with_so_many = f"out of memory with {in_words(at_once)} at once"
+        if not (self.ctx.elastic or self.ctx.world_size == 1):
+            why = "this world can't form another group: start the script with `potluck run`"
+        elif not self.cap.ran_out(at_once):
+            why = "fewer can't be computed: give it more memory, or train a smaller model"
+        else:
+            most = in_words(self.cap.most)
+            return f"{me} is {with_so_many}: it computes at most {most}, and runs step {step} again"
+        error.add_note(f"step {step}: {me} is {with_so_many}; {why}")
+        return ""
+
+    def ran_out(self, text: str) -> None:
+        """This rank is out of memory, and its cap is lowered: end the group, for the others wait
+        in the step. The next one has the same members. Alone, a rank only divides anew."""
+        gc.collect()
+        self._tell(text)
+        if self.ctx.world_size == 1:
+            self.pace.new_group((self.cap.most,))
+            return
+        error = PeerLost(text, epoch=self.ctx.epoch, certain=True)
+        self.ctx.communicator.abort(error)
+        self.lost(error)
+
     def end_recovery(self) -> None:
         """Training goes on: record the seconds since the loss, if there was one."""
         if self.lost_at is not None:
@@ -207,7 +239,7 @@ class Training:
 
         ``pending`` is the epoch of the vote whose outcome this rank does not know, 0 for none.
         Returns whether that vote's step or round counts, and its loss, NaN if no member knows it.
-        Cost: one all_gather of 160 bytes per rank.
+        Cost: one all_gather of 168 bytes per rank.
         """
         began = time.monotonic()
         reformed = self.cause is not None or self.newcomers
@@ -228,6 +260,7 @@ class Training:
             "batch_size": progress.batch_size,
             "noise": (noise.signal, noise.noise, noise.num),
             "save_due": self.save_due or self._is_short(),
+            "cap": self.cap.most,
             "num_dealt": progress.round + len(progress.deals),
             "longest_s": self.longest_s,
             "alignment": self.alignment.row,
@@ -265,7 +298,7 @@ class Training:
             if runs_again and self.lost_at is not None:
                 event += f", step {resolution.committed} run again"
             _log.info("%s: %s", event, resolution.reason)
-        self.pace.new_group()
+        self.pace.new_group([int(cap) for cap in rows["cap"]])
         counts = self.ctx.rank in resolution.apply
         if counts:
             self.history = resolution.history
