@@ -60,8 +60,9 @@ def test_a_rank_that_runs_out_of_memory_computes_less_and_the_others_the_rest() 
     results = ElasticWorld(3, work).run()
     for counter in results.values():
         assert (counter.seen == 3).all()
-        assert counter.job.num_reruns == 1, "one change of the cap, one repeat"
+        assert counter.job.num_reruns <= 1, "one change of the cap, one repeat"
         assert counter.job.step_number == 9
+    assert results["1"].job.num_reruns == 1, "another rank may not have begun the step"
     assert [results[worker].counts[0] for worker in "012"] == [9, 3, 8]
     assert [results[worker].job.most_at_once for worker in "012"] == [0, 3, 0]
     told = [event for event in results["1"].events if "out of memory" in event]
@@ -76,7 +77,8 @@ def test_memory_that_another_program_takes_away_amid_the_training() -> None:
     results = ElasticWorld(2, work).run()
     for counter in results.values():
         assert (counter.seen == 3).all()
-        assert counter.job.num_reruns == 2, "10, 5, 2"
+        assert counter.job.num_reruns <= 2
+    assert results["0"].job.num_reruns == 2, "10, 5, 2"
     assert results["0"].counts == [10] * 4 + [2] * 5
 
 
@@ -106,7 +108,7 @@ def test_a_batch_that_fits_nowhere_is_one_error_on_all_ranks() -> None:
     """The sum of a script's own gradients is the script's: it can't be computed in parts."""
 
     def work(ctx: MortalContext) -> None:
-        with pytest.raises(ConfigurationError, match="at most 5, 5 samples at once"):
+        with pytest.raises(ConfigurationError, match=r"at most \d, \d samples at once"):
             Counter(ctx, 9).run()
 
     ElasticWorld(2, work).run()

@@ -54,6 +54,7 @@ class GradScaler:
         self._rule = rule or LossScale()
         self._optimizers: Sequence[Optimizer] = ()
         self._commit: Callable[[], None] | None = None
+        self._end_part: Callable[[], None] = lambda: None
         # The present step.
         self._scaled = False
         self._unscaled: list[Optimizer] = []
@@ -70,10 +71,15 @@ class GradScaler:
         """Whether a loss was scaled whose gradients are not unscaled yet."""
         return self._scaled and not self._unscaled
 
-    def attach(self, optimizers: Sequence[Optimizer], commit: Callable[[], None]) -> None:
+    def attach(
+        self,
+        optimizers: Sequence[Optimizer],
+        commit: Callable[[], None],
+        end_part: Callable[[], None],
+    ) -> None:
         """Attach the scaler to a loop, which calls this. ``commit()`` commits a step without an
-        update."""
-        self._optimizers, self._commit = tuple(optimizers), commit
+        update; ``end_part()`` leaves a part of a step that is not its last."""
+        self._optimizers, self._commit, self._end_part = tuple(optimizers), commit, end_part
 
     def scale(self, loss: Tensor) -> Tensor:
         """``loss`` times the loss scale; call ``backward()`` on the result."""
@@ -90,6 +96,7 @@ class GradScaler:
             return
         if not self._scaled:
             raise RuntimeError("nothing is scaled: call scaler.scale(loss).backward() first")
+        self._end_part()
         self._unscaled.append(optimizer)
         inverse = 1.0 / self._rule.scale
         for gradient in _gradients(optimizer):

@@ -199,6 +199,11 @@ class DistributedDataParallel(nn.Module):
     def reduces(self, reduces: bool) -> None:
         self._reducer.enabled = reduces
 
+    def begin_part(self, *, is_first: bool = True, is_last: bool = True) -> None:
+        """A part of a step begins, for an ElasticLoop whose batch does not fit into memory at once.
+        Gradients of all parts but the last are kept, and reduced with those of the last one."""
+        self._reducer.begin_part(is_first=is_first, is_last=is_last)
+
     def synchronize(self) -> None:
         """Broadcast parameters and buffers from rank 0. A collective call. Desync on all ranks,
         which names the first difference, if their models differ."""
@@ -223,7 +228,12 @@ class DistributedDataParallel(nn.Module):
             self._reducer.forget()  # the last backward may have raised
         if not self.synchronized:
             self.synchronize()
-        elif self.broadcast_buffers and self.training and self._reducer.enabled:
+        elif (
+            self.broadcast_buffers
+            and self.training
+            and self._reducer.enabled
+            and not self._reducer.has_parts  # other ranks may compute the step in fewer parts
+        ):
             broadcast_tensors(self.ctx, dict(self.module.named_buffers()))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from traceback import walk_tb
 from typing import Any, Literal
 
 import torch
@@ -23,8 +27,10 @@ from potluck.torch.intercept import Capture, GradientInterceptor
 from potluck.torch.loading import Loader, check_samples, schedule_of, stream_of
 from potluck.torch.outer import OuterStrategy, outer_of
 from potluck.torch.planning import Planned, Planning, Rehearsal, Suggestion, is_planning
+from potluck.torch.reducer import Reducer
 from potluck.torch.replica import TorchReplica, parameter_hash
 from potluck.training import elastic
+from potluck.training.memory import Parts
 from potluck.training.noise import unbiased
 from potluck.training.policy import Policy
 from potluck.training.sampler import STREAM, Batch, Share
@@ -182,11 +188,13 @@ class ElasticLoop(elastic.ElasticLoop):
         scalers = [each for each in (also or {}).values() if isinstance(each, GradScaler)]
         self._scaler = scalers[0] if scalers else None
         for scaler in scalers:
-            scaler.attach(optimizers, self._skip)
+            scaler.attach(optimizers, self._skip, self._end_part)
         in_steps = self._outer is None and not is_planning()
         if in_steps and ddp is not None and ddp.compression is None:
             self._planning.append(Suggestion(ctx))
         self._is_local = in_steps and ddp is None  # right for one worker only
+        self._keeper: Reducer | None = None
+        """Of a model without a DistributedDataParallel: sums the parts of a step."""
         self._hooks = [
             each.register_step_pre_hook(self._before_optimizer_step) for each in optimizers
         ]
@@ -217,6 +225,7 @@ class ElasticLoop(elastic.ElasticLoop):
             self._loader.close()
             if self._ddp is not None:
                 self._ddp.reduces = True
+                self._ddp.begin_part()
         if self._probe is not None:
             self._probe.close()  # another loop may train the same model
         for hook in self._hooks:
@@ -239,7 +248,9 @@ class ElasticLoop(elastic.ElasticLoop):
         if self._probe is not None and self._share is not None and self._batch is not None:
             factor = 1.0 if self._scaler is None else self._scaler.factor
             seen = self._probe.take(self._share, self._batch, factor)
-            if seen is not None and not skipped:  # else the gradients may be infinite
+            if (
+                seen is not None and not skipped and len(self._parts.parts) == 1
+            ):  # else the gradients may be infinite
                 self.add_noise(*seen)
 
     def parameter_hash(self) -> str:
@@ -260,6 +271,41 @@ class ElasticLoop(elastic.ElasticLoop):
         super().commit(skipped=True)
         self._keep_residuals()
 
+    def _end_part(self) -> None:
+        if self._open and not self._parts.is_last:
+            super().commit()
+
+    def _divided(self, share: Share) -> Parts:
+        return Parts(share, self.most_at_once)
+
+    def _weigh(self, part: Share) -> None:
+        super()._weigh(part)
+        parts = self._parts
+        if self._ddp is None and self._keeper is None and not parts.is_last:
+            trained = {n: p for n, p in self._model.named_parameters() if p.requires_grad}
+            self._keeper = Reducer(trained, self.ctx, 25)
+        if self._keeper is not None:
+            self._keeper.weight = part.weight
+        reducer = self._ddp or self._keeper
+        if reducer is not None:
+            reducer.begin_part(is_first=parts.is_first, is_last=parts.is_last)
+
+    def _release(self, error: BaseException) -> None:
+        """Detach, in place, what variables of the script hold of the step's graph: else it stays
+        until the next step has replaced them, and takes memory beside the next step's."""
+        super()._release(error)
+        for frame, _ in walk_tb(error.__traceback__):
+            names = frame.f_locals
+            held = list(names.values())
+            for each in [*held, *(x for group in held for x in _items(group))]:
+                if isinstance(each, Tensor) and each.grad_fn is not None:
+                    with contextlib.suppress(RuntimeError):  # a view can't be detached
+                        each.detach_()
+            if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+                names.clear()  # a copy, which the frame would keep
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.empty_cache()
+
     def _keep_residuals(self) -> None:
         """After a step without an update: what it has sent was applied by no rank."""
         if self._ddp is not None and self._ddp.compression is not None:
@@ -272,12 +318,20 @@ class ElasticLoop(elastic.ElasticLoop):
     def _before_optimizer_step(self, _: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._open:
             return
+        self._end_part()
         # args begins with the optimizer itself.
         if any(value is not None for value in (*args[1:], *kwargs.values())):
             raise ValueError("an optimizer that takes a closure can't step on all ranks or on none")
         if self._scaler is not None and self._scaler.pending:
             raise RuntimeError("gradients are still scaled: call scaler.step(optimizer) instead")
         self.commit()
+
+
+def _items(group: Any) -> list[Any]:
+    """What a tuple, a list or a dict of the script holds."""
+    if isinstance(group, Mapping):
+        return list(group.values())
+    return list(group) if isinstance(group, tuple | list) else []
 
 
 def _check_parameters(optimizers: Sequence[Optimizer], trained: Sequence[Any]) -> None:

@@ -47,8 +47,10 @@ class Reducer:
     else Desync; None if none are. The others are reduced by ``algorithm``, None for the choice that
     the links suggest. A rank with weight 0 contributes zeros even if its gradients are inf or NaN.
     The ``.grad`` of a parameter that no rank has used is unchanged. While ``enabled`` is False
-    gradients only accumulate. Cost: one all_reduce of all gradients; with compression of their
-    compressed form, and of one number for each compressed parameter.
+    gradients only accumulate. While ``holds`` is True, in all parts of a step but the last, a
+    backward adds its weighted gradients to the buckets instead, and leaves zeros in ``.grad``; the
+    next backward that reduces has them in its sum. Cost: one all_reduce of all gradients; with
+    compression of their compressed form, and of one number for each compressed parameter.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Reducer:
         algorithm: str | None = None,
     ) -> None:
         self.enabled = True
+        self.holds = False
         self.weight: float | None = None
         self._ctx = ctx
         self._names, self._parameters = list(parameters), list(parameters.values())
@@ -89,6 +92,8 @@ class Reducer:
         """By parameter: its bucket, its offset there, and where its flag lies (see ``Bucket``)."""
         self._flats: list[_Flat | None] = [None] * len(self._buckets)
         self._used: set[int] = set()  # since gradients were last reduced
+        self.has_parts = self._is_reduced = False
+        """Whether buckets hold gradients of earlier parts; whether the last part is reduced."""
         self._failed = self._alone = -1  # autograd's numbers of backwards
         self._here: list[int] = []
         """The parameters that got a gradient in the backward ``_alone``."""
@@ -97,6 +102,13 @@ class Reducer:
             hook = _hook(weakref.ref(self), index)
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
+    def begin_part(self, *, is_first: bool = True, is_last: bool = True) -> None:
+        """A part of a step begins. With its first one those of a step that did not count are
+        forgotten."""
+        self.holds = not is_last
+        if is_first:
+            self.has_parts = self._is_reduced = False
+
     def forget(self) -> None:
         """Forget a backward that ended by an error of the script, which the reducer does not see.
 
@@ -104,6 +116,11 @@ class Reducer:
         """
         if self._backward == -1:
             return
+        if self.has_parts:
+            raise RuntimeError(
+                "a backward has failed in a step that is computed in parts, as it does not fit "
+                "into memory: its other parts are lost with it, so let the error end the step"
+            )
         self._flats = [None] * len(self._buckets)  # the operations still use the old buffers
         self._reset()
         if self._compression is not None:
@@ -123,14 +140,20 @@ class Reducer:
         if not self.enabled:
             self._used.add(index)
             return
-        if self._ctx.world_size == 1 and self.weight in (None, 1.0):
+        is_whole = self.weight in (None, 1.0) and not (self.holds or self._is_reduced)
+        if self._ctx.world_size == 1 and is_whole:
             if self._compression is not None:
                 self._look_alone(self._compression, backward, index)
             return
         try:
             if self._backward == -1:
                 self._backward = backward
-                if self._compression is not None:
+                if self._is_reduced:
+                    raise RuntimeError(
+                        "a step that is computed in parts, as it does not fit into memory, has one "
+                        "backward in each part: add the losses up first"
+                    )
+                if self._compression is not None and not self.holds:
                     self._compression.begin_backward(self._ctx)
                     self._compression.agree(self._ctx)
                 torch.autograd.Variable._execution_engine.queue_callback(self._finish)
@@ -141,6 +164,8 @@ class Reducer:
                 )
             self._ready.add(index)
             self._used.add(index)
+            if self._stays_here:
+                return  # they are kept, or all here, when backward ends
             self._fill(index)
             number = self._place[index][0]
             self._missing[number] -= 1
@@ -165,6 +190,9 @@ class Reducer:
 
     def _finish(self) -> None:
         """Called by autograd when all gradients of this backward are complete."""
+        if self._stays_here:
+            self._keep_here()
+            return
         try:
             for index in self._place.keys() - self._ready:
                 self._fill(index)
@@ -189,8 +217,32 @@ class Reducer:
             raise
         if self._compression is not None:
             self._compression.end_backward(failed=False)
-        self._used.clear()
+        self._end_reduction()
         self._reset()
+
+    @property
+    def _stays_here(self) -> bool:
+        """Whether a backward sends nothing, as that of a part."""
+        return self.holds or (self.has_parts and self._ctx.world_size == 1)
+
+    @torch.no_grad()
+    def _keep_here(self) -> None:
+        """End a backward that sends nothing."""
+        for index, parameter in enumerate(self._parameters):
+            self._fill(index)
+            if self.holds and parameter.grad is not None:
+                parameter.grad.zero_()
+        if self.holds:
+            self.has_parts = True
+        else:
+            for number in range(len(self._buckets)):
+                self._write_back(number)
+            self._end_reduction()
+        self._reset()
+
+    def _end_reduction(self) -> None:
+        self._used.clear()
+        self._is_reduced, self.has_parts = self.has_parts, False
 
     def _abandon(self, backward: int) -> None:
         # A failed operation may still use its buffer: later backwards get new buffers.
@@ -199,6 +251,7 @@ class Reducer:
             self._compression.end_backward(failed=True)
         self._flats = [None] * len(self._buckets)
         self._used.clear()
+        self.has_parts = self._is_reduced = False
         self._reset()
 
     def _flat(self, number: int) -> _Flat:
@@ -229,12 +282,15 @@ class Reducer:
         weight = 1 / self._ctx.world_size if self.weight is None else self.weight
         gradient = parameter.grad
         if gradient is None or weight == 0:
-            view.zero_()
+            if not self.has_parts:
+                view.zero_()
         elif gradient.layout != torch.strided:
             raise TypeError(
                 f"the parameter {self._names[index]!r} has a gradient of layout "
                 f"{gradient.layout}, which can't be reduced: make the layer without sparse=True"
             )
+        elif self.has_parts:
+            view.add_(gradient, alpha=weight)
         else:
             torch.mul(gradient, weight, out=view)
         flat[flag] = float(index in self._used and weight != 0)

@@ -365,14 +365,17 @@ class ElasticLoop(Uncopied):
         A collective call with the same names on every rank; in a step before its commit. After a
         loss between two steps it raises PeerLost until the next step, also when the next group has
         formed, because other ranks may not be at this call. In a step of a round, which does not
-        communicate, they are this rank's own.
+        communicate, they are this rank's own; so they are in all parts of a step but its last.
         """
         if self._share is not None and self._rounds is not None:
             return {name: float(_plain(value)) for name, value in metrics.items()}
         if self._share is None and self._training.interrupted is not None:
             raise again(self._training.interrupted)
-        weight = 1.0 if self._share is None else self._share.weight
-        return average(self.ctx, metrics, weight=weight)
+        if self._share is None:
+            return average(self.ctx, metrics)
+        parts = self._parts
+        mine = {name: parts.mean(name, float(_plain(each))) for name, each in metrics.items()}
+        return average(self.ctx, mine, weight=parts.share.weight) if parts.is_last else mine
 
     def save(self) -> None:
         """Write a checkpoint now. A collective call, between two steps. With a strategy of rounds
@@ -417,7 +420,7 @@ class ElasticLoop(Uncopied):
             own_loss = math.nan if own_loss is None else float(own_loss)
             self._rounds.add_loss(own_loss, self._share.num_samples)
             return
-        self._parts.add_loss(math.nan if own_loss is None else float(_plain(own_loss)))
+        own_loss = self._parts.mean("", math.nan if own_loss is None else float(own_loss))
         ok = self._parts.ok = self._parts.ok and ok
         if not self._parts.is_last:
             raise _NextPart
@@ -426,7 +429,7 @@ class ElasticLoop(Uncopied):
                 self.step_number,
                 ok=ok,
                 state_hash=self._training.state_hash(),
-                loss=self._parts.loss,
+                loss=own_loss,
                 weight=self._parts.share.weight,
                 ends=self._training.interrupt.is_asked,
             )

@@ -8,6 +8,7 @@ takes: a cap is halved, or becomes the largest number that has fitted.
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -80,15 +81,14 @@ class Cap:
 @dataclass(slots=True)
 class Parts:
     """The parts in which a rank computes its ``share`` of a step, one after the other, and what is
-    known of their losses. A step of most ranks has one."""
+    known of their losses and metrics. A step of most ranks has one."""
 
     share: Share
     most: int = 0
     ok: bool = True
     number: int = -1
     parts: list[Share] = field(init=False)
-    _loss_sum: float = 0.0
-    _loss_weight: float = 0.0
+    _figures: dict[str, dict[int, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.parts = self.share.parts(self.most)
@@ -111,14 +111,17 @@ class Parts:
         """The samples of the largest part."""
         return max(len(part.indices) for part in self.parts)
 
-    def add_loss(self, loss: float) -> None:
-        """Count the loss of the present part; NaN for unknown."""
-        weight = max(len(self.parts[self.number].indices), 1)
-        if loss == loss:
-            self._loss_sum += loss * weight
-            self._loss_weight += weight
-
-    @property
-    def loss(self) -> float:
-        """The mean over the samples of the parts so far; NaN if none has told of any."""
-        return self._loss_sum / self._loss_weight if self._loss_weight else float("nan")
+    def mean(self, name: str, value: float) -> float:
+        """The mean of the figure ``name`` over the samples of the parts so far, of which the
+        present one has ``value``; NaN is left out."""
+        values = self._figures.setdefault(name, {})
+        values[self.number] = value
+        if len(self.parts) == 1:
+            return value
+        known = [
+            (len(self.parts[number].indices), each)
+            for number, each in values.items()
+            if not math.isnan(each)
+        ]
+        total = sum(num for num, _ in known)
+        return math.fsum(num * each for num, each in known) / total if total else math.nan

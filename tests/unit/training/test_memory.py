@@ -74,9 +74,13 @@ def test_the_loss_of_a_step_is_the_mean_over_the_samples_of_its_parts() -> None:
     parts = Parts(Share(0, np.arange(5), 0.5), 2)
     for number, part in enumerate(parts):
         assert (parts.is_first, parts.is_last) == (number == 0, number == 2)
-        parts.add_loss(float(len(part.indices)))
-    assert parts.loss == pytest.approx((1 + 2 * 2 + 2 * 2) / 5)
-    assert math.isnan(Parts(Share(0, np.arange(5), 0.5)).loss)
+        mean = parts.mean("", float(len(part.indices)))
+        assert math.isnan(parts.mean("never", math.nan))
+        parts.mean("once", math.nan if number else 7.0)
+    assert mean == pytest.approx((1 + 2 * 2 + 2 * 2) / 5)
+    assert parts.mean("once", math.nan) == 7.0
+    whole = Parts(Share(0, np.arange(3), 0.5))
+    assert [whole.mean("", 0.1) for _ in whole] == [0.1]
 
 
 def test_a_cap_falls_to_what_has_fitted_or_to_half_and_never_below_one() -> None:
