@@ -18,6 +18,7 @@ from sklearn.model_selection import KFold
 
 from potluck import estimators
 from potluck._core.context import DistributedContext
+from potluck.estimators.boosting_fit import BoostingFit
 from support.shards import on_shards, refusal
 
 NUM = 600
@@ -101,6 +102,32 @@ def test_the_samples_for_validation_are_the_fraction_that_was_asked_for() -> Non
         options = {"early_stopping": True, "validation_fraction": fraction, "max_iter": 1}
         [model] = on_shards([(X, VALUES)], boosted("Regressor", **options))
         assert model._predictors[0][0].nodes["count"][0] == NUM - num
+
+
+def test_a_worker_that_is_started_again_keeps_its_samples_for_validation() -> None:
+    def fit(ctx: DistributedContext, shard: Any) -> list[int]:
+        model = estimators.HistGradientBoostingRegressor(
+            early_stopping=True, max_iter=2, random_state=3, ctx=ctx
+        )
+        before, again = (BoostingFit(model, ctx, *shard) for _ in range(2))
+        state = {"seed": 3, "trees": [], "train": [], "validation": []}
+        for stage in (before._compare, before._bin):
+            state = stage(state)
+        chosen = [np.flatnonzero(each._data(state)[3]).tolist() for each in (before, again)]
+        assert chosen[0] == chosen[1]
+        newcomer = {**state, "starts": {}}
+        assert not again._data(newcomer)[3].any()
+        return list(chosen[0])
+
+    found = on_shards(cut(X, VALUES, rows=np.split(np.arange(NUM), [150])), fit)
+    assert sum(map(len, found)) == 60
+    assert min(map(len, found)) > 10
+
+
+def test_a_model_of_weighted_samples_has_no_partial_dependence_by_counts() -> None:
+    [model] = on_shards([(X, VALUES, WEIGHTS)], boosted("Regressor"))
+    with pytest.raises(NotImplementedError, match="sample weights"):
+        model._compute_partial_dependence_recursion(np.zeros((1, 1)), np.array([0]))
 
 
 # ---------------------------------------------------------------- scikit-learn's trees
@@ -243,6 +270,33 @@ def test_frames_with_categories_in_other_features_are_refused() -> None:
     plain = pandas.DataFrame({"a": [0, 1] * 30, "b": [1, 0] * 30})
     shards = [(plain.astype({name: "category"}), np.arange(60.0)) for name in "ab"]
     assert "categories in different features" in refusal(shards, boosted("Regressor"))
+
+
+@pytest.mark.parametrize(
+    ("values", "kinds"), [([(0,), (1,)], "tuple"), ([0, "a"], "int, str"), ([b"a", b"b"], "bytes")]
+)
+def test_categories_that_are_neither_text_nor_numbers_are_refused(values: Any, kinds: str) -> None:
+    pandas = pytest.importorskip("pandas")
+    odd = pandas.DataFrame({"a": pandas.Series([values[0], values[1]] * 30, dtype="object")})
+    shards = [(odd, np.arange(60.0))] * 2
+    fit = boosted("Regressor", categorical_features=[0])
+    assert f"the categories of feature 0 are of the types {kinds}" in refusal(shards, fit)
+
+
+def test_constraints_that_differ_between_ranks_are_refused() -> None:
+    def fit(ctx: DistributedContext, shard: Any) -> Any:
+        options = {"monotonic_cst": np.array([1 - ctx.rank, 0, 0, 0, 0])}
+        return boosted("Regressor", **options)(ctx, shard)
+
+    assert "the ranks have different values of monotonic_cst" in refusal([(X, VALUES)] * 2, fit)
+
+
+@pytest.mark.parametrize(("kind", "fraction"), [("training", NUM - 1), ("validation", 1)])
+def test_samples_of_one_kind_without_weight_are_refused(kind: str, fraction: int) -> None:
+    weights = (np.arange(NUM) == 0).astype(float)
+    fit = boosted("Regressor", early_stopping=True, validation_fraction=fraction)
+    shards = cut(X, VALUES, weights, rows=np.split(np.arange(NUM), [150]))
+    assert f"the samples for {kind} have no weight" in refusal(shards, fit)
 
 
 def test_no_samples_on_all_ranks_are_refused() -> None:

@@ -21,7 +21,7 @@ from potluck.estimators.histogram_trees.binning import Bins, find_bins
 from potluck.estimators.histogram_trees.growing import mixed
 from potluck.estimators.histogram_trees.targets import in_units, unit_of
 from potluck.estimators.rounds import DONE, Stage, State, from_first, refused
-from potluck.estimators.shards import Array, Shard, place_of, seed_of, weights_of
+from potluck.estimators.shards import Array, Shard, seed_of, weights_of
 
 _AUTO = 10_000
 """With more samples ``early_stopping="auto"`` stops early, as in scikit-learn."""
@@ -47,7 +47,6 @@ class BoostingFit(ForestFit):
 
     after_input = "bin"
     _frame: Any = None
-    _start = 0
     _parts: tuple[_Part, _Part] | None = None
     _num_added = 0
     _grown: tuple[Any, list[Tree]] = (None, [])
@@ -64,6 +63,8 @@ class BoostingFit(ForestFit):
         model.is_categorical_ = known and np.array([each is not None for each in known])
         model._is_categorical_remapped = model.is_categorical_
         model.known_categories_, model._preprocessor = known, None
+        if last["has_sample_weight"]:
+            model._fitted_with_sw = True  # scikit-learn's partial dependence can't use counts then
         if self.is_classifier:
             model.classes_ = classes.classes_of(last)
         model._loss, model._bin_mapper = self._loss(last), self._mapper(last)
@@ -93,23 +94,29 @@ class BoostingFit(ForestFit):
         signs = validation._check_monotonic_cst(model, model.monotonic_cst)
         if has_some is not None and signs[has_some].any():
             raise ValueError("Categorical features cannot have monotonic constraints.")
-        model._check_interaction_cst(X.shape[1])
+        together = model._check_interaction_cst(X.shape[1]) or ()
         y, facts = classes.targets_of(y, np.float64, is_classifier=self.is_classifier)
         if is_numeric and not model._get_loss(None).in_y_true_range(y):
             raise ValueError(f"loss={model.loss!r} needs y > 0 (gamma), or y >= 0 (poisson)")
         own = None if weights is None else weights_of(weights, X)
         facts |= {"nodes": trees.boosted_format(), "categories": known, "weighted": own is not None}
+        facts["monotonic_cst"] = signs.tolist()
+        facts["interaction_cst"] = sorted(sorted(map(int, each)) for each in together)
         return Shard(X, y, own, facts)
 
     def agree(self, state: State, rows: list[dict[str, Any]]) -> State:
         found = super().agree(state, rows)
         if found["num"] >= 1 << 31:
             raise ValueError(f"{found['num']} samples are too many: sums of 2**31 are exact")
+        for name in ("monotonic_cst", "interaction_cst"):
+            if any(row[name] != rows[0][name] for row in rows):
+                raise ValueError(f"the ranks have different values of {name}: give all the same")
         self._loss({**found, "weighted": True})
         self.model._validate_parameters()
-        weighted = getattr(self.model, "class_weight", None) or any(r["weighted"] for r in rows)
+        given = any(row["weighted"] for row in rows)
+        weighted = bool(given or getattr(self.model, "class_weight", None))
         known = categories.union(rows, self.model.max_bins)
-        return {**found, "categories": known, "weighted": bool(weighted)}
+        return {**found, "categories": known, "weighted": weighted, "has_sample_weight": given}
 
     # ------------------------------------------------------------ what follows from a state
 
@@ -141,7 +148,7 @@ class BoostingFit(ForestFit):
         weights, and which are for validation.
 
         These are, of all ranks' samples in rank order, one at a random place of each of equal
-        ranges."""
+        ranges. A worker that was started again has the same ones, a new worker none."""
         X, (y, weights) = self.shard.X, self.targets(state)
         if state["categories"] is not None:
             X = categories.encoded(self._frame, state["categories"])
@@ -151,11 +158,12 @@ class BoostingFit(ForestFit):
         if self._stops_early(state) and given is not None:
             wanted = max(1, min(given if given >= 1 else math.ceil(given * num), num - 1))
             width = num / wanted
-            ranges = np.arange(self._start // width, (self._start + len(y)) // width + 1)
+            start = state["starts"].get(self.ctx.group.members[self.ctx.rank].worker, num)
+            ranges = np.arange(start // width, (start + len(y)) // width + 1)
             ranges = ranges[ranges < wanted].astype(np.uint64)
             shift = mixed(ranges + np.uint64(state["seed"])) / 2.0**64
             first, stop = (ranges * width).astype(np.int64), ((ranges + 1) * width).astype(np.int64)
-            places = first + (shift * (stop - first)).astype(np.int64) - self._start
+            places = first + (shift * (stop - first)).astype(np.int64) - start
             chosen[places[(places >= 0) & (places < len(y))]] = True
         return X, y.astype(np.float64), some, chosen
 
@@ -163,15 +171,24 @@ class BoostingFit(ForestFit):
 
     def _bin(self, state: State) -> State:
         """The bins of the features, and the prediction without a tree."""
-        self._start = place_of(self.ctx, len(self.shard.X)).start
+        counts = self.ctx.all_gather(np.array([len(self.shard.X)], np.int64)).ravel()
+        starts = zip(self.ctx.group.members, (np.cumsum(counts) - counts).tolist(), strict=True)
+        state = {**state, "starts": {member.worker: start for member, start in starts}}
         self._parts, self._num_added = None, 0
         X, y, weights, is_validation = self._data(state)
         bins = find_bins(self.ctx, X if weights.all() else X[weights != 0], self.model.max_bins)
-        y, weights = y[~is_validation], weights[~is_validation]
+        held_out, y, weights = weights[is_validation], y[~is_validation], weights[~is_validation]
         columns = [weights, weights * y]
         if self.is_classifier:
             columns = [weights * (y == each) for each in range(len(state["classes"]))]
-        totals, loss = self._sums(state, columns), self._loss(state)
+        *sums, of_held_out = self._sums(state, [*columns, held_out])
+        totals, loss = np.array(sums), self._loss(state)
+        weight = totals.sum() if self.is_classifier else totals[0]
+        validates = self._stops_early(state) and self.model.validation_fraction is not None
+        if not weight or (validates and not of_held_out):
+            kind = "validation" if weight else "training"
+            text = f"the samples for {kind} have no weight: choose another validation_fraction"
+            return refused(state, ValueError(text))
 
         def without_trees() -> Array:
             values, factors = totals[1:] / totals[0], None

@@ -68,9 +68,10 @@ def _sorted(feature: int, values: set[Any], most: int) -> list[Any]:
             f"Categorical feature at index {feature} is expected to have a cardinality <= {most} "
             f"but actually has a cardinality of {len(values)}."
         )
-    if len(kinds := sorted({type(each).__name__ for each in values})) > 1 and "str" in kinds:
+    kinds = {type(each).__name__ for each in values}
+    if not (kinds <= {"str"} or kinds <= {"bool", "int", "float"}):
         raise ValueError(
-            f"the categories of feature {feature} are of the types {', '.join(kinds)}: give every "
-            "rank categories of one type"
+            f"the categories of feature {feature} are of the types {', '.join(sorted(kinds))}: "
+            "give every rank categories that are all text, or all numbers"
         )
     return sorted(values)
