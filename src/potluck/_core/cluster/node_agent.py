@@ -29,7 +29,7 @@ from potluck._core.cluster.jobs.dispatcher import JobDispatcher
 from potluck._core.cluster.jobs.history import JobHistory
 from potluck._core.cluster.jobs.ledger import JobLedger, Vouching
 from potluck._core.cluster.jobs.log import JobLog
-from potluck._core.cluster.jobs.process import launcher_of
+from potluck._core.cluster.jobs.process import build_prefix, launcher_of
 from potluck._core.cluster.links import bulk, relay
 from potluck._core.cluster.links.bulk import BulkLinks
 from potluck._core.cluster.links.local import CLIENT, Client, Commands
@@ -44,7 +44,6 @@ from potluck._core.cluster.sharing.broker import Broker
 from potluck._core.cluster.sharing.confinement import Confinement, own_limits, own_sandbox
 from potluck._core.cluster.sharing.limits import Limits
 from potluck._core.cluster.sharing.offers import Offers, SharingStore
-from potluck._core.cluster.sharing.sandbox import build_sandbox
 from potluck._core.cluster.topology import measure
 from potluck._core.cluster.topology.hardware import (
     own_accelerators,
@@ -160,7 +159,10 @@ class _Machine:
         )
         links.on_request(peers.ResultsRequest, self.code_store.answer)
         self.environments = Environments(
-            settings, self.content, agent.names.called, partial(build_sandbox, settings.home)
+            settings,
+            self.content,
+            agent.names.called,
+            partial(build_prefix, settings.home, confinement),
         )
         self.environments.remove_incomplete()
         self.data = DataSets(settings.home, agent.me, self.content, quota_of(settings.data))

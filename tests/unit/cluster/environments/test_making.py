@@ -29,7 +29,10 @@ from potluck._core.cluster.environments import making
 from potluck._core.cluster.environments.kinds import own_kind
 from potluck._core.cluster.environments.making import Environment, Environments
 from potluck._core.cluster.environments.plan import Part, Plan, Wheel
-from potluck._core.cluster.sharing.sandbox import build_sandbox
+from potluck._core.cluster.environments.uv import run
+from potluck._core.cluster.jobs.process import build_prefix
+from potluck._core.cluster.sharing.confinement import Confinement
+from potluck._core.cluster.sharing.limits import Limits
 from potluck._core.settings import Settings
 from potluck.cli.clean import clean
 from potluck.errors import ConfigurationError
@@ -67,11 +70,12 @@ class Maker:
         given = {"home": home, "package_index": index.url} | settings
         self.settings = Settings(**given)  # type: ignore[arg-type]
         self.store = (nodes or Nodes()).store(self.settings.home / "content", name * 32)
+        self.limits = Confinement(Limits())
         self.environments = Environments(
             self.settings,
             self.store,
             lambda node: node[:2],
-            partial(build_sandbox, self.settings.home),
+            partial(build_prefix, self.settings.home, self.limits),
         )
         self.notes: list[str] = []
 
@@ -589,6 +593,55 @@ def test_a_build_that_fails_leaves_nothing(tmp_path: Path, index: Index) -> None
     with pytest.raises(ConfigurationError, match=r"^can't build sourced .* declares version 2\.0"):
         maker.made(source)
     assert maker.folders() == []
+
+
+ENDLESS = """
+import os, time
+def get_requires_for_build_wheel(settings=None): return []
+def build_wheel(directory, settings=None, metadata=None):
+    with open(os.path.join(directory, "large"), "wb") as file:
+        while True:
+            file.write(b"x" * 65536)
+            file.flush()
+            time.sleep(0.001)
+"""
+HUNGRY = """
+def get_requires_for_build_wheel(settings=None): return []
+def build_wheel(directory, settings=None, metadata=None):
+    print("before", flush=True)
+    bytearray(4 << 30)
+"""
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap: the command bwrap")
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [(ENDLESS, r"it takes more than [\d.e-]+ GB of the disk"), (HUNGRY, "MemoryError")],
+)
+def test_a_build_has_bounds_on_the_disk_and_the_memory(
+    tmp_path: Path, index: Index, monkeypatch: pytest.MonkeyPatch, module: str, text: str
+) -> None:
+    monkeypatch.setattr(making, "_BUILD_BYTES", 4 << 20)
+    maker = Maker(tmp_path / "home", index, environments="builds")
+    maker.limits.limits = Limits(memory_bytes=2 << 30)
+    source = add_source(index)
+    index.add(tiny_wheel("tinybackend", module=module))
+    with pytest.raises(ConfigurationError, match=rf"^can't build sourced .*{text}"):
+        maker.made(source)
+    assert maker.folders() == []
+
+
+def test_of_what_a_command_writes_a_bounded_part_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("potluck._core.cluster.environments.uv._MAX_OUTPUT", 10)
+    words = "import sys; print('b' * 9_000_000); sys.stderr.write('a' * 9_000_000 + 'end'); "
+    command = [sys.executable, "-c", f"{words}sys.exit(int(sys.argv[1]))"]
+    out, said = asyncio.run(run([*command, "0"], directory=tmp_path))
+    assert out == "b" * 10
+    assert said == "a" * 8189 + "end"
+    with pytest.raises(ConfigurationError, match=r"^a{2000}$"):
+        asyncio.run(run([*command, "1"], directory=tmp_path))
 
 
 def test_without_bubblewrap_nothing_is_built(

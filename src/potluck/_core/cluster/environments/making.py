@@ -30,7 +30,7 @@ from pathlib import Path
 import msgspec
 
 from potluck._core import system
-from potluck._core.background import in_thread, why
+from potluck._core.background import in_thread, stop, why
 from potluck._core.cluster.content.store import ContentStore
 from potluck._core.cluster.environments.kinds import own_kind
 from potluck._core.cluster.environments.plan import Part, Plan, Wheel, environment_key
@@ -50,6 +50,8 @@ _COMPILE_S = 600.0
 _MAX_DIRECTORY = 8 << 20
 _BLOCK = 4096
 _BUILD_S = 3600.0
+_BUILD_BYTES = 8 << 30
+_LOOK_S = 0.5
 _OWN = ("plans", "pythons")
 
 
@@ -109,13 +111,14 @@ class Environments:
     ) -> None:
         """Without the agent's ``content`` store they can be looked at and removed. ``called(node)``
         is the name of a node for people, ``sandboxed(folder, readable)`` what to put before a
-        command that may write in ``folder`` alone, and sees these files, too."""
+        command that may write in ``folder`` alone, sees these files, too, and gets as much memory
+        as the owner gives."""
         self.sandboxed = sandboxed
         self.root = settings.home / "environments"
         self._consent = settings.environments
         self.index = settings.package_index
-        self._quota = int(settings.environments_gb * (1 << 30))
-        self.wheels = Wheels(settings.home, self.index, self._quota, content, called)
+        self.quota = int(settings.environments_gb * (1 << 30))
+        self.wheels = Wheels(settings.home, self.index, self.quota, content, called)
 
     def part_of(self, plan: Plan) -> Part:
         """The part of ``plan`` for this machine. ConfigurationError if this machine makes no such
@@ -295,15 +298,15 @@ class Environments:
             sizes |= {each.key: each.num_bytes for each in kept}
             total = sum(sizes.values()) + num_bytes
             for each in reversed(kept):
-                if total > self._quota and each.key not in names and self.remove(each):
+                if total > self.quota and each.key not in names and self.remove(each):
                     total -= each.num_bytes
-            if total <= self._quota:
+            if total <= self.quota:
                 (folder / _RESERVED).write_text(str(num_bytes))
         gb = num_bytes / (1 << 30)
-        if total > self._quota:
+        if total > self.quota:
             raise ConfigurationError(
                 f"has no room for {gb:.2g} GB of packages: it keeps "
-                f"{self._quota / (1 << 30):.3g} GB of environments and wheels at most, those that "
+                f"{self.quota / (1 << 30):.3g} GB of environments and wheels at most, those that "
                 "jobs use now among them (there: POTLUCK_ENVIRONMENTS_GB)"
             )
         if (free := shutil.disk_usage(self.root).free) < num_bytes:
@@ -335,6 +338,7 @@ class _Build:
             lacking = await in_thread(self.home.wheels.missing, wheels)
             to_fetch = sum(wheel.size for wheel in lacking)
             # An unpacked wheel is no smaller than the wheel: what can't fit is not fetched.
+            room = min(_BUILD_BYTES, self.home.quota // 2)
             least = to_fetch + sum(wheel.size for wheel in wheels)
             await in_thread(self.home.make_room, self.folder, least, wheels)
             if lacking:
@@ -348,7 +352,8 @@ class _Build:
                 paths = {each.file: self.home.wheels.path(each) for each in self.part.wheels}
                 for each in self.part.wheels:
                     if each.is_source:
-                        paths[each.file] = await self._built(each)
+                        await in_thread(self.home.make_room, self.folder, least + room, wheels)
+                        paths[each.file] = await self._built(each, room)
                 unpacked = await in_thread(lambda: sum(map(_unpacked, paths, paths.values())))
                 await in_thread(self.home.make_room, self.folder, unpacked, wheels)
                 await in_thread(self._lay_out, paths)
@@ -364,9 +369,9 @@ class _Build:
         seconds = time.monotonic() - began
         self.note(f"ready after {seconds:.1f} s{fetched.origins()}")
 
-    async def _built(self, source: Wheel) -> Path:
+    async def _built(self, source: Wheel, room: int) -> Path:
         """The wheel that uv builds of ``source`` in the sandbox, where it sees the plan's tools,
-        and no network. No other machine gets it."""
+        and no network, and has ``room`` bytes of the disk. No other machine gets it."""
         import uv
 
         built = make_private(self.folder / "built" / source.file)
@@ -380,8 +385,19 @@ class _Build:
         assert self.home.sandboxed is not None, "only an agent makes environments"
         try:
             sandbox = await in_thread(self.home.sandboxed, built, (*files.values(), base))
+            command = [*sandbox, *words]
             async with asyncio.timeout(_BUILD_S):
-                await run([*sandbox, *words], directory=built, environ=environ, lock=self.lock)
+                building = asyncio.ensure_future(
+                    run(command, directory=built, environ=environ, lock=self.lock)
+                )
+                try:
+                    while not (await asyncio.wait([building], timeout=_LOOK_S))[0]:
+                        if await in_thread(_room_of, built) > room:
+                            gb = f"{room / (1 << 30):.2g} GB"
+                            raise ConfigurationError(f"it takes more than {gb} of the disk")
+                    await building
+                finally:
+                    await stop(building)
             for wheel in built.glob("made/*.whl"):
                 if wheel.is_file() and wheel.resolve() == built.resolve() / "made" / wheel.name:
                     return wheel  # and no link to a file of the owner's
@@ -556,6 +572,16 @@ def _fingerprint(folder: Path) -> tuple[str, int]:
             total += status.st_size
             hashed.update(f"{entry.path}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
     return hashed.hexdigest(), total
+
+
+def _room_of(folder: Path) -> int:
+    """The bytes that all below ``folder`` takes on the disk."""
+    found = (
+        os.lstat(os.path.join(place, name)).st_blocks
+        for place, folders, files in os.walk(folder)
+        for name in (*folders, *files)
+    )
+    return 512 * sum(found)
 
 
 def _remove_tree(folder: Path) -> None:

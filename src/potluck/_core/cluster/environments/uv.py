@@ -23,7 +23,7 @@ _OF_THE_USER = (
     *("UV_SYSTEM_CERTS", "UV_INSECURE_HOST", "UV_PYTHON_INSTALL_MIRROR", "UV_PYTHON_DOWNLOADS*"),
 )
 """Where packages and interpreters come from, for the user that runs potluck."""
-_MAX_OUTPUT = 64 << 20
+_MAX_OUTPUT, _MAX_SAID = 64 << 20, 8192
 
 
 def variables(given: Mapping[str, str], *, as_user: bool) -> dict[str, str]:
@@ -61,7 +61,8 @@ async def run(
     environ: Mapping[str, str] | None = None,
     lock: int = -1,
 ) -> tuple[str, str]:
-    """Run ``command`` in ``directory``; what it wrote to stdout and stderr. Cancelled, it is killed
+    """Run ``command`` in ``directory``; what it wrote to stdout and stderr, of stdout the first
+    64 MiB, of stderr the last 8 KiB. Cancelled, it is killed
     with all that it started. If this process is killed meanwhile, it holds on to the ``lock``, a
     descriptor.
 
@@ -79,17 +80,31 @@ async def run(
         pass_fds=() if lock < 0 else (lock,),
     )
     try:
-        out, err = await process.communicate()
+        assert process.stdout is not None
+        assert process.stderr is not None
+        out, err = await asyncio.gather(
+            _read(process.stdout, first=_MAX_OUTPUT), _read(process.stderr, last=_MAX_SAID)
+        )
+        await process.wait()
     finally:
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, SIGKILL)
             await process.wait()
-    text, said = out[:_MAX_OUTPUT].decode(errors="replace"), err[-8192:].decode(errors="replace")
+    text, said = out.decode(errors="replace"), err.decode(errors="replace")
     if process.returncode != 0:
         code = f"{command[0]} ended with code {process.returncode}"
         raise ConfigurationError(in_short(said) or code)
     return text, said
+
+
+async def _read(pipe: asyncio.StreamReader, *, first: int = 0, last: int = 0) -> bytes:
+    """All that comes out of ``pipe``: the ``first`` bytes of it, and the ``last``."""
+    kept = bytearray()
+    while block := await pipe.read(1 << 16):
+        kept += block
+        del kept[first : max(first, len(kept) - last)]
+    return bytes(kept)
 
 
 _CAUSE = re.compile(r"(?m)^(?:error|  cause|  ├─▶|  ╰─▶|hint): ?")

@@ -20,6 +20,7 @@ from pathlib import Path
 from signal import SIGINT
 
 import msgspec
+import psutil
 
 from potluck._core.background import start_thread
 from potluck._core.cluster.code_store.job_folders import JobFolder
@@ -28,6 +29,7 @@ from potluck._core.cluster.jobs.environment import accepted, all_but_secrets, pa
 from potluck._core.cluster.jobs.orphans import Orphans
 from potluck._core.cluster.jobs.shim import GIVEN
 from potluck._core.cluster.sharing.confinement import Confinement
+from potluck._core.cluster.sharing.sandbox import build_sandbox
 from potluck._core.settings import Settings
 from potluck._core.system import SIGKILL, has_terminal, need_posix, wait_for_exit
 from potluck._core.wire.jobs import DebugRequest, End, JobSpec
@@ -50,6 +52,23 @@ _OPEN_S = 0.25
 
 Sink = Callable[[str, str, End], None]
 """``sink(stream, line, end)``; ``stream`` is ``stdout`` or ``stderr``."""
+
+
+def _shim(limits: Mapping[str, object], sandbox: Sequence[str] | None) -> list[str]:
+    """What to put before a command that runs under ``limits``, in ``sandbox`` if there is one."""
+    orders = msgspec.json.encode(dict(limits) | {"sandbox": sandbox}).decode()
+    return [sys.executable, "-I", "-S", str(_SHIM), str(os.getpid()), orders]
+
+
+def build_prefix(
+    home: Path, confinement: Confinement, folder: Path, readable: Sequence[Path]
+) -> list[str]:
+    """What to put before a command that builds a package in ``folder``, and can read the
+    ``readable`` files: the sandbox, and the limits of workers. Without such limits each process has
+    half of the machine's memory. ConfigurationError as for ``Sandbox``."""
+    memory = confinement.limits.memory_bytes or psutil.virtual_memory().total // 2
+    sandbox = build_sandbox(home, folder, readable, memory)
+    return _shim({"data": memory, **confinement.orders(1)}, sandbox)
 
 
 class WorkerProcess:
@@ -84,8 +103,7 @@ class WorkerProcess:
         self._is_behind = is_behind
         self._interrupted: InterruptedTraceback | None = None
         self.is_sandboxed = sandbox is not None
-        orders = msgspec.json.encode(dict(limits) | {"sandbox": sandbox}).decode()
-        shim = [sys.executable, "-I", "-S", str(_SHIM), str(os.getpid()), orders]
+        shim = _shim(limits, sandbox)
         typed = self._typed = -1
         try:
             typed, self._typed = os.pipe()
