@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from potluck._core.cluster.jobs import shim as shim_module
 from potluck._core.wire.worker_link import EOT, TYPED
 
 DEADLINE_S = 60.0
@@ -21,8 +22,9 @@ class Worker:
     def __init__(self, path: Path, script: str) -> None:
         path.write_text(script)
         theirs, self._typed = os.pipe()
+        shim = [sys.executable, "-I", "-S", shim_module.__file__, "inside"]
         self.process = subprocess.Popen(
-            [sys.executable, "-u", str(path)],
+            [*shim, sys.executable, "-u", str(path)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
@@ -138,3 +140,62 @@ def test_a_program_that_the_script_starts_passes_its_breakpoints_over(tmp_path: 
     with started(tmp_path, script) as worker:
         assert worker.finish() == 0
     assert worker.said.endswith("is passed over: no agent started this process\n2\n")
+
+
+def test_an_end_is_heard_wherever_the_prompt_is(tmp_path: Path) -> None:
+    """Behind text without a line end, in a list of commands, and in a debugger within."""
+    with started(tmp_path, LOOP) as worker:
+        typed = [b"p 12", b"b 5\ncommands 1\np 2\n", b"debug len([])\n"]
+        for number, each in enumerate(typed):
+            worker.read_until("(Pdb)\n")
+            worker.type(each + EOT)
+            worker.read_until(f"turn {number} []\n")
+        worker.read_until("(Pdb)\n")
+        worker.type(b"c\n")
+        assert worker.finish() == 0
+    assert "(Pdb)\n12\n" not in worker.said
+    assert "(com)" in worker.said
+    assert "ENTERING RECURSIVE DEBUGGER" in worker.said
+
+
+FORKS = """
+import os
+def fork():
+    if os.fork() == 0:
+        breakpoint()
+        print("the fork goes on")  # line 6
+        os._exit(0)
+    os.wait()
+fork()
+breakpoint()
+fork()
+print("done")
+"""
+
+
+def test_a_fork_passes_breakpoints_over(tmp_path: Path) -> None:
+    """Nobody waits for it: a script's own, and those that were set at the prompt before."""
+    with started(tmp_path, FORKS) as worker:
+        worker.read_until("breakpoint() at train.py, line 5 is passed over")
+        worker.read_until("the fork goes on\n")
+        worker.read_until("(Pdb)\n")
+        worker.type(b"b 6\n")
+        worker.read_until("(Pdb)\n")
+        worker.type(b"c\n")
+        worker.read_until("the fork goes on\n")
+        assert worker.finish() == 0
+    assert worker.said.count("(Pdb)") == 2
+    assert worker.said.endswith("done\n")
+
+
+def test_a_pipe_with_a_high_number(tmp_path: Path) -> None:
+    """``select`` takes none of 1,024 and above."""
+    script = "import os, resource\n"
+    script += "most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
+    script += "resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))\n"
+    script += "fd, rest = os.environ['POTLUCK_TYPED'].split(':', 1)\n"
+    script += "os.dup2(int(fd), 1500)\nos.environ['POTLUCK_TYPED'] = f'1500:{rest}'\n"
+    with started(tmp_path, script + "breakpoint()\n") as worker:
+        worker.read_until("(Pdb)\n")
+        worker.type(b"c\n")
+        assert worker.finish() == 0

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import os
 import pdb
-import select
+import selectors
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from potluck._core.engine import patience
 from potluck._core.waiting import to_stderr
@@ -33,14 +33,16 @@ def stop() -> None:
         before.end()  # the script went on to a breakpoint that was set there
     where = f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"
     try:
-        fd, inode = map(int, os.environ.get(TYPED, "").split(":"))
-        if os.fstat(fd).st_ino != inode:
+        fd, inode, pid = map(int, os.environ.get(TYPED, "").split(":"))
+        if os.fstat(fd).st_ino != inode or os.getpid() != pid:
             raise ValueError
     except (OSError, ValueError):
         to_stderr(f"breakpoint() at {where} is passed over: no agent started this process")
         return
-    while select.select([fd], [], [], 0)[0] and os.read(fd, _READ):
-        pass  # typed before, at no prompt
+    with selectors.DefaultSelector() as ready:
+        ready.register(fd, selectors.EVENT_READ)
+        while ready.select(0) and os.read(fd, _READ):
+            pass  # typed before, at no prompt
     to_stderr(
         f"at a breakpoint ({where}), and the other ranks wait. On the machine that started the "
         f"job, or on this one: potluck attach {os.environ.get('POTLUCK_JOB')} --rank N, which is "
@@ -50,17 +52,43 @@ def stop() -> None:
     _here.prompt.set_trace(frame)
 
 
+class _Typed:
+    """The lines that come through the pipe ``fd``, up to EOT: none behind it, nor what has no line
+    end before it."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._read = b""
+        self._is_over = False
+
+    def readline(self) -> str:
+        """The next line; empty at the end, and from then on."""
+        while b"\n" not in self._read and not self._is_over:
+            text, eot, _ = (read := os.read(self._fd, _READ)).partition(EOT)
+            self._read += text
+            self._is_over = bool(eot) or not read
+        line, newline, self._read = self._read.partition(b"\n")
+        return f"{line.decode(errors='replace')}\n" if newline else ""
+
+    def end(self) -> None:
+        """Read nothing more."""
+        self._read, self._is_over = b"", True
+
+
 class _Prompt(pdb.Pdb):
     """It ends when the script goes on with no breakpoint that was set here, or is ended."""
 
     def __init__(self, fd: int, where: str) -> None:
         self._where = where
-        self._typed = os.fdopen(fd, encoding="utf-8", errors="replace", closefd=False)
-        super().__init__(stdin=self._typed, stdout=sys.__stdout__, nosigint=True, readrc=False)
+        self._pid = os.getpid()
+        self._typed = _Typed(fd)
+        stdin = cast(IO[str], self._typed)
+        super().__init__(stdin=stdin, stdout=sys.__stdout__, nosigint=True, readrc=False)
         self.prompt = f"{self.prompt.strip()}\n"  # what has no end is not shown at once
 
-    def precmd(self, line: str) -> str:
-        return "EOF" if line.encode() == EOT.strip() else super().precmd(line)
+    def handle_command_def(self, line: str) -> bool:
+        """In the list of ``commands``, which the end of what is typed ends, too."""
+        return line == "EOF" or super().handle_command_def(line)
 
     def do_EOF(self, arg: str) -> Any:
         self.clear_all_breaks()
@@ -78,6 +106,9 @@ class _Prompt(pdb.Pdb):
     def _cmdloop(self) -> None:
         """In place of pdb's, which keeps a KeyboardInterrupt from the script. Only as long as this
         reads do the other ranks wait: the script may never come to a breakpoint that was set."""
+        if os.getpid() != self._pid:  # forked, with the breakpoints, and nobody waits for it
+            self.do_EOF("")
+            return
         patience.prompts.append(self._where)
         try:
             self.cmdloop()
@@ -89,5 +120,4 @@ class _Prompt(pdb.Pdb):
 
     def end(self) -> None:
         """Read nothing more. Idempotent."""
-        if not self._typed.closed:
-            self._typed.close()
+        self._typed.end()

@@ -57,8 +57,8 @@ async def debug(
             raise ConfigurationError(f"rank {rank} of job {job.info.job} is not debugged: {why}")
 
         async def type_all() -> None:
-            while text := await typed():
-                await ask(node, typed=text)
+            while (text := await typed()) and await ask(node, typed=text):
+                pass
 
         async def hold() -> None:
             while await ask(node):

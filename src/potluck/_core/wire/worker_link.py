@@ -23,11 +23,13 @@ MAX_MESSAGE = 1 << 20
 MAX_TEXT = 16 * 1024
 MAX_MEMBERS = 4096
 MAX_FACTS = 128
+MAX_HOLD_S = 600.0
 
 TYPED = "POTLUCK_TYPED"
-"""The variable with the descriptor of the pipe for what is typed at a worker's debugger, and its
-inode: a program that the script starts has the variable, but another file behind that number."""
-EOT = b"\x04\n"
+"""The variable with the descriptor of the pipe for what is typed at a worker's debugger, its inode
+and the worker's process id (``jobs/shim.py``): a program that the script starts has the variable,
+but another file behind that number; a fork has the file."""
+EOT = b"\x04"
 """The end of what is typed, in that pipe."""
 
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
@@ -240,10 +242,10 @@ class ChaosDone(msgspec.Struct, frozen=True, tag=True):
 class Hold(msgspec.Struct, frozen=True, tag=True):
     """No group can be formed now, for a ``reason`` outside the job; the worker keeps waiting. With
     ``seconds`` a group may stand, of which a member sits at a breakpoint: no deadline passes for so
-    long."""
+    long. It is sent again every few seconds."""
 
     reason: Text
-    seconds: Seconds = 0.0
+    seconds: Annotated[float, msgspec.Meta(ge=0, le=MAX_HOLD_S)] = 0.0
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):

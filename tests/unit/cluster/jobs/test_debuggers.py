@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -19,6 +20,7 @@ class Typed:
 
     def __init__(self) -> None:
         self.text = b""
+        self.has_ended = False
         self.has_eot = asyncio.Event()
 
     def type(self, text: bytes) -> None:
@@ -36,20 +38,37 @@ def test_one_command_holds_a_worker_until_it_leaves() -> None:
 
 
 async def one_after_the_other() -> None:
-    process = Typed()
-    made = Debuggers(cast(Any, {"w1": process}))
-    made.asked("w1", "ada", request("first", b"p x\n"))
+    process, made = Typed(), Debuggers()
+    asked = partial(made.asked, cast(Any, process))
+    assert asked("ada", request("first", b"p x\n"))
     with pytest.raises(LinkError, match="a command on ada debugs this rank"):
-        made.asked("w1", "bob", request("second", b"q\n"))
+        asked("bob", request("second", b"q\n"))
     with pytest.raises(LinkError, match="a command on ada debugs this rank"):
-        made.asked("w1", "bob", request("second", leaves=True))
-    made.asked("w1", "ada", request("first", leaves=True))
+        asked("bob", request("second", leaves=True))
+    asked("ada", request("first", leaves=True))
     assert process.text == b"p x\n" + EOT
-    made.asked("w1", "bob", request("second", b"c\n"))
-    made.asked("w1", "bob", request("second", leaves=True))
+    asked("bob", request("second", b"c\n"))
+    asked("bob", request("second", leaves=True))
     assert process.text == b"p x\n" + EOT + b"c\n" + EOT
-    made.asked("w1", "bob", request("second", leaves=True))
+    asked("bob", request("second", leaves=True))
     assert process.text.count(EOT) == 2, "it had left already"
+    made.close()
+
+
+def test_a_session_keeps_its_process_though_that_ends() -> None:
+    asyncio.run(of_one_process())
+
+
+async def of_one_process() -> None:
+    before, after, made = Typed(), Typed(), Debuggers()
+    assert made.process_of("first") is None
+    made.asked(cast(Any, before), "ada", request("first"))
+    before.has_ended = True
+    assert made.process_of("first") is cast(Any, before)
+    assert not made.asked(cast(Any, before), "ada", request("first", b"c\n"))
+    assert made.asked(cast(Any, after), "bob", request("second", b"n\n"))
+    made.asked(cast(Any, before), "ada", request("first", leaves=True))
+    assert after.text == b"n\n"
     made.close()
 
 
@@ -59,10 +78,9 @@ def test_a_silent_command_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def silent() -> None:
-    process = Typed()
-    made = Debuggers(cast(Any, {"w1": process}))
-    made.asked("w1", "ada", request("first"))
+    process, made = Typed(), Debuggers()
+    made.asked(cast(Any, process), "ada", request("first"))
     async with asyncio.timeout(60):
         await process.has_eot.wait()
-    made.asked("w1", "bob", request("second"))
+    made.asked(cast(Any, process), "bob", request("second"))
     made.close()

@@ -12,6 +12,8 @@ import pytest
 
 from potluck._core.cluster.jobs.orphans import Orphans
 from potluck._core.cluster.jobs.process import MAX_LINE, LineSplitter, WorkerProcess
+from potluck._core.wire.worker_link import EOT
+from potluck.errors import LinkError
 
 
 def lines_of(*pieces: bytes) -> list[str]:
@@ -131,3 +133,50 @@ def test_what_waits_in_the_pipe_of_an_ended_worker_is_read_after_the_loop_stood_
 
     asyncio.run(run())
     assert lines == ["all that it found out"] * 2000
+
+
+READS_WHAT_IS_TYPED = """
+import os, sys, time
+fd, *_ = map(int, os.environ["POTLUCK_TYPED"].split(":"))
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.01)
+num = 0
+while (text := os.read(fd, 4096)) and b"\\4" not in text:
+    num += len(text)
+sys.exit(0 if num + text.index(b"\\4") == int(sys.argv[2]) else 1)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="workers need POSIX")
+def test_what_is_typed_at_a_debugger_waits_for_a_full_pipe_and_too_much_is_refused(
+    tmp_path: Path,
+) -> None:
+    typed = b"p 1\n" * 1024
+
+    async def run() -> int:
+        exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        most = 64 * 1024 + len(typed)  # the limit is looked at before the text is taken
+        process = WorkerProcess(
+            [sys.executable, "-c", READS_WHAT_IS_TYPED, str(tmp_path / "go"), str(most)],
+            {},
+            limits={},
+            sink=lambda stream, line, end: None,
+            is_behind=lambda: False,
+            on_exit=exited.set_result,
+            orphans=Orphans(),
+        )
+        async with asyncio.timeout(60):
+            for _ in range(most // len(typed)):
+                process.type(typed)  # before the loop can write any
+            with pytest.raises(LinkError, match="reads nothing of what is typed"):
+                process.type(typed)
+            process.type(EOT)
+            while len(process._waiting) > most:
+                await asyncio.sleep(0)  # until the pipe is full
+            (tmp_path / "go").touch()
+            code = await exited
+            process.type(b"late\n")
+            await process.release()
+        return code
+
+    assert asyncio.run(run()) == 0

@@ -466,6 +466,7 @@ class JobController:
                 pass  # passed on as it came
             case worker_link.Halted(name, where):
                 seconds = max(self.spec.peer_timeout_s, _LEAST_HOLD_S)
+                seconds = min(seconds, worker_link.MAX_HOLD_S)
                 hold = worker_link.Hold(f"worker {name} is at a breakpoint ({where})", seconds)
                 if (now := time.monotonic()) - self._held_at >= _HOLD_AGAIN_S:
                     self._held_at = now

@@ -111,7 +111,7 @@ class LocalRunner:
             lambda worker, reason: self._happened(jobs.Stalled(worker, worker_link.clip(reason))),
             self._note,
         )
-        self._debuggers = Debuggers(self._processes)
+        self._debuggers = Debuggers()
         if order.spec.plan is not None:
             code_store.hold(order.spec.plan)
         self._data: JobData | None = None
@@ -513,15 +513,15 @@ class LocalRunner:
 
     def debugged(self, node: str, request: jobs.DebugRequest, *, may: bool) -> jobs.JobRuns:
         """A command on ``node`` debugs a rank that may run here. LinkError if it may not."""
-        name = self._agent.names.label
-        for worker in self.alive:
-            if self._rank(worker) == str(request.rank):
-                if not may:
-                    starter, me = name(self.spec.starter), name(self._agent.me)
-                    raise LinkError(f"it is debugged on {starter}, which started it, and on {me}")
-                self._debuggers.asked(worker, name(node), request)
-                return jobs.JobRuns(True)
-        return jobs.JobRuns(False)
+        name, rank = self._agent.names.label, str(request.rank)
+        workers = (self._processes[each] for each in self.alive if self._rank(each) == rank)
+        process = self._debuggers.process_of(request.session) or next(workers, None)
+        if process is None:
+            return jobs.JobRuns(False)
+        if not may:
+            starter, me = name(self.spec.starter), name(self._agent.me)
+            raise LinkError(f"it is debugged on {starter}, which started it, and on {me}")
+        return jobs.JobRuns(self._debuggers.asked(process, name(node), request))
 
     def _rank(self, worker: str) -> str:
         members = () if self.group is None else self.group.members

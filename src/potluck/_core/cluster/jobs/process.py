@@ -47,6 +47,8 @@ _READ = 64 * 1024
 _MAX_PIPE = 1 << 20
 """The most bytes that Linux lets a pipe hold, by /proc/sys/fs/pipe-max-size."""
 _PAUSE_S = 0.05
+_MAX_TYPED = 64 * 1024
+"""Bytes typed at a debugger that wait for a full pipe."""
 _OPEN_S = 0.25
 """How often a line that is not ended yet is shown."""
 
@@ -105,6 +107,7 @@ class WorkerProcess:
         self.is_sandboxed = sandbox is not None
         shim = _shim(limits, sandbox)
         typed = self._typed = -1
+        self._waiting = b""
         try:
             typed, self._typed = os.pipe()
             if sys.platform != "win32":
@@ -159,9 +162,29 @@ class WorkerProcess:
                 os.killpg(self.pid, number)
 
     def type(self, text: bytes) -> None:
-        """Give ``text`` to the prompt of the worker's debugger (``backends/debugger.py``)."""
-        with contextlib.suppress(OSError):  # it has ended, or reads nothing
-            os.write(self._typed, text)
+        """Give ``text`` to the prompt of the worker's debugger (``backends/debugger.py``). What a
+        full pipe does not take waits; LinkError if that is too much."""
+        if self.has_ended or not text:
+            return
+        if len(self._waiting) > _MAX_TYPED and text != EOT:
+            raise LinkError("the rank reads nothing of what is typed; it is at no prompt now")
+        if not self._waiting:
+            self._loop.add_writer(self._typed, self._write)
+        self._waiting += text
+
+    def _write(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            try:
+                self._waiting = self._waiting[os.write(self._typed, self._waiting) :]
+            except BrokenPipeError:
+                self._waiting = b""  # the script has closed it, or ends
+        if not self._waiting:
+            self._loop.remove_writer(self._typed)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has ended."""
+        return self._is_reaped
 
     async def release(self) -> None:
         """After the exit: read its last words, give the pipes back."""
@@ -218,8 +241,8 @@ class WorkerProcess:
             os.close(descriptor)
         self.signal(SIGKILL)  # what it started ends with it
         self._is_reaped = True
+        self._loop.remove_writer(self._typed)
         os.close(self._typed)
-        self._typed = -1
         self._orphans.ended(self.pid)
         code = self._popen.wait()
         if self.is_sandboxed and code > 128:
@@ -504,38 +527,45 @@ def _in_short(lines: list[str]) -> str:
 
 
 class Debuggers:
-    """The commands (``potluck attach --rank``) that debug workers of this node. Runs in the
-    event loop. ``processes`` are the newest of each worker.
+    """The commands (``potluck attach --rank``) that debug workers of this node, each by a session.
+    Runs in the event loop.
 
-    A worker has one at a time, its *holder*, which asks to stay so every few seconds. If that
-    leaves, or is silent for ``LEASE_S``, the script goes on from its breakpoint.
+    A worker has one at a time, which asks to stay so every few seconds. If that leaves, or is
+    silent for ``LEASE_S``, the script goes on from its breakpoint. A session keeps the process that
+    it began with: ranks may change.
     """
 
-    def __init__(self, processes: Mapping[str, WorkerProcess]) -> None:
-        self._processes = processes
-        self._holders: dict[str, tuple[str, str, asyncio.TimerHandle]] = {}
+    def __init__(self) -> None:
+        self._sessions: dict[str, tuple[WorkerProcess, str, asyncio.TimerHandle]] = {}
 
-    def asked(self, worker: str, machine: str, request: DebugRequest) -> None:
-        """A command on ``machine`` asks for ``worker``. LinkError if another one holds it."""
-        session, other, lease = self._holders.get(worker, (request.session, "", None))
-        if session != request.session:
-            raise LinkError(
-                f"a command on {other} debugs this rank; when that command ends, it is free"
-            )
-        if lease is not None:
-            lease.cancel()
+    def process_of(self, session: str) -> WorkerProcess | None:
+        """The process that ``session`` debugs; None for a new one."""
+        return self._sessions[session][0] if session in self._sessions else None
+
+    def asked(self, process: WorkerProcess, machine: str, request: DebugRequest) -> bool:
+        """A command on ``machine`` asks for ``process``. Whether that runs. LinkError if another
+        command debugs it, or if it reads nothing."""
+        for session, (theirs, other, lease) in self._sessions.items():
+            if session == request.session:
+                lease.cancel()
+            elif theirs is process:
+                raise LinkError(
+                    f"a command on {other} debugs this rank; when that command ends, it is free"
+                )
         if request.leaves:
-            self._let_go(worker)
-            return
-        lease = asyncio.get_running_loop().call_later(LEASE_S, self._let_go, worker)
-        self._holders[worker] = session, machine, lease
-        self._processes[worker].type(request.typed)
+            self._let_go(request.session)
+            return not process.has_ended
+        loop = asyncio.get_running_loop()
+        lease = loop.call_later(LEASE_S, self._let_go, request.session)
+        self._sessions[request.session] = process, machine, lease
+        process.type(request.typed)
+        return not process.has_ended
 
-    def _let_go(self, worker: str) -> None:
-        if self._holders.pop(worker, None):
-            self._processes[worker].type(EOT)
+    def _let_go(self, session: str) -> None:
+        if session in self._sessions:
+            self._sessions.pop(session)[0].type(EOT)
 
     def close(self) -> None:
         """Forget them."""
-        for _, _, lease in self._holders.values():
+        for _, _, lease in self._sessions.values():
             lease.cancel()

@@ -18,6 +18,9 @@ import sys
 GIVEN = "POTLUCK_GIVEN"
 """The variable with the sender's variables, as JSON."""
 
+_TYPED = {"POTLUCK_TYPED"}
+"""``worker_link.TYPED``, which lacks the process id that only this process knows: in a sandbox it
+is another one."""
 _PR_SET_PDEATHSIG = 1
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 
@@ -70,7 +73,8 @@ def become(command: list[str], signals: tuple[str, ...]) -> None:
     for name in signals:
         signal.signal(getattr(signal, name), signal.SIG_DFL)
     given = json.loads(os.environ.pop(GIVEN, "{}"))
-    os.execvpe(command[0], command, {**os.environ, **given})
+    typed = {name: f"{os.environ[name]}:{os.getpid()}" for name in _TYPED & os.environ.keys()}
+    os.execvpe(command[0], command, {**os.environ, **given, **typed})
 
 
 if __name__ == "__main__":
