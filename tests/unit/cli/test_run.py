@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from potluck._core.cluster.run import _run_by_agent, checked
+from potluck._core.cluster.run import JobClient, _run_by_agent, checked
+from potluck._core.wire import local
 from potluck._core.wire.local import RunRequest
 from potluck.cli.run import idle_accelerators
 from potluck.errors import ConfigurationError
@@ -57,3 +58,15 @@ def test_a_job_that_no_agent_could_read_is_not_sent(options: dict[str, Any], sai
     request = RunRequest(script="train.py", **options)
     with pytest.raises(ConfigurationError, match=f"no agent takes this job: .*{said}"):
         asyncio.run(_run_by_agent(nobody, nobody, request, nobody))
+
+
+def test_an_agent_of_the_release_before_tells_of_the_job_once_it_is_taken() -> None:
+    async def run() -> None:
+        watcher: Any = None
+        client = JobClient("train.py", (), watcher)
+        client.take(local.JobTaken("train-1", "ada"))
+        assert await client.submitted == local.JobSubmitted("train-1", "ada")
+        client.take(local.JobSubmitted("train-1", "bob"))  # no second one counts
+        assert (await client.submitted).node == "ada"
+
+    asyncio.run(run())

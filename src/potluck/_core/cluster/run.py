@@ -262,10 +262,12 @@ class JobClient:
     def take(self, message: local.Reply) -> None:
         """The agent sent ``message``."""
         match message:
-            case local.JobSubmitted():
+            case local.JobSubmitted() if not self.submitted.done():
                 self.submitted.set_result(message)
-            case local.JobTaken() if not self.taken.done():
+            case local.JobTaken(job, node) if not self.taken.done():
                 self.taken.set_result(message)
+                if not self.submitted.done():  # an agent of the release before, still running
+                    self.submitted.set_result(local.JobSubmitted(job, node))
             case jobs.JobNote(_, text):
                 self._watcher.note(text)
             case jobs.LabelledOutput(_, worker, stream, text, end):
