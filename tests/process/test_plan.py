@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,9 @@ def test_a_plan_trains_nothing_and_auto_trains_by_it(tmp_path: Path) -> None:
     with Command(again, cwd=tmp_path) as run:  # which leaves its checkpoint there
         assert run.finish() == 0, run.text
         assert "[0] trained 8 steps" in run.text
+        facts = dict(re.split(r"  +", line, maxsplit=1) for line in run.lines if "  " in line)
+        assert facts["strategy"] == "LocalSGD(every=8)", run.text
+        assert facts["algorithm"], run.text
 
 
 def test_a_module_is_planned_and_run_with_its_plan(tmp_path: Path) -> None:

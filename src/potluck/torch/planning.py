@@ -473,7 +473,14 @@ class Planned(Planning):
             ) from None
         self.strategy, self._of = choice.strategy, plan.measured
         self._name, self._shapes = path.name, _shapes_of(model)
+        ctx.report(strategy=choice.code)
         self.begin()
+
+    def finish(self) -> None:
+        """Tell the job's history which algorithm ran most of the all_reduce calls."""
+        calls = self._ctx.stats()["operations"].get("all_reduce", {}).get("algorithms", {})
+        if calls:
+            self._ctx.report(algorithm=max(calls, key=lambda each: calls[each]))
 
     def begin(self) -> None:
         """Warn, on rank 0, if the plan was measured on other machines than those of the present

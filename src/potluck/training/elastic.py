@@ -640,6 +640,8 @@ class ElasticLoop(Uncopied):
 
     def _finish(self) -> None:
         self._training.finish_saving()
+        if self._training.pace.costs is not None:
+            self.ctx.report(shares=", ".join(map(str, self.shares)))
         self.ctx.report(
             committed_steps=self.step_number,
             steps_run_again=self.num_reruns,
