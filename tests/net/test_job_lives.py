@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from potluck._core.system import SIGCONT, SIGHUP, SIGKILL, SIGSTOP
 from support.clusters import found_cluster
 from support.commands import Command, comes_true, potluck_command
 from support.hosts import Network
-from support.machines import Machine, cluster_of, form, leader_of, machines
+from support.machines import Machine, agreed, cluster_of, form, leader_of, machines, marks
 from support.pages import DOCS
 from support.sums import TRAINING
 from support.terminal import Terminal
@@ -258,6 +259,54 @@ for number in range(20_000):
 pathlib.Path(sys.argv[1] + str(ctx.rank)).touch()
 ctx.close()
 """
+
+
+PRINTS = """
+import os, pathlib, potluck, sys, time
+ctx = potluck.init()
+print("is here", flush=True)
+while not pathlib.Path(sys.argv[1]).exists():
+    time.sleep(0.05)
+for number in range(100):
+    print(f"line {number} " + "x" * 1_000)
+ctx.close()
+"""
+
+
+def test_a_full_disk_costs_a_running_job_nothing_and_the_next_that_machine(tmp_path: Path) -> None:
+    script, go, full = tmp_path / "code" / "train.py", tmp_path / "go", tmp_path / "homes" / "bob"
+    script.parent.mkdir()
+    script.write_text(PRINTS)
+    full.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=80m,mode=700", "none", full], check=True)
+    try:
+        with cluster_of(2, tmp_path / "homes") as (ada, bob):
+            form(ada, bob)
+            with ada.run(script, go) as run:
+                run.wait_for("bob] is here")
+                bob.command.wait_for("hold its state")  # no view changes until its end
+                with contextlib.suppress(OSError), (full / "much").open("wb", 0) as file:
+                    while file.write(bytes(4096)):
+                        pass
+                go.touch()
+                assert run.finish() == 0, run.text
+            told = ada.runs("logs", "train").stdout
+            assert (told.count(" ada] line "), told.count(" bob] line ")) == (100, 100)
+            assert state_of(ada, "train") == "ended"
+            alone = ada.runs("run", str(script), str(go))
+            assert alone.returncode == 0, alone.stdout + alone.stderr
+            assert alone.stdout.count(" ada] line ") == 100
+            since = marks([ada, bob])
+            with contextlib.suppress(ProcessLookupError):  # it may have ended, and left the view
+                bob.kill()
+            bob.pid = 0
+            (full / "much").unlink()
+            bob.start()
+            agreed(ada, bob, since=since)
+            again = ada.runs("run", "--min-nodes", "2", str(script), str(go))
+            assert again.stdout.count(" bob] line ") == 100, again.stdout + again.stderr
+    finally:
+        subprocess.run(["umount", "-l", full], check=True)
 
 
 def test_a_stopped_reader_is_behind_stops_no_worker_and_misses_nothing(tmp_path: Path) -> None:

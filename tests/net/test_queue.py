@@ -104,6 +104,28 @@ def test_small_jobs_share_a_machine_and_each_has_its_cores(tmp_path: Path) -> No
                 assert [each.finish() for each in (one, two, whole)] == [0, 0, 0]
 
 
+TURNS = """
+import os, potluck, sys
+with potluck.init() as ctx:
+    if ctx.rank == 0:
+        for word in ("begins", "ends"):
+            with open(sys.argv[1], "a") as file:
+                file.write(f"{os.environ['POTLUCK_JOB']} {word} on {ctx.world_size}\\n")
+    ctx.barrier()
+"""
+
+
+def test_two_persons_start_jobs_at_once_and_have_their_turns(tmp_path: Path) -> None:
+    job, turns = script(tmp_path / "job", "turns", TURNS), tmp_path / "turns"
+    with cluster_of(2, tmp_path / "homes") as (ada, bob):
+        form(ada, bob)
+        with ada.run(job, turns) as one, bob.run(job, turns) as two:
+            assert [each.finish() for each in (one, two)] == [0, 0], one.text + two.text
+        first, again, second, last = (line.split(" ", 1) for line in turns.read_text().splitlines())
+        assert first[1] == second[1] == "begins on 2"
+        assert first[0] == again[0] != second[0] == last[0]
+
+
 def test_a_job_that_waits_begins_once_under_the_next_leader(tmp_path: Path) -> None:
     short = script(tmp_path / "short", "short", RAN)
     ran = tmp_path / "ran"

@@ -115,6 +115,12 @@ def test_what_workers_wrote_elsewhere_is_told_of_kept_and_brought(tmp_path: Path
         assert again.stdout.startswith("0 files (0 bytes)")
         assert "6 were there already" in again.stdout
 
+        (tmp_path / "out" / "all.txt").write_text("changed since")
+        other = ada.runs("fetch", job, "--to", str(tmp_path / "out"))
+        assert other.returncode == 2
+        assert "is there already, and is another file" in " ".join(other.stderr.split())
+        (tmp_path / "out" / "all.txt").write_text("the same everywhere")
+
         only = ada.runs("fetch", job, "results", "--to", str(tmp_path / "only"), "--json")
         assert {each["machine"] for each in json.loads(only.stdout)["files"]} == {"bob", "carl"}
         assert below(tmp_path / "only").keys() == set(ranks.values())

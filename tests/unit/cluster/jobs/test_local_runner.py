@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from potluck._core.cluster.code_store.store import CodeStore
 from potluck._core.cluster.jobs.agent_parts import AgentParts
 from potluck._core.cluster.jobs.history import JobHistory
@@ -19,6 +21,7 @@ from potluck._core.types import Member
 from potluck._core.wire import jobs, worker_link
 from potluck._core.wire.greeting import Hello
 from potluck._core.wire.nodes import JobGroup, View, ViewMember
+from potluck.errors import ConfigurationError, IdentityError, PotluckError
 from support.job_parts import ME, parts_of
 from support.requests import Nodes
 
@@ -185,3 +188,23 @@ def test_a_process_that_ended_passes_for_alive_until_its_exit_is_reported(tmp_pa
         if isinstance(each, jobs.WorkerEvent) and isinstance(each.event, jobs.Exited)
     ]
     assert sent.index(reported[0]) < exits[0] < sent.index(reported[1])
+
+
+@pytest.mark.parametrize(
+    ("error", "lacks"),
+    [(IdentityError("no space left"), True), (ConfigurationError("a job runs once"), False)],
+)
+def test_a_machine_whose_disk_is_full_lacks_what_the_job_can_do_without(
+    tmp_path: Path, error: PotluckError, lacks: bool
+) -> None:
+    class Refusing(Machine):
+        async def confirm(self, spec: jobs.JobSpec) -> None:
+            raise error
+
+    async def story() -> Machine:
+        machine = Refusing()
+        runner = await with_both_workers(machine, tmp_path)
+        await runner.put_away()
+        return machine
+
+    assert asyncio.run(story()).sent == [jobs.NodeReport("job", (), str(error), lacks)]

@@ -43,7 +43,13 @@ from potluck._core.types import Member
 from potluck._core.wire import jobs, worker_link
 from potluck._core.wire.greeting import Hello, Refusal, Welcome, common_version
 from potluck._core.wire.nodes import JobGroup, View
-from potluck.errors import ConfigurationError, LinkError, PotluckError, ProtocolError
+from potluck.errors import (
+    ConfigurationError,
+    IdentityError,
+    LinkError,
+    PotluckError,
+    ProtocolError,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -170,16 +176,16 @@ class LocalRunner:
 
     async def _prepare(self) -> None:
         """Fetch the folder if needed, and report to the leader."""
-        spec = self.spec
+        spec, self._lacks = self.spec, False
         try:
             if refusal := self._refusal():
                 raise ConfigurationError(refusal)
             await self._agent.vouching.confirm(spec)
+            self._lacks = True  # whatever can't be had from here on: the job can do without
             if self._data is not None:
                 self._data.members([each.node for each in self.places])
                 await self._data.offer()
             if spec.plan is None and (missing := await asyncio.to_thread(lacking, spec.needs)):
-                self._lacks = True
                 raise ConfigurationError(describe_lack(missing, spec.own, sys.executable))
             if spec.package is not None:
                 if not await asyncio.to_thread(self._code_store.has, spec.package):
@@ -206,8 +212,10 @@ class LocalRunner:
             if self._data is not None:
                 await self._bring(self._data)
         except (PotluckError, OSError) as error:
+            self._lacks |= isinstance(error, IdentityError | OSError)  # a full disk
             self._error = str(error)[:4000]
         except Exception as error:  # the leader would wait for this node's report for ever
+            self._lacks = False
             _log.exception("preparing job %s broke", spec.job)
             self._error = f"this is potluck's fault, please report it: {why(error)}"[:4000]
         else:
@@ -230,15 +238,11 @@ class LocalRunner:
         self._report()
 
     async def _bring(self, data: JobData) -> None:
-        """Have the job's data here, if workers are placed here. A machine that can't lacks it."""
+        """Have the job's data here, if workers are placed here."""
         try:
             await data.bring(has_workers=self._has_place)
-        except (PotluckError, OSError) as error:
-            self._lacks = True
-            if isinstance(error, OSError):
-                where = f"can't keep the job's data: {why(error)}"
-                raise ConfigurationError(where) from error
-            raise
+        except OSError as error:
+            raise ConfigurationError(f"can't keep the job's data: {why(error)}") from error
 
     @property
     def _awaits_data(self) -> bool:
@@ -272,7 +276,7 @@ class LocalRunner:
             elif self._environment is None and self._not_made:
                 raise ConfigurationError(self._not_made)
         except ConfigurationError as error:
-            self._lacks, self._not_made = True, str(error)
+            self._not_made = str(error)
             raise
 
     # What the leader orders.
