@@ -83,8 +83,12 @@ def test_no_example_is_left_out() -> None:
     own |= {"work_queue.py", "trainers.py", "messages.py"}  # test_estimators_processes.py
     own |= {"data_digits.py"}  # test_loading_killed.py
     own |= {"jax_digits.py", "mlx_digits.py"}  # test_jax_mlx.py
+    own |= {"lora/finetune.py", "lora/make_tiny.py", "lora/texts.py"}  # test_finetune.py
     others = {"deepspeed_digits.py", "ray_digits.py"}  # test_frameworks.py
-    assert listed | own | others == {path.name for path in EXAMPLES.glob("*.py")}
+    assert listed | own | others == {
+        path.relative_to(EXAMPLES).as_posix()
+        for path in [*EXAMPLES.glob("*.py"), *EXAMPLES.glob("lora/*.py")]
+    }
 
 
 @pytest.mark.parametrize("package", ["accelerate", "transformers", "lightning"])

@@ -1,4 +1,5 @@
-"""Frameworks with launchers or managers of their own: DeepSpeed, ray.train and torchft.
+"""Frameworks with launchers or managers of their own, and those that take long: DeepSpeed,
+ray.train, torchft, TRL.
 
 They are not part of the environment of ``make test``; ``make ecosystem`` installs them and runs
 these tests.
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from support.commands import Command, potluck_command
+from support.examples import example
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -95,3 +97,16 @@ def test_torchfts_manager_goes_on_after_a_kill_and_takes_a_new_replica_in() -> N
         norms = [run.wait_for("ends at step 6").rpartition(" ")[2] for run in (survivor, fresh)]
     assert norms[0] == norms[1]
     assert re.search(r"step 3 does not count: .*lost rank [01]", survivor.text), survivor.text
+
+
+def test_trls_sft_and_dpo_train_adapters_on_two_workers(tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="make ecosystem installs TRL")
+    example("lora/make_tiny").make(tmp_path)
+    script = str(SCRIPTS / "trl_adapters.py")
+    with Command([*POTLUCK_RUN, script, str(tmp_path)], env=QUIET | {"HF_HUB_OFFLINE": "1"}) as run:
+        assert run.finish(500) == 0, run.text
+    found = re.findall(r"(SFT|DPO) of 2: loss ([\d.]+) -> ([\d.]+), adapters (\w{12})", run.text)
+    assert sorted(name for name, *_ in found) == ["DPO", "DPO", "SFT", "SFT"], run.text
+    assert len(set(found)) == 2, "the ranks end with equal adapters"
+    for _, first, last, _ in found:
+        assert float(last) < float(first)

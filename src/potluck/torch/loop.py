@@ -28,7 +28,8 @@ from potluck.torch.loading import Loader, check_samples, schedule_of, stream_of
 from potluck.torch.outer import OuterStrategy, outer_of
 from potluck.torch.planning import Planned, Planning, Rehearsal, Suggestion, is_planning
 from potluck.torch.reducer import Reducer
-from potluck.torch.replica import TorchReplica, parameter_hash
+from potluck.torch.replica import TorchReplica
+from potluck.torch.structure import broadcast_tensors
 from potluck.training import elastic
 from potluck.training.memory import Parts
 from potluck.training.noise import unbiased
@@ -73,6 +74,11 @@ class ElasticLoop(elastic.ElasticLoop):
     fractions of their own in each step, and each sample counts once per epoch. The samples of a
     lost rank leave with it. A rank that has none gets tensors of 0 samples (of data sets that are
     no tensors None), and its gradient does not count.
+
+    With ``frozen="own"`` each rank has read the parameters that require no gradient by itself, as
+    the base model of LoRA. Then only what is trained, and buffers, is sent to newcomers and saved
+    in checkpoints. Ranks compare hashes of the frozen parameters: Desync, or CheckpointError, names
+    the first that differs.
 
     ``optimizer`` is an optimizer or a list of optimizers, without closures. ``also`` maps names to
     other objects with state_dict and load_state_dict (schedulers, a GradScaler) that are part of
@@ -121,7 +127,10 @@ class ElasticLoop(elastic.ElasticLoop):
         ctx: DistributedContext | None = None,
         strategy: Strategy | Literal["auto"] | None = None,
         samples: Literal["all", "own"] = "all",
+        frozen: Literal["sent", "own"] = "sent",
     ) -> None:
+        if frozen not in ("sent", "own"):
+            raise ValueError(f'frozen is {frozen!r}; it must be "sent" or "own"')
         check_samples(samples)
         if strategy != "auto" and not isinstance(strategy, Strategy | None):
             raise TypeError(
@@ -176,7 +185,7 @@ class ElasticLoop(elastic.ElasticLoop):
         super().__init__(
             ctx,
             schedule,
-            TorchReplica(model, optimizers, also or {}, self._outer),
+            TorchReplica(model, optimizers, also or {}, self._outer, own_frozen=frozen == "own"),
             checkpoint=checkpoint,
             policy=policy,
             callbacks=callbacks,
@@ -254,8 +263,62 @@ class ElasticLoop(elastic.ElasticLoop):
                 self.add_noise(*seen)
 
     def parameter_hash(self) -> str:
-        """Hex SHA-256 of the model's parameters; equal on all ranks."""
-        return parameter_hash(self._model)
+        """Hex SHA-256 of the model's parameters, with ``frozen="own"`` of those that are trained;
+        equal on all ranks."""
+        return self._replica.parameter_hash()
+
+    def evaluate(
+        self,
+        dataset: Any,
+        measure: Callable[[Any], Mapping[str, tuple[Any, float]]],
+        *,
+        batch_size: int = 32,
+        collate: Callable[[list[Any]], Any] = default_collate,
+    ) -> dict[str, float]:
+        """Exact means over ``dataset``, of which every sample counts once, on whatever ranks.
+
+            def measure(samples):
+                x, y = samples
+                scores = model(x)
+                loss = F.cross_entropy(scores, y, reduction="sum")
+                return {"loss": (loss, len(x)), "accuracy": ((scores.argmax(1) == y).sum(), len(x))}
+
+        A collective call with the same map-style ``dataset`` on all ranks; each computes a part by
+        its speed. ``measure`` gets up to ``batch_size`` samples, without gradients and with the
+        model in its evaluation mode, and returns by name a total and what it counts, such as
+        samples or tokens. Call it in a step before ``optimizer.step()``, where it is repeated with
+        the step if a rank is lost (of the parts of a step the first evaluates, the others get its
+        result), or after the loop, where the ranks that are left compute it again; between two
+        steps it raises PeerLost. ValueError for an empty data set, RuntimeError in the steps of a
+        strategy of rounds. Cost: a broadcast of buffers, so that all ranks have rank 0's, and an
+        all_reduce of 16 bytes, and 16 for each name.
+        """
+        samples = _with_length(dataset)
+        num = len(samples)
+        batch_size = checked_whole("batch_size", batch_size, at_least=1)
+        batch_size = min(batch_size, self.most_at_once or batch_size)
+        if not num:
+            raise ValueError("the data set to evaluate has no samples")
+
+        def measured(part: range) -> dict[str, tuple[float, float]]:
+            if self._ddp is not None and self._ddp.broadcast_buffers:
+                broadcast_tensors(self.ctx, dict(self._ddp.module.named_buffers()))
+            totals: dict[str, tuple[float, float]] = {}
+            for first in range(0, len(part), batch_size):
+                found = measure(collate([samples[i] for i in part[first : first + batch_size]]))
+                for name, (total, count) in found.items():
+                    before = totals.get(name, (0.0, 0.0))
+                    totals[name] = before[0] + float(total), before[1] + float(count)
+            return totals
+
+        modes = [(module, module.training) for module in self._model.modules()]
+        self._model.eval()
+        try:
+            with torch.no_grad():
+                return self._means(num, measured)
+        finally:
+            for module, is_training in modes:
+                module.training = is_training
 
     @property
     def num_nonfinite(self) -> Counter[str]:

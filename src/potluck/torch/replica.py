@@ -25,7 +25,11 @@ _log = logging.getLogger(__name__)
 
 class TorchReplica:
     """A ``training.replica.Replica``. ``also`` are objects with state_dict and load_state_dict;
-    TypeError for others. With an ``outer`` strategy the global parameters are what it holds."""
+    TypeError for others. With an ``outer`` strategy the global parameters are what it holds.
+
+    With ``own_frozen`` each rank has read the frozen parameters itself: they are no part of the
+    state. Their hashes are part of the structure, which ranks compare, and of the state.
+    """
 
     def __init__(
         self,
@@ -33,6 +37,8 @@ class TorchReplica:
         optimizers: Sequence[Optimizer],
         also: Mapping[str, Any],
         outer: OuterStrategy | None = None,
+        *,
+        own_frozen: bool = False,
     ) -> None:
         for name, each in also.items():
             if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
@@ -48,6 +54,14 @@ class TorchReplica:
         self._buffers: list[Tensor] = []
         self._random: State = None
         self._trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        self._frozen: dict[str, str] = {}
+        """By name the hash of each frozen parameter that is no part of the state."""
+        if own_frozen:
+            self._frozen = {
+                name: fingerprint(parameter)
+                for name, parameter in model.named_parameters()
+                if name not in self._trained
+            }
         device = device_of(model)
         is_cuda = device.type == "cuda"
         self.device = torch.cuda.get_device_name(device) if is_cuda else str(device)
@@ -59,7 +73,7 @@ class TorchReplica:
         return None if self._ddp is None else self._ddp.compression
 
     def capture(self) -> State:
-        outer, model = self._outer, self._model.state_dict()
+        outer, model = self._outer, self._model_state()
         state = {
             "model": model if outer is None else outer.global_state(model),
             "outer": None if outer is None else outer.capture(),
@@ -68,19 +82,36 @@ class TorchReplica:
         }
         if self._compression is not None:
             state["compression"] = self._compression.capture_shared()
+        if self._frozen:
+            state["frozen"] = self._frozen
         return state
 
     def fixed(self) -> State:
-        return {"model": self._model.state_dict()}
+        return {"model": self._model_state()}
+
+    def _model_state(self) -> dict[str, Any]:
+        state: dict[str, Any] = self._model.state_dict()
+        if not self._frozen:
+            return state
+        # By identity: tied parameters have several names, and what a quantized layer adds to its
+        # state belongs to its frozen weight.
+        sent = {
+            *(id(each) for each in self._model.parameters() if each.requires_grad),
+            *(id(each) for each in self._model.buffers()),
+        }
+        kept = self._model.state_dict(keep_vars=True)
+        return {name: each for name, each in state.items() if id(kept[name]) in sent}
 
     def structure(self) -> dict[str, str]:
         if self._ddp is not None:
-            return self._ddp.structure()
-        return structure_of(self._model, self._trained)
+            found = self._ddp.structure()
+        else:
+            found = structure_of(self._model, self._trained)
+        return found | {f"the values of {name}": text for name, text in self._frozen.items()}
 
     def restore(self, state: State) -> None:
         self._check(state)
-        self._model.load_state_dict(state["model"])
+        self._model.load_state_dict(state["model"], strict=not self._frozen)
         for optimizer, each in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(each)
         for name, each in self._also.items():
@@ -104,7 +135,17 @@ class TorchReplica:
                 f"the state holds also={sorted(state['also'])}, this training has "
                 f"also={sorted(self._also)}"
             )
-        own = self._model.state_dict()
+        theirs_frozen = state.get("frozen", {})
+        if theirs_frozen != self._frozen:
+            names = self._frozen.keys() | theirs_frozen.keys()
+            name = min(n for n in names if self._frozen.get(n) != theirs_frozen.get(n))
+            raise CheckpointError(
+                f"the state belongs to another base model: the frozen {name!r} has other values"
+                if name in self._frozen and name in theirs_frozen
+                else f"the state and this training differ in whether the frozen {name!r} is a "
+                "part of it: give both the same frozen="
+            )
+        own = self._model_state()
         different = [
             name
             for name in own.keys() | state["model"].keys()
@@ -143,22 +184,25 @@ class TorchReplica:
         that sets these by itself may set them unlike on a joining worker."""
         if self._outer is not None:
             return self._outer.fingerprint()
-        return fingerprint([list(self._model.parameters()), hyperparameters(self._optimizers)])
+        return fingerprint([list(self._compared().values()), hyperparameters(self._optimizers)])
+
+    def _compared(self) -> dict[str, nn.Parameter]:
+        return {n: p for n, p in self._model.named_parameters() if n not in self._frozen}
 
     def shared(self) -> State:
         return {
-            "parameters": {name: each.detach() for name, each in self._model.named_parameters()},
+            "parameters": {name: each.detach() for name, each in self._compared().items()},
             "hyperparameters": hyperparameters(self._optimizers),
         }
 
     @torch.no_grad()
     def take_shared(self, state: State) -> None:
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self._compared().items():
             parameter.copy_(state["parameters"][name])
         set_hyperparameters(self._optimizers, state["hyperparameters"])
 
     def parameter_hash(self) -> str:
-        return parameter_hash(self._model)
+        return fingerprint(list(self._compared().values()))
 
     def remember(self, step: int) -> None:
         if self._compression is not None:

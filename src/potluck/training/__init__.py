@@ -1,7 +1,8 @@
 """Elastic training without torch: the schedule of samples, and a loop that survives lost
 workers."""
 
-from potluck.training.elastic import ElasticLoop, average
+from potluck.training.elastic import ElasticLoop
+from potluck.training.means import average
 from potluck.training.policy import NoiseBatching, Policy, ProportionalShares
 from potluck.training.replica import Replica, StateReplica
 from potluck.training.sampler import Schedule, Share

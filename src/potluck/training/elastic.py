@@ -24,8 +24,7 @@ import contextlib
 import logging
 import math
 import time
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,6 +36,7 @@ from potluck.checkpoint.store import CheckpointStore
 from potluck.data.stream import Stream
 from potluck.errors import CheckpointError, ConfigurationError, Diverged, GroupError
 from potluck.training.callbacks import Callbacks
+from potluck.training.means import average, means, part_of, plain
 from potluck.training.memory import Parts, release
 from potluck.training.policy import Policy
 from potluck.training.progress import Progress
@@ -357,7 +357,7 @@ class ElasticLoop(Uncopied):
                     "makes: this loss is not averaged over the ranks, and job.last_loss stays nan. "
                     "Call it before"
                 )
-            self.ctx.report(**{name: _plain(value) for name, value in facts.items()})
+            self.ctx.report(**{name: plain(value) for name, value in facts.items()})
 
     def average(self, **metrics: Any) -> dict[str, float]:
         """The means of ``metrics`` over all ranks: in a step weighted by samples, else unweighted.
@@ -368,14 +368,38 @@ class ElasticLoop(Uncopied):
         communicate, they are this rank's own; so they are in all parts of a step but its last.
         """
         if self._share is not None and self._rounds is not None:
-            return {name: float(_plain(value)) for name, value in metrics.items()}
+            return {name: float(plain(value)) for name, value in metrics.items()}
         if self._share is None and self._training.interrupted is not None:
             raise again(self._training.interrupted)
         if self._share is None:
             return average(self.ctx, metrics)
         parts = self._parts
-        mine = {name: parts.mean(name, float(_plain(each))) for name, each in metrics.items()}
+        mine = {name: parts.mean(name, float(plain(each))) for name, each in metrics.items()}
         return average(self.ctx, mine, weight=parts.share.weight) if parts.is_last else mine
+
+    def _means(
+        self, num: int, measure: Callable[[range], Mapping[str, tuple[float, float]]]
+    ) -> dict[str, float]:
+        """``means`` of what ``measure`` returns for this rank's part of ``range(num)``: in a step,
+        or after the last one. There it is computed again where a rank is lost."""
+        if self._rounds is not None and not self.done:
+            raise RuntimeError("between the exchanges of a round ranks have unlike parameters")
+        parts = self._parts
+        if self._share is not None and not parts.is_first:  # ranks have unlike numbers of parts
+            return parts.evaluated_again()
+        while True:
+            mine = part_of(self.ctx, num, self._training.pace.costs)
+            try:
+                own = measure(mine or range(1))  # else this rank would not know the names
+                found = means(self.ctx, own if mine else dict.fromkeys(own, (0.0, 0.0)))
+            except LOST as error:
+                if self._share is not None or not self.done:
+                    raise
+                self._training.lost(error)
+                self._settle(at_step=True)  # a joining worker calls it, too: its loop is over
+            else:
+                parts.evaluated.append(found)
+                return found
 
     def save(self) -> None:
         """Write a checkpoint now. A collective call, between two steps. With a strategy of rounds
@@ -520,7 +544,7 @@ class ElasticLoop(Uncopied):
             worker_samples=self._num_computed,
             samples_per_s=self.samples_per_s,
             device=self._replica.device,
-            **{name: _plain(value) for name, value in self._facts.items()},
+            **{name: plain(value) for name, value in self._facts.items()},
         )
 
     def _measure(self) -> None:
@@ -649,43 +673,3 @@ class ElasticLoop(Uncopied):
             parameter_hash=self._replica.parameter_hash(),
         )
         self._notify("on_train_end", self)
-
-
-def _plain(value: Any) -> Any:
-    """``value`` as a plain number if it is an array or tensor of one element."""
-    return value.item() if hasattr(value, "item") else value
-
-
-def average(
-    ctx: DistributedContext, metrics: Mapping[str, Any], *, weight: float = 1.0
-) -> dict[str, float]:
-    """The mean of each metric over all ranks, weighted by ``weight`` (for example, samples).
-
-    A collective call with the same names on every rank, in any order. Values are numbers or tensors
-    of one element. A rank's NaN is left out of that metric's mean; without any value the mean is
-    NaN. ValueError on all ranks if their names differ. Cost: one all_reduce of 16 bytes, and 16 for
-    each metric.
-    """
-    if not weight >= 0:
-        raise ValueError(f"weight is {weight}; it must not be negative")
-    names = sorted(metrics)
-    values = [float(metrics[name]) for name in names]
-    # The sums alone would not show that ranks passed other names. So a checksum of the names and
-    # its square are summed, too: all checksums are equal to mine if the mean of the checksums is
-    # mine and the mean of the squares is my square (then their variance is 0).
-    # 20 bits: the squares of 8192 ranks are summed exactly.
-    check = float(zlib.crc32("\0".join(names).encode()) >> 12)
-    known = [not math.isnan(value) and weight > 0 for value in values]
-    sums = np.zeros((2, len(names) + 1), np.float64)
-    sums[0] = [*(weight * v if k else 0.0 for v, k in zip(values, known, strict=True)), check]
-    sums[1] = [*(weight if k else 0.0 for k in known), check * check]
-    ctx.all_reduce(sums)
-    if (sums[:, -1] != ctx.world_size * np.array([check, check * check])).any():
-        raise ValueError(
-            f"ranks average metrics of different names; those of {ctx.group.describe(ctx.rank)} "
-            f"are {', '.join(names)}"
-        )
-    return {
-        name: float(total / part) if part else math.nan
-        for name, total, part in zip(names, *sums[:, :-1], strict=True)
-    }

@@ -88,6 +88,9 @@ class Parts:
     ok: bool = True
     number: int = -1
     parts: list[Share] = field(init=False)
+    evaluated: list[dict[str, float]] = field(default_factory=list)
+    """The results of evaluations in the first part, in their order."""
+    _num_again: int = 0
     _figures: dict[str, dict[int, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -95,7 +98,7 @@ class Parts:
 
     def __iter__(self) -> Iterator[Share]:
         for number, part in enumerate(self.parts):
-            self.number = number
+            self.number, self._num_again = number, 0
             yield part
 
     @property
@@ -110,6 +113,11 @@ class Parts:
     def at_once(self) -> int:
         """The samples of the largest part."""
         return max(len(part.indices) for part in self.parts)
+
+    def evaluated_again(self) -> dict[str, float]:
+        """What the evaluation returned that was called at the same place of the first part."""
+        self._num_again += 1
+        return self.evaluated[self._num_again - 1]
 
     def mean(self, name: str, value: float) -> float:
         """The mean of the figure ``name`` over the samples of the parts so far, of which the

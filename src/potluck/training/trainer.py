@@ -16,7 +16,7 @@ from potluck._core.context import check_whole
 from potluck._core.context.structure import compare
 from potluck._core.types import AnyCase
 from potluck.training.callbacks import Callbacks
-from potluck.training.elastic import average
+from potluck.training.means import average
 
 if TYPE_CHECKING:
     from potluck._core.context import DistributedContext

@@ -7,7 +7,7 @@ from typing import Any, cast
 import numpy as np
 
 from potluck._core.context import DistributedContext
-from potluck.training.elastic import average
+from potluck.training.means import average
 
 
 class Alike:
