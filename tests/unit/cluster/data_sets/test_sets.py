@@ -13,6 +13,7 @@ from typing import Any, ParamSpec
 import msgspec
 import pytest
 
+from potluck._core.cluster.data_sets import job_data
 from potluck._core.cluster.data_sets.job_data import JobData
 from potluck._core.cluster.data_sets.sets import DataSets, quota_of
 from potluck._core.cluster.topology.hardware import own_versions
@@ -38,7 +39,7 @@ class Machines:
     """The data sets of several machines, whose stores reach each other."""
 
     def __init__(self, root: Path, quota: int = 1 << 30) -> None:
-        self.nodes, self.notes = Nodes(), list[str]()
+        self.nodes, self.notes, self.noted = Nodes(), list[str](), asyncio.Event()
         self.nodes.patience_s = 0.5
         self.sets = {
             me: DataSets(root / me, me, self.nodes.store(root / me, me), quota)
@@ -48,6 +49,10 @@ class Machines:
         self.pets.mkdir()
         (self.pets / "large").write_bytes(os.urandom(5 << 20))
         (self.pets / "small").write_text("small")
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+        self.noted.set()
 
     async def spec(self, *, keeps_files: bool = False) -> jobs.JobSpec:
         named = [("pets", str(self.pets))]
@@ -64,7 +69,7 @@ class Machines:
 
     def job(self, me: str, spec: jobs.JobSpec) -> JobData:
         """The data of a job that runs on ada and bob."""
-        data = JobData(self.sets[me], spec, "key", called=str, note=self.notes.append)
+        data = JobData(self.sets[me], spec, "key", called=str, note=self.note)
         data.members([ADA, BOB])
         return data
 
@@ -274,6 +279,32 @@ async def test_a_folder_that_changed_before_the_job_began_is_not_offered(tmp_pat
     with pytest.raises(ConfigurationError, match="pets was changed while the job runs or waits"):
         await ada.offer()
     await ada.close()
+
+
+@in_a_loop
+async def test_a_folder_that_changes_while_the_job_runs_is_served_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who has the data keeps it; nobody passes for a liar."""
+    monkeypatch.setattr(job_data, "_LOOK_S", 0.01)
+    machines = Machines(tmp_path)
+    spec, ada, bob = await fetched(machines)
+    machines.noted.clear()
+    (machines.pets / "small").write_text("other")
+    async with asyncio.timeout(60):
+        await machines.noted.wait()
+    assert machines.sets[ADA].held(ADA) == []
+    [said] = [each for each in machines.notes if "was changed" in each]
+    assert f"the data set pets was changed while the job runs or waits: {machines.pets}" in said
+    assert machines.sets[BOB].content.has("data", spec.data[0].package)
+    eve = machines.sets[EVE].content
+    machines.nodes.answers.pop(BOB)
+    machines.sets[ADA].allow("job", ADA, [EVE], [spec.data[0].package])
+    with pytest.raises(LinkError, match="no node sends the package"):
+        await eve.fetch("data", spec.data[0].package, first=ADA)
+    assert machines.nodes.notes == []
+    for data in (bob, ada):
+        await data.close()
 
 
 @in_a_loop

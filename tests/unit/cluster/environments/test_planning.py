@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import uv
@@ -16,6 +17,7 @@ from potluck._core.cluster.environments import planning
 from potluck._core.cluster.environments.kinds import own_kind
 from potluck._core.cluster.environments.plan import Plan
 from potluck._core.cluster.environments.sources import find_source
+from potluck._core.cluster.environments.uv import run_uv
 from potluck.errors import ConfigurationError
 from support.package_index import BACKEND, Index, package_index, tiny_source, tiny_wheel
 
@@ -140,6 +142,25 @@ def test_a_lock_that_does_not_fit_its_project_is_refused(planner: Planner) -> No
     project.write_text(project.read_text().replace("'foo'", "'foo', 'own'"))
     with pytest.raises(ConfigurationError, match=r"lockfile .* needs to be updated"):
         planner.plan()
+
+
+def test_a_lock_that_changes_while_it_is_read_is_named_and_no_plan_kept(
+    planner: Planner, index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the other packages would be taken for those of the lock as it was, from then on."""
+    index.add(tiny_wheel("foo", "2.0"))
+    planner.write(requirements__txt="foo==1.0\n")
+
+    async def change(words: Sequence[str], **how: Any) -> tuple[str, str]:
+        planner.write(requirements__txt="foo==2.0\n")
+        return await run_uv(words, **how)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(planning, "run_uv", change)
+        with pytest.raises(ConfigurationError, match=r"^requirements.txt was changed while"):
+            planner.plan()
+    planner.write(requirements__txt="foo==1.0\n")
+    assert chosen(planner.plan())["foo"] == "foo-1.0-py3-none-any.whl"
 
 
 def test_a_script_has_its_block_or_its_lock(planner: Planner, index: Index) -> None:

@@ -91,10 +91,12 @@ async def make_plan(
     instead of PyPI (empty: what this user has set for uv). ``note`` gets uv's warnings.
     A source distribution may be built here, too, for uv to learn what it needs.
 
-    ConfigurationError if there is no environment for any machine, or an index can't be asked.
+    ConfigurationError if there is no environment for any machine, an index can't be asked, or the
+    source is changed meanwhile.
     """
     python = choose_python(source.requires_python, ".".join(map(str, sys.version_info[:3])))
-    kept = folder / f"{_fingerprint(source, kinds, python, index)}.json"
+    fingerprint = _fingerprint(source, kinds, python, index)
+    kept = folder / f"{fingerprint}.json"
     try:
         return decode_plan(await asyncio.to_thread(kept.read_bytes))
     except (FileNotFoundError, ProtocolError):
@@ -114,6 +116,11 @@ async def make_plan(
         (work / "pins.in").write_text(lines)
         compile = _Compile(work, asked, python, index, pins, source.builds, has_torch)
         parts = await asyncio.gather(*(compile.part(kind, note) for kind in sorted(kinds)))
+    if _fingerprint(source, kinds, python, index) != fingerprint:
+        raise ConfigurationError(
+            f"{source.label} was changed while packages were being chosen by it: start again when "
+            "nothing writes to it"
+        )
     plan = Plan(python=python, source=source.label, parts=tuple(parts))
     if all(part.error for part in parts):
         raise ConfigurationError(f"{source.label}: {'; '.join(part.error for part in parts)}")
