@@ -33,6 +33,7 @@ def start_thread(run: Callable[[], None], *, name: str, on_broken: OnBroken) -> 
             on_broken(error)
 
     thread = threading.Thread(target=guarded, name=name, daemon=True)
+    thread.__dict__["pydev_do_not_trace"] = True  # runs on while debugpy stops the script's threads
     thread.start()
     return thread
 

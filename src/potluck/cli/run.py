@@ -236,6 +236,15 @@ def run(
             "'stop rank 1 at step 20 for 5 s', several with ';' between.",
         ),
     ] = "",
+    debug_rank: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Run rank N under debugpy, for VS Code and others: it waits for them on a port of "
+            "its machine, up to 10 minutes, and the other ranks wait for it.",
+        ),
+    ] = None,
     env: Env = None,
     include: Include = None,
     data: Annotated[
@@ -361,6 +370,7 @@ def run(
             min_nodes=settings.min_peers + 1 if min_nodes is None else min_nodes,
             peer_timeout_s=settings.peer_timeout_s,
             chaos=chaos,
+            debug_rank=-1 if debug_rank is None else debug_rank,
             environment=given_variables(env or (), os.environ),
             include=tuple(include or ()),
             on=machines_of(on),
@@ -473,6 +483,11 @@ def find_place(
                 "--workers"
             )
         check_ranks(parse_chaos(request.chaos), request.per_node)
+        if request.debug_rank >= request.per_node:
+            raise ConfigurationError(
+                f"--debug-rank {request.debug_rank}: the highest rank is {request.per_node - 1}, "
+                f"with --workers {request.per_node}"
+            )
     return Place(agent, launched)
 
 

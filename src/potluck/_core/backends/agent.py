@@ -275,7 +275,7 @@ class AgentBackend:
                 case worker_link.GroupOver():
                     return self._group_over(message)
                 case worker_link.Probe(number):
-                    blocked = self._asking_after is not None or bool(patience.prompts)
+                    blocked = self._asking_after is not None or bool(patience.place())
                     return worker_link.ProbeReply(self.worker, number, blocked)
                 case worker_link.ChaosDone(step):
                     self._chaos_done = step

@@ -323,7 +323,7 @@ class AgentLink:
             epoch, operations = self.ongoing()
             if waits.is_long(operations, time.monotonic()):
                 link.send(worker_link.Waiting(self.worker, epoch))
-            for where in patience.prompts[-1:] if time.monotonic() >= due else ():
+            if time.monotonic() >= due and (where := patience.place()):
                 due = time.monotonic() + LONG_S
                 link.send(worker_link.Halted(self.worker, plain(where)[:256]))
 

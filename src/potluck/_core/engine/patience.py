@@ -6,12 +6,21 @@ allow. Their agents renew the hold every few seconds. The twin of native/core/pa
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from potluck._core import native
 
 prompts: list[str] = []
 """Where this process sits at prompts of a debugger now: places in its script."""
+has_client: Callable[[], bool] = bool
+"""Whether a client of debugpy is connected, by which the script may be stopped at any moment."""
 
 _until = 0.0
+
+
+def place() -> str:
+    """Where a debugger holds this process, or may; empty if none does."""
+    return prompts[-1] if prompts else "under debugpy" * has_client()
 
 
 def hold(until: float) -> None:

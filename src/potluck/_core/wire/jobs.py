@@ -76,7 +76,8 @@ class JobOptions(msgspec.Struct, frozen=True, kw_only=True):
     Of each machine the job takes ``cores`` (0: the whole machine, alone), ``gpus`` and
     ``memory_bytes`` (0: in proportion to the cores). Of jobs that wait for machines, those of a
     higher ``priority`` go first. The job is ended after ``seconds`` (0: never), and is refused
-    in place of waiting if it ``starts_now``."""
+    in place of waiting if it ``starts_now``. The worker of ``debug_rank`` (-1: none) runs under
+    debugpy."""
 
     script: Text
     arguments: Annotated[tuple[Line, ...], msgspec.Meta(max_length=MAX_ARGUMENTS)] = ()
@@ -104,6 +105,7 @@ class JobOptions(msgspec.Struct, frozen=True, kw_only=True):
     priority: Annotated[int, msgspec.Meta(ge=-100, le=100)] = 0
     seconds: worker_link.Seconds = 0.0
     starts_now: bool = False
+    debug_rank: Annotated[int, msgspec.Meta(ge=-1, lt=MAX_PLACES)] = -1
 
 
 class Need(msgspec.Struct, frozen=True):

@@ -57,6 +57,7 @@ _MAX_UNSENT = 1 << 20
 _OUTPUT_S = 20.0
 _LAST_MESSAGES_S = 1.0
 _WITHDRAW_S = 3.0
+_HALTED_S = 2.0
 
 _INTERFACE_NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 """Of Gloo, NCCL and torch's RPC."""
@@ -320,7 +321,8 @@ class LocalRunner:
             self._tasks.start(self._exited(worker, code, attempt))
 
         try:
-            process = launch(worker, self._variables(worker, attempt), on_exit)
+            variables = self._variables(worker, attempt)
+            process = launch(worker, variables, on_exit)
         except ConfigurationError as error:
             self._note(str(error))
             self._happened(jobs.Exited(worker, 127, attempt))
@@ -329,6 +331,8 @@ class LocalRunner:
         self._processes[worker] = process
         self._alive.add(worker)
         self._happened(jobs.Started(worker, attempt, process.pid))
+        if variables.get("RANK") == str(self.spec.debug_rank):
+            self._tasks.start(self._held(worker, process))
 
     # Whether the owner of this machine lets the job run here.
 
@@ -526,6 +530,12 @@ class LocalRunner:
             starter, me = name(self.spec.starter), name(self._agent.me)
             raise LinkError(f"it is debugged on {starter}, which started it, and on {me}")
         return jobs.JobRuns(self._debuggers.asked(process, name(node), request))
+
+    async def _held(self, worker: str, process: WorkerProcess) -> None:
+        """The others wait for a debugged rank, which says so itself once it has a link."""
+        while worker not in self._links and not process.has_ended:
+            self._happened(worker_link.Halted(worker, "before it is ready"))
+            await asyncio.sleep(_HALTED_S)
 
     def _rank(self, worker: str) -> str:
         members = () if self.group is None else self.group.members

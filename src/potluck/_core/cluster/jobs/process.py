@@ -36,6 +36,7 @@ from potluck._core.wire.jobs import DebugRequest, End, JobSpec
 from potluck._core.wire.worker_link import EOT, TYPED
 from potluck.errors import ConfigurationError, LinkError
 
+_DEBUGGED = "potluck._core.backends.debugged"
 _STOP = "potluck._core.backends.debugger.stop"
 _SHIM = Path(__file__).with_name("shim.py")
 _LAST_WORDS_S = 1.0
@@ -446,7 +447,8 @@ def launcher_of(
     # -P: without it the working directory is searched first, which on the starter's machine is not
     # the job's copy of the code. It is among the importable folders.
     interpreter = sys.executable if made is None else str(made.python)
-    python = [interpreter, *(["-P", "-m", spec.module] if spec.module else [script])]
+    run = ["-m", spec.module] if spec.module else [script]
+    python = [interpreter, *(["-P"] if spec.module else []), *run]
     # A local job's agent is the command itself.
     is_alone = spec.is_local and spec.per_node + spec.extra_workers == 1
     environment = inherited | {
@@ -472,8 +474,16 @@ def launcher_of(
     def launch(
         worker: str, variables: dict[str, str], on_exit: Callable[[int], None]
     ) -> WorkerProcess:
+        command = python
+        if variables.get("RANK") == str(spec.debug_rank):
+            if sandbox is not None and not sandbox.has_network:
+                raise ConfigurationError(
+                    f"--debug-rank {spec.debug_rank}: no debugger reaches a rank in this machine's "
+                    "sandbox, which has no network; name another machine by --on"
+                )
+            command = [interpreter, "-P", "-Xfrozen_modules=off", "-m", _DEBUGGED, *run]
         return WorkerProcess(
-            [*python, *spec.arguments],
+            [*command, *spec.arguments],
             environment | variables,
             limits=confinement.orders(spec.per_node),
             sandbox=shell,

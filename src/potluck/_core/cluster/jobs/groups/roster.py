@@ -56,6 +56,10 @@ ALIVE = frozenset(Phase) - {Phase.WAITING, Phase.SPARE, Phase.GONE}
 EXPECTED = frozenset({Phase.STARTING, Phase.WAITING})
 
 
+_DEBUGGED_S = 3600.0
+"""How long others wait for a rank that is debugged before it is ready."""
+
+
 @dataclass(frozen=True, slots=True)
 class JobPolicy:
     """What the operator chose. Times are seconds.
@@ -87,7 +91,7 @@ class JobPolicy:
         return cls(
             max_restarts=spec.max_restarts,
             restarts_worlds=spec.restarts_worlds,
-            wait_s=spec.wait_s,
+            wait_s=spec.wait_s if spec.debug_rank < 0 else max(spec.wait_s, _DEBUGGED_S),
             min_workers=spec.min_workers,
             cause_s=_CAUSE_S_LOCAL if spec.is_local else _CAUSE_S,
         )
