@@ -130,7 +130,8 @@ def test_a_full_disk_is_told_and_another_machine_takes_its_place(
     with caplog.at_level(logging.ERROR):
         train(stores(tmp_path, asynchronous=asynchronous), steps=3)
     assert "No space left on device" in caplog.text
-    assert "other machines have the checkpoint" in caplog.text
+    # From then on the third machine is asked before the full one.
+    assert caplog.text.count("other machines have the checkpoint") == 1
     # A store that writes in the background hears of it one checkpoint later.
     has = [2, 3] if asynchronous else [1, 2, 3]
     assert on_disk(tmp_path) == {"0": [1, 2, 3], "1": [], "2": has}

@@ -94,6 +94,8 @@ def save(
         whole, reasons = _outcomes(ctx, store, failed)
         texts |= reasons
         copying.wrote(writers, texts)
+        # A machine that can't is tried last from now on: its disk may be full for long.
+        known.places = sorted(copying.places, key=copying.failed.__contains__)
         number = counted([whole[rank] for rank in sorted(copying.held)], copying.needed)
     if copying.needed > 1 and number:
         _count(ctx, store, number, copying.held)

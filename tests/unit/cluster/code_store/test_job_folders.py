@@ -284,6 +284,29 @@ def test_a_job_finds_the_newest_checkpoint_of_the_one_before(tmp_path: Path, cod
     folders.close(third)
 
 
+def test_checkpoints_that_a_job_was_given_count_as_what_it_keeps(
+    tmp_path: Path, code: Code
+) -> None:
+    folders = folders_at(tmp_path, num_bytes=5000)
+    first = opened(folders, "first", code, began=1.0)
+    saved(first, "state", "000007-step-70", "x" * 1000)
+    folders.close(first)
+    for number in (2, 3):
+        without_results = opened(folders, f"plain-{number}", code, began=float(number))
+        assert (without_results.code / "state" / "000007-step-70.json").exists()
+        folders.close(without_results)
+    assert [each.record.job for each in folders.all()] == ["plain-3", "first"]
+    third = opened(folders, "third", code, began=4.0)
+    (third.output / "log").write_bytes(bytes(1000))
+    folders.close(third)
+    kept = {each.record.job: each.record.gone for each in folders.all()}
+    assert kept["third"] == ""
+    assert "were deleted: there were more than" in kept["first"]
+    fourth = opened(folders, "fourth", code, began=5.0)
+    assert (fourth.code / "state" / "000007-step-70.json").exists()
+    folders.close(fourth)
+
+
 @pytest.mark.parametrize(
     "facts",
     [{"directory": "/ada/other"}, {"starter": "b0" * 32}],

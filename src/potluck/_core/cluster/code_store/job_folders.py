@@ -75,7 +75,8 @@ class Record(msgspec.Struct, frozen=True):
     job), when it ``began`` here (Unix time). ``below``: the working directory of its workers, a
     path in the copy of the package (empty: the copy itself). ``directory``: the one on the starter
     in which the command was given. ``keeps_files``: its results stay on
-    the machine. ``gone``: why its results were deleted; empty while they are here."""
+    the machine. ``gone``: why its results were deleted; empty while they are here. ``num_brought``:
+    bytes of checkpoints that earlier jobs left, and that were copied to it."""
 
     job: str
     starter: str
@@ -86,6 +87,7 @@ class Record(msgspec.Struct, frozen=True):
     below: str = ""
     directory: str = ""
     gone: str = ""
+    num_brought: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,10 +188,9 @@ class JobFolders:
                     self._hold(target, target)
                 return found
             self._clear(target)  # of a process that was killed, or of results that are gone
-            self._make(target, record, fill)
-        return JobFolder(target, record)
+            return JobFolder(target, self._make(target, record, fill))
 
-    def _make(self, target: Path, record: Record, fill: Callable[[Path], None] | None) -> None:
+    def _make(self, target: Path, record: Record, fill: Callable[[Path], None] | None) -> Record:
         temporary = self._root / f".{secrets.token_hex(8)}"
         try:
             if record.package and fill is None:
@@ -202,7 +203,8 @@ class JobFolders:
                 fill(temporary / CODE)
                 _make_directory(temporary / CODE, record.below)
                 over = (each for each in self.all() if not self.is_in_use(each))
-                _bring_checkpoints(temporary, record, over)
+                num_brought = _bring_checkpoints(temporary, record, over)
+                record = msgspec.structs.replace(record, num_brought=num_brought)
             (temporary / OUTPUT).mkdir(mode=0o700)
             _write(temporary, record)
             _later_than_now(temporary / _RECORD)
@@ -210,6 +212,7 @@ class JobFolders:
             target.mkdir(mode=0o700, exist_ok=True)
             for name in (CODE, OUTPUT, _RECORD) if fill is not None else (OUTPUT, _RECORD):
                 (temporary / name).rename(target / name)
+            return record
         except BaseException:
             self._release(target)
             raise
@@ -287,12 +290,14 @@ class JobFolders:
             if self.is_in_use(folder):
                 continue
             results = folder.results()
+            num_bytes = folder.record.num_brought
             if not results:
                 num_plain += bool(folder.record.package)
-                if not folder.record.package or num_plain > KEPT_JOBS:
+                most = 1 if num_bytes else KEPT_JOBS  # of copies the newest will do
+                if not folder.record.package or num_plain > most:
                     self.remove(folder)
                 continue
-            num_bytes = sum(each.size for each in results)
+            num_bytes += sum(each.size for each in results)
             used = max(folder.path.stat().st_mtime, *(each.changed for each in results))
             limit = size_in_words(keeping.num_bytes)
             if now - used > keeping.days * _DAY_S:
@@ -386,37 +391,39 @@ def _make_directory(code: Path, below: str) -> None:
         (code / below).mkdir(parents=True, exist_ok=True)
 
 
-def _bring_checkpoints(path: Path, record: Record, earlier: Iterable[JobFolder]) -> None:
+def _bring_checkpoints(path: Path, record: Record, earlier: Iterable[JobFolder]) -> int:
     """Copy to the folder of a job at ``path``, before it has its record, the newest checkpoint of
     each directory that ``earlier`` jobs of its starter had, which were called in the same
     directory: on the starter the script finds it there, too. They are no results of this
-    job. One for which there is no room is left out."""
-    done = set[str]()
+    job. One for which there is no room is left out. Returns the bytes that were copied."""
+    done, num_bytes = set[str](), 0
     for folder in sorted(earlier, key=lambda each: -each.record.began):
         before = folder.record
         if (before.starter, before.directory) != (record.starter, record.directory or "?"):
             continue
         found: dict[str, tuple[int, str]] = {}
-        results = [each.path for each in folder.results() if each.path.startswith(f"{CODE}/")]
-        for each in results:
+        paths = [each.path for each in _written(folder.path, CODE, 0)]  # those it was given, too
+        for each in paths:
             below, _, name = each.rpartition("/")
             if (match := _MANIFEST.fullmatch(name)) is not None and below not in done:
                 found[below] = max(found.get(below, (0, "")), (int(match[2]), match[1]))
         for below, (_, stem) in found.items():
             done.add(below)
             # Without its manifest, which comes last, a checkpoint is nothing.
-            paths = [each for each in results if each.startswith(f"{below}/{stem}.")]
+            parts = [each for each in paths if each.startswith(f"{below}/{stem}.")]
             made: list[Path] = []
             try:
                 (path / below).mkdir(mode=0o700, parents=True, exist_ok=True)
-                for each in sorted(paths, reverse=True):
+                for each in sorted(parts, reverse=True):
                     with open_below(folder.path, each) as source, (path / each).open("xb") as copy:
                         made.append(path / each)  # readable by others, in a folder that is not
                         if not system.clone(source.fileno(), copy.fileno()):
                             shutil.copyfileobj(source, copy)
+                num_bytes += sum(file.stat().st_size for file in made)
             except OSError:
                 for file in made:
                     file.unlink()
+    return num_bytes
 
 
 def _read(path: Path) -> JobFolder | None:
