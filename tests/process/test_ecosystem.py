@@ -82,7 +82,7 @@ def test_no_example_is_left_out() -> None:
     own |= {"federated_client.py", "federated_server.py"}  # test_federated_page.py
     own |= {"work_queue.py", "trainers.py", "messages.py"}  # test_estimators_processes.py
     own |= {"data_digits.py"}  # test_loading_killed.py
-    own |= {"sweep.py"}  # test_sweep.py
+    own |= {"sweep.py", "rollouts.py"}  # test_sweep.py, test_rollouts.py
     own |= {"jax_digits.py", "mlx_digits.py"}  # test_jax_mlx.py
     own |= {"lora/finetune.py", "lora/make_tiny.py", "lora/texts.py"}  # test_finetune.py
     others = {"deepspeed_digits.py", "ray_digits.py"}  # test_frameworks.py
