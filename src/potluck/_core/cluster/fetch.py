@@ -25,9 +25,9 @@ from potluck._core.cluster.content.package import (
     scan,
 )
 from potluck._core.cluster.content.shelf import Shelf
-from potluck._core.cluster.members import Machine, Machines
+from potluck._core.cluster.members import Machines
 from potluck._core.printable import size_in_words
-from potluck._core.wire.peers import JobFiles, Written
+from potluck._core.wire.peers import Written
 from potluck.errors import ConfigurationError, LinkError, PotluckError, ProtocolError
 
 
@@ -77,19 +77,11 @@ class Outcome:
 
 async def find(machines: Machines, job: str = "") -> list[Found]:
     """What there is of ``job`` (empty: of all jobs), the newest first."""
-    silent: set[str] = set()
-
-    async def ask(machine: Machine) -> tuple[JobFiles, ...]:
-        try:
-            return (await machines.results.ask(machine.node, "list", job)).jobs
-        except LinkError:
-            silent.add(machine.node)
-            return ()
-
-    answers = await asyncio.gather(*map(ask, machines.all))
+    results = machines.results
+    answers = await machines.each(lambda machine: results.ask(machine.node, "list", job))
     found: dict[str, Found] = {}
-    for machine, files in zip(machines.all, answers, strict=True):
-        for each in files:
+    for machine, answer in answers:
+        for each in answer.jobs:
             one = found.setdefault(each.job, Found(each.job, each.script, each.began))
             count, size, gone = each.num_files, each.num_bytes, each.gone
             one.machines.append(
@@ -97,7 +89,7 @@ async def find(machines: Machines, job: str = "") -> list[Found]:
             )
     me = machines.all[0].node
     for name, written in await asyncio.to_thread(machines.history.left_by, me):
-        asked = {each.node for each in machines.all} - silent
+        asked = {machine.node for machine, _ in answers}
         away = [each for each in written if each.node not in asked]
         if away and job in ("", name):
             held = (Holding(**structs.asdict(each), is_away=True) for each in away)

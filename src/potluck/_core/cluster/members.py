@@ -5,7 +5,7 @@ forwards requests; without an agent, only this machine is there to be asked.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -136,21 +136,26 @@ class Machines:
     async def histories(
         self, request: jobs.HistoryRequest
     ) -> list[tuple[Machine, tuple[jobs.JobInfo, ...]]]:
-        """What the history of each machine has. A machine that does not answer has nothing."""
+        """What the history of each machine has that answers."""
         agent = self.agent
         if agent is None:
             return [(self.all[0], (await self.history.answer(request)).jobs)]
 
-        async def ask(machine: Machine) -> tuple[Machine, tuple[jobs.JobInfo, ...]]:
-            try:
-                answer = await agent.ask_node(
-                    machine.node, request, jobs.History, timeout_s=_ANSWER_S
-                )
-            except PotluckError:
-                return machine, ()
-            return machine, answer.jobs
+        answers = await self.each(
+            lambda machine: agent.ask_node(machine.node, request, jobs.History, timeout_s=_ANSWER_S)
+        )
+        return [(machine, answer.jobs) for machine, answer in answers]
 
-        return list(await asyncio.gather(*map(ask, self.all)))
+    async def each(self, ask: Callable[[Machine], Awaitable[R]]) -> list[tuple[Machine, R]]:
+        """What ``ask`` returns for each machine, but for those where it fails."""
+
+        async def answered(machine: Machine) -> list[tuple[Machine, R]]:
+            try:
+                return [(machine, await ask(machine))]
+            except PotluckError:
+                return []
+
+        return [found for some in await asyncio.gather(*map(answered, self.all)) for found in some]
 
     async def held_data(self, machine: Machine, request: peers.DataRequest) -> peers.DataHeld:
         """The answer of ``machine``. LinkError if there is none, or it refuses."""
@@ -162,14 +167,8 @@ class Machines:
         """What this machine's owner may know of the data sets of each machine that answers, by its
         name."""
 
-        async def ask(machine: Machine) -> list[tuple[str, peers.DataHeld]]:
-            try:
-                return [(machine.name, await self.held_data(machine, peers.DataRequest()))]
-            except PotluckError:
-                return []
-
-        found = await asyncio.gather(*map(ask, self.all))
-        return [each for answers in found for each in answers]
+        held = await self.each(lambda machine: self.held_data(machine, peers.DataRequest()))
+        return [(machine.name, answer) for machine, answer in held]
 
     async def jobs(self, request: jobs.HistoryRequest) -> list[jobs.JobInfo]:
         """``histories`` of all machines together."""

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from potluck._core.cluster.code_store.job_folders import key_of
@@ -154,23 +155,17 @@ async def read_log(
     """The lines that are kept of a job, by time; those of one ``rank`` if it is given.
     ConfigurationError if no machine that is there has any, or none of that rank; LinkError if one
     is lost meanwhile."""
-    parts = [
-        _Part(machines, node, info, sources)
+    readers = [
+        _read_part(machines, node, info, cursor, tuple(sources))
         for node, sources in (await places_of(machines, info, rank)).items()
     ]
-    while parts:
-        for part in parts:
-            await part.fill(cursor)
-        ends = [part.lines[-1].at for part in parts if part.has_more]
-        until = min(ends, default=None)
-        ready: list[jobs.LogLine] = []
-        for part in parts:
-            count = len([each for each in part.lines if until is None or each.at <= until])
-            ready += part.lines[:count]
-            del part.lines[:count]
-        for line in sorted(ready, key=lambda each: each.at):
-            yield line
-        parts = [part for part in parts if part.has_more or part.lines]
+    heads = [(await anext(reader, None), reader) for reader in readers]
+    while ready := [(line.at, place) for place, (line, _) in enumerate(heads) if line is not None]:
+        _, place = min(ready)
+        line, reader = heads[place]
+        assert line is not None
+        yield line
+        heads[place] = await anext(reader, None), reader
 
 
 async def places_of(
@@ -202,41 +197,28 @@ async def places_of(
     return places
 
 
-class _Part:
-    """The part of a log that is read on one node."""
-
-    def __init__(
-        self, machines: Machines, node: str, info: jobs.JobInfo, sources: list[str]
-    ) -> None:
-        self.lines: list[jobs.LogLine] = []
-        self.has_more = True
-        self._machines, self._node, self._info = machines, node, info
-        self._sources = tuple(sources)
-        self._own: dict[str, int] = {}
-
-    async def fill(self, cursor: Cursor) -> None:
-        """Have lines, if there are any."""
-        agent = self._machines.agent
-        if self.lines or not self.has_more:
-            return
-        after = cursor.after | self._own
-        request = Cursor(cursor.since, after=after).request(self._info, sources=self._sources)
-        if agent is None:
-            answer = await _read_here(self._machines, request)
-        else:
-            answer = await agent.ask_node(self._node, request, jobs.LogLines, timeout_s=_ANSWER_S)
-        self.lines = list(answer.lines)
-        self.has_more = answer.has_more and bool(self.lines)
-        self._own |= {line.source: line.at for line in self.lines}
+async def _read_part(
+    machines: Machines, node: str, info: jobs.JobInfo, cursor: Cursor, sources: tuple[str, ...]
+) -> AsyncIterator[jobs.LogLine]:
+    """The lines of these sources, which are read on one node."""
+    agent, own = machines.agent, Cursor(cursor.since, after=dict(cursor.after))
+    ask = partial(_read_here, machines) if agent is None else asking(agent, node)
+    has_more = True
+    while has_more:
+        answer = await ask(own.request(info, sources=sources))
+        for line in sorted(answer.lines, key=lambda each: each.at):
+            own.after[line.source] = line.at
+            yield line
+        has_more = answer.has_more and bool(answer.lines)
 
 
 async def _read_here(machines: Machines, request: jobs.LogRequest) -> jobs.LogLines:
-    log = JobLog(machines.history.root, lambda text: None)
-    lines, has_more = await log.read(
+    log, key = (
+        JobLog(machines.history.root, lambda text: None),
         key_of(request.job, request.starter),
-        dict(request.after),
-        since=request.since,
-        sources=request.sources,
+    )
+    lines, has_more = await log.read(
+        key, dict(request.after), since=request.since, sources=request.sources
     )
     return jobs.LogLines(tuple(lines), has_more, True)
 

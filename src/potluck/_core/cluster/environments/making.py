@@ -52,6 +52,7 @@ _MAX_DIRECTORY = 8 << 20
 _BLOCK = 4096
 _BUILD_S = 3600.0
 _BUILD_BYTES = 8 << 30
+_SPARE_BYTES = 64 << 20
 _LOOK_S = 0.5
 _OWN = ("plans", "pythons")
 
@@ -393,9 +394,13 @@ class _Build:
                 )
                 try:
                     while not (await asyncio.wait([building], timeout=_LOOK_S))[0]:
-                        if await in_thread(_room_of, built) > room:
+                        # What the build hides from this, it can't fill the disk.
+                        is_full = shutil.disk_usage(built).free < _SPARE_BYTES
+                        if is_full or await in_thread(_room_of, built) > room:
                             gb = f"{room / (1 << 30):.2g} GB"
-                            raise ConfigurationError(f"it takes more than {gb} of the disk")
+                            raise ConfigurationError(
+                                f"it takes more than {gb} of the disk, or fills it"
+                            )
                     await building
                 finally:
                     await stop(building)
@@ -579,12 +584,12 @@ def _fingerprint(folder: Path) -> tuple[str, int]:
 
 def _room_of(folder: Path) -> int:
     """The bytes that all below ``folder`` takes on the disk."""
-    found = (
-        os.lstat(os.path.join(place, name)).st_blocks
-        for place, folders, files in os.walk(folder)
-        for name in (*folders, *files)
-    )
-    return 512 * sum(found)
+    blocks = 0
+    for place, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            with contextlib.suppress(OSError):  # it is gone
+                blocks += os.lstat(os.path.join(place, name)).st_blocks
+    return 512 * blocks
 
 
 def _remove_tree(folder: Path) -> None:

@@ -29,7 +29,7 @@ from potluck._core.cluster.jobs.environment import accepted, all_but_secrets, pa
 from potluck._core.cluster.jobs.orphans import Orphans
 from potluck._core.cluster.jobs.shim import GIVEN
 from potluck._core.cluster.sharing.confinement import Confinement
-from potluck._core.cluster.sharing.sandbox import build_sandbox
+from potluck._core.cluster.sharing.sandbox import Sandbox
 from potluck._core.settings import Settings
 from potluck._core.system import SIGKILL, has_terminal, need_posix, wait_for_exit
 from potluck._core.wire.jobs import DebugRequest, End, JobSpec
@@ -68,9 +68,9 @@ def build_prefix(
 ) -> list[str]:
     """What to put before a command that builds a package in ``folder``, and can read the
     ``readable`` files: the sandbox, and the limits of workers. Without such limits each process has
-    half of the machine's memory. ConfigurationError as for ``Sandbox``."""
+    half of the machine's memory. No network. ConfigurationError as for ``Sandbox``."""
     memory = confinement.limits.memory_bytes or psutil.virtual_memory().total // 2
-    sandbox = build_sandbox(home, folder, readable, memory)
+    sandbox = Sandbox(home, (), ()).command([folder], folder, folder, memory, readable)
     return _shim({"data": memory, **confinement.orders(1)}, sandbox)
 
 

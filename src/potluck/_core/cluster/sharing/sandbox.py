@@ -151,15 +151,6 @@ class Sandbox:
             )
 
 
-def build_sandbox(
-    home: Path, folder: Path, readable: Iterable[Path], memory_bytes: int
-) -> list[str]:
-    """The sandbox of a command that builds a package in ``folder``, and can read the ``readable``
-    files: it has no network. ConfigurationError as for ``Sandbox``."""
-    sandbox = Sandbox(home, (), ())
-    return sandbox.command([folder], folder, folder, memory_bytes, environment=readable)
-
-
 def _installed() -> list[Path]:
     """Where Python, its packages and potluck are; and the names of name servers, which is a link
     into /run on many systems."""
