@@ -31,7 +31,6 @@ SMALL = {
     "_core/wire/broker.py": "messages of agents and sandboxes, which do not know each other",
     "codecs.py": "a name at the top for users",
     "training/means.py": "collectives of numbers; the loops and the trainers both call it",
-    "data/shared.py": "the data sets of a job, of which files of samples know nothing",
     "torch/plugins/accelerate.py": "one file for each library",
     "torch/plugins/transformers.py": "one file for each library",
     "jax.py": "a name at the top for users",

@@ -422,6 +422,7 @@ ELSEWHERE = {
     "backends/torchdist/store.py": "`wire.format.decoded`",
     "training/planner/measured.py": "`wire.format.decoded`",
     "cluster/environments/making.py": "a note of this machine's own",
+    "cluster/data_sets/outlines.py": "`wire.format.decoded`",
     "cluster/data_sets/scan.py": "a cache of this machine's own",
     "cluster/data_sets/sets.py": "a record of this machine's own",
     "data/shared.py": "a list that this machine's own agent wrote",

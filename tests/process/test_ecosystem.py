@@ -79,6 +79,7 @@ def test_no_example_is_left_out() -> None:
     listed = {name for name, *_ in COMMANDS}
     # test_parallelism_examples.py, test_estimators_processes.py, test_parameter_server_processes.py
     own = {"digits.py", "training_loop.py", "estimators.py", "parameter_server.py"}
+    own |= {"shared_data.py"}  # test_shared_data.py
     own |= {"federated_client.py", "federated_server.py"}  # test_federated_page.py
     own |= {"work_queue.py", "trainers.py", "messages.py"}  # test_estimators_processes.py
     own |= {"data_digits.py"}  # test_loading_killed.py

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from support.commands import potluck_command
+from support.examples import EXAMPLES
 from support.pages import DOCS
 
 pytestmark = pytest.mark.real_exec
@@ -34,7 +35,7 @@ def test_the_commands_of_the_page_run(tmp_path: Path) -> None:
     for name, text in re.findall(r"```python title=\"(\S+)\"\n(.*?)```", section, re.DOTALL):
         (tmp_path / name).write_text(text)
     commands = "".join(re.findall(r"```sh\n(.*?)```", section, re.DOTALL)).splitlines()
-    assert len(commands) == 6
+    assert len(commands) == 7
     own = {"potluck": potluck_command(), "python": [sys.executable]}
     said = []
     for command in commands:
@@ -44,6 +45,8 @@ def test_the_commands_of_the_page_run(tmp_path: Path) -> None:
         said.append(found.stdout)
     assert said[2].count("mean 499.5") == 2
     assert "There are no data sets of jobs" in said[4]
+    assert said[6].count("1000 samples, the first 0.0") == 2
+    assert said[6].count("NUMPY") == 2
 
 
 @pytest.mark.parametrize(
@@ -65,3 +68,13 @@ def test_what_can_not_be_is_one_clear_error(tmp_path: Path, given: list[str], te
     found = done(tmp_path, *potluck_command(), "run", *given, "train.py")
     assert found.returncode != 0
     assert text in " ".join((found.stdout + found.stderr).split()), found.stdout + found.stderr
+
+
+def test_the_example_trains_on_shards_that_it_wrote(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    example = str(EXAMPLES / "shared_data.py")
+    written = done(tmp_path, sys.executable, example, "write", "digits")
+    assert written.returncode == 0, written.stderr
+    found = done(tmp_path, *potluck_command(), "run", "--data", "digits", "-n", "2", example)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert found.stdout.count("after 7000 samples") == 2, found.stdout

@@ -3,7 +3,7 @@
 from potluck.data.columns import ArrowFiles, ParquetFiles
 from potluck.data.numpy_files import NumpyFiles
 from potluck.data.shards import ShardedDataset
-from potluck.data.shared import shared
+from potluck.data.shared import SharedFolder, shared
 from potluck.data.webdataset import WebDatasetFiles
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "NumpyFiles",
     "ParquetFiles",
     "ShardedDataset",
+    "SharedFolder",
     "WebDatasetFiles",
     "shared",
 ]

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from potluck._core import hints
 from potluck._core.optional import require
 from potluck.data.shards import Paths, Samples, Shard, ShardedDataset, find_files, kind_of
+from potluck.data.shared import arrived
 from potluck.errors import DataError, MissingDependency
 
 
@@ -36,7 +37,7 @@ class _Tables(ShardedDataset):
         first: tuple[Path, Any] | None = None  # the first file that has rows, and its schema
         for path in find_files(paths, *self._suffixes):
             try:
-                schema, rows = self._list(path)
+                schema, rows = self._list(arrived(path, outline=True))
             except MissingDependency:
                 raise
             except Exception as error:
@@ -56,7 +57,8 @@ class _Tables(ShardedDataset):
         super().__init__(sizes, transform=transform, lanes=lanes)
 
     def read(self, shard: int) -> Shard:
-        table = self._table(*self._pieces[shard])
+        path, number = self._pieces[shard]
+        table = self._table(arrived(path), number)
         self._check(shard, {table.num_rows})
         name = self.describe(shard)
         return _Rows(table, name) if self.transform is not None else _Columns(table, name)

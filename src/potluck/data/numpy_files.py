@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from potluck.data.shards import ListedFile, Paths, ShardedDataset, find_files
+from potluck.data.shared import arrived
 from potluck.errors import DataError
 
 _SHARD_BYTES = 16 << 20
@@ -39,7 +40,7 @@ class _Array:
             runs = [start * math.prod(inner) * size]
         if found.nbytes:
             parts = found.reshape(len(runs), -1).view(np.uint8)
-            with self.file.path.open("rb") as file:
+            with arrived(self.file.path).open("rb") as file:
                 self.file.check(file.fileno())
                 for offset, part in zip(runs, parts, strict=True):
                     file.seek(self.offset + offset)
@@ -124,8 +125,10 @@ class NumpyFiles(ShardedDataset):
 
 def _listed(path: Path) -> _Array:
     try:
-        file = ListedFile.of(path)
-        array = np.lib.format.open_memmap(path, mode="r")  # its header, and that all of it is there
+        source = arrived(path, outline=True)
+        file = ListedFile.of(path, source)
+        # Its header, and that all of it is there.
+        array = np.lib.format.open_memmap(source, mode="r")
     except Exception as error:  # also tokenize.TokenError and SyntaxError, of a damaged header
         raise DataError(f"{path} can't be read: {error}") from error
     if not array.ndim:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from potluck.data.shared import SharedFolder, arrived
 from potluck.errors import DataError
 
 Samples = list[Any] | dict[str, NDArray[Any]]
@@ -192,14 +193,17 @@ class ListedFile:
     stamp: tuple[int, int, int]
 
     @classmethod
-    def of(cls, path: Path, descriptor: int | None = None) -> ListedFile:
-        """The file at ``path``, or the open file of ``descriptor``. OSError if it has no
-        status."""
-        return cls(path, _stamp(path if descriptor is None else descriptor))
+    def of(cls, path: Path, source: Path | None = None, descriptor: int = -1) -> ListedFile:
+        """The file at ``path``, or the open file of ``descriptor``. It is listed from ``source``:
+        of an outline (``shared.arrived``) only the size counts. OSError if it has no status."""
+        source = source or path
+        stamp = _stamp(source if descriptor < 0 else descriptor)
+        return cls(path, stamp if source == path else (0, stamp[1], 0))
 
     def check(self, descriptor: int) -> None:
         """DataError if the open file is not the listed file."""
-        if _stamp(descriptor) != self.stamp:
+        found = _stamp(descriptor)
+        if found != self.stamp and (0, found[1], 0) != self.stamp:
             raise DataError(f"{self.path} was changed or replaced after the data set was made")
 
 
@@ -214,10 +218,13 @@ def find_files(paths: Paths, *suffixes: str) -> list[Path]:
     entries = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     found: list[Path] = []
     for entry in entries:
-        path = Path(entry)
-        if path.is_dir():
+        if isinstance(entry, SharedFolder):  # waits for no file
+            path = entry.folder
+            here = [each for each in entry.shards() if each.parent == path]
+            here = [each for each in here if each.name.endswith(suffixes)]
+        elif (path := Path(entry)).is_dir():
             here = sorted(each for each in path.iterdir() if each.name.endswith(suffixes))
-        elif path.exists():
+        elif arrived(path, outline=True).exists():
             here = [path]
         else:
             here = sorted(map(Path, glob.glob(os.fspath(entry), recursive=True)))

@@ -11,6 +11,7 @@ from typing import Any
 
 from potluck._core.waiting import Reminder, reminding
 from potluck.data.shards import Deferred, ListedFile, Paths, ShardedDataset, find_files
+from potluck.data.shared import arrived
 from potluck.errors import DataError
 
 
@@ -66,6 +67,7 @@ class WebDatasetFiles(ShardedDataset):
         super().__init__(list(map(len, self._samples)), transform=transform, lanes=lanes)
 
     def read(self, shard: int) -> Sequence[Deferred]:
+        arrived(self._files[shard])
         return self._samples[shard]
 
     def describe(self, shard: int) -> str:
@@ -76,8 +78,9 @@ def _listed(path: Path) -> list[_Sample]:
     """The samples of an archive, in its order."""
     samples: dict[str, _Sample] = {}
     try:
-        with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as archive:
-            source = ListedFile.of(path, file.fileno())
+        at = arrived(path, outline=True)
+        with at.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as archive:
+            source = ListedFile.of(path, at, file.fileno())
             size = os.fstat(file.fileno()).st_size
             for member in archive:
                 if not member.isfile():

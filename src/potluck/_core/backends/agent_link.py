@@ -325,7 +325,8 @@ class AgentLink:
                 link.send(worker_link.Waiting(self.worker, epoch))
             if time.monotonic() >= due and (where := patience.place()):
                 due = time.monotonic() + LONG_S
-                link.send(worker_link.Halted(self.worker, plain(where)[:256]))
+                reason = f"is at a breakpoint ({plain(where)[:200]})"
+                link.send(worker_link.Halted(self.worker, reason))
 
     def _lost(self, cause: str) -> None:
         self.on_lost(_agent_lost(cause))

@@ -121,13 +121,15 @@ MAX_DATA_SETS = 16
 
 
 class DataSet(msgspec.Struct, frozen=True):
-    """A data set of a job: its ``package`` of ``num_bytes``, and the ``folder`` on the starter that
-    it lies in. A local job has no package of it."""
+    """A data set of a job: its ``package`` of ``num_bytes``, the ``folder`` on the starter that it
+    lies in, and the package with the outlines of its shards (empty: it has none). A local job has
+    no packages of it."""
 
     name: Annotated[str, msgspec.Meta(pattern=DATA_NAME)]
     package: Annotated[bytes, msgspec.Meta(max_length=32)]
     num_bytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 50)]
     folder: Text
+    outline: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
 
 
 DataSets = Annotated[tuple[DataSet, ...], msgspec.Meta(max_length=MAX_DATA_SETS)]

@@ -183,10 +183,11 @@ class Mended(msgspec.Struct, frozen=True, tag=True):
 
 
 class Halted(msgspec.Struct, frozen=True, tag=True):
-    """The worker sits at a breakpoint ``where`` in its script; repeated every 2 s."""
+    """The worker stands still and the others are to wait for it: ``why``. It sits at a breakpoint,
+    or, as its agent says, waits for data that comes; repeated every 1 or 2 s."""
 
     worker: Name
-    where: Name
+    why: Name
 
 
 # From an agent to a worker.
@@ -241,8 +242,8 @@ class ChaosDone(msgspec.Struct, frozen=True, tag=True):
 
 class Hold(msgspec.Struct, frozen=True, tag=True):
     """No group can be formed now, for a ``reason`` outside the job; the worker keeps waiting. With
-    ``seconds`` a group may stand, of which a member sits at a breakpoint: no deadline passes for so
-    long. It is sent again every few seconds."""
+    ``seconds`` a group may stand, of which a member sits at a breakpoint or waits for data: no
+    deadline passes for so long. It is sent again every few seconds."""
 
     reason: Text
     seconds: Annotated[float, msgspec.Meta(ge=0, le=MAX_HOLD_S)] = 0.0

@@ -181,6 +181,16 @@ def test_what_few_have_or_await_comes_first_and_what_is_preferred_before_all() -
     second = swarm.next("a", 0.0)
     assert second is not None
     assert second.chunks == range(7, 8)
+    swarm.prefer([2], turn=2)
+    swarm.prefer([4], turn=1)
+    swarm.prefer([1, 4], turn=3)
+    found = []
+    for _ in range(3):
+        swarm.arrived(second, 0.0)
+        second = swarm.next("a", 0.0)
+        assert second is not None
+        found += second.chunks
+    assert found == [4, 2, 1], "in the order of their turns; of two the first one counts"
 
 
 def test_small_chunks_are_asked_for_together_up_to_a_full_one() -> None:

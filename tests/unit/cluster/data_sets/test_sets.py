@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
 import shutil
-from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, ParamSpec
 
 import msgspec
 import pytest
@@ -16,62 +13,9 @@ import pytest
 from potluck._core.cluster.data_sets import job_data
 from potluck._core.cluster.data_sets.job_data import JobData
 from potluck._core.cluster.data_sets.sets import DataSets, quota_of
-from potluck._core.cluster.topology.hardware import own_versions
 from potluck._core.wire import jobs, peers
 from potluck.errors import ConfigurationError, LinkError
-from support.requests import Nodes
-
-ADA, BOB, EVE = "ada", "bob", "eve"
-P = ParamSpec("P")
-
-
-def in_a_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
-    """The test in an event loop of its own."""
-
-    @functools.wraps(test)
-    def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        asyncio.run(test(*args, **kwargs))
-
-    return run
-
-
-class Machines:
-    """The data sets of several machines, whose stores reach each other."""
-
-    def __init__(self, root: Path, quota: int = 1 << 30) -> None:
-        self.nodes, self.notes, self.noted = Nodes(), list[str](), asyncio.Event()
-        self.nodes.patience_s = 0.5
-        self.sets = {
-            me: DataSets(root / me, me, self.nodes.store(root / me, me), quota)
-            for me in (ADA, BOB, EVE)
-        }
-        self.pets = root / "pets"
-        self.pets.mkdir()
-        (self.pets / "large").write_bytes(os.urandom(5 << 20))
-        (self.pets / "small").write_text("small")
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-        self.noted.set()
-
-    async def spec(self, *, keeps_files: bool = False) -> jobs.JobSpec:
-        named = [("pets", str(self.pets))]
-        data = await self.sets[ADA].take_in(named, self.notes.append, travels=True)
-        return jobs.JobSpec(
-            job="job",
-            script="train.py",
-            package=bytes(32),
-            starter=ADA,
-            versions=own_versions(),
-            data=data,
-            keeps_files=keeps_files,
-        )
-
-    def job(self, me: str, spec: jobs.JobSpec) -> JobData:
-        """The data of a job that runs on ada and bob."""
-        data = JobData(self.sets[me], spec, "key", called=str, note=self.note)
-        data.members([ADA, BOB])
-        return data
+from support.data_sets import ADA, BOB, EVE, Machines, in_a_loop
 
 
 async def fetched(machines: Machines) -> tuple[jobs.JobSpec, JobData, JobData]:
@@ -359,12 +303,12 @@ async def test_of_two_folders_with_one_content_the_other_one_is_served(tmp_path:
         folder = Path(each.folder)
         ada.offer(each.name, folder, await ada.scan(each.name, folder, print))
     (again / "small").write_text("other")
-    ada.withdraw(data[1].package, again)
+    ada.withdraw(data[1])
     ada.allow("job", ADA, [BOB], [data[0].package])
     await machines.sets[BOB].content.fetch("data", data[0].package)
     assert [each.state for each in ada.held(ADA)] == [str(machines.pets)]
     assert machines.nodes.notes == [], "ada passes for no liar"
-    ada.withdraw(data[0].package, machines.pets)
+    ada.withdraw(data[0])
     assert ada.held(ADA) == []
 
 

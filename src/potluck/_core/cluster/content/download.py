@@ -141,10 +141,11 @@ class Download:
                 await self._finish(content)
         return int(package.sizes[wanted & ~self.swarm.has].sum())
 
-    def prefer(self, contents: Iterable[Content]) -> None:
-        """Fetch these first, also if they were not wanted before."""
+    def prefer(self, contents: Iterable[Content], *, turn: int = 0) -> None:
+        """Fetch these first, also if they were not wanted before; of those the ones with a lower
+        ``turn`` (below 2**22)."""
         for content in contents:
-            self.swarm.prefer(self.package.chunks_of(content))
+            self.swarm.prefer(self.package.chunks_of(content), turn)
         self._wake()
 
     async def run(self) -> None:

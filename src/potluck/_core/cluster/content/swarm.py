@@ -105,7 +105,7 @@ class Swarm:
         self._members: dict[str, _Member] = {}
         self._count = np.zeros(len(sizes), np.int64)
         self._rank = np.zeros(len(sizes), np.int64)
-        self._later = np.ones(len(sizes), np.int64)
+        self._later = np.full(len(sizes), 1 << 22, np.int64)
 
     @property
     def is_done(self) -> bool:
@@ -127,10 +127,10 @@ class Swarm:
         """Members that want to hear what this node has."""
         return tuple(node for node, each in self._members.items() if each.is_fetching)
 
-    def prefer(self, chunks: Iterable[int]) -> None:
-        """Fetch these, and want them, before all that were not preferred."""
+    def prefer(self, chunks: Iterable[int], turn: int = 0) -> None:
+        """Fetch these, and want them, before all that were not preferred, or for a later turn."""
         index = list(chunks)
-        self._later[index] = 0
+        self._later[index] = np.minimum(self._later[index], turn)
         self.wanted[index] = True
 
     # What members tell.

@@ -8,32 +8,32 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
-from collections import Counter
+import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
-from potluck._core.background import Tasks, in_thread, stop
-from potluck._core.cluster.content.download import Download
-from potluck._core.cluster.content.package import Package, check_manifest
-from potluck._core.cluster.data_sets.scan import Scanned, Stamp, changed_file, stamp_of
+from potluck._core.background import Tasks, in_thread
+from potluck._core.cluster.data_sets.scan import Scanned, changed_file
 from potluck._core.cluster.data_sets.sets import DataSets, Note, remove_tree
-from potluck._core.cluster.home.keyfile import make_private, replace_private
+from potluck._core.cluster.data_sets.travel import Travel, write_list
+from potluck._core.cluster.home.keyfile import make_private
 from potluck._core.printable import plain, size_in_words
 from potluck._core.wire.jobs import DataSet, JobSpec
-from potluck.errors import ConfigurationError, LinkError, PotluckError
+from potluck.errors import ConfigurationError, PotluckError
 
 VARIABLE = "POTLUCK_DATA_SETS"
-_TELL_S = 2.0
 _LOOK_S = 5.0
+_TICK_S = 1.0
+_PIPE = "asked"
+_READ = 1 << 16
 
 
 class JobData:
     """The data sets of the job of ``spec``; ``key`` names it on this machine. ``called(node)`` is
-    the name of a node for people, who get lines by ``note``."""
+    the name of a node for people, who get lines by ``note``. Every second ``on_wait(worker, text)``
+    is told who waits for what: workers here that are excused, of those that ``is_alive`` knows."""
 
     def __init__(
         self,
@@ -43,6 +43,8 @@ class JobData:
         *,
         called: Callable[[str], str],
         note: Note,
+        on_wait: Callable[[str, str], None] = lambda worker, text: None,
+        is_alive: Callable[[str], bool] = lambda worker: True,
     ) -> None:
         self._sets = sets
         self._spec = spec
@@ -55,12 +57,15 @@ class JobData:
         self._failed: PotluckError | OSError | None = None
         self._here: dict[str, Path] = {}
         self._tasks = Tasks()
+        self._on_wait, self._is_alive = on_wait, is_alive
+        self._travels: dict[str, Travel] = {}
+        self._asked, self._unread = -1, b""
         self.is_open = False
         """Whether other machines may have its data from here."""
 
     def members(self, nodes: Collection[str]) -> None:
         """The job runs on ``nodes``: these may have its data from here."""
-        packages = [each.package for each in self._spec.data]
+        packages = [name for each in self._spec.data for name in (each.package, each.outline)]
         self._sets.allow(self._spec.job, self._spec.starter, nodes, packages)
         self.is_open = True
 
@@ -77,7 +82,7 @@ class JobData:
     def variables(self) -> dict[str, str]:
         """Variables of workers, by which the script finds the data sets."""
         found = {
-            name: {"folder": str(path), "files": str(self._list_of(name))}
+            name: {"folder": str(path), "root": str(self._root)}
             for name, path in self._here.items()
         }
         return {VARIABLE: msgspec.json.encode(found).decode()}
@@ -96,7 +101,7 @@ class JobData:
                 scanned = await self._sets.scan(each.name, folder, self._note)
                 if scanned.package.name != each.package:
                     raise ConfigurationError(self._changed(each, (*scanned.changed, "")[0]))
-                await in_thread(self._write_list, each.name, scanned.stamps)
+                await in_thread(write_list, self._root, each.name, scanned.stamps)
                 self._sets.offer(each.name, folder, scanned)
                 self._offered[each.name], self._here[each.name] = scanned, folder
         if self._offered and not was_offered:
@@ -113,7 +118,7 @@ class JobData:
             raise self._failed
         try:
             for each in missing if has_workers else ():
-                await self._fetch(each)
+                await self._start(each)
         except (PotluckError, OSError) as error:
             self._failed = error
             raise
@@ -131,73 +136,52 @@ class JobData:
                 f"{size_in_words(each.num_bytes)} (there: potluck up --data)"
             )
 
-    async def _fetch(self, each: DataSet) -> None:
-        sets, content, starter = self._sets, self._sets.content, self._spec.starter
-        if each.package not in self._held:
-            self._held.add(each.package)
-            content.hold("data", each.package)
-        shown = _Progress(each.name, self._called, self._note)
-        showing: asyncio.Task[None] | None = None
-
-        async def show(package: Package, here: list[int]) -> None:
-            if here and not sets.brings(package.name, starter):
-                try:
-                    await content.ask_to_show("data", package, starter, here)
-                except PotluckError as error:
-                    raise LinkError(
-                        "it is here by a job of another machine, and "
-                        f"{self._called(starter)} does not show that it has it, too: {error}"
-                    ) from error
-            await sets.came(each, starter)
-
-        def on_begin(download: Download, missing: int) -> None:
-            nonlocal showing
-            here = np.flatnonzero(download.swarm.has).tolist()
-            showing = asyncio.create_task(show(download.package, here))
-            shown.on_begin(download, missing)
-
-        try:
-            package = await content.fetch(
-                "data",
-                each.package,
-                first=starter,
-                max_bytes=each.num_bytes,
-                on_progress=shown.on_progress,
-                on_begin=on_begin,
-            )
-            if showing is not None:
-                await showing
-        except LinkError as error:
-            raise LinkError(f"can't have the data set {each.name}: {error}") from error
-        finally:
-            await stop(showing)
-        shown.is_whole()
-        await in_thread(self._link, each.name, package)  # also if it is cancelled: close removes it
+    async def _start(self, each: DataSet) -> None:
+        """Begin to fetch a data set; until workers can start."""
+        for package in filter(None, {each.package, each.outline} - self._held):
+            self._held.add(package)
+            self._sets.content.hold("data", package)
+        if not self._travels:
+            self._listen()
+            self._tasks.start(self._look_at_waits())
+        travel = Travel(self._sets, each, self._spec.starter, self._root, self._called, self._note)
+        self._travels[each.name] = travel
+        self._tasks.start(travel.run())
+        await travel.ready
         self._here[each.name] = self._root / "sets" / each.name
 
-    def _link(self, name: str, package: Package) -> None:
-        """Make the folder of a data set: read-only links to the files of the store, which stay one
-        on the disk. The job's script sees no other file of the store."""
-        check_manifest(package.manifest)
-        remove_tree(self._root / "sets" / name)
-        folder, stamps = make_private(self._root / "sets" / name), {}
-        for file in package.manifest.files:
-            path = folder / file.path
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            os.link(self._sets.shelf.path_of(file.content), path)
-            os.chmod(path, 0o400)
-            stamps[file.path] = stamp_of(os.stat(path))
-        self._write_list(name, stamps)
-        for place, _, _ in os.walk(folder, topdown=False):
-            os.chmod(place, 0o500)
+    def _listen(self) -> None:
+        """Hear what workers wait for, by a pipe with a name: they may be in a sandbox, and not have
+        a link yet."""
+        if sys.platform != "win32":
+            path = make_private(self._root) / _PIPE
+            path.unlink(missing_ok=True)
+            os.mkfifo(path, 0o600)
+            self._asked = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+            asyncio.get_running_loop().add_reader(self._asked, self._hear)
 
-    def _write_list(self, name: str, stamps: dict[str, Stamp]) -> None:
-        """Write which files the data set has: the script is told if one is changed."""
-        data = msgspec.json.encode(stamps)
-        replace_private(self._list_of(name), "the files of a data set", data)
+    def _hear(self) -> None:
+        *lines, rest = (self._unread + os.read(self._asked, _READ)).split(b"\n")
+        self._unread = rest[:_READ]
+        for line in lines:
+            worker, _, of = line.decode(errors="replace").partition("\t")
+            name, _, path = of.partition("\t")
+            if self._is_alive(worker) and (travel := self._travels.get(name)) is not None:
+                travel.asked(worker, path)
 
-    def _list_of(self, name: str) -> Path:
-        return self._root / "lists" / name
+    def ended(self, worker: str) -> None:
+        """``worker`` has ended: it waits for nothing any more."""
+        for travel in self._travels.values():
+            travel.ended(worker)
+
+    async def _look_at_waits(self) -> None:
+        """While data is on its way, say who waits for it."""
+        while True:
+            await asyncio.sleep(_TICK_S)
+            for travel in self._travels.values():
+                await asyncio.to_thread(travel.tell)
+                for worker, text in travel.waits():
+                    self._on_wait(worker, text)
 
     async def _watch(self) -> None:
         """End the offer of a data set that is changed while the job runs: other machines would take
@@ -210,7 +194,7 @@ class JobData:
                 folder = Path(each.folder)
                 changed = await asyncio.to_thread(changed_file, folder, scanned.stamps)
                 if changed and self._offered.pop(each.name, None) is not None:
-                    self._sets.withdraw(each.package, folder)
+                    self._sets.withdraw(each)
                     self._note(self._changed(each, changed))
 
     def _changed(self, each: DataSet, path: str) -> str:
@@ -226,43 +210,10 @@ class JobData:
         await self._tasks.close()
         for each in self._spec.data:
             if self._offered.pop(each.name, None) is not None:
-                self._sets.withdraw(each.package, Path(each.folder))
+                self._sets.withdraw(each)
+        if self._asked >= 0:
+            asyncio.get_running_loop().remove_reader(self._asked)
+            os.close(self._asked)
         await asyncio.to_thread(remove_tree, self._root)
         for package in self._held:
             self._sets.content.release("data", package)
-
-
-class _Progress:
-    """Tells people how far a fetch of the data set ``name`` is."""
-
-    def __init__(self, name: str, called: Callable[[str], str], note: Note) -> None:
-        self._name, self._called, self._note = name, called, note
-        self._came = Counter[str]()
-        self._missing, self._began, self._said = 0, time.monotonic(), time.monotonic()
-
-    def on_begin(self, download: Download, missing: int) -> None:
-        self._missing, self._began = missing, time.monotonic()
-        if missing:
-            of = size_in_words(download.package.num_bytes)
-            self._note(f"data {self._name}: fetching {size_in_words(missing)} of {of}")
-
-    def on_progress(self, num_bytes: int, node: str) -> None:
-        self._came[node] += num_bytes
-        now = time.monotonic()
-        if now - self._said > _TELL_S and self._missing:
-            self._said, so_far = now, self._came.total()
-            rate = so_far / max(now - self._began, 1e-3)
-            left = max(0, self._missing - so_far) / max(rate, 1.0)
-            self._note(
-                f"data {self._name}: {100 * so_far // self._missing}%, {rate / 1e6:.0f} MB/s, "
-                f"about {left:.0f} s left"
-            )
-
-    def is_whole(self) -> None:
-        if self._missing:
-            by = ", ".join(
-                f"{size_in_words(count)} from {self._called(node)}"
-                for node, count in self._came.most_common()
-            )
-            seconds = time.monotonic() - self._began
-            self._note(f"data {self._name}: here after {seconds:.1f} s ({by})")

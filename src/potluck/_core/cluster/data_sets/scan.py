@@ -23,6 +23,7 @@ from potluck._core.cluster.content.package import (
     open_below,
     scan,
 )
+from potluck._core.cluster.data_sets import outlines
 from potluck._core.cluster.home.keyfile import replace_private
 from potluck._core.printable import plain
 from potluck._core.wire.bulk import MAX_CHUNKS, MAX_FILES, Size
@@ -43,16 +44,19 @@ class _Known(msgspec.Struct, frozen=True, array_like=True):
     size: Size
     root: Digest
     hashes: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=MAX_CHUNKS)]
+    outline: outlines.Parts = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Scanned:
     """The ``package`` of a folder. ``stamps`` of its files, by path, as they were read; of these
-    ``changed`` had another content when the folder was read before."""
+    ``changed`` had another content when the folder was read before. ``outline`` is that of its
+    shards, as a package that lies beside the cache; None if it has none."""
 
     package: Package
     stamps: dict[str, Stamp]
     changed: tuple[str, ...]
+    outline: Package | None
 
 
 class Stopped(Exception):
@@ -101,7 +105,12 @@ def scan_folder(
     settled = {p: each for p, each in known.items() if each.stamp[2] < began - _SETTLED_NS}
     replace_private(cache, "what was read of a data set", msgspec.msgpack.encode(settled))
     changed = tuple(p for p in before if p not in known or known[p].root != before[p].root)
-    return Scanned(Package(PackageManifest(tuple(files)), lists), found, changed)
+    outline = None
+    if data := outlines.encoded({path: each.outline for path, each in known.items()}):
+        beside = cache.with_name(f"{cache.name}.outline")
+        replace_private(beside, "the outline of a data set", data)
+        outline = outlines.package_of(beside.name, data)
+    return Scanned(Package(PackageManifest(tuple(files)), lists), found, changed, outline)
 
 
 def cache_name(folder: Path) -> str:
@@ -131,6 +140,7 @@ def _scanned(folder: Path, path: str, stamp: Stamp, on_chunk: Callable[[int], No
     try:
         with open_below(folder, path) as file:
             content, hashes = scan(file, on_chunk)
+            outline = outlines.outline_of(path, file, content.size)
             status = os.fstat(file.fileno())
     except OSError as error:
         where = plain(str(folder / path))
@@ -140,7 +150,7 @@ def _scanned(folder: Path, path: str, stamp: Stamp, on_chunk: Callable[[int], No
             f"{plain(str(folder / path))} was changed while it was being read: start again when "
             "nothing writes to the data set any more"
         )
-    return _Known(stamp, content.size, content.root, hashes)
+    return _Known(stamp, content.size, content.root, hashes, outline)
 
 
 def _files(folder: Path) -> Iterator[tuple[str, Stamp]]:

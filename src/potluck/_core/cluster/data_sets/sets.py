@@ -18,6 +18,7 @@ import re
 import shutil
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -70,6 +71,8 @@ class DataSets:
         self.shelf = content.open("data", Terms(self._may_have, quota, is_linked=True))
         self._jobs: dict[str, tuple[str, frozenset[str], frozenset[bytes]]] = {}
         """By job: its starter, its nodes, its packages."""
+        self._outlines = Counter[bytes]()
+        """How often each outline is offered from here."""
         self._offers: dict[bytes, list[tuple[str, Path, Package]]] = {}
         """By package, its offers from folders here, the one that is served last: the data set's
         name and the folder of each."""
@@ -97,9 +100,11 @@ class DataSets:
             if not travels:
                 found.append(jobs.DataSet(name, b"", 0, folder))
                 continue
-            package = (await self.scan(name, Path(folder), note)).package
+            scanned = await self.scan(name, Path(folder), note)
+            package, outline = scanned.package, scanned.outline
             size, count = package.manifest.num_bytes, len(package.manifest.files)
-            found.append(jobs.DataSet(name, package.name, size, folder))
+            of = b"" if outline is None else outline.name
+            found.append(jobs.DataSet(name, package.name, size, folder, of))
             note(f"data {name}: {count} files, {size_in_words(size)}")
         return tuple(found)
 
@@ -143,7 +148,7 @@ class DataSets:
         self._jobs.pop(job, None)
 
     def _may_have(self, node: str, package: bytes) -> bool:
-        is_own = package in self._offers
+        is_own = package in self._offers or self._outlines[package] > 0
         return any(
             node in nodes
             and package in having
@@ -159,10 +164,17 @@ class DataSets:
         package = scanned.package
         self._offers.setdefault(package.name, []).append((name, folder, package))
         self.content.offer("data", folder, package)
+        if scanned.outline is not None:
+            self._outlines[scanned.outline.name] += 1
+            self.content.offer("data", self.root / "scans", scanned.outline)
 
-    def withdraw(self, package: bytes, folder: Path) -> None:
-        """The end of one ``offer`` from ``folder``. What is offered from another one, too, is
-        served from there."""
+    def withdraw(self, each: jobs.DataSet) -> None:
+        """The end of one ``offer``. What is offered from another folder, too, is served from
+        there."""
+        package, folder = each.package, Path(each.folder)
+        self._outlines[each.outline] -= 1
+        if not self._outlines[each.outline]:
+            self.content.withdraw("data", each.outline)
         offers = self._offers[package]
         offers.remove(next(each for each in offers if each[1] == folder))
         self.content.withdraw("data", package)

@@ -464,10 +464,10 @@ class JobController:
                 self.handle(jobs.Stalled(name, text))
             case worker_link.WorkerNote():
                 pass  # passed on as it came
-            case worker_link.Halted(name, where):
+            case worker_link.Halted(name, why):
                 seconds = max(self.spec.peer_timeout_s, _LEAST_HOLD_S)
                 seconds = min(seconds, worker_link.MAX_HOLD_S)
-                hold = worker_link.Hold(f"worker {name} is at a breakpoint ({where})", seconds)
+                hold = worker_link.Hold(f"worker {name} {why}", seconds)
                 if (now := time.monotonic()) - self._held_at >= _HOLD_AGAIN_S:
                     self._held_at = now
                     self._orders.send([each.name for each in self.state.workers], hold)

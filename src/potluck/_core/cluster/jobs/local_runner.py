@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +41,7 @@ from potluck._core.cluster.sharing.sandbox import BROKER_FILE
 from potluck._core.system import SIGKILL
 from potluck._core.transport import aio
 from potluck._core.types import Member
+from potluck._core.waiting import EVERY_S
 from potluck._core.wire import jobs, worker_link
 from potluck._core.wire.greeting import Hello, Refusal, Welcome, common_version
 from potluck._core.wire.nodes import JobGroup, View
@@ -121,10 +123,19 @@ class LocalRunner:
         self._debuggers = Debuggers()
         if order.spec.plan is not None:
             code_store.hold(order.spec.plan)
+        self._waits_told: dict[str, float] = {}
         self._data: JobData | None = None
         if self.spec.data:
             called = agent.names.called
-            self._data = JobData(agent.data, self.spec, self._key, called=called, note=self._note)
+            self._data = JobData(
+                agent.data,
+                self.spec,
+                self._key,
+                called=called,
+                note=self._note,
+                on_wait=self._waits_for_data,
+                is_alive=self._alive.__contains__,
+            )
         self._tasks = Tasks()
         self._preparing = self._tasks.start(self._prepare())
 
@@ -249,6 +260,15 @@ class LocalRunner:
     def _awaits_data(self) -> bool:
         """Whether workers are placed here, and their data did not come yet."""
         return self._data is not None and not self._data.is_here and self._has_place
+
+    def _waits_for_data(self, worker: str, why: str) -> None:
+        """The other ranks wait for ``worker`` as for one that is debugged."""
+        self._happened(worker_link.Halted(worker, why[:256]))
+        if (now := time.monotonic()) >= self._waits_told.get(worker, 0.0):
+            self._waits_told[worker] = now + EVERY_S
+            self._note(
+                f"rank {self._rank(worker)} on {self._agent.names.label(self._agent.me)} {why}"
+            )
 
     @property
     def _awaits_environment(self) -> bool:
@@ -631,6 +651,8 @@ class LocalRunner:
                 async with asyncio.timeout(_LAST_MESSAGES_S):
                     await self._unlinked[worker].wait()
         self._probes.answered(worker)
+        if self._data is not None:
+            self._data.ended(worker)
         link = self._links.pop(worker, None)
         if link is not None:
             link.abort()
