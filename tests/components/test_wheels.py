@@ -1,9 +1,10 @@
 """The wheels of `make wheels`, installed where there is no compiler: what is in them, that training
-runs from them on x86-64."""
+runs from them, on x86-64 and in QEMU's emulation of aarch64."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -14,10 +15,11 @@ import pytest
 
 from potluck._core.version import VERSION
 from support.components import ROOT
+from support.emulated import EmulatedDebian
 from support.wheels import wheels_of
 
 WAIT_S = 600
-ARCHITECTURES = ("x86_64",)
+ARCHITECTURES = ("x86_64", "aarch64")
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -101,3 +103,34 @@ def test_the_wheel_of_the_stable_abi_runs_on_newer_pythons(tmp_path: Path) -> No
             )
             assert done.returncode == 0, done.stdout + done.stderr
             assert done.stdout.count("has 3.0") == 2 or '"tls": "openssl"' in done.stdout
+
+
+# QEMU has no ioctl for a link's speed, and psutil fails by that.
+NO_SPEED = """
+import psutil._psutil_linux as calls
+
+calls.net_if_duplex_speed = lambda name: (calls.DUPLEX_UNKNOWN, 0)
+"""
+
+
+def test_the_wheel_for_aarch64_runs_in_emulation(tmp_path: Path) -> None:
+    """With the Python of Debian's packages, and what the wheel declares from PyPI."""
+    debian = EmulatedDebian.made("arm64")
+    [wheel] = [each for each in wheels_of("aarch64") if "-cp311-cp311-" in each.name]
+    site = debian.root / "root/site"
+    shutil.rmtree(site, ignore_errors=True)
+    # By this machine's pip: an emulated one takes ten minutes. It unpacks, and runs nothing.
+    platforms = [f"--platform=manylinux_2_{minor}_aarch64" for minor in (17, 27, 28)]
+    wanted = ["--only-binary=:all:", "--python-version=3.11", *platforms, f"--target={site}"]
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", *wanted, wheel]
+    subprocess.run(pip, check=True, timeout=WAIT_S)
+    (site / "sitecustomize.py").write_text(NO_SPEED)
+    (debian.root / "root/sum.py").write_text(SUM)
+    potluck = ("python3", "/root/site/bin/potluck")
+    # QEMU refuses to map shared memory twice (mremap of no bytes), so workers use links.
+    variables = {"PYTHONPATH": "/root/site", "POTLUCK_USE_SHARED_MEMORY": "no"}
+    done = debian.run(*potluck, "run", "-n", "2", "/root/sum.py", timeout_s=WAIT_S, env=variables)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("has 3.0") == 2, done.stdout
+    doctor = debian.run(*potluck, "doctor", "--json", timeout_s=WAIT_S, env=variables)
+    assert '"tls": "openssl"' in doctor.stdout, doctor.stdout + doctor.stderr
