@@ -1,6 +1,6 @@
 """From nothing to two machines: a newcomer types the commands of docs/walk.md at two clean ones,
 hosts with environments of their own that see nothing of this checkout. They train a script with
-three packages that neither of them has."""
+three packages that neither of them has, on 500 MB of data that one of them has."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from support.commands import Command
@@ -24,6 +25,7 @@ from support.wheels import wheels_of
 
 PORT = 3141
 INSTALL = "pip install --find-links dist potluck"
+ROWS = 31_250_000
 
 
 def installed(folder: Path) -> tuple[Path, float]:
@@ -39,7 +41,19 @@ def installed(folder: Path) -> tuple[Path, float]:
     return programs, time.monotonic() - began
 
 
-@pytest.mark.timeout(1800)
+def make_samples(folder: Path) -> None:
+    """500 MB: three features a row, and what the weights 1, -2, 0.5 make of them."""
+    folder.mkdir()
+    samples = np.lib.format.open_memmap(
+        folder / "samples.npy", mode="w+", dtype=np.float32, shape=(ROWS, 4)
+    )
+    random = np.random.default_rng(0)
+    for part in np.array_split(samples, 50):
+        part[:, :3] = random.standard_normal((len(part), 3), np.float32)
+        part[:, 3] = part[:, :3] @ np.array([1.0, -2.0, 0.5], np.float32)
+    samples.flush()
+
+
 def test_a_newcomer_trains_on_two_clean_machines(tmp_path: Path) -> None:
     if reason := missing():
         pytest.skip(reason)
@@ -57,7 +71,6 @@ def test_a_newcomer_trains_on_two_clean_machines(tmp_path: Path) -> None:
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", fetched]
     subprocess.run([*pip, *packages], check=True, timeout=600)
 
-    began = time.monotonic()
     with ExitStack() as stack:
         left, right, internet = stack.enter_context(Network(3))
         url = f"http://{internet.address}:{PORT}/simple"
@@ -70,23 +83,29 @@ def test_a_newcomer_trains_on_two_clean_machines(tmp_path: Path) -> None:
         desk = Person(left, "desk", tmp_path, stack, desk_has, **given)
         laptop = Person(right, "laptop", tmp_path, stack, laptop_has, **given)
 
+        make_samples(desk.folder.parent / "samples")
+        (desk.folder / "packages.py").write_text(script)
+
+        began = time.monotonic()
         agent = desk.types("potluck up")
         agent.read_until(lambda _: "founds a cluster" in agent.text)
         paired(desk, laptop)
         second = laptop.types("potluck up")
         second.read_until(lambda _: "laptop (" in second.text and "joins" in second.text)
-        (desk.folder / "packages.py").write_text(script)
-        both = desk.types("potluck run packages.py")
+        both = desk.types("potluck run --data ../samples packages.py")
+        both.read_until(lambda _: "starting 2 workers" in both.text)  # all was fetched
         assert both.finish() == 0, both.text
 
         assert "starting 2 workers on desk, laptop" in both.text
         for rank, name in enumerate(("desk", "laptop")):
-            line = rf"\[ *{rank} {name}\] rank {rank} of 2: 25,600  1  -2  0\.5"
+            line = rf"\[ *{rank} {name}\] rank {rank} of 2: 31,250,000  1  -2  0\.5"
             assert re.search(line, both.text), both.text
+        assert both.text.count("data samples: here after") == 1, both.text
         assert str(ROOT) not in both.text
+        trained = time.monotonic() - began
     commands = 2 + len(desk.typed) + len(laptop.typed)
     assert commands <= 8
     print(
-        f"newcomer: {commands} commands, {time.monotonic() - began:.0f} s, and "
-        f"{seconds + more:.0f} s to install potluck twice"
+        f"newcomer: {commands} commands, {trained:.0f} s from the first agent to the end, and "
+        f"{seconds + more:.0f} s to install potluck twice\n{both.text}"
     )
