@@ -105,7 +105,6 @@ class Image:
         self.command = json.loads(rest)
 
 
-@pytest.mark.timeout(1500)
 def test_the_image_trains_loses_a_worker_and_ends_well(
     debian: Path, wheel: Path, tmp_path: Path
 ) -> None:

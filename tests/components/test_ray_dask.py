@@ -21,6 +21,7 @@ DASK = "distributed==2026.8.0"
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_BACKEND_LOG_LEVEL": "error",
+    "RAY_raylet_start_wait_time_s": "120",
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_failure_threshold": "3",
     "PYTHONWARNINGS": "ignore",
@@ -86,7 +87,6 @@ def ray(tmp_path: Path) -> Iterator[tuple[Path, RayCluster]]:
         running.finish()
 
 
-@pytest.mark.timeout(600)
 def test_ray_trains_loses_a_node_and_places_its_actor_again(
     ray: tuple[Path, RayCluster], tmp_path: Path
 ) -> None:
@@ -127,7 +127,6 @@ class DaskCluster(Lossy):
         self._workers.append(worker)
 
 
-@pytest.mark.timeout(600)
 def test_dask_trains_loses_a_worker_and_takes_another_machine(tmp_path: Path) -> None:
     python = environment("dask", DASK)
     work = Work(tmp_path / "work", lambda: run.text)
