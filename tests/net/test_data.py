@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from support.copying import wire_time
+from support.figures import Figures
 from support.hosts import Network
-from support.machines import Machine, cluster_of, form
+from support.machines import Machine, cluster_of, form, machines
 
 pytestmark = pytest.mark.needs_root_netns
 
@@ -36,6 +38,20 @@ except OSError as error:
     print("can't write:", error.strerror)
 with potluck.init() as ctx:
     print("counted", int(ctx.all_reduce(np.ones(1))[0]), "of", ctx.world_size)
+"""
+
+
+READS = """
+import potluck
+from potluck.data import NumpyFiles, shared
+pets = shared("pets")
+data = NumpyFiles({"x": pets.shards("*.npy")})
+with potluck.init() as ctx:
+    data.load(ctx.rank * len(data.sizes) // ctx.world_size)
+    ctx.barrier()
+    print("begins with", ctx.world_size)
+    str(pets)
+    ctx.barrier()
 """
 
 
@@ -148,3 +164,45 @@ def test_each_sample_counts_once_while_data_travels_and_a_machine_is_killed(
         assert found is not None, run.text
         assert float(found[1]) <= (total - kept) / 2**20 + 0.1, "no chunk is sent again"
         assert re.search(r"rank \d on (bob|carl) waits for \S+ of pets \(", run.text), run.text
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("count", [64 << 20, 2000 << 20], ids=["64 MiB", "2000 MiB"])
+def test_three_machines_get_a_data_set_in_hardly_more_than_the_time_of_one_copy(
+    figures: Figures, tmp_path: Path, count: int
+) -> None:
+    """2000 MiB (``--long -k 2000``) take about five minutes, and 8 GB of the disk."""
+    data, script = tmp_path / "pets", tmp_path / "code" / "reads.py"
+    data.mkdir()
+    script.parent.mkdir()
+    script.write_text(READS)
+    for number in range(16):
+        each = np.frombuffer(os.urandom(count // 16), np.uint8).reshape(-1, 1 << 10)
+        np.save(data / f"{number:02}.npy", each)
+    with (
+        Network(4, rate="200mbit") as network,
+        machines(network, tmp_path / "homes") as all_,
+    ):
+        ada, bob, *_ = all_
+        form(*all_)
+        bound = wire_time(ada.host, bob.host, count)
+        patience_s = 120 + 4 * bound
+        with ada.run("--data", data, "--min-nodes", "4", script) as run:
+            began = run.when("data pets: fetching ", patience_s)
+            begins = run.when("begins with 4", patience_s)
+            since, ends = 0, list[float]()
+            for _ in range(3):
+                ends.append(run.when("data pets: here after ", patience_s, since=since))
+                since = 1 + next(
+                    at
+                    for at, line in enumerate(run.lines)
+                    if at >= since and "data pets: here after " in line
+                )
+            assert run.finish(patience_s) == 0, run.text
+        what = f"3 machines get {count >> 20} MiB of data at 200 Mbit/s"
+        asked = 1.25 if count > 1 << 30 else None
+        took = (max(ends) - began) / bound
+        figures.take(what, "times of one plain copy:", took, asked=asked, unit="")
+        first = (begins - began) / bound
+        figures.take(what, "all train after, in the same unit:", first, unit="")

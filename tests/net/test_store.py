@@ -14,30 +14,14 @@ from typing import Any
 import pytest
 
 from support.commands import Command
+from support.copying import wire_time
 from support.figures import Figures
-from support.hosts import Host, Network
+from support.hosts import Network
 from support.machines import Machine, view_of
 
 pytestmark = pytest.mark.needs_root_netns
 
 SCRIPT = Path(__file__).parent / "scripts" / "storing.py"
-COPY = """
-import socket, sys, time
-listening, count = socket.create_server(("", 7000)), int(sys.argv[1])
-print("listens", flush=True)
-sock, began, left = listening.accept()[0], None, count
-while left:
-    left -= len(sock.recv(1 << 20))
-    began = began or time.monotonic()
-print("took", time.monotonic() - began, flush=True)
-"""
-SEND = """
-import socket, sys
-sock, data = socket.create_connection((sys.argv[1], 7000)), bytes(1 << 20)
-for _ in range(int(sys.argv[2]) >> 20):
-    sock.sendall(data)
-sock.recv(1)
-"""
 
 
 class Storing(Command):
@@ -71,15 +55,6 @@ def storing(network: Network, root: Path) -> Iterator[list[Storing]]:
         for each in made:
             each.wait_for(lambda line: (view := view_of(line)) is not None and view[1] == wanted)
         yield made
-
-
-def wire_time(source: Host, target: Host, count: int) -> float:
-    """Seconds that ``count`` bytes take over one plain connection."""
-    with Command(target.command([sys.executable, "-c", COPY, str(count)])) as receiving:
-        receiving.wait_for("listens")
-        words = [sys.executable, "-c", SEND, target.address, str(count)]
-        with Command(source.command(words)):
-            return float(receiving.wait_for("took ", 60 + 4 * count / 25e6).split()[1])
 
 
 def folder_of(root: Path, count: int) -> Path:
