@@ -151,6 +151,15 @@ def test_a_pattern_that_names_nothing_is_an_error(
         select(folder, home, [".env", include])
 
 
+def test_the_jobs_data_stays_as_it_travels_by_itself(folder: Path, home: Path) -> None:
+    before = paths(select(folder, home))
+    write(folder, **{"pets/one.npy": "x", "pets/id_rsa": KEY})
+    found = select(folder, home, ["lib/"], [str(folder / "pets"), str(folder), str(home)])
+    assert paths(found) == before
+    reasons = [each.reason for each in found.staying if each.path == "pets/"]
+    assert reasons == ["a data set of the job, which comes by --data"]
+
+
 # Keys and credentials.
 
 

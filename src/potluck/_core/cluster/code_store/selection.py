@@ -181,6 +181,7 @@ class Why(StrEnum):
     """The rule by which a file or folder stays."""
 
     HOME = "home"
+    DATA = "data"
     LINK = "link"
     SPECIAL = "special"
     IGNORED = "ignored"
@@ -219,16 +220,20 @@ class Selection:
         return sum(file.size for file in self.files)
 
 
-def select(folder: Path, home: Path, include: Sequence[str] = ()) -> Selection:
+def select(
+    folder: Path, home: Path, include: Sequence[str] = (), data: Iterable[str] = ()
+) -> Selection:
     """What of ``folder`` travels; ``home`` is the potluck home, ``include`` has patterns in git's
-    syntax. Reads the beginning of every file.
+    syntax, ``data`` the job's folders of data, which travel by themselves. Reads the beginning of
+    every file.
 
     ConfigurationError, with what to do, if the folder may not travel, can't be read, is too large
     or holds what looks like keys, or if a pattern names nothing.
     """
     check_folder(folder, home)
     included = Included(include)
-    walk = _Walk(folder, included, Private(home))
+    paths = (os.path.relpath(each, folder) for each in map(os.path.realpath, data))
+    walk = _Walk(folder, included, Private(home), frozenset(f"{path}/" for path in paths))
     with readable(folder):
         walk.enter("", patterns_above(folder))
     included.check_used(folder)
@@ -252,7 +257,7 @@ def check_script(folder: Path, script: str, selection: Selection) -> None:
     elif found.why is Why.LINK:
         why = "it is a link, and links do not travel"
         todo = f"run the file that it leads to: potluck run {path.resolve()}"
-    elif found.why in (Why.SPECIAL, Why.HOME):
+    elif found.why in (Why.SPECIAL, Why.HOME, Why.DATA):
         why, todo = f"it is {found.reason}", "run another file"
     else:
         why = f"{found.path} stays here, because it is {found.reason}"
@@ -286,6 +291,7 @@ class _Walk:
     folder: Path
     included: Included
     private: Private
+    data: frozenset[str]
     files: list[Travelling] = field(default_factory=list)
     staying: list[Staying] = field(default_factory=list)
     keys: list[tuple[str, str]] = field(default_factory=list)
@@ -304,7 +310,7 @@ class _Walk:
             found = self._rule(entry, path, ignoring, included)
             if isinstance(found, Staying):
                 self.staying.append(found)
-                if found.why is not Why.HOME:
+                if found.why not in (Why.HOME, Why.DATA):
                     self._look_below(path, ignoring)
             elif path.endswith("/"):
                 self.enter(path, ignoring)
@@ -326,6 +332,8 @@ class _Walk:
         """Why ``entry`` stays, or the pattern that names it as one that travels, or None."""
         if self.private.has(entry):
             return Staying(path, Why.HOME, "of potluck's home, which never travels")
+        if path in self.data:
+            return Staying(path, Why.DATA, "a data set of the job, which comes by --data")
         named = included or _ruled_out(path, ignoring)
         if isinstance(named, Staying):
             return named

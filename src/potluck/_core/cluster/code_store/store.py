@@ -124,19 +124,21 @@ class CodeStore:
         self._content.release("code", package)
 
     async def take_in(
-        self, folder: Path, script: str, include: Sequence[str]
+        self, folder: Path, script: str, include: Sequence[str], data: Sequence[str] = ()
     ) -> tuple[bytes, Selection]:
         """Make a package of ``folder`` and serve it; its name, and what is in it. Copies every file
-        that is new.
+        that is new. The folders ``data`` stay.
 
         ConfigurationError as for ``select``, if ``script`` (its path below ``folder``) does not
         travel, if a file can't be read or is being changed meanwhile, or if there is no room.
         """
-        return await asyncio.to_thread(self._copy, folder, script, include)
+        return await asyncio.to_thread(self._copy, folder, script, include, data)
 
-    def _copy(self, folder: Path, script: str, include: Sequence[str]) -> tuple[bytes, Selection]:
+    def _copy(
+        self, folder: Path, script: str, include: Sequence[str], data: Sequence[str]
+    ) -> tuple[bytes, Selection]:
         with self._saying_what_is_wrong():
-            selection = select(folder, self._home, include)
+            selection = select(folder, self._home, include, data)
             check_script(folder, script, selection)
             with readable(folder):
                 paths = (file.path for file in selection.files)
