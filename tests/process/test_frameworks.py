@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from support.commands import Command, potluck_command
-from support.examples import example
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -101,7 +100,8 @@ def test_torchfts_manager_goes_on_after_a_kill_and_takes_a_new_replica_in() -> N
 
 def test_trls_sft_and_dpo_train_adapters_on_two_workers(tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="make ecosystem installs TRL")
-    example("lora/make_tiny").make(tmp_path)
+    with Command([sys.executable, str(EXAMPLES / "lora/make_tiny.py"), str(tmp_path)]) as making:
+        assert making.finish() == 0, making.text
     script = str(SCRIPTS / "trl_adapters.py")
     with Command([*POTLUCK_RUN, script, str(tmp_path)], env=QUIET | {"HF_HUB_OFFLINE": "1"}) as run:
         assert run.finish(500) == 0, run.text
