@@ -588,7 +588,8 @@ def _room_of(folder: Path) -> int:
     for place, folders, files in os.walk(folder):
         for name in (*folders, *files):
             with contextlib.suppress(OSError):  # it is gone
-                blocks += os.lstat(os.path.join(place, name)).st_blocks
+                status = os.lstat(os.path.join(place, name))
+                blocks += getattr(status, "st_blocks", status.st_size // 512)  # Windows has none
     return 512 * blocks
 
 

@@ -140,7 +140,7 @@ class JobDispatcher:
         if request.folder:
             package, selection = await self._code_store.take_in(
                 *(Path(request.folder), request.script, request.include),
-                [each.folder for each in request.data],
+                [folder for _, folder in request.data],
             )
             receivers = self._receivers(only)
             for text in filter(None, (in_words(selection, receivers), links_in_words(selection))):
