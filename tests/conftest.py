@@ -165,6 +165,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     order = in_order(dict.fromkeys(item.path for item in items))
     items.sort(key=lambda item: order[item.path])
     for item in items:
+        # Processes of pytest-xdist must name tests alike.
+        assert " at 0x" not in item.nodeid, f"{item.nodeid}: give its parameters ids"
         if item.get_closest_marker("long") and not config.getoption("--long"):
             item.add_marker(pytest.mark.skip(reason="takes long: make test-long, or --long"))
         if item.get_closest_marker("needs_root_netns"):

@@ -132,7 +132,7 @@ def test_one_worker_in_parts_trains_as_with_the_whole_batch(most: int, is_ddp: b
         {"scales": True, "clip": clip_grad_norm_},
         {"num_workers": 1},
     ],
-    ids=str,
+    ids=["plain", "clip", "torch-clip", "scales", "scales-clip", "loader"],
 )
 def test_unlike_workers_train_as_one_with_the_whole_batch(options: dict[str, Any]) -> None:
     """Of 20 samples they hold 2 + 3 + 4 at once: three parts of at most so many."""
