@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from potluck._core.checks import checked_whole
 from potluck._core.context import DistributedContext, init
+from potluck._core.room import own_room
 from potluck.checkpoint.store import CheckpointStore
 from potluck.data.shards import ShardedDataset
 from potluck.torch.amp import GradScaler
@@ -29,6 +30,7 @@ from potluck.torch.outer import OuterStrategy, outer_of
 from potluck.torch.planning import Planned, Planning, Rehearsal, Suggestion, is_planning
 from potluck.torch.reducer import Reducer
 from potluck.torch.replica import TorchReplica
+from potluck.torch.room import StepMemory
 from potluck.torch.structure import broadcast_tensors
 from potluck.training import elastic
 from potluck.training.memory import Parts
@@ -204,6 +206,8 @@ class ElasticLoop(elastic.ElasticLoop):
         self._is_local = in_steps and ddp is None  # right for one worker only
         self._keeper: Reducer | None = None
         """Of a model without a DistributedDataParallel: sums the parts of a step."""
+        # Where nothing bounds this process, there is nothing to look at in every step.
+        self._memory = StepMemory(model) if own_room() is not None else None
         self._hooks = [
             each.register_step_pre_hook(self._before_optimizer_step) for each in optimizers
         ]
@@ -225,7 +229,11 @@ class ElasticLoop(elastic.ElasticLoop):
                 except Exception as error:
                     self.ctx.abort(error)
                     raise
+                if self._memory is not None:
+                    self._memory.begin(len(share.indices))
                 yield samples
+                if not self.most_at_once and 0 < (most := self._most_that_fit()) < self.batch_size:
+                    self._training.cap.most = most  # others learn it when a group forms
                 if any(each.end(is_last=self.done) for each in planning):
                     break  # before replicas are compared, which a rehearsal has trained apart
             for each in planning:
@@ -239,6 +247,8 @@ class ElasticLoop(elastic.ElasticLoop):
             self._probe.close()  # another loop may train the same model
         for hook in self._hooks:
             hook.remove()
+        if self._memory is not None:
+            self._memory.close()
 
     def log(self, **facts: Any) -> None:
         """Report facts to ``potluck run`` and ``potluck status``: names and numbers or strings.
@@ -353,9 +363,12 @@ class ElasticLoop(elastic.ElasticLoop):
         if reducer is not None:
             reducer.begin_part(is_first=parts.is_first, is_last=parts.is_last)
 
+    def _most_that_fit(self) -> int:
+        return 0 if self._memory is None else self._memory.most()
+
     def _release(self, error: BaseException) -> None:
-        """Detach, in place, what variables of the script hold of the step's graph: else it stays
-        until the next step has replaced them, and takes memory beside the next step's."""
+        """Detach, in place, what variables of the script hold of the step's graph, which they do
+        until the next step has replaced them."""
         super()._release(error)
         for frame, _ in walk_tb(error.__traceback__):
             names = frame.f_locals

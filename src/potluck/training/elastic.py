@@ -312,10 +312,12 @@ class ElasticLoop(Uncopied):
         except LOST as error:
             self._training.lost(error)
             if not self._counted:
+                self._release(error)
                 self._rerun()
         except Exception as error:
             if not self._counted:
-                shortage = self._training.shortage(error, self._parts.at_once)
+                at_once = self._parts.at_once
+                shortage = self._training.shortage(error, at_once, self._most_that_fit())
             if shortage:
                 self._release(error)
             else:
@@ -620,8 +622,13 @@ class ElasticLoop(Uncopied):
         """A part of the present step begins."""
         self._replica.weigh(part.weight)
 
+    def _most_that_fit(self) -> int:
+        """How many samples at once fit into the memory that is left; 0 if that is unknown."""
+        return 0
+
     def _release(self, error: BaseException) -> None:
-        """Release what the step that ended by ``error`` holds."""
+        """Release what the step that ended by ``error`` holds: else it takes memory beside what the
+        step computes when it runs again."""
         release(error)
 
     # ------------------------------------------------------------ between steps

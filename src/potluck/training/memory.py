@@ -68,12 +68,16 @@ class Cap:
         """A step was committed in which so many were computed at once."""
         self.fitted = max(self.fitted, num_samples)
 
-    def ran_out(self, num_samples: int) -> bool:
-        """Lower the cap, as so many samples at once did not fit. False if one is too many."""
+    def ran_out(self, num_samples: int, predicted: int = 0) -> bool:
+        """Lower the cap, as so many samples at once did not fit, to what is ``predicted`` to fit
+        (0: that is unknown). False if one is too many."""
         if num_samples < 2:
             return False
         half = max(1, num_samples // 2)
-        self.most = max(half, self.fitted) if self.fitted < num_samples else half
+        if 0 < predicted < num_samples:
+            self.most = predicted
+        else:
+            self.most = max(half, self.fitted) if self.fitted < num_samples else half
         self.fitted = 0
         return True
 

@@ -197,16 +197,16 @@ class Training:
             raise error
         _log.info("step %d: %s", step, error)
 
-    def shortage(self, error: Exception, at_once: int) -> str:
+    def shortage(self, error: Exception, at_once: int, predicted: int) -> str:
         """If the present step ran out of memory with ``at_once`` samples at once, and may run again
-        with fewer: what follows, in words; else empty."""
+        with fewer, as many as are ``predicted`` to fit: what follows, in words; else empty."""
         if not is_out_of_memory(error):
             return ""
         me, step = self.ctx.group.describe(self.ctx.rank), self.progress.step
         with_so_many = f"out of memory with {in_words(at_once)} at once"
         if not (self.ctx.elastic or self.ctx.world_size == 1):
             why = "this world can't form another group: start the script with `potluck run`"
-        elif not self.cap.ran_out(at_once):
+        elif not self.cap.ran_out(at_once, predicted):
             why = "fewer can't be computed: give it more memory, or train a smaller model"
         else:
             most = in_words(self.cap.most)

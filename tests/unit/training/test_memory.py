@@ -99,6 +99,14 @@ def test_a_cap_falls_to_what_has_fitted_or_to_half_and_never_below_one() -> None
     assert not cap.ran_out(1)
 
 
+def test_a_cap_falls_to_what_is_predicted_to_fit() -> None:
+    cap = Cap()
+    assert cap.ran_out(16, 13)
+    assert cap.most == 13
+    assert cap.ran_out(13, 20), "the prediction was wrong"
+    assert cap.most == 6
+
+
 def test_each_shortage_lowers_the_cap() -> None:
     for fitted in range(20):
         cap, steps, at_once = Cap(fitted=fitted), 0, 19
