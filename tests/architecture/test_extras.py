@@ -52,5 +52,5 @@ def test_every_extra_that_a_text_names_exists() -> None:
     assert {"torch", "sklearn"} <= named <= set(EXTRAS)
     assert {extra for _, extra in required()} == {
         *("torch", "mpi", "data", "tensorboard", "ecosystem", "bench", "torchft", "sklearn"),
-        *("privacy", "ray", "dask"),
+        *("privacy", "ray", "dask", "debug"),
     }
