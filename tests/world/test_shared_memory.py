@@ -22,7 +22,7 @@ from potluck._core import native
 from potluck._core.collectives.plan import Operation
 from potluck._core.context import DistributedContext
 from potluck._core.engine.shm.group import GroupMemory
-from potluck.errors import Desync, OperationTimeout
+from potluck.errors import Desync, GroupError, OperationTimeout
 from potluck.testing.world import WorldError
 from support.worlds import World, open_world
 
@@ -417,6 +417,27 @@ def test_a_channel_opened_while_its_rank_leaves_is_freed(monkeypatch: pytest.Mon
     del world
     gc.collect()
     assert [each() for each in opened] == [None, None]
+
+
+def test_a_rank_that_cannot_open_the_memory_ends_the_call_on_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others may have opened it, and wait there."""
+    open_channel = GroupMemory.open
+
+    def open_or_not(memory: Any, *args: Any, **options: Any) -> Any:
+        if memory._group.rank == 1:
+            raise OSError("no memory is left")
+        return open_channel(memory, *args, **options)
+
+    monkeypatch.setattr(GroupMemory, "open", open_or_not)
+
+    def act(ctx: DistributedContext) -> None:
+        with pytest.raises(GroupError, match=r"the setup of shared memory on .*no memory is left"):
+            ctx.all_reduce(np.ones(4), timeout=60)
+
+    with open_world("shm", 2) as world:
+        world.run(act)
 
 
 class Interrupt(Exception):

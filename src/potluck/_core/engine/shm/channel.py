@@ -364,6 +364,12 @@ class ChannelMemory:
             self._end(error, links)
             return
         self._drop_descriptor()
+        try:
+            self._open(offer, cores, links)
+        except Exception as broken:  # the others may have theirs: no call can go over links
+            self._end(self._group.broke(broken), links)
+
+    def _open(self, offer: Offer, cores: int, links: Links) -> None:
         world = len(self._ranks)
         costs = credible(Costs(*offer.costs))
         salt = blake2b(f"{self._ranks}".encode(), digest_size=8).digest()

@@ -290,8 +290,14 @@ class GroupMemory:
         for channel in channels:
             channel.stop(for_all=for_all)
 
+    def broke(self, cause: BaseException, what: str = "the setup of shared memory") -> GroupError:
+        """End the group, as ``what`` ended by an error of its own; the group's error."""
+        error = broke(self._group, what, why(cause))
+        self._loop.abort(error)
+        return error
+
     def _broke(self, cause: BaseException) -> None:
-        self._loop.abort(broke(self._group, "the thread of shared memory", why(cause)))
+        self.broke(cause, "the thread of shared memory")
 
     def _tell(self, engine: Any) -> None:
         while ident := engine.next_ended():
