@@ -54,7 +54,7 @@ class GradScaler:
         self._rule = rule or LossScale()
         self._optimizers: Sequence[Optimizer] = ()
         self._commit: Callable[[], None] | None = None
-        self._end_part: Callable[[], None] = lambda: None
+        self._end_part: Callable[[], None] | None = None
         # The present step.
         self._scaled = False
         self._unscaled: list[Optimizer] = []
@@ -96,7 +96,8 @@ class GradScaler:
             return
         if not self._scaled:
             raise RuntimeError("nothing is scaled: call scaler.scale(loss).backward() first")
-        self._end_part()
+        if self._end_part is not None:
+            self._end_part()
         self._unscaled.append(optimizer)
         inverse = 1.0 / self._rule.scale
         for gradient in _gradients(optimizer):
