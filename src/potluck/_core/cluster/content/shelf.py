@@ -221,13 +221,15 @@ class Shelf:
     def sweep(self) -> None:
         """Delete the files that are in no package."""
         with self._busy:
+            # Before the packages: what is written meanwhile is of one that was kept before it.
+            files = [*_files(self._objects), *_files(self._partial)]
             named = {
                 _name(content)
                 for kept in self.packages()
                 if (package := self.package(kept.package)) is not None
                 for content in package.contents
             }
-            for path in (*_files(self._objects), *_files(self._partial)):
+            for path in files:
                 if path.name not in named and not _is_being_written(path):
                     path.unlink(missing_ok=True)
 
