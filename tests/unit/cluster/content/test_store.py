@@ -352,6 +352,28 @@ def test_what_is_deleted_meanwhile_breaks_no_fetch_and_what_a_kill_left_goes(
     play(story)
 
 
+def test_a_file_that_is_about_to_get_its_name_is_not_swept(
+    nodes: Nodes, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each fetch sweeps, beside the others of its machine."""
+
+    async def story() -> None:
+        ada, bob = store_of(nodes, tmp_path, ADA), store_of(nodes, tmp_path, BOB)
+        rename = Path.rename
+
+        def sweep_and_rename(path: Path, target: Path) -> Path:
+            for store in (ada, bob):
+                store.delete("data", [])
+            return rename(path, target)
+
+        monkeypatch.setattr(Path, "rename", sweep_and_rename)
+        package = ada.add("data", folder, PATHS)
+        await bob.fetch("data", package.name)
+        assert same(package, folder, shelf_of(tmp_path, BOB), tmp_path / "out")
+
+    play(story)
+
+
 def test_only_the_files_that_are_wanted_are_fetched_and_others_on_demand(
     nodes: Nodes, folder: Path, tmp_path: Path
 ) -> None:

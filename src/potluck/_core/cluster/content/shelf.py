@@ -121,7 +121,8 @@ class Shelf:
         """Write a chunk, which the caller has verified."""
         if content.num_chunks == 1:
             self._make()
-            self._write_whole(self.path_of(content), data, self._is_durable, _WHOLE_NS)
+            self._write_whole(self.path_of(content), data, self._is_durable)
+            self._mark_whole(content)
             return
         self._make()
         flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
@@ -158,8 +159,8 @@ class Shelf:
                 raise ProtocolError("it was changed while it was being copied; start again")
             if content.num_chunks > 1 or self._is_durable:
                 _flush(temporary)
-            os.utime(temporary, ns=(_WHOLE_NS, _WHOLE_NS))
             temporary.rename(self.path_of(content))
+            self._mark_whole(content)
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -257,15 +258,17 @@ class Shelf:
         for folder in (self._root, self._objects, self._partial, self._packages):
             make_private(folder)
 
-    def _write_whole(
-        self, path: Path, data: bytes | memoryview, is_durable: bool, time_ns: int = 0
-    ) -> None:
+    def _mark_whole(self, content: Content) -> None:
+        """``content`` was verified. A temporary file is never marked: by that time ``sweep`` takes
+        it for one that nobody writes any more."""
+        with contextlib.suppress(FileNotFoundError):  # its package is deleted already
+            os.utime(self.path_of(content), ns=(_WHOLE_NS, _WHOLE_NS))
+
+    def _write_whole(self, path: Path, data: bytes | memoryview, is_durable: bool) -> None:
         temporary = self._temporary()
         try:
             with open(_new(temporary, 0o600), "wb") as file:
                 file.write(data)
-            if time_ns:
-                os.utime(temporary, ns=(time_ns, time_ns))
             if is_durable:
                 _flush(temporary)
             temporary.rename(path)
