@@ -213,12 +213,12 @@ async def _read_part(
 
 
 async def _read_here(machines: Machines, request: jobs.LogRequest) -> jobs.LogLines:
-    log, key = (
-        JobLog(machines.history.root, lambda text: None),
-        key_of(request.job, request.starter),
-    )
+    log = JobLog(machines.history.root, lambda text: None)
     lines, has_more = await log.read(
-        key, dict(request.after), since=request.since, sources=request.sources
+        key_of(request.job, request.starter),
+        dict(request.after),
+        since=request.since,
+        sources=request.sources,
     )
     return jobs.LogLines(tuple(lines), has_more, True)
 
